@@ -25,9 +25,9 @@ import numpy as np
 from blocks import random_blocks
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.kernels import search_scales
 from ktconvert.native_quant.matrix import GGML, INTEGERS
 from ktconvert.native_quant.runtime.benchmark import STREAMS, read_memory
+from ktconvert.native_quant.scale_search import search_scales
 
 MIB = 1 << 20
 SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one

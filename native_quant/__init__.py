@@ -12,7 +12,7 @@ import importlib
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.native_quant import own_cpus  # noqa: F401  looks at the CPUs before torch binds the thread
+from ktconvert.native_quant import machine  # noqa: F401  looks at the CPUs before torch binds the thread
 
 if TYPE_CHECKING:
     from ktconvert.native_quant.runtime.experts import Experts as Experts

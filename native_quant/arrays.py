@@ -1,4 +1,4 @@
-"""The types of NumPy's arrays. BF16 and FP16 are uint16 of their bits, floats of 8 bits uint8."""
+"""Types of NumPy arrays. BF16 and FP16 are stored as uint16 bits, 8-bit floats as uint8 bits."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The C kernels that choose codes column after column, so that others make up for the error of one: the inner loop of
-GPTQ, and coordinate descent. As in kernels.py, each function checks its arguments, calls C and raises its errors.
+"""C kernels that choose codes column by column so that later columns compensate errors: GPTQ and coordinate descent.
+
+As in kernels.py, each function checks its arguments, calls C and raises its errors.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ import numpy as np
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I8
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
-from ktconvert.native_quant.kernels import FLOAT32, INT8, PANEL_ROWS, pointer_to, scratch_for
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.kernels import FLOAT32, INT8, PANEL_ROWS, pointer_to, scratch_buffer
+from ktconvert.native_quant.machine import unbind_thread
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
-_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}  # the types to which values are rounded
+_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}  # types to which values are rounded
 
 
 class CodeRange(NamedTuple):
-    """The codes of a grid: integers from the least to the greatest one, both included.
+    """The codes of a grid: integers from `least` to `most`, both included.
 
-    precision  the significant bits that a code has at most; 0: all integers are codes
+    precision  largest number of significant bits of a code; 0: all integers are codes
     """
 
     least: int
@@ -35,13 +36,16 @@ class CodeRange(NamedTuple):
 def gptq_block(
     code_range: CodeRange, kind: str, inverse: F32, scale: F32, weight: F32, value: F32, error: F32, *, threads: int = 1
 ) -> None:
-    """Quantizes the columns of a block one after the other, each time correcting the columns to its right.
+    """Quantize the columns of a block one after the other, each time correcting the columns to its right.
 
-    code_range: -128 <= least <= 0 <= most <= 127, and a precision of at most 7. All arrays are float32. inverse [width,
-    width]: the block's factor of the inverse Hessian, of which the upper triangle is read. scale [n, width]: of
-    each weight; kind: "bf16" or "f32", its type before it became float32, to which values are rounded. weight [n,
-    width] is corrected in place; value (the dequantized codes) and error, both [n, width], are written. width: at most
-    MAX_COLUMNS. NaN stays NaN. The number of threads changes no bit. Equations: numerics.md, section 7.
+    All arrays are float32; width is at most MAX_COLUMNS.
+    code_range  -128 <= least <= 0 <= most <= 127, precision at most 7
+    kind        "bf16" or "f32": the original type of the weight, to which values are rounded
+    inverse     [width, width]: the block's factor of the inverse Hessian; only the upper triangle is read
+    scale       [n, width]: the scale of each weight
+    weight      [n, width]: corrected in place
+    value, error   [n, width], written: the dequantized codes and their errors
+    NaN stays NaN. The number of threads changes no bit. Equations: numerics.md, section 7.
     """
     _require_codes(code_range, threads)
     if kind not in _RESULTS:
@@ -56,24 +60,27 @@ def gptq_block(
     _require_own_memory(weight, value, error, scale, inverse)
     read_environment()
 
-    def part(rows: slice) -> int:
+    def quantize(rows: slice) -> int:
         pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, value, error))
         return lib.ktq_gptq_block(*code_range, _RESULTS[kind], len(weight[rows]), width, factor, *pointers)
 
-    _by_rows(part, n, threads)
+    _split_rows(quantize, n, threads)
 
 
 SLICE: int = lib.KTQ_SLICE_COLUMNS
 
 
 def compensate(code_range: CodeRange, slices: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1) -> None:
-    """Quantizes all columns of a linear one after the other, each time correcting those to its right; and says what the
-    errors that are left ask for.
+    """Quantize all columns of a linear one after the other, each time correcting those to its right.
 
-    code_range as in gptq_block. All arrays are float32, k a multiple of SLICE. slices [k / SLICE, k, SLICE]: the factor
-    U of the inverse Hessian in and above the diagonal, and below it U[j, i] / U[j, j]. scale [n, k]: of each weight.
-    weight [n, k] becomes the values of the codes. gradient [n, k] is written: (weight - values) @ Hessian. NaN stays
-    NaN. The number of threads changes no bit. Equations: numerics.md, section 7b.
+    All arrays are float32; k is a multiple of SLICE.
+    code_range  as in gptq_block
+    slices      [k / SLICE, k, SLICE]: the factor U of the inverse Hessian in and above the diagonal, and below it
+                U[j, i] / U[j, j]
+    scale       [n, k]: the scale of each weight
+    weight      [n, k]: replaced by the values of the codes
+    gradient    [n, k], written: (weight - values) @ Hessian, the gradient of the remaining error
+    NaN stays NaN. The number of threads changes no bit. Equations: numerics.md, section 7b.
     """
     _require_codes(code_range, threads)
     if weight.ndim != 2 or not weight.size or weight.shape[1] % SLICE:
@@ -86,20 +93,23 @@ def compensate(code_range: CodeRange, slices: F32, scale: F32, weight: F32, grad
     _require_own_memory(weight, gradient, scale, slices)
     read_environment()
 
-    def part(rows: slice) -> int:
-        scales, values, left = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, gradient))
-        scratch = ffi.cast("float *", scratch_for(4 * k))
-        return lib.ktq_compensate(*code_range, len(weight[rows]), k, factor, scales, values, left, scratch)
+    def quantize(rows: slice) -> int:
+        pointers = (ffi.from_buffer("float[]", array[rows]) for array in (scale, weight, gradient))
+        scratch = ffi.cast("float *", scratch_buffer(4 * k))
+        return lib.ktq_compensate(*code_range, len(weight[rows]), k, factor, *pointers, scratch)
 
-    _by_rows(part, n, threads)
+    _split_rows(quantize, n, threads)
 
 
 def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient: F32, *, threads: int = 1) -> int:
-    """One sweep of coordinate descent over codes; returns how many changed.
+    """Run one sweep of coordinate descent over codes and return the number of changed codes.
 
-    code_range as in gptq_block. hessian float32 [k, k], symmetric; scale float32 [n, k / group], 0 where codes stay;
-    codes int8 [n, k] and gradient float32 [n, k], which is (weight - codes * scale) @ hessian: both are kept up. The
-    number of threads changes no bit. Equations: numerics.md, section 7b.
+    code_range  as in gptq_block
+    hessian     float32 [k, k], symmetric
+    scale       float32 [n, k / group]; codes with scale 0 stay
+    codes       int8 [n, k], updated
+    gradient    float32 [n, k], updated: (weight - codes * scale) @ hessian
+    The number of threads changes no bit. Equations: numerics.md, section 7b.
     """
     _require_codes(code_range, threads)
     if codes.ndim != 2 or not codes.size or scale.ndim != 2 or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
@@ -113,17 +123,15 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
     read_environment()
     changed: list[int] = []
 
-    def part(rows: slice) -> int:
+    def sweep(rows: slice) -> int:
         count, group = ffi.new("int64_t *"), k // scale.shape[1]
         arrays = (("float[]", scale), ("int8_t[]", codes), ("float[]", gradient))
-        scales, own, held = (ffi.from_buffer(in_c, array[rows]) for in_c, array in arrays)
-        result: int = lib.ktq_descend(
-            *code_range, len(codes[rows]), k, group, metric, diagonal, scales, own, held, count
-        )
+        pointers = (ffi.from_buffer(c_type, array[rows]) for c_type, array in arrays)
+        result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, diagonal, *pointers, count)
         changed.append(count[0])
         return result
 
-    _by_rows(part, n, threads)
+    _split_rows(sweep, n, threads)
     return sum(changed)
 
 
@@ -142,12 +150,12 @@ def _require_own_memory(*arrays: F32) -> None:
         raise ValueError("no two of the arrays may share memory")
 
 
-def _by_rows(part: Callable[[slice], int], n: int, threads: int) -> None:
-    """Run a function of rows, which returns C's error code, on all of n rows, in whole panels for each thread."""
+def _split_rows(kernel: Callable[[slice], int], n: int, threads: int) -> None:
+    """Run kernel(rows), which returns C's error code, on all n rows, split into whole panels for each thread."""
     step = -(-n // (PANEL_ROWS * threads)) * PANEL_ROWS
     if step >= n:
-        raise_error(part(slice(0, n)))
+        raise_error(kernel(slice(0, n)))
         return
-    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq", initializer=use_own_cpus) as pool:
-        for result in list(pool.map(part, (slice(first, first + step) for first in range(0, n, step)))):
+    with ThreadPoolExecutor(-(-n // step), thread_name_prefix="gptq", initializer=unbind_thread) as pool:
+        for result in list(pool.map(kernel, (slice(first, first + step) for first in range(0, n, step)))):
             raise_error(result)

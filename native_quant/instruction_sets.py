@@ -1,4 +1,4 @@
-"""Which instruction set the C kernels use: those available, the one requested, and the environment variables."""
+"""Choice of the C kernels' instruction set: those available, the one in use, and the environment variables."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ KERNELS: tuple[tuple[str, str], ...] = tuple(
     for row in takewhile(lambda row: lib.ktq_kernel_isa(row) >= 0, count())
 )
 
-COMPILER: str = _text(lib.ktq_compiler())  # that made the extension
+COMPILER: str = _text(lib.ktq_compiler())  # that built the extension
 
 _environment_read = False
 _environment_lock = threading.Lock()
 
 
 def available_isas() -> tuple[str, ...]:
-    """The instruction sets that the CPU and the operating system support, slowest first."""
+    """Return the instruction sets that the CPU and the operating system support, slowest first."""
     return tuple(name for i, name in enumerate(ISAS) if lib.ktq_isa_available(i))
 
 
 def isa() -> str:
-    """The instruction set in use: from set_isa, KTCONVERT_ISA or KT_KERNEL_CPU_VARIANT, else the best available."""
+    """Return the instruction set in use: from set_isa, KTCONVERT_ISA or KT_KERNEL_CPU_VARIANT, else the best one."""
     read_environment()
     return ISAS[lib.ktq_isa()]
 
 
 def set_isa(name: str | None) -> None:
-    """Uses this instruction set and nothing above it; None: the best available. ValueError if it is not available."""
+    """Use this instruction set and none above it; None: the best available. Raises ValueError if it is unavailable."""
     global _environment_read
     with _environment_lock:
         _environment_read = True
@@ -55,8 +55,8 @@ def _set_isa(name: str | None, where: str) -> None:
         raise ValueError(f"{where}this machine does not offer '{name}': {choice}")
 
 
-# kt-kernel's names of our instruction sets: in KT_KERNEL_CPU_VARIANT, whose other values are ignored as in kt-kernel,
-# and as __cpu_variant__. It has none for "scalar".
+# kt-kernel's names of our instruction sets, in KT_KERNEL_CPU_VARIANT and __cpu_variant__. Like kt-kernel, we ignore
+# other values of the variable. It has no name for "scalar".
 VARIANTS = {
     "amx": "amx",
     "avx512bf16": "avx512_bf16",
@@ -69,7 +69,7 @@ _BY_VARIANT = {variant: name for name, variant in VARIANTS.items()} | {"avx512_v
 
 
 def read_environment() -> None:
-    """Reads KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, once, at first use. ValueError for a wrong value, each time."""
+    """Apply KTCONVERT_ISA, else KT_KERNEL_CPU_VARIANT, at the first call. Raises ValueError for a wrong value."""
     global _environment_read
     if _environment_read:
         return
@@ -89,7 +89,7 @@ def read_environment() -> None:
 
 
 def raise_error(error: int) -> None:
-    """Raises ValueError, MemoryError or RuntimeError (KTQ_EFORK) with C's message for an error code; not for KTQ_OK."""
+    """Raise ValueError, MemoryError or RuntimeError (KTQ_EFORK) with C's message for any error code but KTQ_OK."""
     if error != lib.KTQ_OK:
         kinds: dict[int, type[Exception]] = {lib.KTQ_ENOMEM: MemoryError, lib.KTQ_EFORK: RuntimeError}
         raise kinds.get(error, ValueError)(_text(lib.ktq_strerror(error)))

@@ -1,8 +1,8 @@
-"""The C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
+"""C kernels for NumPy arrays: each function checks its arguments, calls C and raises its errors.
 
 All calls release the GIL. Wrong arguments raise ValueError before C sees them. NonFinite, a ValueError, names the first
-value of a linear that is infinite or not a number; results are then partly written. The numbers (numerics.md) are the
-same, bit for bit, whatever instruction set is in use.
+value of a linear that is infinite or NaN; results are then partly written. The results (numerics.md) are identical, bit
+for bit, for all instruction sets.
 """
 
 from __future__ import annotations
@@ -24,51 +24,52 @@ from ktconvert.native_quant.instruction_sets import (
     read_environment,
     set_isa,
 )
-from ktconvert.native_quant.matrix import KINDS, Matrix, decode, readable, source_of
+from ktconvert.native_quant.matrix import KINDS, Matrix, c_source, decode, to_c_readable
 
-__all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # of other files
+__all__ = ["ISAS", "KERNELS", "KINDS", "Matrix", "available_isas", "decode", "isa", "set_isa"]  # re-exported
 
 
-# How groups round a quotient before it becomes a code: to BF16, as llmcompressor does, or to float32.
+# Rounding of a quotient in a group before it becomes a code: to BF16, as in llmcompressor, or to float32.
 ROUNDINGS: dict[str, int] = {"library": lib.KTQ_LIBRARY, "float32": lib.KTQ_FLOAT32}
-# And with scales of either sign, of 4-bit codes, to float32.
+# Only for 4-bit codes: scales of either sign, rounded to float32.
 GROUP_RULES = {**ROUNDINGS, "signed": lib.KTQ_SIGNED}
 
 
 class Geometry(NamedTuple):
-    """What the rows and columns of a packed weight are multiples of."""
+    """Numbers of which the rows and columns of a packed weight must be multiples."""
 
     block_rows: int
     tile_columns: int
 
 
-# By the bits of a code: the table of csrc/geometry.h.
+# Bits of a code -> Geometry: the table of csrc/geometry.h.
 _SIZES = ((bits, Geometry(lib.ktq_block_rows(bits), lib.ktq_tile_columns(bits))) for bits in range(1, 9))
 GEOMETRIES: dict[int, Geometry] = {bits: geometry for bits, geometry in _SIZES if geometry.block_rows}
 
 
 class NonFinite(ValueError):
-    """A weight is infinite or not a number; `row` and `column` say which, counted in the caller's array."""
+    """An infinite or NaN weight, at `row` and `column` of the caller's array."""
 
     def __init__(self, row: int, column: int) -> None:
         super().__init__(f"the value at row {row}, column {column} is infinite or not a number")
         self.row, self.column = row, column
 
 
-# (as NumPy has it, as C has it); these checks run for every expert, so types are looked up here, once.
+# (NumPy dtype, C type), looked up once because the checks run for every expert.
 UINT8, INT8, INT32, UINT16, FLOAT32 = (
     (np.dtype(numpy), ffi.typeof(f"{c}[]"))
     for numpy, c in (("u1", "uint8_t"), ("i1", "int8_t"), ("i4", "uint8_t"), ("u2", "uint16_t"), ("f4", "float"))
 )
 
 
-def _require_bits(bits: int) -> None:
+def require_bits(bits: int) -> None:
+    """Raise ValueError unless packed weights can have codes of this number of bits."""
     if bits not in GEOMETRIES:
         raise ValueError(f"bits must be {' or '.join(map(str, GEOMETRIES))}, not {bits}")
 
 
 def _check_size(bits: int, n: int, k: int) -> None:
-    _require_bits(bits)
+    require_bits(bits)
     rows, columns = GEOMETRIES[bits]
     if n < 1 or k < 1 or n % rows or k % columns:
         needed = str(rows) if rows == columns else f"{rows} and {columns}"
@@ -84,7 +85,7 @@ def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writab
 def pointer_to(
     name: str, array: Array, types: tuple[np.dtype[Any], Any], shape: tuple[int, ...], writable: bool = True
 ) -> Any:
-    """An array as C takes it. types: UINT8 and so on. ValueError for one of another dtype or shape."""
+    """Return a C pointer to an array. types: UINT8 etc. Raises ValueError for a different dtype or shape."""
     dtype, in_c = types
     if array.dtype != dtype or array.shape != shape:
         raise ValueError(f"{name} must be {dtype} of shape {shape}, not {array.dtype} of shape {array.shape}")
@@ -95,60 +96,65 @@ def pointer_to(
     return ffi.from_buffer(in_c, array)
 
 
-# A buffer per thread that is kept between calls: faulting fresh pages in would cost a tenth of the work.
-_kept = threading.local()
+# A buffer per thread that lives between calls: page faults of fresh memory would cost a tenth of the time.
+_scratch = threading.local()
 
 
-def scratch_for(k: int) -> Any:
-    """32 * k uint16 (ktq.h), on a cache line of its own."""
-    if getattr(_kept, "columns", 0) < k:
-        _kept.buffer = np.empty(32 * k * 2 + 64, np.uint8)
-        _kept.pointer = ffi.cast("uint16_t *", (_kept.buffer.ctypes.data + 63) & ~63)
-        _kept.columns = k
-    return _kept.pointer
+def scratch_buffer(k: int) -> Any:
+    """Return a pointer to 32 * k uint16 (ktq.h), aligned to a cache line; the memory belongs to the calling thread."""
+    if getattr(_scratch, "columns", 0) < k:
+        _scratch.buffer = np.empty(32 * k * 2 + 64, np.uint8)
+        _scratch.pointer = ffi.cast("uint16_t *", (_scratch.buffer.ctypes.data + 63) & ~63)
+        _scratch.columns = k
+    return _scratch.pointer
 
 
-def convert(matrix: Matrix, call: Callable[[int, int, Any, Any], int]) -> None:
-    """Calls a kernel, call(n, k, source, bad_row), with a linear as C reads it, and raises its errors."""
-    matrix = readable(matrix)
-    source, keep = source_of(matrix)
-    _run(lambda bad_row: call(*matrix.shape, source, bad_row), lambda row: decode(matrix.rows(row, row + 1))[0])
+def convert(matrix: Matrix, kernel: Callable[[int, int, Any, Any], int]) -> None:
+    """Call kernel(n, k, source, bad_row) for a linear, decoded to BF16 if C cannot read it, and raise its errors."""
+    matrix = to_c_readable(matrix)
+    source, keep = c_source(matrix)
+    call_kernel(
+        lambda bad_row: kernel(*matrix.shape, source, bad_row), lambda row: decode(matrix.rows(row, row + 1))[0]
+    )
     del keep
 
 
-def _run(call: Callable[[Any], int], bf16: Callable[[int], Array]) -> None:
-    """Calls C with where to say which row is bad, and raises its errors; bf16: the bits of such a row."""
+def call_kernel(kernel: Callable[[Any], int], bf16_row: Callable[[int], Array]) -> None:
+    """Call kernel(bad_row) and raise its errors. bf16_row: returns the BF16 bits of a row, to find the bad value."""
     read_environment()
     bad_row = ffi.new("int64_t *")
-    error = call(bad_row)
+    error = kernel(bad_row)
     if error == lib.KTQ_ENONFINITE:
         row = int(bad_row[0])
-        raise NonFinite(row, int(np.argmax((bf16(row) & 0x7FFF) >= 0x7F80)))
+        raise NonFinite(row, int(np.argmax((bf16_row(row) & 0x7FFF) >= 0x7F80)))
     raise_error(error)
 
 
 def quantize_pack(
     bits: int, matrix: Matrix, weight: U8, scale: F32, *, kernel: Callable[..., int] = lib.ktq_quantize_pack
 ) -> None:
-    """Quantizes a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order. Writes weight,
-    uint8 [n*k*bits/8] and scale, float32 [n]. Raises NonFinite.
+    """Quantize a linear to 4 or 8 bits, one scale per row, in kt-kernel's AMXINT4 or AMXINT8 order.
+
+    Writes weight, uint8 [n*k*bits/8], and scale, float32 [n]. Raises NonFinite.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=True)
-        return kernel(bits, n, k, source, scratch_for(k), *packed, bad_row)
+        return kernel(bits, n, k, source, scratch_buffer(k), *packed, bad_row)
 
     convert(matrix, call)
 
 
 def quantize_plain(bits: int, matrix: Matrix, weight: U8, scale: F32) -> None:
-    """The same for kt-kernel's MOE_INT4 and MOE_INT8, in their plain order. Equations: numerics.md, section 2c."""
+    """Quantize as quantize_pack, in the plain order of kt-kernel's MOE_INT4 and MOE_INT8; numerics.md, section 2c."""
     quantize_pack(bits, matrix, weight, scale, kernel=lib.ktq_quantize_plain)
 
 
 def pack_codes(bits: int, codes: I8, weight: U8) -> None:
-    """Packs codes int8 [n, k] (-7..7 or -127..127, each row contiguous) that another quantizer chose as quantize_pack
-    does. ValueError names the first code that is out of range; weight is then partly written.
+    """Pack the codes of another quantizer in the order of quantize_pack.
+
+    codes: int8 [n, k] (-7..7 or -127..127), each row contiguous. Raises ValueError with the first code that is out of
+    range; weight is then partly written.
     """
     if codes.ndim != 2 or codes.dtype != np.int8:
         raise ValueError(f"codes must be int8 [n, k], not {codes.dtype} of shape {codes.shape}")
@@ -174,10 +180,11 @@ def pack_codes(bits: int, codes: I8, weight: U8) -> None:
 def quantize_groups(
     bits: int, matrix: Matrix, packed: I32, scale: U16, *, group: int = 128, rounding: str = "library"
 ) -> None:
-    """Quantizes a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
+    """Quantize a linear to 4 or 8 bits, one BF16 scale per group of columns, in compressed-tensors' packed order.
 
-    n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of GROUP_RULES ("signed": 4 bits
-    alone). Writes packed int32 [n, k*bits/32] and scale uint16 [n, k/group]. Raises NonFinite. numerics.md, section 6.
+    n is arbitrary; k is a multiple of the group, and the group of 32. rounding: a key of GROUP_RULES ("signed": only 4
+    bits). Writes packed int32 [n, k*bits/32] and scale uint16 [n, k/group]. Raises NonFinite. Equations: numerics.md,
+    section 6.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -190,13 +197,13 @@ def quantize_groups(
             raise ValueError(f"a group must be a multiple of 32 that divides the columns: {group} does not fit {k}")
         codes = pointer_to("packed", packed, INT32, (n, k * bits // 32))
         out = codes, pointer_to("scale", scale, UINT16, (n, k // group))
-        return lib.ktq_quantize_groups(bits, group, rules[rounding], n, k, source, scratch_for(k), *out, bad_row)
+        return lib.ktq_quantize_groups(bits, group, rules[rounding], n, k, source, scratch_buffer(k), *out, bad_row)
 
     convert(matrix, call)
 
 
 def dequantize(bits: int, weight: U8, scale: F32, n: int, k: int) -> F32:
-    """The values of packed weights: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
+    """Return the values of packed weights: float32 [n, k]; a code times its scale (INT4: 16 times the code)."""
     packed = _check_packed(bits, n, k, weight, scale, writable=False)
     out = np.empty((n, k), np.float32)
     raise_error(lib.ktq_dequantize(bits, n, k, *packed, ffi.from_buffer(FLOAT32[1], out)))
@@ -204,109 +211,46 @@ def dequantize(bits: int, weight: U8, scale: F32, n: int, k: int) -> F32:
 
 
 def error_sums(bits: int, matrix: Matrix, weight: U8, scale: F32) -> tuple[float, float, float, float]:
-    """How far packed weights are from their source: sums of x*x, y*y, x*y and (x-y)*(x-y), in float64.
+    """Return the sums of x*x, y*y, x*y and (x-y)*(x-y) in float64, for a source x and packed weights y.
 
-    x is the source as BF16, y the dequantized weight. From them: relative error sqrt(dd/xx), cosine xy/sqrt(xx*yy).
-    The order of the additions is fixed, so the sums are the same with every instruction set.
+    x is the source as BF16, y the dequantized weight. They give the relative error sqrt(dd/xx) and the cosine
+    xy/sqrt(xx*yy). The order of the additions is fixed, so all instruction sets give the same sums.
     """
     sums = ffi.new("double[4]")
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         packed = _check_packed(bits, n, k, weight, scale, writable=False)
-        return lib.ktq_error_sums(bits, n, k, source, scratch_for(k), *packed, sums)
+        return lib.ktq_error_sums(bits, n, k, source, scratch_buffer(k), *packed, sums)
 
     convert(matrix, call)
     return sums[0], sums[1], sums[2], sums[3]
 
 
-# --- scales of least squared error -----------------------------------------------------------------
-
-LANES = 64  # what k is a multiple of
-
-
-def search_scales(bits: int, bf16: U16, importance: F32 | None = None) -> tuple[I8, F32]:
-    """Codes int8 [n, k] (4 bits: -7..7, 8 bits: -127..127) and scales float32 [n] of least squared error.
-
-    bf16: bits of BF16 values, uint16 [n, k], each row contiguous, at any address; k: a multiple of 64. importance: how
-    much a squared error counts in each column, float32 [k], finite, none negative; or second moments, float32 [k, k],
-    symmetric, finite, whose diagonal is that; None: all alike. Raises NonFinite. numerics.md, sections 2b and 2e.
-    """
-    _require_bits(bits)
-    scale = np.empty(len(bf16), np.float32)
-    return _search(lib.ktq_search_scales, bits, LANES, bf16, importance, ffi.from_buffer("float[]", scale)), scale
-
-
-# Grids with a scale for each SEARCHED_GROUP columns: name -> (its number in C, dtype of its scales as they are stored).
-SEARCHED_GROUPS: dict[str, tuple[int, type[np.unsignedinteger[Any]]]] = {
-    "mxfp4": (lib.KTQ_GROUPS_MXFP4, np.uint8),
-    "rawint4": (lib.KTQ_GROUPS_RAWINT4, np.uint16),
-}
-SEARCHED_GROUP = 32
-
-
-def search_groups(grid: str, bf16: U16, importance: F32 | None = None) -> tuple[I8, Array]:
-    """Codes int8 [n, k] and scales [n, k/32] of least squared error, of a grid of SEARCHED_GROUPS. bf16, importance,
-    NonFinite: as for search_scales, but k is a multiple of 32. Equations: numerics.md, sections 2d and 2e.
-    """
-    number, dtype = SEARCHED_GROUPS[grid]
-    n, k = bf16.shape if bf16.ndim == 2 else (0, 0)
-    scales = np.empty((n, k // SEARCHED_GROUP), dtype)
-    out = SEARCHED_GROUP, bf16, importance, ffi.from_buffer("uint8_t[]", scales)
-    return _search(lib.ktq_search_groups, number, *out), scales
-
-
-def _search(call: Callable[..., int], what: int, multiple: int, bf16: U16, importance: F32 | None, scales: Any) -> I8:
-    """Calls a search for scales, which it writes; returns the codes. Raises ValueError for wrong arguments."""
-    if bf16.ndim != 2 or bf16.dtype != np.uint16 or 0 in bf16.shape or bf16.shape[1] % multiple:
-        raise ValueError(f"values must be uint16 [n, multiple of {multiple}], not {bf16.dtype} of shape {bf16.shape}")
-    (n, k), (row_stride, column_stride) = bf16.shape, bf16.strides
-    if column_stride != 2:
-        raise ValueError(f"each row of values must be contiguous, not strides {bf16.strides}")
-    weights, moments, moments_stride, vectors = ffi.NULL, ffi.NULL, 0, ffi.NULL
-    if importance is not None:
-        of, stride = f"{importance.dtype} of shape {importance.shape}", importance.strides
-        if importance.shape not in ((k,), (k, k)) or importance.dtype != np.float32:
-            raise ValueError(f"importance must be float32 [{k}] or [{k}, {k}], not {of}")
-        if importance.ndim == 2:
-            if stride[1] != 4 or stride[0] % 4:
-                raise ValueError(f"each row of second moments must be contiguous, not strides {stride}")
-            moments, moments_stride = ffi.cast("float *", importance.__array_interface__["data"][0]), stride[0] // 4
-            vectors = ffi.from_buffer("float[]", np.empty(lib.KTQ_VECTOR_FLOATS * k, np.float32))
-        diagonal = np.ascontiguousarray(np.diagonal(importance) if importance.ndim == 2 else importance)
-        if not (diagonal >= 0).all() or not np.isfinite(importance).all():
-            raise ValueError("importance must be finite, and nowhere negative")
-        weights = ffi.from_buffer("float[]", diagonal)
-    codes, rows = np.empty((n, k), np.int8), ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
-    how = weights, moments, moments_stride, ffi.cast("float *", scratch_for(k)), vectors
-    out = ffi.from_buffer("int8_t[]", codes), scales
-    _run(lambda bad_row: call(what, n, k, rows, row_stride, *how, *out, bad_row), lambda row: bf16[row])
-    return codes
-
-
 # --- panels of 32 rows (bytes.md, Panels) --------------------------------------------------------
 
 PANEL_ROWS = 32
-BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE  # what n and k of a part are multiples of
+BF16_MULTIPLE: int = lib.KTQ_BF16_MULTIPLE  # n and k are multiples of it
 MXFP4_MULTIPLE: int = lib.KTQ_MXFP4_MULTIPLE
 FP8_MULTIPLE: int = lib.KTQ_FP8_MULTIPLE
 
 
 def require_multiples(multiple: int, n: int, k: int) -> None:
-    """Raises ValueError unless n and k are multiples of `multiple`."""
+    """Raise ValueError unless n and k are multiples of `multiple`."""
     if n < 1 or k < 1 or n % multiple or k % multiple:
         raise ValueError(f"rows and columns must be multiples of {multiple}, not {n} x {k}")
 
 
-def _order(codes: Array, types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
-    """The order of codes by their shape, panels or rows, and the pointer. Raises ValueError for others."""
+def _panels_or_rows(codes: Array, types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
+    """Return C's number of the order that the shape of codes implies, and the pointer. Raises ValueError."""
     in_rows = codes.shape == (n, k)
     order, shape = (lib.KTQ_ROWS, (n, k)) if in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))
     return order, pointer_to("codes", codes, types, shape)
 
 
 def pack_bf16(matrix: Matrix, codes: U16) -> None:
-    """Writes a linear as BF16, n and k multiples of BF16_MULTIPLE, to codes uint16 [n/32, 32*k] (panels), [n, k] (rows)
-    or [n*k] (kt-kernel's blocks). Raises NonFinite.
+    """Write a linear as BF16 to codes uint16 [n/32, 32*k] (panels), [n, k] (rows) or [n*k] (kt-kernel's blocks).
+
+    n and k are multiples of BF16_MULTIPLE. Raises NonFinite.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
@@ -314,30 +258,32 @@ def pack_bf16(matrix: Matrix, codes: U16) -> None:
         if codes.ndim == 1:
             order, out = int(lib.KTQ_BLOCKS), pointer_to("codes", codes, UINT16, (n * k,))
         else:
-            order, out = _order(codes, UINT16, n, k)
-        return lib.ktq_pack_bf16(order, n, k, source, scratch_for(k), out, bad_row)
+            order, out = _panels_or_rows(codes, UINT16, n, k)
+        return lib.ktq_pack_bf16(order, n, k, source, scratch_buffer(k), out, bad_row)
 
     convert(matrix, call)
 
 
 def pack_mxfp4(matrix: Matrix, codes: U8, exponents: U8) -> None:
-    """Writes a linear as MXFP4 in panels, codes uint8 [n/32, 16*k] and exponents uint8 [n/32, k]; n and k: multiples of
-    32 (of those that are multiplied: of MXFP4_MULTIPLE). One that has E2M1 codes and an E8M0 scale for each 32 columns
-    keeps them. Raises NonFinite. Equations: numerics.md, section 9.
+    """Write a linear as MXFP4 in panels: codes uint8 [n/32, 16*k] and exponents uint8 [n/32, k].
+
+    n and k are multiples of 32 (for the runtime: of MXFP4_MULTIPLE). A linear that already has E2M1 codes and an E8M0
+    scale for each 32 columns keeps them. Raises NonFinite. Equations: numerics.md, section 9.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         require_multiples(PANEL_ROWS, n, k)
         packed = pointer_to("codes", codes, UINT8, (n // PANEL_ROWS, PANEL_ROWS * k // 2))
         scales = pointer_to("exponents", exponents, UINT8, (n // PANEL_ROWS, k))
-        return lib.ktq_pack_mxfp4(n, k, source, scratch_for(k), packed, scales, bad_row)
+        return lib.ktq_pack_mxfp4(n, k, source, scratch_buffer(k), packed, scales, bad_row)
 
     convert(matrix, call)
 
 
-def mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> None:
-    """Puts MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows. rows: uint8 [n, k/2], the even column in
-    the lower half of a byte, and row_exponents: uint8 [n, k/32], are written.
+def unpack_mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> None:
+    """Copy MXFP4 in panels, as pack_mxfp4 writes it, into the order of rows.
+
+    Writes rows, uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents, uint8 [n, k/32].
     """
     n, k = rows.shape[0], 2 * rows.shape[1]
     require_multiples(PANEL_ROWS, n, k)
@@ -349,24 +295,25 @@ def mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> None:
 
 
 def pack_fp8(matrix: Matrix, codes: U8, scales: F32) -> None:
-    """Writes a linear as FP8 E4M3, n and k multiples of FP8_MULTIPLE: codes uint8 [n/32, 32*k] (panels) or [n, k], and
-    scales float32 [n/128, k/128], one for each block. One that is FP8 in such blocks keeps both. Raises NonFinite.
+    """Write a linear as FP8 E4M3: codes uint8 [n/32, 32*k] (panels) or [n, k], scales float32 [n/128, k/128] per block.
+
+    n and k are multiples of FP8_MULTIPLE. A linear that is already FP8 in such blocks keeps both. Raises NonFinite.
     """
 
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         require_multiples(FP8_MULTIPLE, n, k)
-        order, packed = _order(codes, UINT8, n, k)
-        of_blocks = pointer_to("scales", scales, FLOAT32, (n // FP8_MULTIPLE, k // FP8_MULTIPLE))
-        return lib.ktq_pack_fp8(
-            order, n, k, source, scratch_for(FP8_MULTIPLE // PANEL_ROWS * k), packed, of_blocks, bad_row
-        )
+        order, packed = _panels_or_rows(codes, UINT8, n, k)
+        block_scales = pointer_to("scales", scales, FLOAT32, (n // FP8_MULTIPLE, k // FP8_MULTIPLE))
+        scratch = scratch_buffer(FP8_MULTIPLE // PANEL_ROWS * k)
+        return lib.ktq_pack_fp8(order, n, k, source, scratch, packed, block_scales, bad_row)
 
     convert(matrix, call)
 
 
 def reorder_fp8(values: U8, codes: U8) -> None:
-    """Puts codes of FP8 E4M3, uint8 [n, k] with contiguous rows, n and k multiples of 32, into panels, codes uint8
-    [n/32, 32*k]. NonFinite: a code is NaN; nothing is written then.
+    """Copy FP8 E4M3 codes from rows, uint8 [n, k], each contiguous, into panels, uint8 [n/32, 32*k].
+
+    n and k are multiples of 32. Raises NonFinite for a NaN code; nothing is written then.
     """
     n, k = values.shape
     require_multiples(PANEL_ROWS, n, k)
@@ -383,10 +330,10 @@ def reorder_fp8(values: U8, codes: U8) -> None:
 
 
 def reorder_ggml(matrix: Matrix, codes: U8, scales: U8) -> None:
-    """Puts blocks of ggml into panels as ktq.h says of the format of this name; no number changes.
+    """Copy blocks of ggml into panels, in the order that ktq.h defines for the format; no number changes.
 
-    n: a multiple of 32; k, and the columns that are skipped: of 32, and of K types of 128. Writes codes, scales, flat.
-    NonFinite: a scale is infinite or NaN.
+    n is a multiple of 32; k and the skipped columns are multiples of 32, for K types of 128. Writes codes and scales,
+    both flat. Raises NonFinite for an infinite or NaN scale.
     """
     number = BLOCK_FORMATS.get(matrix.kind.name.upper())
     if number is None:
@@ -401,14 +348,14 @@ def reorder_ggml(matrix: Matrix, codes: U8, scales: U8) -> None:
     convert(matrix, call)
 
 
-# The formats of experts that are a type of ggml, by its name.
+# ggml types that are formats of the runtime, by name.
 BLOCK_FORMATS: dict[str, int] = {
     name: getattr(lib, f"KTQ_FORMAT_{name}") for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 }
 
 
 def weight_bytes(number: int, n: int, k: int) -> tuple[int, int]:
-    """The bytes of codes and of scales of a weight [n, k] in a KTQ_FORMAT_*. ValueError for other sizes."""
+    """Return the bytes of codes and of scales of a weight [n, k] in a KTQ_FORMAT_*. Raises ValueError for bad sizes."""
     codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
     raise_error(lib.ktq_weight_bytes(number, n, k, codes, scales))
     return int(codes[0]), int(scales[0])

@@ -1,4 +1,4 @@
-"""One linear as a checkpoint stores it: its encoding, slicing, and decoding to BF16."""
+"""A linear as a checkpoint stores it: its encoding, slicing, and decoding to BF16."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ DECODED_COLUMNS = 1 << 20  # columns that a decoder in Python decodes at a time:
 
 @dataclass(frozen=True)
 class Kind:
-    """How the items of a stored row encode numbers. All are decoded to BF16, rounded to nearest even.
+    """Encoding of the items of a stored row. All are decoded to BF16, rounded to nearest even.
 
     Equations: numerics.md, section 1.
 
-    name     of its definition in quantizers/reference.py.
+    name     name of its definition in quantizers/reference.py.
     dtype    NumPy type of an item.
-    number   its constant in C; None: `decode` is its decoder.
-    scaled   values are multiplied by scales.
+    number   its constant in C; None: `decode` decodes it.
+    scaled   whether values are multiplied by scales.
     columns, items   a block has this many columns and is stored in this many items.
     rows     an item holds this many rows of one column.
-    by_rows  C reads it only where the columns of a row are contiguous.
+    by_rows  whether C reads it only if the columns of a row are contiguous.
     decode   Matrix -> float32 [n, k], for a few rows at a time; for kinds that C cannot decode.
     """
 
@@ -44,23 +44,23 @@ class Kind:
 
     @property
     def can_transpose(self) -> bool:
-        """Whether C reads it transposed too, that is with either axis contiguous."""
+        """Whether C also reads it transposed, that is with either axis contiguous."""
         return self.number is not None and self.columns == self.items == self.rows == 1 and not self.by_rows
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """One linear [n out_features, k in_features] in its stored encoding; a view, nothing is copied.
+    """A linear [n out_features, k in_features] in its stored encoding; a view that copies nothing.
 
-    values  2-D items of the kind. Where a block is one column: [n, k], with either axis contiguous (transposed). Else
-            the whole blocks that hold each row's columns, or whole items that hold several rows.
-    scales  float32 [ceil(N / block[0]), ceil(K / block[1])] over the *whole* stored linear; None without scales.
+    values  2-D items of the kind. If a block is one column: [n, k], with either axis contiguous (transposed). Else the
+            whole blocks that hold each row's columns, or whole items that hold several rows.
+    scales  float32 [ceil(N / block[0]), ceil(K / block[1])] of the *whole* stored linear; None without scales.
     block   rows and columns that share one scale.
-    origin  where element [0, 0] lies in the whole linear, so that a slice still finds its scales.
+    origin  position of element [0, 0] in the whole linear, by which a slice finds its scales.
     skip    columns of each row's first block (rows of the first item) before the linear's first one.
-    width, height   k and n, where blocks or items may hold more columns or rows; None: all that they hold.
-    zeros   float32 as scales: the code that stands for 0, of integers; None: 2^(bits-1).
-    group_of  int32 [K]: the column of `scales` that each column of the whole linear is scaled by; None: as block says.
+    width, height   k and n if blocks or items may hold more columns or rows; None: all that they hold.
+    zeros   only for integers: the code of 0, float32 shaped as scales; None: 2^(bits-1).
+    group_of  int32 [K]: the column of `scales` for each column of the whole linear; None: given by block.
     """
 
     values: Array
@@ -85,7 +85,7 @@ class Matrix:
         return n, items // self.kind.items * self.kind.columns - self.skip
 
     def rows(self, start: int, stop: int) -> Matrix:
-        """The linear's rows start..stop-1."""
+        """Return the linear's rows start..stop-1."""
         origin, each = (self.origin[0] + start, self.origin[1]), self.kind.rows
         if each == 1:
             return replace(self, values=self.values[start:stop], origin=origin)
@@ -94,7 +94,7 @@ class Matrix:
         return replace(self, values=self.values[first:last], origin=origin, skip=skip, height=stop - start)
 
     def columns(self, start: int, stop: int) -> Matrix:
-        """The linear's columns start..stop-1."""
+        """Return the linear's columns start..stop-1."""
         origin = self.origin[0], self.origin[1] + start
         each, items = self.kind.columns, self.kind.items
         if each == items == 1:
@@ -104,7 +104,10 @@ class Matrix:
         return replace(self, values=values, origin=origin, skip=skip, width=stop - start)
 
     def every_other(self, first: int) -> Matrix:
-        """The linear's rows first, first + 2, ...; scales become one per row, since blocks lose every other row."""
+        """Return the linear's rows first, first + 2, ...
+
+        Scales become one per row, since every block loses every other row.
+        """
         if self.kind.dtype == np.uint32:  # words of one column follow each other, or hold several rows
             return Matrix(decode(self)[first::2], BF16)
         values = self.values[first::2]
@@ -128,12 +131,12 @@ class Matrix:
         return Matrix(self.values.T, self.kind, scales, self.block[::-1], self.origin[::-1])
 
     def each_scale(self) -> Floats:
-        """The scale of every element: float32 [n, k]."""
+        """Return the scale of every element: float32 [n, k]."""
         assert self.scales is not None, self.kind
         return self._each(self.scales)
 
     def each_zero(self) -> Floats | None:
-        """The zero point of every element: float32 [n, k]; None where all are 2^(bits-1)."""
+        """Return the zero point of every element: float32 [n, k]; None if all are 2^(bits-1)."""
         return None if self.zeros is None else self._each(self.zeros)
 
     def _each(self, grid: Floats) -> Floats:
@@ -146,15 +149,15 @@ BF16 = Kind("bf16", np.dtype(np.uint16), lib.KTQ_BF16)
 FP16 = Kind("fp16", np.dtype(np.uint16), lib.KTQ_FP16)
 F32 = Kind("f32", np.dtype(np.float32), lib.KTQ_F32)
 FP8_E4M3 = Kind("fp8_e4m3", np.dtype(np.uint8), lib.KTQ_FP8_E4M3, scaled=True)
-# An integer of b bits is stored as code + 2^(b-1); of 4 bits, the even column is the lower half of a byte.
+# An integer of b bits is stored as code + 2^(b-1). With 4 bits, the even column is in the lower half of a byte.
 INT4 = Kind("int4", np.dtype(np.uint8), lib.KTQ_INT4, scaled=True, columns=2, by_rows=True)
 FP4_E2M1 = Kind("fp4_e2m1", np.dtype(np.uint8), lib.KTQ_FP4_E2M1, scaled=True, columns=2, by_rows=True)
 INT8 = Kind("int8", np.dtype(np.uint8), lib.KTQ_INT8, scaled=True, by_rows=True)
 INT8_SIGNED = Kind("int8_signed", np.dtype(np.uint8), lib.KTQ_INT8_SIGNED, scaled=True, by_rows=True)
-# The same codes in words of 32 bits, low bits first, which may be apart: GPTQ's [k*b/32, n] transposed.
+# The same codes in words of 32 bits, low bits first; the words need not be contiguous: GPTQ's [k*b/32, n] transposed.
 INT4_WORDS = Kind("int4_words", np.dtype(np.uint32), lib.KTQ_INT4, scaled=True, columns=8)
 INT8_WORDS = Kind("int8_words", np.dtype(np.uint32), lib.KTQ_INT8, scaled=True, columns=4)
-# A word is a column of 8 rows, in the order 0 2 4 6 1 3 5 7: AWQ's [k, n/8] transposed.
+# A word holds 8 rows of a column, in the order 0 2 4 6 1 3 5 7: AWQ's [k, n/8] transposed.
 INT4_AWQ = Kind("int4_awq", np.dtype(np.uint32), lib.KTQ_INT4_AWQ, scaled=True, rows=8)
 # Blocks of ggml: columns and bytes.
 Q4_0 = Kind("q4_0", np.dtype(np.uint8), lib.KTQ_Q4_0, columns=32, items=18, by_rows=True)
@@ -164,13 +167,13 @@ Q5_K = Kind("q5_k", np.dtype(np.uint8), lib.KTQ_Q5_K, columns=256, items=176, by
 Q6_K = Kind("q6_k", np.dtype(np.uint8), lib.KTQ_Q6_K, columns=256, items=210, by_rows=True)
 GGML_MXFP4 = Kind("ggml_mxfp4", np.dtype(np.uint8), lib.KTQ_GGML_MXFP4, columns=32, items=17, by_rows=True)
 GGML = {"Q4_0": Q4_0, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "MXFP4": GGML_MXFP4}  # by ggml's names
-# In C, one per encoding.
+# One kind for each encoding that C decodes.
 KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1, *GGML.values())}
 INTEGERS = (INT4, INT8, INT8_SIGNED, INT4_WORDS, INT8_WORDS, INT4_AWQ)
 
 
 def decode(matrix: Matrix) -> U16:
-    """A linear as BF16 bits: uint16 [n, k], rounded to nearest even. ValueError for an inconsistent matrix."""
+    """Decode a linear to BF16 bits: uint16 [n, k], rounded to nearest even. Raises ValueError for a bad matrix."""
     n, k = matrix.shape
     out = np.empty((n, k), np.uint16)
     if matrix.kind.decode is None:
@@ -184,29 +187,29 @@ def decode(matrix: Matrix) -> U16:
 
 
 def bf16_rows(matrix: Matrix) -> U16:
-    """The same; where BF16 is stored row by row, a view of it, at any address."""
+    """Return BF16 bits as `decode` does, but as a view, at any address, if BF16 is stored row by row."""
     as_stored = matrix.kind is BF16 and matrix.values.strides[1] == matrix.values.itemsize
     return matrix.values if as_stored else decode(matrix)
 
 
 def _decode(matrix: Matrix, out: U16) -> None:
-    source, keep = source_of(matrix)
+    source, keep = c_source(matrix)
     read_environment()
     raise_error(lib.ktq_decode(*matrix.shape, source, ffi.from_buffer("uint16_t[]", out)))
     del keep
 
 
-def readable(matrix: Matrix) -> Matrix:
-    """The matrix itself if C reads it, else decoded to BF16."""
+def to_c_readable(matrix: Matrix) -> Matrix:
+    """Return the matrix itself if C reads its kind, else decode it to BF16."""
     return matrix if matrix.kind.number is not None else Matrix(decode(matrix), BF16, origin=matrix.origin)
 
 
-# A source is created for every part of every expert, so its types are looked up once, here.
+# A source is created for every slice of every expert, so its types are looked up once.
 _VOID, _SOURCE = (ffi.typeof(t) for t in ("void *", "ktq_source *"))
 
 
-def source_of(matrix: Matrix) -> tuple[Any, Any]:
-    """The C struct of a linear whose kind C reads, and what must stay alive besides `values` while it is used."""
+def c_source(matrix: Matrix) -> tuple[Any, Any]:
+    """Return the C struct of a linear whose kind C reads, and the objects besides `values` that it points to."""
     values, kind = matrix.values, matrix.kind
     if kind.number is None:
         raise ValueError(f"{kind.name} values must be decoded first")
@@ -238,12 +241,12 @@ def source_of(matrix: Matrix) -> tuple[Any, Any]:
         return ffi.new(_SOURCE, (*source, ffi.NULL, *[0] * 5, matrix.skip)), None
     scales, zeros, group_of = _check_scales(matrix)
     grid = (_address(scales), scales.shape[1], *matrix.block, *matrix.origin)
-    of_codes = (ffi.NULL if array is None else _address(array) for array in (zeros, group_of))
-    return ffi.new(_SOURCE, (*source, *grid, matrix.skip, *of_codes)), (scales, zeros, group_of)
+    optional = (ffi.NULL if array is None else _address(array) for array in (zeros, group_of))
+    return ffi.new(_SOURCE, (*source, *grid, matrix.skip, *optional)), (scales, zeros, group_of)
 
 
 def _check_scales(matrix: Matrix) -> tuple[Floats, Any, Any]:
-    """Scales, zero points and groups of columns, as C reads them."""
+    """Return scales, zero points and column groups as contiguous arrays. Raises ValueError for inconsistent ones."""
     name, shape, scales, block, origin = matrix.kind.name, matrix.shape, matrix.scales, matrix.block, matrix.origin
     if scales is None or scales.ndim != 2 or scales.dtype != np.float32:
         raise ValueError(f"{name} values need float32 scales with two dimensions")
@@ -267,5 +270,5 @@ def _check_scales(matrix: Matrix) -> tuple[Floats, Any, Any]:
 
 
 def _address(array: Array) -> Any:
-    """Where the first element lies, whatever the strides (ffi.from_buffer takes contiguous arrays only)."""
+    """Return the address of the first element, for any strides (ffi.from_buffer accepts only contiguous arrays)."""
     return ffi.cast(_VOID, array.__array_interface__["data"][0])

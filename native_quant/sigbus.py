@@ -1,4 +1,4 @@
-"""Mapped files that cannot be read: instead of a bare SIGBUS, a message with the file's name, or what was lost."""
+"""SIGBUS of mapped files that cannot be read: a message with the file's name, or a record of the unreadable bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ktconvert.native_quant.instruction_sets import raise_error
 
 
 def guard_sigbus(message: str, exit_code: int = 5) -> None:
-    """Let an unreadable page of a registered file end the process with this message of 500 bytes; %s: the file."""
+    """Let an unreadable page of a registered file end the process with a message of at most 500 bytes; %s: the file."""
     text = message if message.endswith("\n") else message + "\n"
     if text.count("%s") != 1:
         raise ValueError("the message must hold %s once, for the name of the file")
@@ -17,13 +17,16 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
 
 
 def register_mapping(address: int, length: int, name: str, may_lose: bool = False) -> None:
-    """Names a mapped file. may_lose: without guard_sigbus, what cannot be read becomes zeros, and lost() says so."""
+    """Register the name of a mapped file.
+
+    may_lose: without guard_sigbus, unreadable bytes become zeros, and find_unreadable_file() reports the file.
+    """
     file = name.encode(errors="surrogateescape")
     raise_error(lib.ktq_register_mapping(ffi.cast("void *", address), length, file, may_lose))
 
 
-def lost(ranges: Iterable[tuple[int, int]]) -> str | None:
-    """The file of which some bytes at these addresses, each with a length, could not be read; None: they all could."""
+def find_unreadable_file(ranges: Iterable[tuple[int, int]]) -> str | None:
+    """Return the file of which bytes in these ranges (address, length) could not be read; None if all could."""
     if not lib.ktq_any_lost():
         return None
     names = (lib.ktq_lost(ffi.cast("void *", address), length) for address, length in ranges)
@@ -32,5 +35,5 @@ def lost(ranges: Iterable[tuple[int, int]]) -> str | None:
 
 
 def unregister_mapping(address: int) -> None:
-    """Undoes register_mapping; to be called before the file is unmapped."""
+    """Undo register_mapping; call it before unmapping the file."""
     raise_error(lib.ktq_unregister_mapping(ffi.cast("void *", address)))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ktconvert.native_quant.arrays import F32, I8, U16, Array
-from ktconvert.native_quant.kernels import SEARCHED_GROUPS, search_groups, search_scales
+from ktconvert.native_quant.scale_search import SEARCHED_GROUPS, search_groups, search_scales
 from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Grid
 
 # BF16 bits [n, k], each row contiguous, at any address; the grid; and how important each column is (float32 [k],

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime.pool import layout
+from ktconvert.native_quant.runtime.pool import assign_cpus
 
 CPUS = sorted(os.sched_getaffinity(0))
 TWO_CPUS = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
@@ -75,8 +75,8 @@ def two_nodes(tmp_path: Path) -> Path:
 
 
 WORKERS = """
-from ktconvert.native_quant.runtime.pool import Pool, shared_pool
-threads = shared_pool().threads
+from ktconvert.native_quant.runtime.pool import Pool, get_shared_pool
+threads = get_shared_pool().threads
 show(started(lambda: Pool(4)), threads)
 """
 OPENMP = """
@@ -133,7 +133,7 @@ one.join()
 
 def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
     own = list(cpus)
-    groups = layout(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
+    groups = assign_cpus(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
     return [[sorted(place) for place in group] for group in groups]
 
 

@@ -18,7 +18,7 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.benchmark import STREAMS, read_memory
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.bench import bench, experts_per_token
 
 
@@ -41,7 +41,7 @@ def run(*arguments: object) -> Result:
 
 def test_the_document(output: Path) -> None:
     report = json.loads(run(output, "--json", "--tokens", "1,16,4", "--layer", 1, "--threads", 2).stdout)
-    assert (report["layer"], report["layers"], report["threads"]) == (1, [0, 1], min(2, machine.allowed_cpus()))
+    assert (report["layer"], report["layers"], report["threads"]) == (1, [0, 1], min(2, machine.usable_cpus()))
     assert (report["method"], report["numa"], report["experts"]) == ("AMXINT4", 2, 8)
     assert (report["experts_per_token"], report["experts_per_token_from"]) == (2, "config.json: num_experts_per_tok")
     assert report["expert_bytes"] == 3 * 256 * 256 // 2 + 4 * (256 + 256 + 2 * 256)
@@ -68,7 +68,7 @@ def test_the_report_for_people(caches, last, words, output, monkeypatch):
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: last)
     done = run(output, "--tokens", "1,4", "--threads", 100000)
     assert words in done.stdout and ("note" in done.stdout) == bool(words)
-    assert "--threads 100000 is lowered" in done.stderr and f"{machine.allowed_cpus()} thread" in done.stdout
+    assert "--threads 100000 is lowered" in done.stderr and f"{machine.usable_cpus()} thread" in done.stdout
     lines = done.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("tokens "))
     assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "4"]
@@ -128,7 +128,7 @@ def test_routing(topk: int, experts: int) -> None:
 def test_a_run_gives_each_forward_another_routing(
     random_experts: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = Experts.from_bf16(**random_experts(16, 128, 128), pool=shared_pool(2))
+    experts = Experts.from_bf16(**random_experts(16, 128, 128), pool=get_shared_pool(2))
     seen: list[bytes] = []
     forward = experts.forward
 

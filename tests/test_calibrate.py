@@ -20,7 +20,7 @@ from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
-from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.pipeline.calibration.gather_statistics import LayerStatistics
 from rig import calibrated, conversion, forks, hooks, killpoint
 from rig.golden import FOLDER
@@ -294,7 +294,7 @@ def test_commands_that_read_it(made: Path, small: Path, servers: Any, tmp_path: 
     conversion.refused(convert(example, "other"), 5, *words)
     chosen = ("experts", made, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
     assert run(*chosen).returncode == 0
-    hot = hot_mask.read(tmp_path / "mask.safetensors")
+    hot = hot_experts.read_mask(tmp_path / "mask.safetensors")
     assert [list(np.flatnonzero(row)) for row in hot] == [[np.argmax(row)] for row in read_statistics(made).counts]
     for command in ("verify", "inspect"):
         conversion.refused(run(command, made), 3, "statistics of a model's experts, and no weights")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ktconvert.layouts.errors import KtconvertError, UsageError
-from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime import hot_experts
 from rig.conversion import here
 from rig.safetensors import encode, write_file
 
@@ -41,7 +41,7 @@ tables = arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 40)), elem
 def test_of_each_layer(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
     """So many of each layer that has experts; of equals the first are hot."""
     number = data.draw(st.integers(0, counts.shape[1]))
-    mask = hot_mask.of_each_layer(counts, number)
+    mask = hot_experts.most_used_per_layer(counts, number)
     for row, hot in zip(counts, mask, strict=True):
         assert hot.sum() == (number if row.any() else 0)
         expected = sorted(range(len(row)), key=lambda e: (-row[e], e))[:number] if row.any() else []
@@ -55,12 +55,12 @@ def test_of_all_layers(counts: npt.NDArray[np.int64], data: st.DataObject) -> No
     pytest.importorskip("torch")
     there = counts.any(axis=1)
     number = data.draw(st.integers(0, int(there.sum()) * counts.shape[1]))
-    mask = hot_mask.of_all_layers(counts, number)
+    mask = hot_experts.most_used_in_total(counts, number)
     assert mask.sum() == number and not mask[~there].any()
     if number > 0:
         assert counts[mask].min() >= np.max(counts[there], initial=0, where=~mask[there])
     with pytest.raises(UsageError):
-        hot_mask.of_all_layers(counts, int(there.sum()) * counts.shape[1] + 1)
+        hot_experts.most_used_in_total(counts, int(there.sum()) * counts.shape[1] + 1)
 
 
 PEER = """
@@ -93,7 +93,7 @@ def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     theirs = np.load(tmp_path / "out.npz")
     for name, counts in cases().items():
-        ours = hot_mask.of_all_layers(counts, int(name.split("-")[1]))
+        ours = hot_experts.most_used_in_total(counts, int(name.split("-")[1]))
         np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
 
 
@@ -102,8 +102,8 @@ def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
     done = here("experts", statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
     assert done.exception is None, done.exception
     expected = [[False] * 4, [True, False, False, True], [True, False, True, False]]
-    assert hot_mask.read(output).tolist() == expected
-    per_layer = hot_mask.per_layer(str(output), None, {1: 4, 2: 4}, 3)
+    assert hot_experts.read_mask(output).tolist() == expected
+    per_layer = hot_experts.masks_by_layer(str(output), None, {1: 4, 2: 4}, 3)
     assert {layer: row.tolist() for layer, row in per_layer.items()} == {1: expected[1], 2: expected[2]}
     assert done.stdout.splitlines() == [
         "layer  hot  coverage  experts",
@@ -151,7 +151,7 @@ def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
         ((), "one of them"),
         (("--num-gpu-experts", 1, "--total", 1), "one of them"),
         (("--num-gpu-experts", 5), "a layer has 4 experts"),
-        (("--total", 9), "the layers have 8 experts in all"),
+        (("--total", 9), "all layers together have 8 experts"),
         (("--total", 1, "--plot", "x.txt"), "--plot x.txt"),
     ],
 )
@@ -162,7 +162,7 @@ def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], word
 
 
 def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.native_quant.runtime.hot_mask.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.native_quant.runtime.hot_experts.find_spec", lambda name: None)
     words = (statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
     said = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
     assert sentence(*words, "--total", 1) == (1, said)
@@ -172,11 +172,11 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s")
     theirs = tmp_path / "theirs.safetensors"
-    write_file(theirs, {hot_mask.KEY: ("BOOL", np.zeros((3, 4), np.uint8))})
+    write_file(theirs, {hot_experts.MASK_NAME: ("BOOL", np.zeros((3, 4), np.uint8))})
     for place, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
         code, text = sentence(folder, "--output", place, "--num-gpu-experts", 1)
         assert code == expected and str(place) in text
-    assert not hot_mask.read(theirs).any()
+    assert not hot_experts.read_mask(theirs).any()
     code, text = sentence(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
     assert code == 2 and "no directory" in text
 

@@ -66,7 +66,7 @@ READING |= {"load_dataset"}
 # Functions that make such a call, and have no row: beginnings of their names, and why.
 WITHOUT_ROW = {
     **dict.fromkeys(
-        (f"ktconvert.native_quant.{name}." for name in ("machine", "own_cpus", "runtime.benchmark", "runtime.streams")),
+        (f"ktconvert.native_quant.{name}." for name in ("machine", "runtime.benchmark", "runtime.streams")),
         "files of the kernel's",
     ),
     "ktconvert.layouts.files.direct_file.umask": "a file of the kernel's",
@@ -81,7 +81,7 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.stages.resplit_experts.": "no file",
     "ktconvert.pipeline.engine.worker._opened": "compares a name with all that a file holds",
     "ktconvert.pipeline.calibration.portions.load_tensors": "compares a hash with all that a file holds",
-    "ktconvert.native_quant.runtime.hf_rest.": "headers that open_output has read before, and any text",
+    "ktconvert.native_quant.runtime.hf_non_experts.": "headers that open_output has read before, and any text",
     "ktconvert.pipeline.models.serving.": "requests: test_serve_requests.py; and what load_model has read before",
     "ktconvert.pipeline.verify.reload.": "takes whatever transformers raises",
     "ktconvert.pipeline.calibration.gptq_experts.run_oneshot": "llmcompressor's own way to load a model",

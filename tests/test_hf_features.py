@@ -269,7 +269,7 @@ def test_threads_are_not_copied_and_not_pickled(weights: Path) -> None:
     want = wrapper.forward(*arguments)
     wrapper.gpu_experts_mask[0] = True  # is the wrapper's own
     assert torch.equal(copied.forward(*arguments), want) and not torch.equal(wrapper.forward(*arguments), want)
-    with pytest.raises(TypeError, match="threads belong to this process; make it there again"):
+    with pytest.raises(TypeError, match="threads belong to this process; create one in the other process"):
         pickle.dumps(wrapper)
 
 

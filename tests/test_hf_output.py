@@ -62,9 +62,7 @@ def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     without, experts_alone = done.stdout.splitlines()
     assert cpu_card.NO_FILE in without
-    sentence = (
-        "{0}: holds the routed experts alone; load the checkpoint that it was converted from, with these experts: "
-    )
+    sentence = "{0}: holds only routed experts; load the checkpoint that it was converted from, with these experts: "
     sentence += "from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{0}'))"
     assert experts_alone == f"UnsupportedError {sentence.format(outputs['experts alone'])}"
     with pytest.raises(UnsupportedError, match=re.escape(sentence.format(outputs["loose"]))):

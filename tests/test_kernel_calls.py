@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import kernels, scale_search
 from ktconvert.native_quant import matrix as of
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from rig import isas
@@ -43,7 +43,7 @@ def groups(values: Any = WIDE, packed: Any = WORDS, scale: Any = HALVES, **how: 
 
 
 def search(values: Any = ROWS, importance: Any = None, bits: int = 4) -> Any:
-    return lambda: kernels.search_scales(bits, values, importance)
+    return lambda: scale_search.search_scales(bits, values, importance)
 
 
 def decoding(values: Any, kind: Any, *more: Any, **options: Any) -> Any:
@@ -107,7 +107,7 @@ BAD: list[tuple[Any, str]] = [
     (search(importance=np.asfortranarray(identity() + 1)), "must be contiguous"),
     (search(importance=identity() * np.float32(np.nan)), "finite"),
     (search(importance=-identity()), "nowhere negative"),
-    (lambda: kernels.search_groups("mxfp4", empty((2, 48), np.uint16)), "multiple of 32"),
+    (lambda: scale_search.search_groups("mxfp4", empty((2, 48), np.uint16)), "multiple of 32"),
     (lambda: kernels.pack_mxfp4(Matrix(empty((16, 64), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
     (lambda: kernels.pack_mxfp4(Matrix(empty((64, 80), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
     (lambda: kernels.reorder_fp8(empty((32, 64))[:, ::2], PANELS), "contiguous"),

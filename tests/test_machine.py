@@ -37,7 +37,7 @@ def test_two_sockets(tmp_path):
     assert machine.physical_cores(root, range(16)) == 8 and machine.physical_cores(root, [0, 8, 1]) == 2
     assert machine.cores_with_hyperthreads(root, range(16)) == 8
     assert machine.cores_with_hyperthreads(root, range(8)) == 0
-    assert machine.allowed_cpus(root, range(16)) == 16
+    assert machine.usable_cpus(root, range(16)) == 16
     assert machine.machine_nodes(root) == machine.numa_nodes(root, range(16)) == (0, 1)
     assert machine.numa_nodes(root, cpus=[5]) == (1,)
     assert machine.node_cpus(root, (9, 1, 12, 0)) == {0: (0, 1, 9), 1: (12,)}
@@ -89,8 +89,8 @@ BROKEN = {
 @pytest.mark.parametrize("files", [{}, BROKEN], ids=["empty", "broken files"])
 def test_an_empty_machine_still_answers(tmp_path, files):
     tree(tmp_path, files)
-    assert machine.allowed_cpus(tmp_path, [0, 1, 2]) == machine.physical_cores(tmp_path, [0, 1, 2]) == 3
-    assert machine.allowed_cpus(tmp_path, []) == 1
+    assert machine.usable_cpus(tmp_path, [0, 1, 2]) == machine.physical_cores(tmp_path, [0, 1, 2]) == 3
+    assert machine.usable_cpus(tmp_path, []) == 1
     assert machine.numa_nodes(tmp_path) == machine.machine_nodes(tmp_path) == machine.memory_nodes(tmp_path) == (0,)
     assert machine.nearest_memory(0, tmp_path) == machine.nearest_memory(5, tmp_path) == 0
     assert machine.node_memory_available(tmp_path) == {}
@@ -118,7 +118,7 @@ def test_cgroup_v2_the_tightest_level_counts(tmp_path):
     files["proc/meminfo"] = f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n"
     root = tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
     assert machine.cpu_quota(root) == 1.5
-    assert machine.allowed_cpus(root, range(16)) == machine.physical_cores(root, range(16)) == 2
+    assert machine.usable_cpus(root, range(16)) == machine.physical_cores(root, range(16)) == 2
     assert (machine.memory_limit(root), machine.memory_total(root)) == (8 * GIB, 64 * GIB)
     assert machine.memory_available(root) == 6 * GIB  # 8 - (7 used - 5 of it page cache)
     assert machine.oom_kills(root) == 1
@@ -144,7 +144,7 @@ def test_cgroup_v1(tmp_path, inside):
         },
     )
     assert machine.memory_limit(root) == 4 * GIB and machine.memory_available(root) == 2 * GIB
-    assert machine.allowed_cpus(root, range(16)) == 4 and machine.oom_kills(root) == 3
+    assert machine.usable_cpus(root, range(16)) == 4 and machine.oom_kills(root) == 3
 
 
 def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
@@ -179,7 +179,7 @@ def test_mount_points(tmp_path):
 
 
 def test_this_machine():
-    assert 1 <= machine.physical_cores() <= machine.allowed_cpus() <= len(os.sched_getaffinity(0))
+    assert 1 <= machine.physical_cores() <= machine.usable_cpus() <= len(os.sched_getaffinity(0))
     assert 0 < machine.memory_available() <= machine.memory_total()
     assert 0 < machine.rss() <= machine.peak_rss() + (1 << 20) and machine.cpu_name()
 

@@ -146,9 +146,9 @@ def test_router_biases_keep_their_stored_dtype(family):
     import transformers
     from test_families import config_of
 
-    from ktconvert.native_quant.runtime import hf_dtypes
+    from ktconvert.native_quant.runtime import hf_non_experts
 
-    hf_dtypes.keep_routers()
+    hf_non_experts.keep_router_dtypes()
     if family not in transformers.models.auto.configuration_auto.CONFIG_MAPPING_NAMES:
         pytest.skip(f"this transformers has no {family}")
     config = config_of(family, family_rows.ROWS[family])
@@ -159,7 +159,7 @@ def test_router_biases_keep_their_stored_dtype(family):
             else transformers.AutoModelForImageTextToText
         ).from_config(config)
     plan = made._get_dtype_plan(torch.bfloat16)
-    names = [name for name in made.state_dict() if name.endswith(hf_dtypes.BIASES)]
+    names = [name for name in made.state_dict() if name.endswith(hf_non_experts.BIASES)]
     assert names and all(name.split(".")[-1] in plan for name in names)
     assert {plan[name.split(".")[-1]] for name in names} == {torch.float32 if family == "deepseek_v3" else None}
 

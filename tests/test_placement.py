@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import machine, placement
-from ktconvert.native_quant.runtime import blocks
+from ktconvert.native_quant.runtime import weights
 from rig import shims
 from rig.conversion import here
 from rig.programs import printed, python
 
-needs_mbind = pytest.mark.skipif(placement.refusal() is not None, reason="this process may not place memory")
+needs_mbind = pytest.mark.skipif(placement.explain_denial() is not None, reason="this process may not place memory")
 
 # A container's seccomp profile denies these calls; `numactl --membind=0` sets the policy that children inherit.
 BEFORE_MAIN = """
@@ -133,10 +133,10 @@ def test_doctor_reports_a_kernel_that_refuses(shim, cli):
 def test_memory_that_is_bound_to_a_node_is_that_nodes(mode, is_bound, shim):
     code = """
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import blocks
+from ktconvert.native_quant.runtime import weights
 machine.memory_nodes = lambda root=None: (0, 1)
 machine.node_memory_available = lambda: {0: 1 << 20, 1: 1 << 50}
-print(blocks.memory_available() == 1 << 20)
+print(weights.memory_available() == 1 << 20)
 """
     assert printed(code, preload=shim, MEMBIND=mode) == f"{is_bound}\n"
 
@@ -154,18 +154,18 @@ print(blocks.memory_available() == 1 << 20)
 )
 def test_parts_belong_to_the_nodes_of_their_threads(parts, nodes, homes, monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: tuple(range(4)))
-    assert [placement.nodes_of(part, parts, nodes) for part in range(parts)] == homes
+    assert [placement.slice_nodes(part, parts, nodes) for part in range(parts)] == homes
 
 
 def test_shortages_are_counted_by_node(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     gib = 1 << 30
     left = {0: 12 * gib, 1: 8 * gib}
-    assert placement.shortages([8 * gib, 8 * gib], [0, 1], left) == ""
-    assert placement.shortages([9 * gib, 9 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 9.00 GiB"
-    assert placement.shortages([9 * gib, 9 * gib], [0], left) == "node 0 has 12.00 GiB left for 18.00 GiB"
-    assert placement.shortages([17 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 8.50 GiB"
-    assert placement.shortages([17 * gib], [0], {0: gib}) == ""  # one node only: nothing lies elsewhere
+    assert placement.describe_shortages([8 * gib, 8 * gib], [0, 1], left) == ""
+    assert placement.describe_shortages([9 * gib, 9 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 9.00 GiB"
+    assert placement.describe_shortages([9 * gib, 9 * gib], [0], left) == "node 0 has 12.00 GiB left for 18.00 GiB"
+    assert placement.describe_shortages([17 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 8.50 GiB"
+    assert placement.describe_shortages([17 * gib], [0], {0: gib}) == ""  # one node only: nothing lies elsewhere
 
 
 @pytest.mark.parametrize(("left", "is_short"), [(1 << 30, False), (1 << 20, True)])
@@ -183,10 +183,10 @@ def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_pa
 def test_a_shortage_is_reported_once(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     with pytest.warns(UserWarning, match=r"out: .*\(node 1 has 0.00 GiB left for 2.00 GiB\): the rest lies on other"):
-        blocks.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
+        weights.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        blocks.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
+        weights.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
 
 
 @needs_mbind

@@ -98,7 +98,7 @@ def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(packed_examp
 import os, sys, numpy as np, torch
 from ktconvert.native_quant import Experts
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.training import routed_experts_with_lora as trained
+from ktconvert.native_quant.runtime.training import compute_with_lora as trained
 pool = Pool(4)
 experts, other = (Experts.load({str(out)!r}, layer, memory="map", pool=pool) for layer in (0, 1))
 call = np.full((64, 256), 0x3F80, np.uint16), np.tile(np.arange(8), (64, 1)), np.ones((64, 8), np.float32)

@@ -36,7 +36,7 @@ pytest.importorskip("compressed_tensors", reason="what packed models are compare
 from safetensors.numpy import save_file  # noqa: E402
 
 from ktconvert.native_quant import Experts, KTConvertConfig  # noqa: E402
-from ktconvert.native_quant.runtime import hot_experts, hot_mask  # noqa: E402
+from ktconvert.native_quant.runtime import hot_experts  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 from ktconvert.native_quant.runtime.hot_experts import HotWeights  # noqa: E402
 
@@ -174,7 +174,7 @@ def test_no_expert_hot_is_the_converted_model(case):
 def test_another_device_gets_all_it_needs(case):
     """meta stands for a GPU: a tensor left behind on the CPU would not go together with the weights."""
     meta = torch.device("meta")
-    hot = hot_experts.load(HotWeights(case.packed), 1, some()[1].numpy(), meta)
+    hot = hot_experts.load_hot_experts(HotWeights(case.packed), 1, some()[1].numpy(), meta)
     ids = torch.arange(2 * EXPERTS).reshape(-1, 4) % EXPERTS
     out = hot.forward(torch.zeros(len(ids), HIDDEN), ids, torch.ones(ids.shape))
     assert (out.device, out.dtype, out.shape) == (meta, torch.float32, (len(ids), HIDDEN))
@@ -236,7 +236,7 @@ def spoken_by(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any],
     cli("cpu", "-i", example, "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", 1)
     mask = np.zeros((2, 8), np.bool_)
     mask[:, :3] = True
-    save_file({hot_mask.KEY: mask}, root / "mask.safetensors")
+    save_file({hot_experts.MASK_NAME: mask}, root / "mask.safetensors")
     return {"w4": root / "w4", "int8": root / "int8", "mask": root / "mask.safetensors"}
 
 
@@ -281,8 +281,8 @@ def ones(*shape: int, dtype: Any = np.bool_) -> Any:
 
 
 MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
-    ("rows", {hot_mask.KEY: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
-    ("columns", {hot_mask.KEY: ones(2, 9)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
+    ("rows", {hot_experts.MASK_NAME: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
+    ("columns", {hot_experts.MASK_NAME: ones(2, 9)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
     ("key", {"mask": ones(2, 8)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
     ("bytes", lambda whole: whole[:-1] + b"\x02", "holds bytes that are neither 0 nor 1"),
 ]
@@ -328,7 +328,7 @@ def test_options_of_the_config(spoken_by):
     again = KTConvertConfig.from_dict(json.loads(config.to_json_string()))
     assert again.gpu_experts_mask == [[True, False]]
     with pytest.raises(InputError, match=r"gpu_experts_mask: is float64 of shape \[1, 2\]"):
-        hot_mask.per_layer([[0.5, 1.0]], None, {0: 2}, 1)  # type: ignore[list-item]
+        hot_experts.masks_by_layer([[0.5, 1.0]], None, {0: 2}, 1)  # type: ignore[list-item]
 
 
 @qwen
@@ -402,5 +402,5 @@ def test_experts_that_torch_computes_take_no_adapter(case):
 def test_more_than_fits_into_memory(monkeypatch):
     masks = [np.ones(1 << 20, np.bool_)]
     with pytest.raises(ResourceError, match=r"1048576 hot experts take .* GiB in BF16, and cpu has .* choose fewer"):
-        hot_experts.require_space(masks, 7168, 2048, torch.device("cpu"))
-    hot_experts.require_space(masks, 1, 1, torch.device("cpu"))
+        hot_experts.require_memory(masks, 7168, 2048, torch.device("cpu"))
+    hot_experts.require_memory(masks, 1, 1, torch.device("cpu"))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.native_quant.runtime.method_names import TRAINED, TRAINING
+from ktconvert.native_quant.runtime.methods import TRAINED, TRAINING
 from ktconvert.native_quant.runtime.sft import KTMoEFunction, RAWINT4ExpertWeights
 from ktconvert.native_quant.runtime.training import Lora
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper

@@ -15,7 +15,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.eval import eval as evaluate
 from ktconvert.pipeline.cli.run import run
@@ -227,7 +227,7 @@ def test_limits_may_differ_from_layer_to_layer(tmp_path, cli):
         experts = [Experts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
         outs.append([one.forward(layer.hidden, layer.ids, layer.weights) for one in experts])
         for n in range(3):
-            assert not smoke.smoke(path, n, 2, shared_pool(2)).problems
+            assert not smoke.smoke(path, n, 2, get_shared_pool(2)).problems
             with pytest.raises(UnsupportedError, match="swiglu_limit"):
                 Experts.load(path, n, parts=2, swiglu_limit=0.125)
         with pytest.raises(UnsupportedError, match="swiglu_limit"):
@@ -252,7 +252,7 @@ def limited_experts(family: str, **config: Any) -> Any:
 
 
 def test_experts_with_a_limit_take_the_place_of_the_same(tmp_path):
-    from ktconvert.native_quant.runtime.swiglu import Swiglu
+    from ktconvert.native_quant.runtime.methods import Swiglu
 
     model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)
     assert [place.layer for place in find_experts(model, lambda layer: Swiglu(7.0))] == [0, 1]

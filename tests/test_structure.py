@@ -38,8 +38,8 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 # They subclass or replace what transformers has, define torch's operators, or are loaded where torch is in use alone, so
 # they import these at the top; other modules import them inside a function.
 SERVING = ("application", "completions", "model_manager", "prompts", "scheduler", "stream_decoder")
-RUNTIME = ("adapters", "gradient_window", "hf", "hf_modules", "hf_rest", "hot_experts", "layer_forwards", "models")
-RUNTIME += ("hf_dtypes", "peft_targets", "peft_tuner", "sft", "streams", "training", "wrapper")
+RUNTIME = ("adapters", "hf", "hf_modules", "hf_non_experts", "layer_forwards", "peft_targets", "peft_tuner", "sft")
+RUNTIME += ("streams", "training", "wrapper")
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
 SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 # torch tensors in and out

@@ -183,7 +183,7 @@ def test_adapters_of_different_modules_and_ranks_compute_as_in_peft(example, ids
     ("settings", "why"),
     [
         ({"r": 300}, r"r = 300 is not within 1 to 256"),
-        ({"init_lora_weights": "pissa"}, "needs the weights of the experts, which are packed"),
+        ({"init_lora_weights": "pissa"}, "need the weights of experts, which are packed"),
         ({"use_dora": True}, "Invalid or unsupported variant"),
         ({"modules_to_save": ["experts"]}, "take experts out of modules_to_save"),
     ],

@@ -12,7 +12,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.training import Gradients, Lora, TrainingPass, routed_experts_with_lora
+from ktconvert.native_quant.runtime.training import Gradients, Lora, TrainingPass, compute_with_lora
 from ktconvert.quantizers.reference import f32_to_bf16
 from rig import isas
 from rig.training import decoded, define, differentiated, distance
@@ -67,7 +67,7 @@ def test_gradients_are_close_to_float64(isa: str, method: str, parts: int) -> No
     for tokens in (1, 7, 41):
         hidden, ids, weights, gradient = inputs(tokens)
         lora, one = factors(torch.bfloat16), experts(method, parts)
-        step = TrainingPass.of(one, hidden, ids, weights, lora, SCALING)
+        step = TrainingPass.create(one, hidden, ids, weights, lora, SCALING)
         out, expected = differentiated(hidden, ids, weights, decoded(one), lora, SCALING, gradient)
         bound = BOUNDS[method]
         for name, found, want in zip(
@@ -83,8 +83,10 @@ def test_batches_of_any_size_give_the_same_bits() -> None:
     ids[:, 1] = -1
     lora = factors()
     for method in ("AMXINT8", "BF16"):
-        found = both(TrainingPass.of(experts(method), hidden, ids, weights, lora, SCALING), gradient)
-        few = both(TrainingPass.of(experts(method), hidden[:70], ids[:70], weights[:70], lora, SCALING), gradient[:70])
+        found = both(TrainingPass.create(experts(method), hidden, ids, weights, lora, SCALING), gradient)
+        few = both(
+            TrainingPass.create(experts(method), hidden[:70], ids[:70], weights[:70], lora, SCALING), gradient[:70]
+        )
         for whole, part in zip(found[:3], few[:3], strict=True):
             assert torch.equal(whole[:70], part)
         expected = differentiated(hidden, ids, weights, decoded(experts(method)), lora, SCALING, gradient)
@@ -98,7 +100,7 @@ def test_any_number_of_threads_gives_the_same_bits(method: str) -> None:
     lora = factors()
 
     def bits(threads: int) -> list[torch.Tensor]:
-        step = TrainingPass.of(experts(method, 3, threads), hidden, ids, weights, lora, SCALING, 0.25)
+        step = TrainingPass.create(experts(method, 3, threads), hidden, ids, weights, lora, SCALING, 0.25)
         return both(TrainingPass(**{**vars(step), "seed": 5}), gradient)
 
     first = bits(1)
@@ -112,21 +114,23 @@ def test_every_instruction_set_gives_the_same_bits_for_integers() -> None:
     found = {}
     for isa in isas.each():
         if isa not in ("avx512bf16", "amx"):
-            found[isa] = both(TrainingPass.of(experts("AMXINT4"), hidden, ids, weights, factors(), SCALING), gradient)
+            found[isa] = both(
+                TrainingPass.create(experts("AMXINT4"), hidden, ids, weights, factors(), SCALING), gradient
+            )
     for isa, tensors in found.items():
         assert all(torch.equal(one, two) for one, two in zip(tensors, found["scalar"], strict=True)), isa
 
 
 def test_experts_without_lora_or_tokens_compute() -> None:
     hidden, ids, weights, gradient = inputs(6)
-    step = TrainingPass.of(experts("BF16"), hidden, ids, weights, None, 1.0)
+    step = TrainingPass.create(experts("BF16"), hidden, ids, weights, None, 1.0)
     out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), None, 1.0, gradient)
     for found, want in zip(both(step, gradient), [out, expected.hidden, expected.weights], strict=True):
         assert distance(found, want) < BOUNDS["BF16"]
-    none = TrainingPass.of(experts("BF16"), hidden[:0], ids[:0], weights[:0], factors(), SCALING)
+    none = TrainingPass.create(experts("BF16"), hidden[:0], ids[:0], weights[:0], factors(), SCALING)
     assert [tuple(tensor.shape) for tensor in both(none, gradient[:0])[:3]] == [(0, H), (0, H), (0, K)]
     nobody = both(
-        TrainingPass.of(experts("BF16"), hidden, torch.full_like(ids, -1), weights, factors(), SCALING), gradient
+        TrainingPass.create(experts("BF16"), hidden, torch.full_like(ids, -1), weights, factors(), SCALING), gradient
     )
     assert not any(tensor.any() for tensor in nobody)
 
@@ -136,7 +140,7 @@ def test_every_rank_computes(rank: int) -> None:
     hidden, ids, weights, gradient = inputs(12)
     for dtype in (torch.bfloat16, torch.float32):
         lora = factors(dtype, rank)
-        found = both(TrainingPass.of(experts("BF16"), hidden, ids, weights, lora, SCALING), gradient)
+        found = both(TrainingPass.create(experts("BF16"), hidden, ids, weights, lora, SCALING), gradient)
         assert all(one.dtype == dtype for one in found[3:])
         out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), lora, SCALING, gradient)
         for one, want in zip(found, [out, *flat(expected)], strict=True):
@@ -161,7 +165,7 @@ def test_gradients_match_finite_differences() -> None:
     hidden, weights = hidden.float().requires_grad_(), weights.requires_grad_()
 
     def loss(x: torch.Tensor, w: torch.Tensor, *f: torch.Tensor) -> torch.Tensor:
-        return (routed_experts_with_lora(one, x, ids, w, Lora(*f), SCALING).double() * gradient.double()).sum()
+        return (compute_with_lora(one, x, ids, w, Lora(*f), SCALING).double() * gradient.double()).sum()
 
     given = [hidden, weights, *lora]
     slopes = torch.autograd.grad(loss(*given), given)
@@ -187,7 +191,7 @@ def test_checkpointing_gives_the_same_gradients(dropout: float) -> None:
         x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
 
         def call(x: torch.Tensor, w: torch.Tensor, *f: torch.Tensor) -> torch.Tensor:
-            return routed_experts_with_lora(one, x, ids, w, Lora(*f), SCALING, dropout=dropout)
+            return compute_with_lora(one, x, ids, w, Lora(*f), SCALING, dropout=dropout)
 
         reentrant = how == "reentrant"
         out = call(x, w, *lora) if how == "plain" else checkpoint(call, x, w, *lora, use_reentrant=reentrant)
@@ -196,7 +200,7 @@ def test_checkpointing_gives_the_same_gradients(dropout: float) -> None:
 
     plain = gradients("plain")
     if not dropout:
-        own = both(TrainingPass.of(one, hidden, ids, weights, lora, SCALING), gradient)
+        own = both(TrainingPass.create(one, hidden, ids, weights, lora, SCALING), gradient)
         assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(plain, own, strict=True))
     for how in ("reentrant", "not reentrant"):
         assert all(torch.equal(one, two) for one, two in zip(plain, gradients(how), strict=True)), how
@@ -212,7 +216,7 @@ def _through_backward(out: Any, given: list[torch.Tensor], gradient: torch.Tenso
 def test_dropout_is_elementwise_and_only_in_training() -> None:
     hidden, ids, weights, gradient = inputs(400)
     lora, one = factors(), experts("BF16")
-    call = functools.partial(routed_experts_with_lora, one, hidden, ids, weights, lora, SCALING)
+    call = functools.partial(compute_with_lora, one, hidden, ids, weights, lora, SCALING)
     plain = call()
     assert torch.equal(call(dropout=0.5, training=False), plain)
     torch.manual_seed(1)
@@ -222,14 +226,14 @@ def test_dropout_is_elementwise_and_only_in_training() -> None:
     assert torch.equal(first, call(dropout=0.5))
     # LoRA of down alone, which is linear: the mean over many masks is what no mask gives.
     only = Lora(*(tensor * (name in ("down_a", "down_b")) for name, tensor in lora._asdict().items()))
-    base = routed_experts_with_lora(one, hidden, ids, weights).float()
-    share = routed_experts_with_lora(one, hidden, ids, weights, only, SCALING).float() - base
+    base = compute_with_lora(one, hidden, ids, weights).float()
+    share = compute_with_lora(one, hidden, ids, weights, only, SCALING).float() - base
     mean = torch.zeros_like(base)
     for _ in range(20):
-        mean += (routed_experts_with_lora(one, hidden, ids, weights, only, SCALING, dropout=0.3).float() - base) / 20
+        mean += (compute_with_lora(one, hidden, ids, weights, only, SCALING, dropout=0.3).float() - base) / 20
     assert float((mean * share).detach().sum() / (share * share).detach().sum()) == pytest.approx(1, abs=0.02)
     # Finite differences through the masks.
-    seeded = TrainingPass.of(one, hidden, ids, weights, lora, SCALING, 0.3)
+    seeded = TrainingPass.create(one, hidden, ids, weights, lora, SCALING, 0.3)
     found = both(seeded, gradient)
 
     def loss(step: TrainingPass) -> float:
@@ -248,7 +252,7 @@ def test_dropout_is_elementwise_and_only_in_training() -> None:
 def test_changing_parameters_before_backward_is_an_error_of_torch() -> None:
     hidden, ids, weights, _ = inputs(4)
     lora = factors()
-    out = routed_experts_with_lora(experts("BF16"), hidden, ids, weights, lora, SCALING)
+    out = compute_with_lora(experts("BF16"), hidden, ids, weights, lora, SCALING)
     with torch.no_grad():
         lora.gate_b.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -266,7 +270,7 @@ def test_changing_parameters_before_backward_is_an_error_of_torch() -> None:
 def test_lora_of_wrong_shapes_is_rejected(changes: dict[str, torch.Tensor], message: str) -> None:
     hidden, ids, weights, _ = inputs(4)
     with pytest.raises(ValueError, match=message):
-        routed_experts_with_lora(experts("BF16"), hidden, ids, weights, factors()._replace(**changes), SCALING)
+        compute_with_lora(experts("BF16"), hidden, ids, weights, factors()._replace(**changes), SCALING)
 
 
 def test_outputs_without_gradient_have_none() -> None:
@@ -277,6 +281,6 @@ def test_outputs_without_gradient_have_none() -> None:
     ]
     limited = Experts.from_bf16(*bits, method="MXFP4", swiglu_limit=7.0)
     with pytest.raises(UnsupportedError, match=r"no gradients of experts in .* swiglu_limit"):
-        routed_experts_with_lora(limited, hidden, ids, weights)
+        compute_with_lora(limited, hidden, ids, weights)
     with pytest.raises(ValueError, match="dropout must be from 0 to less than 1"):
-        routed_experts_with_lora(experts("BF16"), hidden, ids, weights, factors(), dropout=1.0)
+        compute_with_lora(experts("BF16"), hidden, ids, weights, factors(), dropout=1.0)

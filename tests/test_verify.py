@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
@@ -416,7 +416,7 @@ def test_a_runtime_that_computes_wrong_is_found(wrong, conversions, monkeypatch)
         return out
 
     monkeypatch.setattr(Experts, "forward", broken)
-    problems = smoke.smoke(conversions["int8-merged"], 0, 3, shared_pool(1)).problems
+    problems = smoke.smoke(conversions["int8-merged"], 0, 3, get_shared_pool(1)).problems
     words = {"expert": "expert 4", "panel": "panel 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
     assert any(words in problem for problem in problems), problems
     assert any("exact" in problem for problem in problems) and any("default" in problem for problem in problems)

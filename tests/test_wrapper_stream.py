@@ -93,7 +93,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
     """A stand-in for a CUDA stream, number 7."""
     result = Stream()
     monkeypatch.setattr(streams, "launch", result.launch)
-    monkeypatch.setattr(streams, "current", lambda device, number: contextlib.nullcontext(number))
+    monkeypatch.setattr(streams, "use_stream", lambda device, number: contextlib.nullcontext(number))
     return result
 
 
@@ -163,7 +163,7 @@ def test_what_a_graph_recorded_runs_again(folder, stream, defer):
         buffers.ids[0].copy_(now)
         buffers.ids[1].copy_(ids)
         if later is not None:
-            buffers.late_ids[0].copy_(later)
+            buffers.deferred_ids[0].copy_(later)
         stream.replay()
         assert same(buffers.out[0], want[0]) and same(buffers.out[1], want[1])
     stream.run(wrappers, inputs(9, 0))

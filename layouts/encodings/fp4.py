@@ -274,7 +274,7 @@ def _quantize_rows(matrix: Matrix, out: Sequence[Bytes]) -> None:
             kernels.pack_mxfp4(matrix.rows(first, rows.stop), made[0], made[1])
         except kernels.NonFinite as bad:
             raise kernels.NonFinite(first + bad.row, bad.column) from None
-        kernels.mxfp4_rows(made[0], made[1], codes[rows], scales[rows])
+        kernels.unpack_mxfp4_rows(made[0], made[1], codes[rows], scales[rows])
 
 
 def _decode_rows(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:

@@ -1,4 +1,4 @@
-"""LoRA adapters of routed experts: where PEFT puts them, and the six tensors that a layer computes with."""
+"""LoRA adapters of routed experts: the modules that PEFT wraps, and the six tensors that a layer computes with."""
 
 from __future__ import annotations
 
@@ -10,18 +10,25 @@ import torch
 
 from ktconvert.native_quant.runtime.training import CPU, Lora
 
-NAMES = ("gate_proj", "up_proj", "down_proj")
-# What checkpoints call an expert's projections, in the conversions of transformers: "mlp.experts.*.w1.weight".
-OF_EXPERT = re.compile(r"experts\.\*\.(\w+)\.weight\$?$")
+DEFAULT_NAMES = ("gate_proj", "up_proj", "down_proj")
+# Checkpoints' names of an expert's projections, in the conversions of transformers: "mlp.experts.*.w1.weight".
+EXPERT_WEIGHT = re.compile(r"experts\.\*\.(\w+)\.weight\$?$")
 
 
-Part = tuple[torch.Tensor, torch.Tensor, int, float, float]  # A, B, rank, scaling and dropout of one active adapter
+class ProjectionAdapter(NamedTuple):
+    """One active adapter of one projection of all experts: A [E, r, in], B [E, out, r] and its settings."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scaling: float
+    dropout: float
 
 
 class Projection(torch.nn.Module):
-    """One projection of all experts of a layer: no weights, but a place with a name that PEFT finds and wraps.
+    """One projection of all experts of a layer: a named module without weights that PEFT finds and wraps.
 
-    experts, in_features, out_features   as of E matrices [out, in]
+    experts, in_features, out_features   the sizes of E matrices [out, in]
     """
 
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
@@ -33,30 +40,30 @@ class Projection(torch.nn.Module):
         return f"{self.experts} x [{self.out_features}, {self.in_features}]"
 
 
-class Active(NamedTuple):
-    """What an adapter adds to each projection of an expert's input x: scaling * B A dropout(x)."""
+class LayerAdapter(NamedTuple):
+    """The active adapters of a layer as one. It adds scaling * B A dropout(x) to each projection of an input x."""
 
     lora: Lora
     scaling: float
     dropout: float
 
 
-def names_of(model: Any) -> tuple[str, str, str]:
-    """What a model's checkpoints, vLLM and SGLang call gate, up and down projections of an expert."""
+def projection_names(model: Any) -> tuple[str, str, str]:
+    """Return the names of an expert's gate, up and down projections in the model's checkpoints, vLLM and SGLang."""
     from transformers.conversion_mapping import get_model_conversion_mapping
 
-    found = {}
+    names = {}
     for conversion in get_model_conversion_mapping(model):
-        match [OF_EXPERT.search(pattern) for pattern in conversion.source_patterns]:
+        match [EXPERT_WEIGHT.search(pattern) for pattern in conversion.source_patterns]:
             case [re.Match() as gate, re.Match() as up]:
-                found["gate"], found["up"] = gate[1], up[1]
+                names["gate"], names["up"] = gate[1], up[1]
             case [re.Match() as down]:
-                found["down"] = down[1]
-    return (found["gate"], found["up"], found["down"]) if len(found) == 3 else NAMES
+                names["down"] = down[1]
+    return (names["gate"], names["up"], names["down"]) if len(names) == 3 else DEFAULT_NAMES
 
 
 def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, int]) -> None:
-    """Give RoutedExperts a Projection each by these names; sizes: E, H, I."""
+    """Give RoutedExperts a Projection for each of the three names. sizes: E, H, I."""
     module.projections = tuple(names)
     experts, hidden, intermediate = sizes
     gate, up, down = names
@@ -65,41 +72,46 @@ def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, in
     module.add_module(down, Projection(experts, intermediate, hidden))
 
 
-def active(module: torch.nn.Module) -> Active | None:
-    """A layer's active adapters as one. Unless there is one with the same rank and scaling for all three projections,
-    ranks are filled up with zeros, and B includes the scaling; a projection without an adapter gets zeros.
+def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
+    """Return the active adapters of RoutedExperts as one; None if there is none.
+
+    Unless all three projections have one adapter with the same rank and scaling, ranks are padded with zeros and B
+    includes the scaling. A projection without an adapter gets zeros.
     """
     children: list[Any] = [getattr(module, name) for name in module.projections]  # type: ignore[union-attr]
-    parts: list[Sequence[Part]] = [child.parts() if hasattr(child, "parts") else () for child in children]
-    every = [part for each in parts for part in each]
-    if not every:
+    by_projection: list[Sequence[ProjectionAdapter]] = [
+        child.active_projection_adapters() if hasattr(child, "active_projection_adapters") else () for child in children
+    ]
+    adapters = [adapter for each in by_projection for adapter in each]
+    if not adapters:
         return None
-    if all(len(each) == 1 for each in parts) and len({part[2:] for part in every}) == 1:
-        scaling, dropout = every[0][3:]
-        return Active(Lora(*(tensor.to(CPU) for (each,) in parts for tensor in each[:2])), scaling, dropout)
+    settings = {(adapter.rank, adapter.scaling, adapter.dropout) for adapter in adapters}
+    if all(len(each) == 1 for each in by_projection) and len(settings) == 1:
+        lora = Lora(*(tensor.to(CPU) for (adapter,) in by_projection for tensor in (adapter.a, adapter.b)))
+        return LayerAdapter(lora, adapters[0].scaling, adapters[0].dropout)
     if torch.is_grad_enabled():
-        return _join(children, parts)
+        return _join(children, by_projection)
     # Zeros and scaled copies take longer to make than a token takes to compute.
-    known: dict[Any, tuple[Any, Active]] = module.__dict__.setdefault("_joined", {})
-    key = tuple((id(a), id(b), scaling) for a, b, _, scaling, _ in every)
-    versions = tuple((a._version, b._version, len(each)) for each in parts for a, b, *_ in each)
-    if key not in known or known[key][0] != versions:
-        known[key] = versions, _join(children, parts)
-    return known[key][1]
+    cache: dict[Any, tuple[Any, LayerAdapter]] = module.__dict__.setdefault("_joined", {})
+    key = tuple((id(adapter.a), id(adapter.b), adapter.scaling) for adapter in adapters)
+    versions = tuple((one.a._version, one.b._version, len(each)) for each in by_projection for one in each)
+    if key not in cache or cache[key][0] != versions:
+        cache[key] = versions, _join(children, by_projection)
+    return cache[key][1]
 
 
-def _join(children: Sequence[Any], parts: Sequence[Sequence[Part]]) -> Active:
-    """Active adapters of each projection, one beside the other; rank: the largest sum of their ranks."""
-    every = [part for each in parts for part in each]
-    rank = max(sum(part[2] for part in each) for each in parts)
+def _join(children: Sequence[Any], by_projection: Sequence[Sequence[ProjectionAdapter]]) -> LayerAdapter:
+    """Concatenate the active adapters of each projection along the rank, padded to the largest sum of ranks."""
+    adapters = [adapter for each in by_projection for adapter in each]
+    rank = max(sum(adapter.rank for adapter in each) for each in by_projection)
     tensors: list[torch.Tensor] = []
-    for child, each in zip(children, parts, strict=True):
+    for child, each in zip(children, by_projection, strict=True):
         base = getattr(child, "base_layer", child)
-        a = [part[0] for part in each]
-        b = [part[1] * part[3] for part in each]
-        if missing := rank - sum(part[2] for part in each):
-            like: dict[str, Any] = {"dtype": every[0][0].dtype, "device": every[0][0].device}
+        a = [adapter.a for adapter in each]
+        b = [adapter.b * adapter.scaling for adapter in each]
+        if missing := rank - sum(adapter.rank for adapter in each):
+            like: dict[str, Any] = {"dtype": adapters[0].a.dtype, "device": adapters[0].a.device}
             a.append(torch.zeros(base.experts, missing, base.in_features, **like))
             b.append(torch.zeros(base.experts, base.out_features, missing, **like))
         tensors += (torch.cat(a, 1).to(CPU), torch.cat(b, 2).to(CPU))
-    return Active(Lora(*tensors), 1.0, max(part[-1] for part in every))
+    return LayerAdapter(Lora(*tensors), 1.0, max(adapter.dropout for adapter in adapters))

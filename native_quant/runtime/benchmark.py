@@ -16,7 +16,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import I64, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.runtime.experts import Experts
 
 # Parts of an array that one thread can read side by side. More are no faster; which is fastest depends on the machine.
@@ -108,7 +108,7 @@ def read_bandwidth(threads: int) -> dict[int, float]:
             spans[number] = begin, time.perf_counter()
             barrier.wait()
 
-    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
+    with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
         try:
             readers = executor.map(read, range(threads))
         except RuntimeError:  # no more threads can be started: the others would wait for them

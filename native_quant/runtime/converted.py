@@ -24,10 +24,8 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.blocks import blocks, memory_available, warn_of_shortages
-from ktconvert.native_quant.runtime.methods import LIMIT, METHODS
+from ktconvert.native_quant.runtime.methods import LIMIT, METHODS, PLAIN, Swiglu, in_config
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 
 MEMORY = ("auto", "map", "copy")
 ROOMY = 0.8  # share of the available memory that copies may take
@@ -112,14 +110,14 @@ class Converted:
         if memory == "map" and not output.loose and METHODS[fmt.name].arrange is None:
             views = {key: self._view(one) for key, one in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
-            warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
+            weights.warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
             views = self._copy(stored, pool.nodes)
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
         tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
         arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
         packed = weights.LayerWeights(rows, grid, count, arrays)
         weights.in_parallel(lambda item: self._prepare(fmt, *item), packed.arrays.items(), machine.physical_cores())
-        packed.require_whole()
+        packed.check_reads()
         return packed
 
     def require_manifest(self) -> None:
@@ -194,7 +192,7 @@ class Converted:
         def one(key: tuple[Part, str]) -> None:
             self.output.read(stored[key], out=views[key])
 
-        with blocks({key: one.nbytes for key, one in stored.items()}, self.measured.numa, nodes) as views:
+        with weights.blocks({key: one.nbytes for key, one in stored.items()}, self.measured.numa, nodes) as views:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
@@ -228,7 +226,7 @@ def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
     parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
     for (place, _), stored in output.tensors.items():
         parts[place.numa] += stored.nbytes
-    memory = sum(parts) < ROOMY * memory_available(), machine.node_memory_available()
+    memory = sum(parts) < ROOMY * weights.memory_available(), machine.node_memory_available()
     return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), *memory)
 
 

@@ -22,9 +22,8 @@ from ktconvert.native_quant.arrays import F32, I64, U8, U16, Array, Bool
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted import MEMORY
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
-from ktconvert.native_quant.runtime.pool import Job, Pool, check, shared_pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.methods import METHODS, PLAIN, Swiglu, check_swiglu
+from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
 Skip = Bool | U8 | None
 
@@ -55,7 +54,7 @@ class Experts:
         self.method, self.layer = packed.method, grid.layer
         self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
         self.parts, self.nbytes = grid.numa, packed.nbytes
-        self.pool, self.exact = pool or shared_pool(), exact
+        self.pool, self.exact = pool or get_shared_pool(), exact
         self.source: Path | None = None  # the directory that it was loaded from
         self.order = _checked_order(order, packed.experts)  # the file's expert of each
         table = _table(packed, self.order)
@@ -103,7 +102,7 @@ class Experts:
         """
         if memory not in MEMORY:
             raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
-        swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or shared_pool(), Path(path)
+        swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or get_shared_pool(), Path(path)
         required = weights.Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu, transposed)
         packed = open_experts(path).load(layer, pool, required)
         if parts is not None and parts != packed.grid.numa:
@@ -133,7 +132,7 @@ class Experts:
         Raises KeyError for an unknown method, ValueError for arrays that do not fit, NonFinite for Inf or NaN,
         UnsupportedError for sizes that the method cannot hold.
         """
-        pool = pool or shared_pool()
+        pool = pool or get_shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order, swiglu=Swiglu(swiglu_limit, swiglu_alpha))
 
@@ -162,18 +161,18 @@ class Experts:
         self, hidden: U16, ids: I64, weights: F32, *, skip: Skip = None, out: U16, strict_ids: bool = False
     ) -> Job:
         """The same in the background, after all earlier jobs of the same pool."""
-        job = self.job(self._call(hidden, ids, weights, skip, out, strict_ids), (hidden, ids, weights, skip, out))
+        job = self.make_job(self._call(hidden, ids, weights, skip, out, strict_ids), (hidden, ids, weights, skip, out))
         job.submit()
         return job
 
-    def job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
-        """A job that can be submitted many times; call: as returned by call_at(). Each run reads its arrays again."""
+    def make_job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
+        """A job that can be submitted many times; call: as returned by make_call(). Each run reads its arrays again."""
         moe, packed, _ = used = self._open()
         job = ffi.new("ktq_job **")
-        check(lib.ktq_job_new(self.pool.pointer, moe, call, job))
-        return Job(job[0], packed.require_whole, (self.pool, used, *keep))
+        check_error(lib.ktq_job_new(self.pool.pointer, moe, call, job))
+        return Job(job[0], packed.check_reads, (self.pool, used, *keep))
 
-    def call_at(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
+    def make_call(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """A call by addresses (skip: 0 for none) of checked arrays. ValueError: too many experts per token."""
         if topk > lib.KTQ_MOST_TOPK:
             raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
@@ -182,7 +181,7 @@ class Experts:
         return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
 
     def forward_call(self, call: Any) -> None:
-        """forward() for a call of call_at()."""
+        """forward() for a call of make_call()."""
         self._run(lib.ktq_forward, call)
 
     @property
@@ -191,7 +190,7 @@ class Experts:
         return bool(lib.ktq_trainable(self._open()[0]))
 
     def train_call(self, call: Any, lora: Any, kept: Any, gradients: Any = None) -> None:
-        """ktq_train_forward, or with gradients ktq_train_backward, for a call of call_at() (training.py)."""
+        """ktq_train_forward, or with gradients ktq_train_backward, for a call of make_call() (training.py)."""
         if gradients is None:
             self._run(lib.ktq_train_forward, call, lora, kept)
         else:
@@ -211,7 +210,7 @@ class Experts:
         publish.remove_tree(partial)
         for part, stored in packed.arrays.items():
             weights.write_loose(partial, fmt, part, stored)
-        packed.require_whole()
+        packed.check_reads()
         publish.sync_tree(partial)
         if final.exists():
             publish.exchange(partial, final, aside=partial.with_suffix(".old"))
@@ -257,8 +256,8 @@ class Experts:
 
     def _run(self, function: Callable[..., int], *arguments: Any) -> None:
         moe, packed, _ = used = self._open()  # another thread may call close() meanwhile
-        check(function(self.pool.pointer, moe, *arguments))
-        packed.require_whole()
+        check_error(function(self.pool.pointer, moe, *arguments))
+        packed.check_reads()
         del used
 
     def _call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16, strict_ids: bool) -> Any:
@@ -284,7 +283,7 @@ class Experts:
             token, place = outside[0].tolist()
             what = f"is {ids[token, place]}, and layer {self.layer} has experts 0 to {self.num_experts - 1}"
             raise ValueError(f"ids[{token}, {place}] {what}; without strict_ids it adds nothing to token {token}")
-        return self.call_at(tokens, ids.shape[1], *addresses)
+        return self.make_call(tokens, ids.shape[1], *addresses)
 
 
 def _table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:

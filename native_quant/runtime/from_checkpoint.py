@@ -29,12 +29,10 @@ from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.blocks import warn_of_shortages
 from ktconvert.native_quant.runtime.converted import Converted, open_converted
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, PLAIN, Method, Swiglu, in_config
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_parts import StoredPart
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers.reference import bf16_to_f32
 
 
@@ -97,7 +95,7 @@ class Checkpoint:
             for part in grid.all_parts(range(count)):
                 tensors = rows[part.projection].tensors(part.n, part.k)
                 needed[part.numa] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
-            warn_of_shortages(str(self.path), needed, pool.nodes, machine.node_memory_available())
+            weights.warn_of_shortages(str(self.path), needed, pool.nodes, machine.node_memory_available())
 
             def writer(expert: int, projection: str) -> Callable[[Part, Sequence[Bytes]], None]:
                 linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)

@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs.parts import Part
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS, InRows
-from ktconvert.native_quant.runtime.pool import Job, check
+from ktconvert.native_quant.runtime.pool import Job, check_error
 from ktconvert.quantizers import panels
 
 BUFFERS = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
@@ -51,8 +51,8 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
     ]
     items = ffi.new("ktq_rectangle[]", rectangles)
     job = ffi.new("ktq_job **")
-    check(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, job))
-    started = Job(job[0], packed.require_whole, (experts.pool, packed, items))
+    check_error(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, job))
+    started = Job(job[0], packed.check_reads, (experts.pool, packed, items))
     started.submit()
     return started
 

@@ -1,8 +1,8 @@
 """Routed experts for transformers: from_pretrained(MODEL, quantization_config=KTConvertConfig(cpu_weights=OUT)).
 
 Importing this module registers the config and its quantizer under the name "ktconvert", and under that of our outputs,
-so that from_pretrained(OUT) loads its experts. Each routed-experts module is replaced before weights are loaded, so
-that transformers reads none of the checkpoint's expert tensors.
+so that from_pretrained(OUT) loads the experts of OUT. Each routed-experts module is replaced before transformers loads
+weights, so that it reads none of the checkpoint's expert tensors.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
-from ktconvert.native_quant.runtime import adapters, hf_dtypes, hf_rest, hot_experts, hot_mask
+from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
-from ktconvert.native_quant.runtime.hf_rest import NAME
+from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
-from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.native_quant.runtime.pool import get_shared_pool
 
 
 @register_quantization_config(NAME)
 class KTConvertConfig(QuantizationConfigMixin):
-    """Where the routed experts come from, and how they are computed.
+    """Source and computation of the routed experts.
 
-    cpu_weights  converted weights, or a checkpoint whose experts are computed as they are stored; None: the loaded one
-    exact        kt-kernel's rounding, bit for bit
-    threads      threads of the experts; None: the physical cores that this process may use
+    cpu_weights  converted weights, or a checkpoint whose experts are computed as they are stored; None: the model that
+                 is loaded
+    exact        use kt-kernel's rounding, bit for bit
+    threads      number of threads for the experts; None: the physical cores that this process may use
     memory       as for Experts.load
-    gpu_experts_mask   experts that torch computes instead, on the GPU if there is one: a bool tensor [decoder layers,
-                       experts], or a safetensors file that holds it by this name
-    num_gpu_experts    instead: this many of each layer, the first ones
-    gpu_experts        the checkpoint that holds them, packed or not: a directory or a hub id; None: the loaded one
-    Raises UsageError for options that do not go together.
+    gpu_experts_mask   experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
+                       or a safetensors file with a tensor of this name
+    num_gpu_experts    instead of a mask: the first num_gpu_experts experts of each layer
+    gpu_experts        the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that
+                       is loaded
+    Raises UsageError for conflicting options.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class KTConvertConfig(QuantizationConfigMixin):
         num_gpu_experts: int | None = None,
         quant_method: str = NAME,
     ) -> None:
-        hot_mask.check(gpu_experts_mask, num_gpu_experts)
+        hot_experts.check_choice(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
             remedy = "choose experts of it with gpu_experts_mask or num_gpu_experts"
             raise UsageError(f"gpu_experts names a checkpoint; {remedy}")
@@ -66,7 +68,7 @@ class KTConvertConfig(QuantizationConfigMixin):
         self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
         self.exact, self.threads, self.memory = exact, threads, memory
         self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
-        # As a value of JSON, since transformers writes configs as JSON.
+        # A JSON value, since transformers writes configs as JSON.
         mask: Any = gpu_experts_mask.tolist() if isinstance(gpu_experts_mask, torch.Tensor) else gpu_experts_mask
         self.gpu_experts_mask: Any = os.fspath(mask) if isinstance(mask, os.PathLike) else mask
         self.num_gpu_experts = num_gpu_experts
@@ -74,18 +76,20 @@ class KTConvertConfig(QuantizationConfigMixin):
 
 @register_quantizer(NAME)
 class KTConvertQuantizer(HfQuantizer):
-    """Replaces every routed-experts module by RoutedExperts."""
+    """Quantizer of transformers that replaces every routed-experts module by RoutedExperts."""
 
     requires_calibration = False
     quantization_config: KTConvertConfig
-    _whole = "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything"
-    _rest: Any = None  # transformers' own quantizer that dequantizes all that is no routed expert
+    _save_remedy = "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything"
+    _dequantizer: Any = None  # transformers' own quantizer, which dequantizes non-expert tensors
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """Replace the experts, and have transformers skip the checkpoint's tensors of exactly these modules silently.
-        Raises UnsupportedError where they cannot be, and the errors of Experts.load, hot_mask.per_layer and HotWeights.
+        """Replace the experts, and let transformers silently skip the checkpoint's tensors of these modules.
+
+        Raises UnsupportedError if the experts cannot be replaced, and errors of Experts.load, masks_by_layer and
+        HotWeights.
         """
         settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
@@ -93,22 +97,22 @@ class KTConvertQuantizer(HfQuantizer):
             raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
         modules = find_experts(model, open_experts(root).swiglu_of)
         if folder is not None:
-            hf_rest.require_plain(folder, checkpoint_files or (), model, modules)
+            hf_non_experts.require_unpacked(folder, checkpoint_files or (), model, modules)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         sizes = {module.layer: module.num_experts for module in modules}
-        each = hot_mask.per_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
-        masks = {layer: mask for layer, mask in each.items() if mask.any()}
-        source = self._source(modules, folder) if masks else None
-        self._rest = None if folder is None else hf_rest.dequantizer(folder)
-        loaded = self._load(root, type(model).__name__, modules)
+        by_layer = hot_experts.masks_by_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
+        masks = {layer: mask for layer, mask in by_layer.items() if mask.any()}
+        source = self._open_hot_weights(modules, folder) if masks else None
+        self._dequantizer = None if folder is None else hf_non_experts.make_dequantizer(folder)
+        loaded = self._load_experts(root, type(model).__name__, modules)
         hot: dict[int, HotExperts] = {}
         if source is not None:
-            device = hot_experts.device()
-            hot_experts.require_space(masks.values(), modules[0].hidden, modules[0].intermediate, device)
-            hot = {layer: hot_experts.load(source, layer, mask, device) for layer, mask in masks.items()}
-        names = adapters.names_of(model)
+            device = hot_experts.hot_device()
+            hot_experts.require_memory(masks.values(), modules[0].hidden, modules[0].intermediate, device)
+            hot = {layer: hot_experts.load_hot_experts(source, layer, mask, device) for layer, mask in masks.items()}
+        names = adapters.projection_names(model)
         if find_spec("peft") is not None:
-            importlib.import_module("ktconvert.native_quant.runtime.peft_tuner")  # get_peft_model then knows experts
+            importlib.import_module("ktconvert.native_quant.runtime.peft_tuner")  # extends get_peft_model
         for module in modules:
             parent, _, name = module.name.rpartition(".")
             block = model.get_submodule(parent)
@@ -116,70 +120,72 @@ class KTConvertQuantizer(HfQuantizer):
             adapters.add_projections(ours, names, (module.num_experts, module.hidden, module.intermediate))
             setattr(block, name, ours)
             if next(block.parameters(recurse=False), None) is None:
-                block._is_hf_initialized = True  # there are families whose initialization would reach into the experts
+                block._is_hf_initialized = True  # the initialization of some families would reach into the experts
             for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
-                _put_first(model.get_submodule(name.removeprefix(".")), ours.experts)
-        base = f"{model.base_model_prefix}."  # which names in the checkpoint may have, or not
-        below = (re.escape(module.name.removeprefix(base)) for module in modules)
-        model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in below)
+                _make_first_attribute(model.get_submodule(name.removeprefix(".")), ours.experts)
+        base = f"{model.base_model_prefix}."  # an optional prefix of names in the checkpoint
+        names_below = (re.escape(module.name.removeprefix(base)) for module in modules)
+        model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in names_below)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """The model's own conversions, after what dequantizes its weights; since 5.21 transformers passes the model."""
-        if self._rest is None:
+        """Return the model's own conversions after dequantization; transformers passes the model since 5.21."""
+        if self._dequantizer is None:
             return weight_conversions
-        conversions: list[Any] = self._rest.update_weight_conversions(weight_conversions, *model)
+        conversions: list[Any] = self._dequantizer.update_weight_conversions(weight_conversions, *model)
         return conversions
 
-    def _source(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
-        """The checkpoint of the hot experts, which must have the model's layers and sizes."""
+    def _open_hot_weights(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
+        """Open the checkpoint of the hot experts, which must have the model's layers and sizes."""
         where = self.quantization_config.gpu_experts
         root = folder if where is None else Path(where).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; pass the hot experts' checkpoint as gpu_experts")
         source = HotWeights(root)
         for module in modules:
-            source.require(module.layer, (module.num_experts, module.hidden, module.intermediate))
+            source.require_layer(module.layer, (module.num_experts, module.hidden, module.intermediate))
         return source
 
-    def _load(self, root: Path, what: str, modules: list[ExpertModule]) -> dict[int, Experts]:
-        """The experts of every layer, loaded before the model is changed."""
+    def _load_experts(self, root: Path, model_class: str, modules: list[ExpertModule]) -> dict[int, Experts]:
+        """Load the experts of every layer, before the model is changed."""
         settings, source = self.quantization_config, open_experts(root)
         missing = sorted({module.layer for module in modules}.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
             layers = ", ".join(map(str, missing))
-            raise UnsupportedError(f"{root}: holds no experts of layer {layers}, which {what} has; convert all layers")
+            raise UnsupportedError(
+                f"{root}: holds no experts of layer {layers}, which {model_class} has; convert all layers"
+            )
         loaded: dict[int, Experts] = {}
-        how: Any = {"memory": settings.memory, "pool": shared_pool(settings.threads), "exact": settings.exact}
+        options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
             limit, alpha = source.swiglu_of(module.layer)
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
             sizes |= {"intermediate": module.intermediate, "swiglu_limit": limit, "swiglu_alpha": alpha}
-            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **how)
+            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options)
         return loaded
 
     def is_serializable(self) -> bool:
-        """Asked by save_pretrained."""
+        """Raise ValueError, since save_pretrained, which calls this, would leave out the experts."""
         raise ValueError(
             "this model is not serializable: its experts are in "
             f"{self.quantization_config.cpu_weights or 'the checkpoint'}, and save_pretrained would leave them out; "
-            f"{self._whole}, which from_pretrained loads"
+            f"{self._save_remedy}, which from_pretrained loads"
         )
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        """Asked by model.dequantize."""
+        """Raise NotImplementedError; called by model.dequantize."""
         remedy = "load the original model without KTConvertConfig"
         raise NotImplementedError(f"experts stay as they were converted; {remedy}")
 
     @property
     def is_trainable(self) -> bool:
-        """Gradients flow through the experts to adapters (PEFT), and their weights stay as they are."""
+        """True: gradients flow through the experts to adapters (PEFT). The weights of experts stay as they are."""
         return True
 
 
-FIRST = "_some_experts"  # an attribute of modules with experts of ours somewhere below them (_put_first)
-# How experts are computed, whatever directory they come from: fields of KTConvertConfig.
+FIRST_ATTRIBUTE = "_some_experts"  # of modules that have converted experts below them (_make_first_attribute)
+# Settings of the computation that do not depend on the directory of the experts: fields of KTConvertConfig.
 OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 
 
@@ -187,61 +193,61 @@ OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num
 class ConvertedConfig(KTConvertConfig):
     """The quantization_config in an output's config.json, with OPTIONS: the experts are in the same directory."""
 
-    def __init__(self, quant_method: str = cpu_card.QUANT_METHOD, **facts: Any) -> None:
-        super().__init__(quant_method=quant_method, **{name: facts[name] for name in OPTIONS if name in facts})
+    def __init__(self, quant_method: str = cpu_card.QUANT_METHOD, **settings: Any) -> None:
+        super().__init__(quant_method=quant_method, **{name: settings[name] for name in OPTIONS if name in settings})
 
 
 @register_quantizer(cpu_card.QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
-    """Loads an output itself: its experts, and the rest of the model if it is there (`--non-experts keep`, `copy`)."""
+    """Quantizer for an output: loads its experts and its non-expert tensors (`--non-experts keep`, `copy`)."""
 
-    _whole = "copy that directory"
+    _save_remedy = "copy that directory"
     _renamings: tuple[Any, ...] = ()
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Raises UnsupportedError for an output without safetensors files, before transformers looks for others."""
+        """Raise UnsupportedError for an output without safetensors files, before transformers looks for other files."""
         config.transformers_weights = None
         if config.name_or_path:
-            hf_rest.require_files(Path(config.name_or_path))
+            hf_non_experts.require_files(Path(config.name_or_path))
         return config
 
-    update_tp_plan = update_attn_implementation  # what transformers 5.17 calls instead
+    update_tp_plan = update_attn_implementation  # transformers 5.17 calls this instead
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        """As for another checkpoint; tensors have kt-kernel's names, and the rest of the model may be missing."""
+        """Replace the experts; tensors have kt-kernel's names, and non-expert tensors may be missing."""
         if not checkpoint_files:
             remedy = "pass the directory of an output to from_pretrained"
             raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
         modules = find_experts(model, open_experts(root).swiglu_of)
-        renamings = hf_rest.renamings(model, modules)
-        hf_rest.require_rest(root, checkpoint_files, model, modules, renamings)
+        renamings = hf_non_experts.make_renamings(model, modules)
+        hf_non_experts.require_complete(root, checkpoint_files, model, modules, renamings)
         self.quantization_config.cpu_weights = str(root)
         super()._process_model_before_weight_loading(model, checkpoint_files, **kwargs)
-        model._keys_to_ignore_on_load_unexpected.add(hf_rest.EXPERTS)
+        model._keys_to_ignore_on_load_unexpected.add(hf_non_experts.EXPERTS)
         self._renamings = tuple(renamings)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """The model's own conversions, after the renaming to the original's names."""
+        """Return the model's own conversions, after the renaming to the original names."""
         return [*self._renamings, *super().update_weight_conversions(weight_conversions, *model)]
 
 
-hf_dtypes.keep_routers()
+hf_non_experts.keep_router_dtypes()
 _loading: Any = modeling_utils
 _get_hf_quantizer = _loading.get_hf_quantizer
 
 
 def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
-    """transformers' get_hf_quantizer, which would stop at a model that is quantized in another way than by ours."""
+    """Call transformers' get_hf_quantizer, which would refuse a model that has a quantization of its own."""
     if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
         quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
         model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
-        hf_rest.require_combinable(config, model)
-        hf_rest.give_way(config)
+        hf_non_experts.require_combinable(config, model)
+        hf_non_experts.drop_quantization_config(config)
         own = getattr(config, "quantization_config", None) or {}
         if isinstance(own, dict) and own.get("quant_method") == cpu_card.QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():
@@ -254,9 +260,9 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
 _loading.get_hf_quantizer = _get_quantizer
 
 
-def _put_first(module: torch.nn.Module, experts: Experts) -> None:
-    """Make experts within a module its first attribute, so that pickle says their sentence before it meets hooks."""
-    if FIRST not in vars(module):
+def _make_first_attribute(module: torch.nn.Module, experts: Experts) -> None:
+    """Make experts the first attribute of a module, so that pickle raises their error before it reaches hooks."""
+    if FIRST_ATTRIBUTE not in vars(module):
         others = dict(vars(module))
         vars(module).clear()
-        vars(module).update({FIRST: experts, **others})
+        vars(module).update({FIRST_ATTRIBUTE: experts, **others})

@@ -1,4 +1,4 @@
-"""Routed experts inside a transformers model: finding them, and the module without parameters that replaces each."""
+"""Routed experts in a transformers model: the search for them, and the module without parameters that replaces each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
@@ -29,24 +29,25 @@ ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 class RoutedExperts(torch.nn.Module):
     """One layer's routed experts, computed on the CPU by the runtime; a torch module without parameters.
 
-    layer       its number in the model and in the directory of the weights
-    experts     the loaded weights
-    zero_ids    ids from E on are identity experts, which return their input (LongCat-Flash); otherwise they add nothing
-    hot         experts that torch computes; `experts` skips them
+    layer     number in the model and in the directory of the weights
+    experts   the loaded weights
+    zero_ids  whether ids from E on are identity experts, which return their input (LongCat-Flash); if not, they add
+              nothing
+    hot       experts that torch computes; `experts` skips them
     """
 
     def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
         super().__init__()
         self.layer, self.experts, self.num_experts = layer, experts, experts.num_experts
         self.zero_ids, self.hot = zero_ids, hot
-        self.projections: tuple[str, ...] = ()  # names of children that adapters.add_projections gave it
+        self.projections: tuple[str, ...] = ()  # names of the children that adapters.add_projections added
         self._register()
 
     def _register(self) -> None:
         experts, hot = self.experts, 0 if self.hot is None else len(self.hot)
         name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts.packed):x}'}"
         settings = ", exact" * experts.exact + f", {hot} hot" * bool(hot)
-        self._handle = register(self, name + settings)
+        self._handle = register_handle(self, name + settings)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -55,49 +56,51 @@ class RoutedExperts(torch.nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, [..., H] as hidden_states; ids and weights [T, k].
+        """Return the weighted sum of each token's experts, [..., H] as hidden_states; ids and weights are [T, k].
 
-        Differentiable in hidden_states and top_k_weights: backward computes the forward again, as for training
-        (training.py). torch.compile and its like see it as the operator below.
+        Differentiable in hidden_states and top_k_weights: backward computes the forward again, with training.py.
+        torch.compile, torch.export and torch.jit.trace record it as the operator below.
         """
         hidden = hidden_states.reshape(-1, hidden_states.shape[-1])
         ids = top_k_index.to(CPU, torch.int64).contiguous()
         weights = top_k_weights.to(CPU, torch.float32).contiguous()
-        adapter = adapters.active(self) if self.projections else None
+        adapter = adapters.combine_active(self) if self.projections else None
         if adapter is not None:
-            return self._adapted(hidden, ids, weights, adapter).reshape(hidden_states.shape)
-        direct = is_direct(hidden, weights)
-        out = self.compute(hidden, ids, weights) if direct else routed_experts(hidden, ids, weights, self._handle)
+            return self._compute_with_adapter(hidden, ids, weights, adapter).reshape(hidden_states.shape)
+        if needs_operator(hidden, weights):
+            out = experts_operator(hidden, ids, weights, self._handle)
+        else:
+            out = self.compute(hidden, ids, weights)
         return out.reshape(hidden_states.shape)
 
     def compute(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The same for hidden [T, H], ids int64 and weights float32 on the CPU."""
+        """Compute the experts for hidden [T, H], and ids int64 and weights float32 on the CPU, without gradients."""
         hidden, weights = (x.detach() if x.requires_grad else x for x in (hidden, weights))
         rows = hidden.to(CPU, torch.bfloat16).contiguous()
-        # The hot ones first: a GPU computes them while the CPU computes the others.
+        # Start the hot experts first: a GPU computes them while the CPU computes the others.
         hot = None if self.hot is None else self.hot.forward(hidden, ids, weights)
         out = torch.empty_like(rows)
         if len(rows):
             skip = None if self.hot is None else self.hot.mask
             self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out))
         if self.zero_ids:
-            out = (out.float() + self.identity_share(ids, weights) * rows.float()).to(torch.bfloat16)
+            out = (out.float() + self.identity_weight(ids, weights) * rows.float()).to(torch.bfloat16)
         if hot is not None:
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.to(hidden.device, hidden.dtype)
 
-    def _adapted(
-        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.Active
+    def _compute_with_adapter(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.LayerAdapter
     ) -> torch.Tensor:
-        given, dropout = (hidden, ids, weights, adapter.lora, adapter.scaling), adapter.dropout
-        out = training.routed_experts_with_lora(self.experts, *given, dropout=dropout, training=self.training)
+        inputs, dropout = (hidden, ids, weights, adapter.lora, adapter.scaling), adapter.dropout
+        out = training.compute_with_lora(self.experts, *inputs, dropout=dropout, training=self.training)
         out = out.to(hidden.device, hidden.dtype)
         if self.zero_ids:
-            out = out + self.identity_share(ids, weights).to(hidden.device, hidden.dtype) * hidden
+            out = out + self.identity_weight(ids, weights).to(hidden.device, hidden.dtype) * hidden
         return out
 
-    def identity_share(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """What each token has of its own input where zero_ids is set: float32 [T, 1]."""
+    def identity_weight(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each token's weights for identity experts (zero_ids): float32 [T, 1]."""
         return weights.where(ids >= self.num_experts, 0).sum(-1, keepdim=True)
 
     def extra_repr(self) -> str:
@@ -108,13 +111,13 @@ class RoutedExperts(torch.nn.Module):
 
 
 def _bits(tensor: torch.Tensor) -> Any:
-    """The same memory as uint16, since NumPy has no BF16."""
+    """Return a NumPy view as uint16, since NumPy has no BF16."""
     return tensor.view(torch.uint16).numpy()
 
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A routed-experts module that is to be replaced; zero_ids as in RoutedExperts."""
+    """A routed-experts module to replace; zero_ids as in RoutedExperts."""
 
     name: str
     layer: int
@@ -127,10 +130,11 @@ class ExpertModule:
 def find_experts(
     model: torch.nn.Module, swiglu_of: Callable[[int], Swiglu] = lambda layer: PLAIN
 ) -> list[ExpertModule]:
-    """Every routed-experts module of a transformers model: called `experts`, with 3-D gate_up_proj and down_proj.
+    """Find the routed-experts modules of a transformers model: named `experts`, with 3-D gate_up_proj and down_proj.
 
-    Of several stacks of layers (a talker beside the thinker), the one in the table of architectures. swiglu_of: what a
-    layer's weights compute. Raises UnsupportedError without such modules, and for experts that compute otherwise.
+    If there are several stacks of layers (a talker beside the thinker), the one in the table of architectures counts.
+    swiglu_of: layer -> the activation of its weights. Raises UnsupportedError if there are no such modules, and for
+    experts with a different computation.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
@@ -139,44 +143,49 @@ def find_experts(
         if match is not None and all(parameter is not None and parameter.ndim == 3 for parameter in stacked):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
     prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
-    what = type(model).__name__
+    model_class = type(model).__name__
     if len(prefixes) != 1:
         if modules:
             names = ", ".join(map(repr, modules))
-            raise UnsupportedError(f"{what}: has experts under several names ({names}); load it without cpu_weights")
+            raise UnsupportedError(
+                f"{model_class}: has experts under several names ({names}); load it without cpu_weights"
+            )
         import transformers
 
         raise UnsupportedError(
-            f"{what}: transformers {transformers.__version__} builds no routed experts in it that could be replaced"
-            " (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without cpu_weights,"
-            " or without trust_remote_code if the model brings classes of its own"
+            f"{model_class}: transformers {transformers.__version__} builds no routed experts in it that could be "
+            "replaced (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without "
+            "cpu_weights, or without trust_remote_code if the model brings classes of its own"
         )
     found = modules[prefixes[0]]
     layers = Counter(layer for layer, _, _ in found)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
-        raise UnsupportedError(f"{what}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights")
+        raise UnsupportedError(
+            f"{model_class}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights"
+        )
     for layer, name, module in found:
         swiglu = swiglu_of(layer)
         ours = "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
         for differs, why in REFUSALS:
             if differs(module, swiglu):
                 raise UnsupportedError(
-                    f"{what}: {name} ({type(module).__name__}) {why}, and these experts compute {ours} with"
+                    f"{model_class}: {name} ({type(module).__name__}) {why}, and these experts compute {ours} with"
                     " the routing weights on the output; load it without cpu_weights"
                 )
     return [ExpertModule(name, layer, *_sizes(one), hasattr(one, "identity_expert")) for layer, name, one in found]
 
 
 def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
-    """(E, H, I); down_proj is [E, H, I], or [E, I, H] where the module says that it is transposed."""
+    """Return (E, H, I); down_proj is [E, H, I], or [E, I, H] if the module has is_transposed."""
     experts, rows, columns = (int(n) for n in module._parameters["down_proj"].shape)  # type: ignore[union-attr]
     return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
 
 
-def _other_gate(module: Any, swiglu: Swiglu) -> bool:
-    """Whether it computes something else than Experts with these settings; tried on samples, large ones among them
-    (clamping). Which side of silu is clamped above, and a clamp of gate below beside an alpha, make no difference that
-    counts: at most 1e-3 of the limits that models have.
+def _differs_in_activation(module: Any, swiglu: Swiglu) -> bool:
+    """Return whether a module's activation differs from that of Experts with these settings.
+
+    Compares results for samples, some of them large because of clamping. Clamping before or after silu, and a lower
+    clamp of gate together with an alpha, differ by at most 1e-3 of the limits of real models, which is tolerated.
     """
     spread = torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32)
     gate_up = spread.sinh().reshape(4, 32)  # to 548; most are small
@@ -191,21 +200,21 @@ def _other_gate(module: Any, swiglu: Swiglu) -> bool:
     return result.shape != up.shape or not torch.allclose(result, defined, rtol=1e-3, atol=atol)
 
 
-# Modules that our experts cannot replace, and the reason given in the message.
+# Conditions under which our experts cannot replace a module, and the reasons for the message.
 REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
     (lambda module, swiglu: any("bias" in name for name in module._parameters), "has biases"),
     (
         lambda module, swiglu: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
         f"is not called with {', '.join(ARGUMENTS)}",
     ),
-    (_other_gate, "has another activation"),
+    (_differs_in_activation, "has another activation"),
 )
 
 
-# A layer's routed experts as one operator of torch, `ktconvert::routed_experts`: torch.compile, torch.export and
-# torch.jit.trace record the call and look no further. In a recorded program the experts are a handle: a number, which
-# counts those that have one name, and the name, such as "layer 0 of /models/OUT", by which a program that was saved
-# finds them. The handle is a tensor, so that layers that are compiled one by one share their code.
+# A layer's routed experts are one operator of torch, `ktconvert::routed_experts`, which torch.compile, torch.export and
+# torch.jit.trace record as a call. A recorded program refers to the experts by a handle: a number, and a name such as
+# "layer 0 of /models/OUT", by which a saved program finds them. Experts of the same name differ in the number. The
+# handle is a tensor, so that layers that are compiled one by one share their code.
 
 NUMBER_BYTES = 8  # the handle begins with the number
 PADDED = 256  # bytes of a handle, or a multiple
@@ -213,35 +222,39 @@ NO_GRADIENT = (
     "no gradient goes through hot experts ({name}): to train, load the model without num_gpu_experts; to compute "
     "without gradients, call it under torch.no_grad() or torch.inference_mode()"
 )
-_named: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
+_registered: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
 
 
-def register(experts: RoutedExperts, name: str) -> torch.Tensor:
-    """The handle by which the operator calls these RoutedExperts while they live; of one name, all compute the same."""
-    number = next(number for number in itertools.count() if (name, number) not in _named)
-    _named[name, number] = experts
+def register_handle(experts: RoutedExperts, name: str) -> torch.Tensor:
+    """Return a handle by which the operator calls these RoutedExperts while they live.
+
+    All experts of one name compute the same.
+    """
+    number = next(number for number in itertools.count() if (name, number) not in _registered)
+    _registered[name, number] = experts
     handle = number.to_bytes(NUMBER_BYTES, "little") + name.encode(errors="surrogateescape")
     return torch.frombuffer(bytearray(handle.ljust(-(-len(handle) // PADDED) * PADDED, b"\0")), dtype=torch.uint8)
 
 
-def _read(handle: torch.Tensor) -> tuple[str, int]:
-    """Name and number. No name ends with a zero byte: it ends with a path or our words."""
+def _parse_handle(handle: torch.Tensor) -> tuple[str, int]:
+    """Return name and number. A name never ends with a zero byte: it ends with a path or with our own words."""
     codes = handle.numpy().tobytes()
     name = codes[NUMBER_BYTES:].rstrip(b"\0").decode(errors="surrogateescape")
     return name, int.from_bytes(codes[:NUMBER_BYTES], "little")
 
 
-def _of(handle: torch.Tensor) -> RoutedExperts:
-    name, number = _read(handle)
-    experts = _named.get((name, number)) or next((one for (other, _), one in _named.items() if other == name), None)
+def _find_by_handle(handle: torch.Tensor) -> RoutedExperts:
+    name, number = _parse_handle(handle)
+    same_name = (experts for (other, _), experts in _registered.items() if other == name)
+    experts = _registered.get((name, number)) or next(same_name, None)
     if experts is None:
         raise RuntimeError(f"no experts are loaded as {name!r} in this process; load their model first, and keep it")
     return experts
 
 
-def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
-    """Whether nobody records what happens or expects a gradient: then the operator, slower by a tenth, is left out."""
-    return not (
+def needs_operator(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
+    """Return whether the call is recorded or needs gradients; otherwise the operator would only cost time (a tenth)."""
+    return (
         torch.compiler.is_compiling()
         or type(hidden) is not torch.Tensor  # torch's fake tensors, for example
         or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
@@ -254,15 +267,15 @@ def is_direct(hidden: torch.Tensor, weights: torch.Tensor) -> bool:
     mutates_args=(),
     schema="(Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> Tensor",
 )
-def routed_experts(
+def experts_operator(
     hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
 ) -> torch.Tensor:
-    """RoutedExperts.compute of those with this handle, or others of its name. RuntimeError: none are loaded."""
-    return _of(handle).compute(hidden, ids, weights)
+    """Compute the experts with this handle, or others of its name. Raises RuntimeError if none are loaded."""
+    return _find_by_handle(handle).compute(hidden, ids, weights)
 
 
-@routed_experts.register_fake
-def _like(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
+@experts_operator.register_fake
+def _fake_output(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:
     return hidden.new_empty(hidden.shape)
 
 
@@ -271,38 +284,41 @@ def _like(hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle
     mutates_args=(),
     schema="(Tensor gradient, Tensor hidden, Tensor ids, Tensor weights, Tensor handle) -> (Tensor, Tensor)",
 )
-def routed_experts_backward(
+def backward_operator(
     gradient: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of hidden and weights. RuntimeError: hot experts; UnsupportedError: weights without gradients."""
-    module = _of(handle)
+    """Return the gradients of hidden and weights.
+
+    Raises RuntimeError for hot experts, UnsupportedError for weights without gradients.
+    """
+    module = _find_by_handle(handle)
     if module.hot is not None:
-        raise RuntimeError(NO_GRADIENT.format(name=_read(handle)[0]))
-    step = TrainingPass.of(module.experts, hidden, ids, weights, None, 1.0)
-    found = step.backward(step.forward()[1], gradient)
-    of_hidden, of_weights = found.hidden.to(hidden.device, hidden.dtype), found.weights
+        raise RuntimeError(NO_GRADIENT.format(name=_parse_handle(handle)[0]))
+    step = TrainingPass.create(module.experts, hidden, ids, weights, None, 1.0)
+    gradients = step.backward(step.forward()[1], gradient)
+    hidden_gradient, weights_gradient = gradients.hidden.to(hidden.device, hidden.dtype), gradients.weights
     if module.zero_ids:
-        share = module.identity_share(ids, weights).to(hidden.device)
-        of_hidden = (of_hidden.float() + share * gradient.float()).to(hidden.dtype)
+        identity = module.identity_weight(ids, weights).to(hidden.device)
+        hidden_gradient = (hidden_gradient.float() + identity * gradient.float()).to(hidden.dtype)
         product = (gradient.float() * hidden.float()).sum(-1, keepdim=True).to(CPU)
-        of_weights = of_weights.where(ids < module.num_experts, product)
-    return of_hidden, of_weights
+        weights_gradient = weights_gradient.where(ids < module.num_experts, product)
+    return hidden_gradient, weights_gradient
 
 
-@routed_experts_backward.register_fake
-def _likes(
+@backward_operator.register_fake
+def _fake_gradients(
     gradient: torch.Tensor, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, handle: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return hidden.new_empty(hidden.shape), weights.new_empty(weights.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    hidden, weights = routed_experts_backward(gradient, *ctx.saved_tensors)
+    hidden, weights = backward_operator(gradient, *ctx.saved_tensors)
     return hidden, None, weights, None
 
 
-routed_experts.register_autograd(_backward, setup_context=_remember)
+experts_operator.register_autograd(_backward, setup_context=_save_inputs)

@@ -1,31 +1,143 @@
-"""Hot experts, which torch computes: read one linear at a time, packed integers as codes and scales, others as BF16."""
+"""Hot experts: those that torch computes, on a GPU if there is one, while the CPU runtime computes the others.
+
+Masks choose them. Their weights are read one linear at a time, packed integers as codes and scales, others as BF16.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch.nn.functional import linear, silu
 
+from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.files.publish import MARK
+from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, machine
-from ktconvert.native_quant.arrays import F32, Array
+from ktconvert.native_quant.arrays import F32, F64, I64, Array, Bool
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import INT4, INT8
-from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime.hot_mask import REMEDY, Mask
+from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
 from ktconvert.quantizers.packed import signed_codes
 
-LARGEST = 2.0**120  # a scale above it could give a weight that BF16 cannot hold
+if TYPE_CHECKING:
+    import torch
+
+Mask = Bool  # [experts] of a layer, or [layers, experts]
+REMEDY = "choose fewer hot experts"
+MASK_NAME = "gpu_experts_mask"  # of the tensor in a file
+MASK_FORM = f"a safetensors file with a tensor {MASK_NAME!r}, bool [decoder layers, experts], is needed"
+MAX_SCALE = 2.0**120  # a larger scale could give a weight that BF16 cannot hold
+
+
+# --- masks -----------------------------------------------------------------------------------------
+
+
+def check_choice(mask: object, count: int | None) -> None:
+    """Raise UsageError for a mask together with a count, and for a count below 0."""
+    if mask is not None and count is not None:
+        raise UsageError("a mask of experts and a number of experts both say which experts are hot; give one of them")
+    if count is not None and count < 0:
+        raise UsageError(f"{count} experts cannot be hot; give a number from 0 to the experts of a layer")
+
+
+def read_mask(path: Path) -> Mask:
+    """Read the mask [layers, experts] of a file. Raises InputError for a damaged file or a missing tensor."""
+    values = read_matrix(path, MASK_NAME, "BOOL", MASK_FORM)
+    if (values > 1).any():
+        raise InputError(f"{path}: {MASK_NAME!r} holds bytes that are neither 0 nor 1; {MASK_FORM}")
+    return values.astype(np.bool_)
+
+
+def mask_file(mask: Mask) -> bytes:
+    """Return the content of a file from which `read_mask` reads this mask [layers, experts]."""
+    plan = plan_shard([TensorInfo(MASK_NAME, "BOOL", mask.shape, mask.nbytes)], {"generator": MARK})
+    return plan.header + mask.tobytes()
+
+
+def masks_by_layer(
+    mask: str | list[list[bool]] | None, count: int | None, experts: Mapping[int, int], layers: int
+) -> dict[int, Mask]:
+    """Return for each layer with experts a mask bool [E] of its hot experts.
+
+    mask     a file, or the mask itself, [layers, E]: row n is layer n of the model, as in SGLang; rows of layers
+             without experts are ignored
+    count    instead of a mask: the first `count` experts of each layer
+    experts  layer -> E
+    layers   number of decoder layers of the model, with and without experts
+    Raises InputError if the mask does not fit the model, UsageError if a layer has fewer experts than `count`.
+    """
+    check_choice(mask, count)
+    if mask is None:
+        for layer, total in experts.items():
+            if (count or 0) > total:
+                raise UsageError(f"{count} experts cannot be hot: layer {layer} has {total}; give at most {total}")
+        return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
+    where = mask if isinstance(mask, str) else MASK_NAME
+    table: Array = read_mask(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
+    shape = list(table.shape)
+    if table.dtype != np.bool_ or table.ndim != 2:
+        raise InputError(f"{where}: is {table.dtype} of shape {shape}; bool [decoder layers, experts] is needed")
+    for layer, total in experts.items():
+        if table.shape != (layers, total):
+            has = f"{layers} decoder layers, and layer {layer} has {total} experts"
+            needed = f"a mask of shape {[layers, total]} is needed"
+            raise InputError(f"{where}: has shape {shape}, but the model has {has}; {needed}")
+    return {layer: table[layer].copy() for layer in experts}
+
+
+def most_used_per_layer(counts: I64, number: int) -> Mask:
+    """Return a mask of the `number` experts of each layer that got the most tokens; ties go to the first.
+
+    counts [layers, experts]: routed tokens. Layers without experts have zeros and get none.
+    """
+    if number > counts.shape[1]:
+        raise UsageError(f"--num-gpu-experts {number}: a layer has {counts.shape[1]} experts; use at most that number.")
+    mask = np.zeros(counts.shape, np.bool_)
+    np.put_along_axis(mask, np.argsort(-counts, axis=1, kind="stable")[:, :number], True, axis=1)
+    return mask & counts.any(axis=1, keepdims=True)
+
+
+def most_used_in_total(counts: I64, number: int) -> Mask:
+    """Return a mask of the `number` experts of all layers together that got the most tokens.
+
+    Ties go to the experts that kt-kernel takes, but to none of a layer without experts. Raises UsageError if there are
+    fewer experts, KtconvertError if torch is not installed.
+    """
+    has_experts = counts.any(axis=1, keepdims=True)
+    most = int(has_experts.sum()) * counts.shape[1]
+    if number > most:
+        raise UsageError(f"--total {number}: all layers together have {most} experts; use at most that number.")
+    if find_spec("torch") is None:
+        raise KtconvertError("--total needs torch, not installed here: pip install 'ktconvert[torch]'")
+    import torch
+
+    for candidates in (counts, np.where(has_experts, counts, -1)):
+        mask: Mask = generate_gpu_experts_masks(torch.from_numpy(np.ascontiguousarray(candidates)), number).numpy()
+        if (mask <= has_experts).all():
+            break
+    return mask
+
+
+def hot_fraction(counts: I64, mask: Mask) -> F64:
+    """Return the fraction of each layer's routed tokens that go to hot experts: float64 [layers], NaN without."""
+    total = counts.sum(axis=1)
+    with np.errstate(invalid="ignore"):
+        return np.asarray((counts * mask).sum(axis=1) / total)
+
+
+# --- weights ---------------------------------------------------------------------------------------
 
 
 class HotWeights:
-    """The routed experts of a checkpoint: a directory, or a model of the hub. Only headers are read at first."""
+    """The routed experts of a checkpoint: a directory, or a model of the hub. Opening it reads only headers."""
 
     def __init__(self, where: str | Path) -> None:
         self._source = open_checkpoint(where)
@@ -33,8 +145,8 @@ class HotWeights:
         self.root = self._source.root
         self.model: MoeModel = recognise(self._source)
 
-    def require(self, layer: int, shape: tuple[int, int, int]) -> None:
-        """Raises UnsupportedError where a layer is missing, or has other sizes E, H, I than the loaded model."""
+    def require_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
+        """Raise UnsupportedError if a layer is missing, or if its sizes E, H, I differ from the loaded model's."""
         e, h, i = self.model.shape(layer) if layer in self.model.layers else (0, 0, 0)
         what = f"layer {layer} has {e} experts of hidden size {h} and width {i}, the model {{}} of {{}} and {{}}"
         if not e:
@@ -43,7 +155,7 @@ class HotWeights:
             raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
 
     def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
-        """int8 codes [n, k] with float32 scales [n, groups], or BF16 bits [n, k] without. Raises InputError."""
+        """Return int8 codes [n, k] and float32 scales [n, groups], or BF16 bits [n, k] and None. Raises InputError."""
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
         values: Array = signed_codes(linear) if is_packed else kernels.decode(linear)
@@ -53,7 +165,7 @@ class HotWeights:
             return values, None
         assert linear.scales is not None
         largest = float(np.max(np.abs(linear.scales)))
-        if largest > LARGEST:
+        if largest > MAX_SCALE:
             scale = self.model.weight(layer, expert, projection).tensors["scale"]
             what = f"tensor {scale.name!r} holds {largest}, more than BF16 weights can have"
             raise InputError(f"{self._source.path(scale)}: {what}; make this checkpoint again")
@@ -61,7 +173,11 @@ class HotWeights:
 
 
 class HotExperts:
-    """Some of a layer's E experts, those of mask, bool [E]: expert -> BF16 (gate and up [2I, H], down [H, I])."""
+    """Hot experts of one layer with E experts.
+
+    mask     bool [E], the hot ones
+    weights  expert -> BF16 (gate and up [2I, H], down [H, I])
+    """
 
     def __init__(
         self, mask: Mask, weights: Mapping[int, tuple[torch.Tensor, torch.Tensor]], device: torch.device
@@ -73,12 +189,17 @@ class HotExperts:
         return len(self.weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HotExperts:
-        return self  # no one writes to them
+        return self  # nobody writes to them
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H] on `device`.
-        hidden [T, H] anywhere; ids int64 and weights float32 [T, k] on the CPU, so that the CPU never waits for a GPU.
+        """Return the weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H].
+
+        The result is on `device`; hidden [T, H] may be anywhere. ids int64 and weights float32 [T, k] are on the CPU,
+        so that the CPU never waits for a GPU.
         """
+        import torch
+        from torch.nn.functional import linear, silu
+
         hidden = hidden.to(self.device, torch.bfloat16)
         out = torch.zeros(hidden.shape, dtype=torch.float32, device=self.device)
         order = ids.reshape(-1).argsort(stable=True)  # pairs (token, expert), by expert
@@ -95,35 +216,41 @@ class HotExperts:
         return out
 
 
-def device() -> torch.device:
+def hot_device() -> torch.device:
+    """Return the device that computes hot experts: the current GPU if there is one, else the CPU."""
+    import torch
+
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def require_space(masks: Iterable[Mask], hidden: int, width: int, where: torch.device) -> None:
-    """Raises ResourceError where the hot experts of all layers do not fit into free memory."""
+def require_memory(masks: Iterable[Mask], hidden: int, width: int, device: torch.device) -> None:
+    """Raise ResourceError if the hot experts of all layers do not fit into free memory of the device."""
+    import torch
+
     count = sum(int(mask.sum()) for mask in masks)
     need = count * 3 * hidden * width * 2
-    free = torch.cuda.mem_get_info(where)[0] if where.type == "cuda" else machine.memory_available()
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory_available()
     if need > free:
-        what = f"take {need / 2**30:.1f} GiB in BF16, and {where} has {free / 2**30:.1f} GiB left"
+        what = f"take {need / 2**30:.1f} GiB in BF16, and {device} has {free / 2**30:.1f} GiB left"
         raise ResourceError(f"{count} hot experts {what}; {REMEDY}")
 
 
-def load(source: HotWeights, layer: int, mask: Mask, where: torch.device) -> HotExperts:
-    """The hot experts of one layer, read and unpacked by several threads. No other expert is read."""
+def load_hot_experts(source: HotWeights, layer: int, mask: Mask, device: torch.device) -> HotExperts:
+    """Read and unpack the hot experts of one layer, and no others, in several threads."""
+    import torch
 
     def matrix(expert: int, projection: str) -> torch.Tensor:
-        """code * scale, rounded to BF16: what compressed-tensors unpacks."""
+        # code * scale rounded to BF16, as compressed-tensors unpacks
         values, scale = source.linear(layer, expert, projection)
         if scale is None:
-            return torch.from_numpy(values).view(torch.bfloat16).to(where)
-        codes = torch.from_numpy(values).to(where).to(torch.float32)
-        scales = torch.from_numpy(scale).to(where)
+            return torch.from_numpy(values).view(torch.bfloat16).to(device)
+        codes = torch.from_numpy(values).to(device).to(torch.float32)
+        scales = torch.from_numpy(scale).to(device)
         return (codes.view(*scales.shape, -1) * scales[:, :, None]).view(codes.shape).to(torch.bfloat16)
 
-    def one(expert: int) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
+    def load(expert: int) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
         gate_up = torch.cat([matrix(expert, "gate"), matrix(expert, "up")])
         return expert, (gate_up, matrix(expert, "down"))
 
-    with ThreadPoolExecutor(machine.physical_cores(), initializer=use_own_cpus) as executor:
-        return HotExperts(mask, dict(executor.map(one, mask.nonzero()[0].tolist())), where)
+    with ThreadPoolExecutor(machine.physical_cores(), initializer=unbind_thread) as executor:
+        return HotExperts(mask, dict(executor.map(load, mask.nonzero()[0].tolist())), device)

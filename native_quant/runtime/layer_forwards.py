@@ -1,86 +1,235 @@
-"""A layer's forwards: of tensors on the CPU, and of tensors on a GPU, as copies and jobs in a CUDA stream's order."""
+"""Forwards of one layer for torch tensors, on the CPU or in the order of a CUDA stream, and deferred experts.
+
+kt-kernel's interface names only a directory and a number of a layer, and several models of a process may have the same
+ones. `ModelMember` finds the wrappers of one model, which share pinned buffers and deferred experts.
+
+Deferred experts are as in kt-kernel 0.7.2: with max_deferred_experts_per_token = d, layer L computes the topk - d
+experts of largest weight at once (`split_immediate`); the others begin right after, on the same inputs. Their sum,
+rounded to BF16, is added to the output of layer L + 1 before that is rounded. An expert that is immediate for one token
+of a batch is immediate for all of them. The deferred experts of the last layer would never be added: give it d = 0, as
+SGLang does. Unlike kt-kernel, we add deferred experts only once, not with every call of layer L, and raise ValueError
+if the next layer is called with a different number of tokens (kt-kernel reads another buffer).
+"""
 
 from __future__ import annotations
 
+import itertools
 import sys
+import threading
+import warnings
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.models import Deferred, Member, select
-from ktconvert.native_quant.runtime.pool import Job
-from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, Buffers
+from ktconvert.native_quant.runtime.pool import Job, Pool
+from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, BufferCache, Buffers
 
 CPU = torch.device("cpu")
 
 
+def split_immediate(
+    ids: torch.Tensor, weights: torch.Tensor, immediate: int, experts: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Split ids [T, k] into immediate and deferred experts, each with -1 at the positions of the others.
+
+    Immediate are the `immediate` experts of largest weight of each token, and ids that are no expert. The second result
+    is None if nothing is deferred.
+    """
+    topk = ids.shape[-1]
+    immediate = max(0, min(immediate, topk))
+    if immediate == topk:
+        return ids, None
+    if immediate == 0:
+        return torch.full_like(ids, -1), ids.clone()
+    known = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    first = known.gather(-1, weights.topk(immediate, dim=-1, sorted=False).indices)
+    is_immediate = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
+    # Assigning to is_immediate[experts] would copy from the host, which graph capture refuses.
+    is_immediate[experts:].fill_(True)
+    is_immediate.scatter_(0, first.reshape(-1), True)
+    mask = is_immediate[known]
+    return ids.masked_fill(~mask, -1), ids.masked_fill(mask, -1)
+
+
+class DeferredExperts(NamedTuple):
+    """The deferred experts of a layer: the job that computes their sum into `out` (BF16 [tokens, H])."""
+
+    job: Job
+    pool: Pool
+    out: torch.Tensor
+    device: torch.device  # of the layer's input
+
+
+class Model:
+    """State that the layers of a model share.
+
+    pending  layer -> its deferred experts that no layer has added yet
+    buffers  pinned buffers
+    """
+
+    def __init__(self) -> None:
+        self.pending: dict[int, DeferredExperts] = {}
+        self.buffers = BufferCache()
+
+
+class ModelMember:
+    """Membership of a wrapper in its model.
+
+    When the first wrapper of a weight_path computes, all of them are assigned to models: as many models as there are
+    wrappers of one layer, each with layers that were created in ascending order. A wrapper that is created later joins
+    the first model that has no wrapper of its layer (any more).
+    """
+
+    _members: ClassVar[weakref.WeakValueDictionary[int, ModelMember]] = weakref.WeakValueDictionary()  # as created
+    _numbers: ClassVar[itertools.count[int]] = itertools.count()
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, path: str, layer: int) -> None:
+        self.path, self.layer = path, layer
+        self._model: Model | None = None
+        self._has_next: bool | None = None
+        with self._lock:
+            self._members[next(self._numbers)] = self
+
+    @property
+    def model(self) -> Model:
+        if self._model is None:
+            with self._lock:
+                self._assign_models(self.path)
+        assert self._model is not None
+        return self._model
+
+    def take_deferred(self, tokens: int, device: torch.device) -> DeferredExperts | None:
+        """Remove and return the deferred experts of the previous layer, if any, for this layer to add.
+
+        Raises ValueError if they are of a different number of tokens or on a different device.
+        """
+        deferred = self.model.pending.pop(self.layer - 1, None)
+        if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
+            here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"
+            what = f"was called with {here}, but layer {self.layer - 1} deferred experts of {before} to it"
+            raise ValueError(f"layer {self.layer} {what}; call the layers one after the other with the same tokens")
+        return deferred
+
+    def store_deferred(self, deferred: DeferredExperts) -> None:
+        """Store this layer's deferred experts for the next layer. Warn once if the model has no next layer."""
+        self.model.pending[self.layer] = deferred
+        if self._has_next is None:
+            with self._lock:
+                self._has_next = self.layer + 1 in _layers(self.model, list(self._members.values()))
+            if not self._has_next:
+                warnings.warn(
+                    f"layer {self.layer} of {self.path} defers experts, and its model has no layer {self.layer + 1} "
+                    "that would add them: they are left out. Give the last layer max_deferred_experts_per_token=0, and "
+                    "create the layers of a model in their order.",
+                    stacklevel=4,
+                )
+
+    @classmethod
+    def _assign_models(cls, path: str) -> None:
+        members = [member for member in cls._members.values() if member.path == path]
+        groups: list[list[ModelMember]] = []
+        for member in reversed([member for member in members if member._model is None]):
+            group = next((group for group in groups if member.layer < group[-1].layer), [])
+            if not group:
+                groups.append(group)
+            group.append(member)
+        for group in reversed(groups):
+            layers = {member.layer for member in group}
+            models = dict.fromkeys(member._model for member in members if member._model is not None)
+            chosen = next((model for model in models if not layers & _layers(model, members)), None) or Model()
+            for member in group:
+                member._model = chosen
+                chosen.pending.pop(member.layer, None)  # of the wrapper that it replaces
+
+    @classmethod
+    def clear(cls) -> None:
+        """Forget all deferred experts, and free all pinned buffers."""
+        with cls._lock:
+            models = {member._model for member in cls._members.values() if member._model is not None}
+        for model in models:
+            model.pending.clear()
+            model.buffers.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelMember:
+        return ModelMember(self.path, self.layer)
+
+
+def _layers(model: Model, members: list[ModelMember]) -> set[int]:
+    return {member.layer for member in members if member._model is model}
+
+
 @dataclass
 class WrappedLayer:
-    """mask: bool [E] on the CPU, experts to skip, read at each forward. may_defer: of a token, to the next layer."""
+    """A layer of a wrapper.
+
+    mask          bool [E] on the CPU, experts to skip, read at each forward
+    max_deferred  number of experts of a token that may be deferred to the next layer
+    """
 
     experts: Experts
-    member: Member
+    member: ModelMember
     mask: torch.Tensor
     topk: int
-    may_defer: int
+    max_deferred: int
 
     def split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The ids to compute now, and those to defer to the next layer, if this one defers."""
-        if self.may_defer < 1:
+        """Split ids into those to compute now and those to defer to the next layer (None: none)."""
+        if self.max_deferred < 1:
             return ids, None
-        return select(ids, weights, self.topk - self.may_defer, self.experts.num_experts)
+        return split_immediate(ids, weights, self.topk - self.max_deferred, self.experts.num_experts)
 
-    def call(
+    def make_call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool = False
     ) -> Any:
-        """The ktq_call; the tensors are as OnCpu._inputs returns them and must live as long as the call is used."""
+        """Return a ktq_call for tensors as CpuForward._prepare returns them, which must live as long as the call."""
         tokens, topk = ids.shape
         addresses = (hidden.data_ptr(), ids.data_ptr(), weights.data_ptr(), self.mask.data_ptr(), out.data_ptr())
-        call = self.experts.call_at(tokens, topk, *addresses)
+        call = self.experts.make_call(tokens, topk, *addresses)
         call.add = add
         return call
 
 
-class OnCpu:
-    """Forwards of a layer; the caller's thread computes too, unless it only submits."""
+class CpuForward:
+    """Forwards of a layer for tensors on the CPU. The caller's thread also computes, unless it only submits."""
 
     def __init__(self, layer: WrappedLayer) -> None:
         self._layer = layer
-        self._submitted: tuple[Job, Deferred | None, torch.Tensor] | None = None
+        self._submitted: tuple[Job, DeferredExperts | None, torch.Tensor] | None = None
 
     def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
-        hidden, ids, weights = self._inputs(hidden_states, topk_ids, topk_weights)
-        previous = layer.member.take(len(hidden), CPU) if layer.member.model.pending else None
+        hidden, ids, weights = self._prepare(hidden_states, topk_ids, topk_weights)
+        previous = layer.member.take_deferred(len(hidden), CPU) if layer.member.model.pending else None
         if previous is not None:
             previous.job.wait()
         out = torch.empty_like(hidden) if previous is None else previous.out
-        now, later = layer.split(ids, weights)
-        layer.experts.forward_call(layer.call(hidden, now, weights, out, previous is not None))
-        if later is not None:
-            self._defer(hidden.clone(), later, weights.clone())
-        return _like(out, hidden_states)
+        immediate, deferred = layer.split(ids, weights)
+        layer.experts.forward_call(layer.make_call(hidden, immediate, weights, out, previous is not None))
+        if deferred is not None:
+            self._defer(hidden.clone(), deferred, weights.clone())
+        return _match_input(out, hidden_states)
 
     def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
-        """Start in the background, with copies of the arguments."""
+        """Start a forward in the background, with copies of the arguments."""
         layer = self._layer
-        inputs = self._inputs(hidden_states, topk_ids, topk_weights)
+        inputs = self._prepare(hidden_states, topk_ids, topk_weights)
         hidden, ids, weights = (tensor.clone() for tensor in inputs)
-        previous = layer.member.take(len(hidden), CPU)
+        previous = layer.member.take_deferred(len(hidden), CPU)
         if previous is not None and previous.pool is not layer.experts.pool:
             previous.job.wait()  # only jobs of the same pool run in order
         out = torch.empty_like(hidden) if previous is None else previous.out
-        now, later = layer.split(ids, weights)
-        call = layer.call(hidden, now, weights, out, previous is not None)
-        job = layer.experts.job(call, (hidden, now, weights, out, layer.mask, previous))
+        immediate, deferred = layer.split(ids, weights)
+        call = layer.make_call(hidden, immediate, weights, out, previous is not None)
+        job = layer.experts.make_job(call, (hidden, immediate, weights, out, layer.mask, previous))
         job.submit()
-        if later is not None:
-            self._defer(hidden, later, weights)
+        if deferred is not None:
+            self._defer(hidden, deferred, weights)
         self._submitted = (job, previous, out)
 
     def sync(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -91,12 +240,12 @@ class OnCpu:
         job.wait()
         if previous is not None:
             previous.job.wait()  # ended before ours; raises its error, if any
-        return _like(out, hidden_states)
+        return _match_input(out, hidden_states)
 
-    def _inputs(
+    def _prepare(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As C reads them: BF16 [T, H], int64 [T, k], float32 [T, k], contiguous on the CPU; copied if necessary."""
+        """Return inputs for C: BF16 [T, H], int64 [T, k], float32 [T, k], contiguous on the CPU; copies if needed."""
         check_shapes(self._layer, hidden, ids, weights)
         if hidden.dim() != 2:
             hidden, ids, weights = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (hidden, ids, weights))
@@ -108,16 +257,17 @@ class OnCpu:
             weights = weights.to(CPU, torch.float32).contiguous()
         return hidden, ids, weights
 
-    def _defer(self, hidden: torch.Tensor, later: torch.Tensor, weights: torch.Tensor) -> None:
-        """Start the deferred experts, which the next layer adds. No one else may write to the tensors."""
+    def _defer(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Start the deferred experts, which the next layer adds. Nobody else may write to the tensors."""
         layer, out = self._layer, torch.empty_like(hidden)
-        job = layer.experts.job(layer.call(hidden, later, weights, out), (hidden, later, weights, out, layer.mask))
+        call = layer.make_call(hidden, ids, weights, out)
+        job = layer.experts.make_job(call, (hidden, ids, weights, out, layer.mask))
         job.submit()
-        layer.member.leave(Deferred(job, layer.experts.pool, out, CPU))
+        layer.member.store_deferred(DeferredExperts(job, layer.experts.pool, out, CPU))
 
 
 def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """Raises ValueError for shapes that do not go together."""
+    """Raise ValueError for inconsistent shapes."""
     shape, pairs = hidden.shape, ids.shape
     if shape[-1] != layer.experts.hidden or pairs != weights.shape or pairs[:-1] != shape[:-1] or len(shape) < 2:
         raise ValueError(
@@ -126,14 +276,17 @@ def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, w
         )
 
 
-def _like(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def _match_input(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     if out.dtype is not hidden.dtype:
         out = out.to(hidden.dtype)
     return out if out.shape == hidden.shape else out.view(hidden.shape)
 
 
-class OnStream:
-    """Forwards of a layer. Jobs are created once for each set of buffers, so that a graph can run them again."""
+class StreamForward:
+    """Forwards of a layer for tensors on a GPU: copies and jobs in the order of a CUDA stream.
+
+    Jobs are created once for each set of buffers, so that a graph can run them again.
+    """
 
     def __init__(self, layer: WrappedLayer) -> None:
         self._layer = layer
@@ -143,61 +296,71 @@ class OnStream:
         self._device: torch.device | None = None
 
     def submit(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, cuda_stream: Any) -> None:
-        """Copy the arguments and start, once the stream reaches this point."""
-        with streams.current(hidden.device, cuda_stream) as stream:
+        """Copy the arguments and start a forward when the stream reaches this point."""
+        with streams.use_stream(hidden.device, cuda_stream) as stream:
             self._submit(stream, hidden, ids, weights)
 
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
-        """A tensor that holds the result once the stream reaches this point."""
+        """Return a tensor that holds the result when the stream reaches this point."""
         if self._submitted is None:
             raise RuntimeError(f"layer {self._layer.member.layer}: sync_forward without a submit_forward before it")
         (job, buffers), self._submitted = self._submitted, None
-        with streams.current(hidden_states.device, cuda_stream) as stream:
+        with streams.use_stream(hidden_states.device, cuda_stream) as stream:
             streams.launch(stream, WAIT, job)
-            buffers.readers[self._set].remove(job)
+            buffers.pending[self._set].remove(job)
             out = hidden_states.new_empty(hidden_states.shape)
             out.copy_(buffers.out[self._set].view(hidden_states.shape), non_blocking=True)
         return out
 
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        layer, here, following = self._layer, self._set, (self._set + 1) % DEPTH
+        layer, own_set, next_set = self._layer, self._set, (self._set + 1) % DEPTH
         check_shapes(layer, hidden, ids, weights)
-        layer.experts.packed.require_whole()  # what was lost in forwards that nobody waited for
+        layer.experts.packed.check_reads()  # errors of forwards that nobody waited for
         tokens, topk = hidden.shape[:-1].numel(), ids.shape[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device
         buffers = layer.member.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
-        previous = layer.member.take(tokens, hidden.device)
+        previous = layer.member.take_deferred(tokens, hidden.device)
         if previous is not None and previous.pool is not layer.experts.pool:
             streams.launch(stream, WAIT, previous.job)  # only jobs of the same pool run in order
-        for reader in buffers.readers[here]:
-            streams.launch(stream, WAIT, reader)
-        now, later = layer.split(ids.long(), weights)
-        pairs = (buffers.hidden, hidden), (buffers.weights, weights), (buffers.ids, now), (buffers.late_ids, later)
-        for buffer, tensor in pairs:
+        for pending in buffers.pending[own_set]:
+            streams.launch(stream, WAIT, pending)
+        immediate, deferred = layer.split(ids.long(), weights)
+        copies = (
+            (buffers.hidden, hidden),
+            (buffers.weights, weights),
+            (buffers.ids, immediate),
+            (buffers.deferred_ids, deferred),
+        )
+        for buffer, tensor in copies:
             if tensor is not None:
-                buffer[here].copy_(tensor, non_blocking=True)
-        job = self._job(buffers, "now" if previous is None else "add")
+                buffer[own_set].copy_(tensor, non_blocking=True)
+        job = self._get_job(buffers, "immediate" if previous is None else "add")
         streams.launch(stream, SUBMIT, job)
-        buffers.readers[here] = [job]
-        if later is not None:
-            late = self._job(buffers, "late")
-            streams.launch(stream, SUBMIT, late)
-            buffers.readers[here].append(late)
-            layer.member.leave(Deferred(late, layer.experts.pool, buffers.out[following], hidden.device))
+        buffers.pending[own_set] = [job]
+        if deferred is not None:
+            later = self._get_job(buffers, "deferred")
+            streams.launch(stream, SUBMIT, later)
+            buffers.pending[own_set].append(later)
+            out = buffers.out[next_set]
+            layer.member.store_deferred(DeferredExperts(later, layer.experts.pool, out, hidden.device))
         self._submitted = (job, buffers)
 
-    def _job(self, buffers: Buffers, kind: str) -> Job:
-        """The job of these buffers: "now", "add" (now, added to the previous layer's deferred experts) or "late"."""
+    def _get_job(self, buffers: Buffers, kind: str) -> Job:
+        """Return the job of these buffers for immediate or deferred experts.
+
+        kind: "immediate", "deferred", or "add" (immediate ones, added to the previous layer's deferred experts).
+        """
         jobs = self._jobs.setdefault(buffers, {})
         if kind not in jobs:
-            here, layer = self._set, self._layer
-            ids, at = (buffers.late_ids, (here + 1) % DEPTH) if kind == "late" else (buffers.ids, here)
-            call = layer.call(buffers.hidden[here], ids[here], buffers.weights[here], buffers.out[at], kind == "add")
-            jobs[kind] = layer.experts.job(call, (layer.mask,))  # not buffers: they own the jobs
+            own, layer, deferred = self._set, self._layer, kind == "deferred"
+            ids = buffers.deferred_ids if deferred else buffers.ids
+            out = buffers.out[(own + 1) % DEPTH if deferred else own]
+            call = layer.make_call(buffers.hidden[own], ids[own], buffers.weights[own], out, kind == "add")
+            jobs[kind] = layer.experts.make_job(call, (layer.mask,))  # not buffers: they own the jobs
         return jobs[kind]
 
     def __del__(self) -> None:
         # CUDA may still hold jobs that are freed with this object.
-        if self._device is not None and len(self._jobs) and not sys.is_finalizing() and not streams.capturing():
-            streams.finish(self._device)
+        if self._device is not None and len(self._jobs) and not sys.is_finalizing() and not streams.is_capturing():
+            streams.synchronize(self._device)

@@ -6,20 +6,74 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.encodings import Weight, amx, fp4, fp8, plain
 from ktconvert.layouts.encodings.encoding import Encoding
+from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.arrays import Bytes
+from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import stored_parts
 from ktconvert.native_quant.runtime.stored_parts import StoredPart
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu, in_config
 from ktconvert.quantizers import panels
+
+
+class Swiglu(NamedTuple):
+    """The settings swiglu_limit and swiglu_alpha; 0: not limited, silu."""
+
+    limit: float = 0.0
+    alpha: float = 0.0
+
+    def __str__(self) -> str:
+        alpha = f" and swiglu_alpha={self.alpha:g}" if self.alpha else ""
+        return f"swiglu_limit={self.limit:g}{alpha}"
+
+    @property
+    def activation(self) -> str:
+        """What ACTIVATIONS of the table of architectures calls it."""
+        return "swiglu_oai" if self.alpha else "swiglu_limit" if self.limit else "silu"
+
+    def compute(self, gate: F32, up: F32) -> F32:
+        """The definition, which the runtime's kernels and the models of transformers are compared with."""
+        limit, alpha = self
+        if limit:
+            gate, up = np.clip(gate, -limit if alpha else None, limit), np.clip(up, -limit, limit)
+        out: F32 = gate / (1 + np.exp(-alpha * gate)) * (up + 1) if alpha else gate / (1 + np.exp(-gate)) * up
+        return out
+
+
+PLAIN = Swiglu()
+OAI = Swiglu(7.0, 1.702)  # of families with "swiglu_oai", where config.json does not say
+
+
+def in_config(config: dict[str, Any], activation: str, layer: int) -> Swiglu | None:
+    """The settings of a layer by config.json, which may list a limit per layer; None where it does not say. activation:
+    of the table of architectures. Raises InputError for what is no number from 0 on.
+    """
+    limit = _setting(config, ("swiglu_limit", "swiglu_limits"), layer)
+    if activation == "swiglu_oai":
+        alpha = _setting(config, ("swiglu_alpha",), layer)
+        return Swiglu(OAI.limit if limit is None else limit, OAI.alpha if alpha is None else alpha)
+    return None if limit is None else Swiglu(limit)
+
+
+def _setting(config: dict[str, Any], keys: tuple[str, ...], layer: int) -> float | None:
+    if (found := cfg.find(config, keys)) is None:
+        return None
+    key, value = found
+    if isinstance(value, list):
+        value = value[layer] if layer < len(value) else 0
+    value = 0 if value is None else value
+    if type(value) not in (int, float) or not 0 <= value < float("inf"):
+        raise InputError(f"config.json: {key} must be a number from 0 on for layer {layer}, not {value!r}")
+    return float(value)
 
 
 @dataclass(frozen=True)
@@ -317,3 +371,50 @@ def check_swiglu(method: str, swiglu: Swiglu) -> None:
             )
         if not 0.0 <= value < float("inf"):
             raise ValueError(f"{name} must be a number from 0 on, not {value}")
+
+
+# --- kt-kernel 0.7.2's names ---------------------------------------------------------------------
+
+NOT_YET = ("SYCL_GPTQ_INT4",)
+_INTEGERS = ("AMXINT8", "AMXINT4", "AMXINT4_1", "AMXINT4_KGroup", "AMXINT4_1KGroup")
+TRAINING = (
+    *(f"{name}_SFT" for name in ("AMXBF16", "AMXFP8", "MXFP4", "INT8", "RAWINT4", *_INTEGERS)),
+    *(f"{name}_SFT_SkipLoRA" for name in ("AMXBF16", *_INTEGERS)),
+)
+SKIP_LORA = "_SFT_SkipLoRA"  # how names of methods without LoRA end
+# Of those, the ones that train, and the method that holds their weights.
+TRAINED = {
+    "AMXBF16_SFT": "BF16",
+    "AMXINT8_SFT": "AMXINT8",
+    "INT8_SFT": "AMXINT8",
+    "AMXINT4_SFT": "AMXINT4",
+    "AMXINT4_KGroup_SFT": "RAWINT4",
+    "RAWINT4_SFT": "RAWINT4",
+    "AMXFP8_SFT": "FP8",
+    "MXFP4_SFT": "MXFP4",
+    f"AMXBF16{SKIP_LORA}": "BF16",
+    f"AMXINT8{SKIP_LORA}": "AMXINT8",
+    f"AMXINT4{SKIP_LORA}": "AMXINT4",
+}
+
+
+def check(mode: str, method: str, swiglu: Swiglu) -> None:
+    """Raise ValueError for what kt-kernel does not know either, NotImplementedError for what only we lack."""
+    if mode not in ("inference", "sft"):
+        raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft'.")
+    known = (*METHODS, *NOT_YET) if mode == "inference" else TRAINING
+    if method not in known:
+        raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
+    if mode == "sft":
+        if method not in TRAINED:
+            what = f"method={method!r} is a name that kt-kernel lists and cannot construct"
+            raise NotImplementedError(f"{what}: ktconvert trains {', '.join(TRAINED)}.")
+        if any(swiglu):
+            raise NotImplementedError(
+                f"method={method!r} trains silu(gate) * up alone: leave swiglu_limit and _alpha 0."
+            )
+        return
+    if method not in METHODS:
+        what = f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}"
+        raise NotImplementedError(f"{what}. Convert with `ktconvert cpu --quant-method int4` or another.")
+    check_swiglu(method, swiglu)

@@ -1,4 +1,4 @@
-"""The modules that an adapter's settings name in a model with RoutedExperts, which PEFT does not know."""
+"""Modules that an adapter's settings target in a model with RoutedExperts, which PEFT does not know."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import Any, NamedTuple
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.adapter import CONFIG, DOWN, GATE_UP, NamePatterns, is_named
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime.adapters import NAMES
+from ktconvert.native_quant.runtime.adapters import DEFAULT_NAMES
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
 EXPERTS = "experts"
 STACKED = (GATE_UP, DOWN)  # transformers' own parameters, which PEFT targets in an unconverted model
-NOTHING = "target_modules {!r} matches no module of this model; name one that it has"
+NO_MATCH = "target_modules {!r} matches no module of this model; name one that it has"
 
 
 class Targets(NamedTuple):
-    """Parts of a config that PEFT must not convert to transformers' parameters of stacked experts, which are absent.
+    """Settings that PEFT must not convert to transformers' parameters of stacked experts, which are absent here.
 
-    modules   names of linears and Projections that PEFT may take for these parameters
-    patterns  rank_pattern and alpha_pattern, by the names of this model's modules
+    modules   names of linears and Projections that PEFT might confuse with these parameters
+    patterns  rank_pattern and alpha_pattern with the names of this model's modules
     """
 
     modules: set[str]
     patterns: dict[str, dict[str, Any]]
 
 
-def take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) -> Targets:
-    """Take the names of experts out of target_modules and target_parameters, and put names of modules in place of
-    regular expressions, which nothing would bound. Raises UnsupportedError for ones that match nothing.
+def separate_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) -> Targets:
+    """Remove the names of experts from target_modules and target_parameters, and return them as Targets.
+
+    Replaces regular expressions, whose run time has no limit in PEFT, by the names of the matching modules. Raises
+    UnsupportedError for expressions that match nothing.
     """
     gate, up, down = projections = next(iter(experts.values())).projections
     inside = tuple(f"{at}." for at in experts)
@@ -41,7 +43,7 @@ def take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) 
     elif isinstance(requested, str):
         found = _match_names(requested, names, experts)
         if not found:
-            raise UnsupportedError(NOTHING.format(requested))
+            raise UnsupportedError(NO_MATCH.format(requested))
         modules = {name for name in found if name.split(".")[-1] in projections}
         config.target_modules = found - modules
     elif requested is not None:
@@ -53,11 +55,12 @@ def take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) 
     if isinstance(config.exclude_modules, str):
         config.exclude_modules = _match_names(config.exclude_modules, names, experts)
     stacked = {name for name in config.target_parameters or () if name.split(".")[-1] in STACKED}
-    parameters: dict[str, str] = {}  # projections by their names -> the parameter that is targeted
+    parameters: dict[str, str] = {}  # name of a projection -> the targeted parameter
     for parameter, parts in ((GATE_UP, (gate, up)), (DOWN, (down,))):
         layers = [at for at in experts if is_named(f"{at}.{parameter}", stacked)]
         parameters.update({f"{at}.{part}": f"{at}.{parameter}" for at in layers for part in parts})
-        everywhere = len(layers) == len(experts) and not config.layers_to_transform  # which is not for parameters
+        # layers_to_transform does not apply to parameters.
+        everywhere = len(layers) == len(experts) and not config.layers_to_transform
         modules.update(f"{at}.{part}" for at in ([EXPERTS] if everywhere else layers) for part in parts)
     if stacked:
         config.target_parameters = set(config.target_parameters) - stacked or None
@@ -73,18 +76,20 @@ def take_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) 
 
 
 def resolve_patterns(config: Any, model: Any) -> None:
-    """Put names in place of a config's regular expressions, which PEFT would match without a limit, for a model without
-    RoutedExperts. Raises UnsupportedError for target_modules that match nothing.
+    """Replace a config's regular expressions by the matching names, for a model without RoutedExperts.
+
+    PEFT would match the expressions without a time limit. Raises UnsupportedError for target_modules that match
+    nothing.
     """
     parameters = [name for name, _ in model.named_parameters()]
     names = [name for name, _ in model.named_modules() if name] + parameters
     stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
-    before = {f"{at}.{name}" for at in stacks for name in (*NAMES, "w1", "w2", "w3")}  # in transformers 4
+    old_names = {f"{at}.{name}" for at in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")}  # of transformers 4
     if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
-        found = _match_names(config.target_modules, {*names, *before}, {})
+        found = _match_names(config.target_modules, {*names, *old_names}, {})
         if not found:
-            raise UnsupportedError(NOTHING.format(config.target_modules))
-        config.target_modules = found - before | {name.split(".")[-1] for name in found & before}
+            raise UnsupportedError(NO_MATCH.format(config.target_modules))
+        config.target_modules = found - old_names | {name.split(".")[-1] for name in found & old_names}
     if isinstance(config.exclude_modules, str):
         config.exclude_modules = _match_names(config.exclude_modules, names, {})
     for setting in ("rank_pattern", "alpha_pattern"):
@@ -92,18 +97,18 @@ def resolve_patterns(config: Any, model: Any) -> None:
 
 
 def _match_names(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedExperts]) -> set[str]:
-    """The names of modules that a regular expression matches; a projection also by the names of experts."""
+    """Return the names of modules that a regular expression matches, also by the names of single experts."""
     match = patterns.compile(pattern, CONFIG).fullmatch
     found = {name for name in names if name not in experts and match(name)}
     for at, module in experts.items():
         for name in module.projections:
-            if any(map(match, (at, f"{at}.{name}", *_names_of_experts(at, module, name)))):
+            if any(map(match, (at, f"{at}.{name}", *_expert_names(at, module, name)))):
                 found.add(f"{at}.{name}")
     return found
 
 
-def _names_of_experts(at: str, module: RoutedExperts, name: str) -> list[str]:
-    """Return the name that transformers 4 gives a projection of each expert."""
+def _expert_names(at: str, module: RoutedExperts, name: str) -> list[str]:
+    """Return the names of a projection of each expert in transformers 4."""
     return [f"{at}.{expert}.{name}" for expert in range(module.num_experts)]
 
 
@@ -116,9 +121,10 @@ def _resolve_patterns(
     parameters: Mapping[str, str],
     default: Any,
 ) -> dict[str, Any]:
-    """rank_pattern or alpha_pattern with an entry for each projection of experts that PEFT would find otherwise.
+    """Return rank_pattern or alpha_pattern with entries for the projections for which PEFT would find other values.
 
-    UnsupportedError: experts of a layer differ. Only literal names replace regular expressions with repeats.
+    Regular expressions with repeats are replaced by literal names. Raises UnsupportedError if experts of one layer
+    have different values.
     """
     found = NamePatterns(values, CONFIG)
     exact: dict[str, Any] = {}
@@ -126,7 +132,7 @@ def _resolve_patterns(
         if own in parameters:
             value = found.find([parameters[own]], default)
         else:
-            each = {found.find((one, own), default) for one in _names_of_experts(at, experts[at], name)}
+            each = {found.find((one, own), default) for one in _expert_names(at, experts[at], name)}
             if len(each) > 1:
                 raise UnsupportedError(f"its {setting} differs between the experts of {at}; train with one for all")
             (value,) = each

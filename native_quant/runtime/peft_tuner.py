@@ -1,7 +1,7 @@
 """PEFT's LoRA for routed experts: three-dimensional parameters in the model, a matrix per expert in an adapter's file.
 
-Importing this module puts Tuner into PEFT's table in place of LoraModel, which it is for everything else. So
-get_peft_model, PeftModel.from_pretrained, save_pretrained and Trainer need nothing of ours.
+Importing this module replaces LoraModel by its subclass Tuner in PEFT's table. Therefore get_peft_model,
+PeftModel.from_pretrained, save_pretrained and Trainer work without further changes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from peft.utils import PeftType, transformers_weight_conversion
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.runtime.adapters import Projection
+from ktconvert.native_quant.runtime.adapters import Projection, ProjectionAdapter
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.native_quant.runtime.peft_targets import EXPERTS, STACKED, take_targets
+from ktconvert.native_quant.runtime.peft_targets import EXPERTS, STACKED, separate_targets
 from ktconvert.native_quant.runtime.training import require_trainable
 
-# A matrix of one expert in a file, and PEFT's own tensors of all experts of an unconverted model.
-OF_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.weight")
-OF_ALL = re.compile(r"(?P<at>.*\.experts)(?P<inner>\.base_layer)?\.(?P<side>lora_[AB])\.weight")
+# Names of tensors: of one expert in a file, of all experts of an unconverted model (PEFT's), of our parameters.
+ONE_EXPERT = re.compile(r"(?P<at>.*\.experts)\.(?P<expert>\d+)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.weight")
+ALL_EXPERTS = re.compile(r"(?P<at>.*\.experts)(?P<inner>\.base_layer)?\.(?P<side>lora_[AB])\.weight")
 FUSED = re.compile(r"(?P<at>.*\.experts)\.(?P<name>\w+)\.(?P<side>lora_[AB])\.(?P<adapter>[^.]+)")
 
 
@@ -36,7 +36,7 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What LoraLayer has."""
+            """Return an attribute of LoraLayer."""
 
     def __init__(
         self, base_layer: Projection, adapter_name: str, config: LoraConfig, r: int, lora_alpha: int, **other: Any
@@ -51,15 +51,15 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         return module.in_features, module.out_features
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **other: Any) -> None:
-        """Add an adapter. Raises UnsupportedError for settings that need the weights, and for a rank out of range."""
+        """Add an adapter. Raises UnsupportedError for settings that need the weights, and for a bad rank."""
         if not 0 < r <= (most := min(self.in_features, self.out_features, lib.KTQ_MOST_RANK)):
             raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the most for this model")
         if config.lora_bias or config.fan_in_fan_out:
             raise UnsupportedError("experts of ktconvert take LoRA without lora_bias and fan_in_fan_out")
         plain = config.init_lora_weights in (True, False, "gaussian")
         if not plain or self.resolve_lora_variant(config=config) is not None:
-            what = "beside plain LoRA and init_lora_weights True, False or 'gaussian' needs the weights of the experts"
-            raise UnsupportedError(f"what LoraConfig asks for {what}, which are packed")
+            supported = "ktconvert supports plain LoRA with init_lora_weights True, False or 'gaussian'"
+            raise UnsupportedError(f"these settings need the weights of experts, which are packed; {supported}")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
@@ -68,7 +68,7 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         a, b = (torch.zeros(experts, *shape) for shape in ((r, self.in_features), (self.out_features, r)))
         if config.init_lora_weights == "gaussian":
             torch.nn.init.normal_(a, std=1 / r)
-        else:  # as torch.nn.Linear begins
+        else:  # as torch.nn.Linear is initialized
             torch.nn.init.uniform_(a, -1 / math.sqrt(self.in_features), 1 / math.sqrt(self.in_features))
         if not config.init_lora_weights:
             torch.nn.init.uniform_(b, -1 / math.sqrt(r), 1 / math.sqrt(r))
@@ -76,12 +76,14 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
-    def parts(self) -> tuple[tuple[torch.Tensor, torch.Tensor, int, float, float], ...]:
-        """A, B, rank, scaling and dropout of each active adapter."""
+    def active_projection_adapters(self) -> tuple[ProjectionAdapter, ...]:
+        """Return the active adapters."""
         if self.disable_adapters:
             return ()
         return tuple(
-            (self.lora_A[name], self.lora_B[name], self.r[name], self.scaling[name], self.lora_dropout[name].p)
+            ProjectionAdapter(
+                *(self.lora_A[name], self.lora_B[name]), self.r[name], self.scaling[name], self.lora_dropout[name].p
+            )
             for name in self.active_adapters
             if name in self.lora_A
         )
@@ -94,10 +96,10 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
 
 
 class Tuner(LoraModel):  # type: ignore[misc]
-    """LoraModel, which also knows RoutedExperts: by the name `experts`, or by those of the three projections."""
+    """LoraModel that also finds RoutedExperts, by the name `experts` or by the names of the three projections."""
 
     def inject_adapter(self, model: torch.nn.Module, adapter_name: str, *args: Any, **other: Any) -> None:
-        """Add the adapter's modules. Raises UnsupportedError for settings that RoutedExperts cannot have."""
+        """Add the adapter's modules. Raises UnsupportedError for settings that RoutedExperts does not support."""
         experts = {name: module for name, module in model.named_modules() if isinstance(module, RoutedExperts)}
         self._experts = experts
         if experts:
@@ -106,19 +108,19 @@ class Tuner(LoraModel):  # type: ignore[misc]
             if set(config.modules_to_save or ()) & {EXPERTS, *projections, *STACKED}:
                 remedy = "take experts out of modules_to_save, and name them among target_modules"
                 raise UnsupportedError(f"the weights of experts are packed, and no gradient changes them: {remedy}")
-            self._targets = take_targets(config, model, experts)
+            self._targets = separate_targets(config, model, experts)
             if any(name.split(".")[-1] in projections for name in self._targets.modules):
                 _require_adaptable(experts.values())
         super().inject_adapter(model, adapter_name, *args, **other)
 
     def _prepare_adapter_config(self, peft_config: Any, model_config: Any) -> Any:
-        """The config with what inject_adapter kept from PEFT's conversion."""
+        """Return the config with the targets that inject_adapter withheld from PEFT's conversion."""
         if self._experts:
-            found = peft_config.target_modules
-            if isinstance(found, str):  # all-linear, where PEFT knows nothing of the family
-                found = _linears(self.model)
-            if found is not None or self._targets.modules:
-                peft_config.target_modules = {*(found or ()), *self._targets.modules}
+            names = peft_config.target_modules
+            if isinstance(names, str):  # all-linear, for a family that PEFT does not know
+                names = _linear_names(self.model)
+            if names is not None or self._targets.modules:
+                peft_config.target_modules = {*(names or ()), *self._targets.modules}
             parameters = {name for name in peft_config.target_parameters or () if name.split(".")[-1] not in STACKED}
             peft_config.target_parameters = parameters or None
             vars(peft_config).update(self._targets.patterns)
@@ -134,21 +136,24 @@ class Tuner(LoraModel):  # type: ignore[misc]
     def _get_adapter_state_dict(
         cls, model: Any, config: Any, adapter_name: str, state_dict: Any, *args: Any, **other: Any
     ) -> Any:
-        """A matrix for each expert, by the names of transformers 4, vLLM and SGLang."""
-        found = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, *args, **other)
-        named = {}
-        for key, tensor in found.items():
+        """Return a matrix for each expert, by the names of transformers 4, vLLM and SGLang."""
+        fused = super()._get_adapter_state_dict(model, config, adapter_name, state_dict, *args, **other)
+        split = {}
+        for key, tensor in fused.items():
             if (match := FUSED.fullmatch(key)) is None or tensor.ndim != 3:
-                named[key] = tensor
+                split[key] = tensor
                 continue
             at, name, side = match["at"], match["name"], match["side"]
             for expert, matrix in enumerate(tensor):
-                named[f"{at}.{expert}.{name}.{side}.{match['adapter']}.weight"] = matrix
-        return named
+                split[f"{at}.{expert}.{name}.{side}.{match['adapter']}.weight"] = matrix
+        return split
 
     @classmethod
     def _remap_adapter_state_dict_for_load(cls, model: Any, config: Any, adapter_name: str, state_dict: Any) -> Any:
-        """Tensors of all experts, from one for each or PEFT's own. InputError: an adapter of another model."""
+        """Return tensors of all experts, made from one per expert or from PEFT's own.
+
+        Raises InputError for an adapter of a different model.
+        """
         adapted_layers = {}
         for name, module in model.named_modules():
             if isinstance(module, RoutedExperts) and module.projections:
@@ -170,14 +175,14 @@ _convert = transformers_weight_conversion.convert_peft_adapter_state_dict_for_tr
 
 
 def _convert_filled(model: Any, peft_config: Any, adapter_state_dict: Any, adapter_name: str = "default") -> Any:
-    """PEFT's function, which joins an expert's gate and up projections; the missing one of an adapter is zero."""
+    """Call PEFT's function, which joins an expert's gate and up projections, with zeros for a missing one."""
     filled = dict(adapter_state_dict)
     experts = next((module for module in model.modules() if isinstance(module, RoutedExperts)), None)
     if experts is not None and experts.projections:
         gate, up, _ = experts.projections
         other = {gate: up, up: gate}
         for key, tensor in adapter_state_dict.items():
-            if (match := OF_EXPERT.fullmatch(key)) and match["name"] in other:
+            if (match := ONE_EXPERT.fullmatch(key)) and match["name"] in other:
                 missing = f"{match['at']}.{match['expert']}.{other[match['name']]}.{match['side']}.weight"
                 filled.setdefault(missing, torch.zeros_like(tensor))
     return _convert(model, peft_config, filled, adapter_name)
@@ -186,8 +191,8 @@ def _convert_filled(model: Any, peft_config: Any, adapter_state_dict: Any, adapt
 transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers = _convert_filled
 
 
-def _linears(model: Any) -> set[str]:
-    """The last parts of the names of all linears but the output's."""
+def _linear_names(model: Any) -> set[str]:
+    """Return the last components of the names of all linears but the output head."""
     linears = ((name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
     head = model.get_output_embeddings()
     return {name.split(".")[-1] for name, module in linears if module is not head}
@@ -208,7 +213,7 @@ PREFIX = "base_model.model."
 
 
 class AdaptedLayer(NamedTuple):
-    """Names of the projections of a layer's RoutedExperts, and the projections that have the adapter."""
+    """Names of the projections of RoutedExperts, and those projections that have the adapter."""
 
     gate: str
     up: str
@@ -217,26 +222,27 @@ class AdaptedLayer(NamedTuple):
 
 
 def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The stored tensors with those of experts as parameters of ProjectionLora, by the name without the adapter's.
+    """Return the stored tensors, those of experts stacked as ProjectionLora has them, named without the adapter's name.
 
-    A projection of which an adapter of experts has no tensors adds nothing, as in PEFT. InputError: of another model.
+    If an adapter of experts lacks the tensors of a projection, that projection adds nothing, as in PEFT. Raises
+    InputError for an adapter of a different model.
     """
     rest: dict[str, torch.Tensor] = {}
-    found: dict[tuple[str, str, str], torch.Tensor] = {}  # module, projection and side -> of all experts
+    found: dict[tuple[str, str, str], torch.Tensor] = {}  # module, projection and side -> tensor of all experts
     matrices: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
     for key, tensor in stored.items():
-        match = OF_EXPERT.fullmatch(key) or OF_ALL.fullmatch(key)
+        match = ONE_EXPERT.fullmatch(key) or ALL_EXPERTS.fullmatch(key)
         if match is None:
             rest[key] = tensor
             continue
         at = match["at"].removeprefix(PREFIX)
         if at not in layers:
             raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
-        if match.re is OF_EXPERT:
+        if match.re is ONE_EXPERT:
             matrices.setdefault((at, match["name"], match["side"]), {})[int(match["expert"])] = tensor
         else:
-            parts = _split(at, layers[at], adapter, match, tensor)
-            found.update({(at, name, match["side"]): part for name, part in parts.items()})
+            by_projection = _split(at, layers[at], adapter, match, tensor)
+            found.update({(at, name, match["side"]): part for name, part in by_projection.items()})
     for own, each in matrices.items():
         if sorted(each) != list(range(len(each))) or len({matrix.shape for matrix in each.values()}) > 1:
             what = ".".join(own)
@@ -264,8 +270,10 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
 def _split(
     at: str, layer: AdaptedLayer, adapter: str, match: re.Match[str], tensor: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """PEFT's tensors of transformers' stacked parameters: A [E r, in] and B [out, r E]. Where PEFT made those of
-    gate_up_proj from two projections, the ranks are one after the other, and B is zero beside two blocks.
+    """Split PEFT's tensor of a stacked parameter, A [E r, in] or B [out, r E], by projection.
+
+    If PEFT made the tensor of gate_up_proj from two projections, their ranks follow each other, and B is zero outside
+    of two blocks.
     """
     side, adapted = match["side"], layer.adapted
     if not adapted:

@@ -1,7 +1,7 @@
-"""The threads that compute, in groups, one per NUMA node, on one forward at a time; and forwards in the background.
+"""Pools of threads that compute one forward at a time, in one group per NUMA node; and jobs in the background.
 
 Threads spin for a few microseconds while they wait for work, then sleep; the caller of forward() works as one of them.
-After fork() the child starts its own at its first forward. When Python exits, all threads are stopped and joined.
+After fork() the child starts its own threads at its first forward. At exit, Python stops and joins all threads.
 """
 
 from __future__ import annotations
@@ -18,49 +18,53 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error
 
-_alive: weakref.WeakSet[Pool] = weakref.WeakSet()
+_pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Pool:
-    """`threads` threads (default: the physical cores that this process may use), spread over NUMA nodes.
+    """Threads on NUMA nodes.
 
-    threads     how many, spread by the nodes' cores; or how many of each node
+    threads     total number, divided by the nodes' cores, or one number for each node. Default: the physical cores that
+                this process may use.
     numa_nodes  the nodes, one group of threads each. Default: every node with CPUs that this process may use.
-    Raises ValueError for counts and nodes that do not fit, ResourceError where the system starts no more threads.
+    Raises ValueError for inconsistent counts and nodes, ResourceError if the system starts no more threads.
     """
 
-    # Kept here because at exit the module's globals may be cleared before the last pools are freed.
+    # An attribute of the class because at exit globals of the module may be cleared before the last pools are freed.
     _free = staticmethod(lib.ktq_pool_free)
 
     def __init__(self, threads: int | Sequence[int] | None = None, *, numa_nodes: Sequence[int] | None = None) -> None:
-        nodes = machine.numa_nodes() if numa_nodes is None else checked_nodes(numa_nodes)
+        nodes = machine.numa_nodes() if numa_nodes is None else parse_nodes(numa_nodes)
         count = machine.physical_cores() if threads is None else threads
-        groups = layout(count, nodes, machine.node_cpus(), machine.core_cpus())
-        sets = [cpus for group in groups for cpus in group]
-        self.nodes, self.threads = nodes[: len(groups)], len(sets)
-        pool = ffi.new("ktq_pool **")
-        if lib.ktq_pool_new(len(groups), list(map(len, groups)), b"".join(map(_bits, sets)), pool) != lib.KTQ_OK:
-            check(lib.KTQ_ESYSTEM)
+        groups = assign_cpus(count, nodes, machine.node_cpus(), machine.core_cpus())
+        cpu_sets = [cpus for group in groups for cpus in group]
+        self.nodes, self.threads = nodes[: len(groups)], len(cpu_sets)
+        pool, bits = ffi.new("ktq_pool **"), b"".join(map(_cpu_bits, cpu_sets))
+        if lib.ktq_pool_new(len(groups), list(map(len, groups)), bits, pool) != lib.KTQ_OK:
+            check_error(lib.KTQ_ESYSTEM)
         self.pointer: Any = pool[0]
-        _alive.add(self)
+        _pools.add(self)
 
     def close(self) -> None:
         """Finish the submitted jobs, then stop and join the threads; later forwards and jobs raise ValueError."""
         lib.ktq_pool_close(self.pointer)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pool:
-        return self  # whatever is copied shares its threads
+        return self  # copies of its users share the threads
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a pool cannot be pickled: its threads belong to this process; make it there again")
+        raise TypeError("a pool cannot be pickled: its threads belong to this process; create one in the other process")
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
             self._free(self.pointer)
 
 
-def checked_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
-    """The numbers of NUMA nodes. Raises ValueError unless each is there once and has CPUs that this process may use."""
+def parse_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
+    """Return the numbers of NUMA nodes as integers.
+
+    Raises ValueError for duplicates, and for nodes without CPUs that this process may use.
+    """
     usable = machine.numa_nodes()
     try:
         numbers = tuple(map(operator.index, nodes))
@@ -72,19 +76,20 @@ def checked_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
     return numbers
 
 
-def layout(
+def assign_cpus(
     threads: int | Sequence[int],
     nodes: Sequence[int],
     cpus: Mapping[int, Collection[int]],
     cores: Mapping[int, Sequence[int]],
 ) -> list[list[frozenset[int]]]:
-    """The CPUs of each thread, by groups: one per node, or fewer if there are fewer threads.
+    """Return the CPUs of each thread, by groups: one group per node, or fewer if there are fewer threads.
 
-    A thread has a core of its node for itself. Where the node has more threads than cores, or is the only one, it has
-    all CPUs of the node. cpus, cores: machine.node_cpus and core_cpus. Raises ValueError for counts out of range.
+    A thread gets a core of its node for itself. If the node has more threads than cores, or is the only node, each
+    thread gets all CPUs of the node. cpus, cores: results of machine.node_cpus and core_cpus. Raises ValueError for
+    counts out of range.
     """
     if isinstance(threads, int):
-        counts = _spread(threads, [len(cores.get(node, ())) or 1 for node in nodes[: max(0, threads)]])
+        counts = _divide_threads(threads, [len(cores.get(node, ())) or 1 for node in nodes[: max(0, threads)]])
     else:
         counts = list(threads)
         if len(counts) != len(nodes):
@@ -103,62 +108,64 @@ def layout(
     return groups
 
 
-def _spread(threads: int, cores: Sequence[int]) -> list[int]:
-    """How many of the threads work on each of the nodes with so many cores: one, and the others by the cores."""
+def _divide_threads(threads: int, cores: Sequence[int]) -> list[int]:
+    """Divide threads among nodes in proportion to their numbers of cores; each node gets at least one."""
     if threads > lib.KTQ_POOL_THREADS:
         return [threads]
     counts = [1] * len(cores)
     for _ in range(threads - len(cores)):
-        emptiest = min(range(len(cores)), key=lambda node: counts[node] / cores[node])
-        counts[emptiest] += 1
+        least_loaded = min(range(len(cores)), key=lambda node: counts[node] / cores[node])
+        counts[least_loaded] += 1
     return counts
 
 
-def _bits(cpus: Collection[int]) -> bytes:
-    """A set of CPUs as ktq_pool_new takes it."""
+def _cpu_bits(cpus: Collection[int]) -> bytes:
+    """Encode a set of CPUs for ktq_pool_new."""
     return sum(1 << cpu for cpu in cpus if cpu < 8 * lib.KTQ_CPU_BYTES).to_bytes(lib.KTQ_CPU_BYTES, "little")
 
 
 @functools.cache
-def shared_pool(threads: int | None = None, numa_nodes: tuple[int, ...] | None = None) -> Pool:
-    """The pool of this process with these settings; the same settings give the same pool."""
+def get_shared_pool(threads: int | None = None, numa_nodes: tuple[int, ...] | None = None) -> Pool:
+    """Return the pool of this process with these settings; equal settings give the same pool."""
     return Pool(threads, numa_nodes=numa_nodes)
 
 
 @atexit.register
-def _stop() -> None:
-    for pool in list(_alive):
+def _close_pools() -> None:
+    for pool in list(_pools):
         pool.close()
 
 
 class Job:
-    """A forward, or a copy, that runs in the background; its arrays must live until wait() has returned.
+    """A forward or a copy that runs in the background.
 
-    require_whole  raises InputError where weights could not be read
+    pointer      the ktq_job
+    check_reads  raises InputError if weights could not be read
+    keep         objects that must live as long as the job; all arrays must live until wait() has returned
     """
 
-    # Kept here because at exit the module's globals may be cleared before the last jobs are freed.
+    # An attribute of the class because at exit globals of the module may be cleared before the last jobs are freed.
     _free = staticmethod(lib.ktq_job_free)
 
-    def __init__(self, pointer: Any, require_whole: Callable[[], None], keep: tuple[object, ...]) -> None:
-        self.pointer, self._require_whole, self._keep = pointer, require_whole, keep
+    def __init__(self, pointer: Any, check_reads: Callable[[], None], keep: tuple[object, ...]) -> None:
+        self.pointer, self._check_reads, self._keep = pointer, check_reads, keep
 
     def submit(self) -> None:
-        """Queue it (again), after waiting for its last run. It keeps its experts alive, even if they are closed."""
+        """Queue the job, after its previous run has ended. The job keeps its experts alive, even if they are closed."""
         lib.ktq_job_submit(self.pointer)
 
     def wait(self) -> None:
-        """Wait for it. Raises forward()'s errors, and RuntimeError in a child that was forked while it was pending."""
+        """Wait for the job. Raises forward()'s errors, and RuntimeError in a child forked while it was pending."""
         lib.ktq_job_wait(self.pointer)
-        check(lib.ktq_job_result(self.pointer))
-        self._require_whole()
+        check_error(lib.ktq_job_result(self.pointer))
+        self._check_reads()
 
     def __del__(self) -> None:
         self._free(self.pointer)
 
 
-def check(error: int) -> None:
-    """raise_error, and ResourceError where the system starts no more threads."""
+def check_error(error: int) -> None:
+    """Raise the error of a code as raise_error does, but ResourceError if the system starts no more threads."""
     if error == lib.KTQ_ESYSTEM:
         remedy = "ask for fewer, or raise its limits (ulimit -u, ulimit -v)"
         raise ResourceError(f"the system starts no more threads for this process; {remedy}.")

@@ -6,6 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,12 +19,10 @@ from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.gradient_window import GradientWindow
-from ktconvert.native_quant.runtime.method_names import SKIP_LORA, TRAINED
-from ktconvert.native_quant.runtime.methods import METHODS
+from ktconvert.native_quant.runtime.methods import METHODS, SKIP_LORA, TRAINED
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_parts import StoredPart
-from ktconvert.native_quant.runtime.training import CPU, Gradients, Kept, Lora, TrainingPass
+from ktconvert.native_quant.runtime.training import CPU, Gradients, Lora, SavedForward, TrainingPass
 
 Result = TypeVar("Result")
 
@@ -41,6 +40,47 @@ class RAWINT4ExpertWeights(NamedTuple):
     down_proj: torch.Tensor
     down_scale: torch.Tensor
     group_size: int = GROUP
+
+
+@dataclass
+class GradientWindow:
+    """The gradients of LoRA that an optimizer sees: written by the first backward after it was closed, added to by
+    later ones. It is open while each parameter's .grad is its buffer. Tensors that are no parameters: never open.
+    """
+
+    layer: int
+    tensors: Lora
+    buffers: Lora
+
+    @property
+    def parameters(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+        pairs = zip(self.tensors, self.buffers, strict=True)
+        return [(tensor, buffer) for tensor, buffer in pairs if isinstance(tensor, torch.nn.Parameter)]
+
+    @property
+    def is_open(self) -> bool:
+        given = [(parameter.grad, buffer) for parameter, buffer in self.parameters]
+        open_ones = [gradient is buffer for gradient, buffer in given]
+        if any(gradient is not None and gradient is not buffer for gradient, buffer in given):
+            raise RuntimeError(
+                f"layer {self.layer}: another tensor is in .grad of a parameter of LoRA, whose gradients are in the "
+                "buffers of init_lora_weights; set .grad to None after the optimizer's step (zero_grad)"
+            )
+        if len(set(open_ones)) > 1:
+            raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
+        return bool(open_ones) and open_ones[0]
+
+    def publish(self, gradients: Lora) -> None:
+        """Gradients other than the buffers themselves are added to these."""
+        for buffer, gradient in zip(self.buffers, gradients, strict=True):
+            if gradient is not buffer:
+                buffer.copy_(buffer.float() + gradient)
+        for parameter, buffer in self.parameters:
+            parameter.grad = buffer
+
+    def close(self) -> None:
+        for parameter, _ in self.parameters:
+            parameter.grad = None
 
 
 class SftMoEWrapper:
@@ -98,9 +138,9 @@ class SftMoEWrapper:
         self.moe: Experts | None = None
         self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
         self._window: GradientWindow | None = None
-        self._saved: tuple[TrainingPass, Kept] | None = None
-        self._spare: Kept | None = None  # memory for the next forward
-        self._forward: Future[tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]] | None = None
+        self._saved: tuple[TrainingPass, SavedForward] | None = None
+        self._spare: SavedForward | None = None  # memory for the next forward
+        self._forward: Future[tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]] | None = None
         self._backward: Future[Gradients] | None = None
 
     # --- weights ---
@@ -246,11 +286,11 @@ class SftMoEWrapper:
             raise ValueError(f"expert_ids must be [tokens, {self.num_experts_per_tok}], not {tuple(expert_ids.shape)}")
         x, ids, shares = (tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights))
         dropout = self.lora_dropout if save_for_backward and lora is not None else 0.0
-        step = TrainingPass.of(self.moe, x, ids, shares, lora, self.lora_scaling, dropout, self._mask)
+        step = TrainingPass.create(self.moe, x, ids, shares, lora, self.lora_scaling, dropout, self._mask)
 
         spare, self._spare = self._spare, None
 
-        def compute() -> tuple[torch.Tensor, tuple[TrainingPass, Kept] | None]:
+        def compute() -> tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]:
             out, kept = step.forward(spare)
             return out, (step, kept) if save_for_backward else None
 

@@ -16,14 +16,13 @@ from pathlib import Path
 import numpy as np
 
 from ktconvert.native_quant.arrays import F32, F64, I64, U16
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
-from ktconvert.native_quant.runtime.methods import METHODS
+from ktconvert.native_quant.runtime.methods import METHODS, PLAIN, Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.quantizers.reference import bf16_to_f32
 
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
@@ -93,7 +92,7 @@ def reference(
             for gate, up, down in linears(expert):
                 out[:, expert] += swiglu.compute(hidden @ gate.T, hidden @ up.T) @ down.T
 
-    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
+    with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
         list(executor.map(one, range(packed.experts)))
     return out
 

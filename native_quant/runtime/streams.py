@@ -1,6 +1,6 @@
-"""CPU work ordered by a CUDA stream: pinned buffers for the copies, and C functions called between them.
+"""CPU work in the order of a CUDA stream: pinned buffers for copies, and C functions that the stream calls.
 
-cudaLaunchHostFunc calls ktq_job_submit and ktq_job_wait once all earlier work on the stream is done. Graph capture
+cudaLaunchHostFunc calls ktq_job_submit and ktq_job_wait when all earlier work on the stream is done. Graph capture
 records these calls like any other work.
 """
 
@@ -25,7 +25,7 @@ SUBMIT, WAIT = (int(ffi.cast("uintptr_t", ffi.addressof(lib, f"ktq_job_{name}"))
 
 @functools.cache
 def _cudart() -> Any:
-    """The CUDA runtime that torch has loaded, whatever its version."""
+    """Return the CUDA runtime that torch has loaded, whatever its version."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/libcudart" in line}
     if not paths:
@@ -37,7 +37,7 @@ def _cudart() -> Any:
 
 
 def launch(stream: int, function: int, job: Job) -> None:
-    """Call SUBMIT or WAIT with the job once the stream reaches this point. RuntimeError if CUDA refuses."""
+    """Call SUBMIT or WAIT with the job when the stream reaches this point. Raises RuntimeError if CUDA refuses."""
     cudart = _cudart()
     error = cudart.cudaLaunchHostFunc(stream, function, int(ffi.cast("uintptr_t", job.pointer)))
     if error:
@@ -45,12 +45,15 @@ def launch(stream: int, function: int, job: Job) -> None:
 
 
 @contextlib.contextmanager
-def current(device: torch.device, stream: Any) -> Iterator[int]:
-    """Make a stream (its number, a torch stream, or None for torch's own) torch's current one; yields its number."""
+def use_stream(device: torch.device, stream: Any) -> Iterator[int]:
+    """Make a stream (its number, a torch stream, or None for torch's current one) torch's current one.
+
+    Yields the number of the stream.
+    """
     with torch.cuda.device(device):
-        own = torch.cuda.current_stream(device).cuda_stream
-        number = own if stream is None else int(getattr(stream, "cuda_stream", stream))
-        if number == own:
+        current = torch.cuda.current_stream(device).cuda_stream
+        number = current if stream is None else int(getattr(stream, "cuda_stream", stream))
+        if number == current:
             yield number
         else:
             external = torch.cuda.ExternalStream(number, device=device)  # type: ignore[no-untyped-call]
@@ -58,26 +61,31 @@ def current(device: torch.device, stream: Any) -> Iterator[int]:
                 yield number
 
 
-def capturing() -> bool:
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured on the current stream."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class Buffers:
-    """Pinned memory for `tokens` tokens: two sets, used in turn. `readers`: a set's jobs that were not waited for."""
+    """Pinned memory for `tokens` tokens: two sets, used in turn.
+
+    deferred_ids  ids of experts that are deferred to the next layer
+    pending       for each set the jobs that nobody has waited for
+    """
 
     def __init__(self, tokens: int, hidden: int, topk: int) -> None:
-        def pinned(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        def allocate(columns: int, dtype: torch.dtype) -> list[torch.Tensor]:
             pin = torch.cuda.is_available()
             return [torch.zeros((tokens, columns), dtype=dtype, device="cpu", pin_memory=pin) for _ in range(DEPTH)]
 
-        self.hidden, self.out = pinned(hidden, torch.bfloat16), pinned(hidden, torch.bfloat16)
-        self.ids, self.late_ids = pinned(topk, torch.int64), pinned(topk, torch.int64)
-        self.weights = pinned(topk, torch.float32)
-        self.readers: list[list[Job]] = [[] for _ in range(DEPTH)]
+        self.hidden, self.out = allocate(hidden, torch.bfloat16), allocate(hidden, torch.bfloat16)
+        self.ids, self.deferred_ids = allocate(topk, torch.int64), allocate(topk, torch.int64)
+        self.weights = allocate(topk, torch.float32)
+        self.pending: list[list[Job]] = [[] for _ in range(DEPTH)]
 
 
 class BufferCache:
-    """The buffers of one model: those for the sizes of captured graphs, and of others only the last that were used."""
+    """The buffers of one model: all those of captured graphs, and otherwise only the ones used last."""
 
     captured_sizes: ClassVar[list[int]] = []
 
@@ -86,17 +94,17 @@ class BufferCache:
         self.last: dict[tuple[Any, ...], tuple[int, Buffers]] = {}
 
     def get(self, device: torch.device, tokens: int, hidden: int, topk: int) -> Buffers:
-        """The buffers for this many tokens. Those used under graph capture are kept until clear()."""
+        """Return buffers for this number of tokens. Those used under graph capture are kept until clear()."""
         key = (device, hidden, topk)
         if (kept := self.kept.get((*key, tokens))) is not None:
             return kept
-        in_graph = capturing()
+        in_graph = is_capturing()
         last_tokens, old = self.last.get(key, (None, None))
         if last_tokens == tokens and old is not None:
             buffers = old
         else:
             if old is not None and not in_graph:
-                finish(device)  # the old ones may still be in use
+                synchronize(device)  # the old buffers may still be in use
             buffers = Buffers(tokens, hidden, topk)
         if in_graph or tokens in self.captured_sizes:
             self.kept[(*key, tokens)] = buffers
@@ -107,13 +115,14 @@ class BufferCache:
         return buffers
 
     def clear(self) -> None:
-        """Free all buffers once the GPU is done with them. Graphs captured with them must not be replayed any more."""
+        """Free all buffers when the GPU is done with them. Graphs captured with them must not be replayed any more."""
         for device in {key[0] for key in (*self.kept, *self.last)}:
-            finish(device)
+            synchronize(device)
         self.kept.clear()
         self.last.clear()
 
 
-def finish(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on a GPU; do nothing for the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""The routed experts of a layer, differentiable: LoRA beside frozen base weights (numerics.md, section 5c)."""
+"""Differentiable routed experts of a layer: LoRA on frozen base weights (numerics.md, section 5c)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Lora(NamedTuple):
         return self.gate_a.shape[1]
 
 
-class Kept(NamedTuple):
-    """What backward needs of a forward, BF16, a row for each (token, expert): ktq_kept."""
+class SavedForward(NamedTuple):
+    """Intermediate results that backward needs of a forward, BF16, a row for each (token, expert): ktq_kept."""
 
     gate: torch.Tensor  # [T * k, I]
     up: torch.Tensor  # [T * k, I]
@@ -42,14 +42,14 @@ class Kept(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """hidden: BF16 [T, H]; weights: float32 [T, k]; lora: as the tensors are, or None."""
+    """Gradients of hidden states (BF16 [T, H]), of routing weights (float32 [T, k]) and of LoRA, if there is any."""
 
     hidden: torch.Tensor
     weights: torch.Tensor
     lora: Lora | None
 
 
-def routed_experts_with_lora(
+def compute_with_lora(
     experts: Experts,
     hidden: torch.Tensor,
     ids: torch.Tensor,
@@ -60,21 +60,23 @@ def routed_experts_with_lora(
     dropout: float = 0.0,
     training: bool = True,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts, BF16 [T, H], differentiable in hidden, weights and the six of lora.
+    """Return the weighted sum of each token's experts, BF16 [T, H], differentiable in hidden, weights and lora.
 
-    hidden [T, H] in any floating-point dtype, ids int64 [T, k], weights [T, k]. scaling: alpha / rank. dropout: of the
-    inputs of LoRA, elementwise, while training.
-    Raises UnsupportedError for experts that have no gradients, ValueError for tensors that do not fit.
+    hidden [T, H] in any floating-point dtype, ids int64 [T, k], weights [T, k]. scaling: alpha / rank. dropout:
+    probability for each element of LoRA's inputs, only if `training`.
+    Raises UnsupportedError for experts without gradients, ValueError for inconsistent tensors.
     """
-    step = TrainingPass.of(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
-    out: torch.Tensor = _Trained.apply(step, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
+    step = TrainingPass.create(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
+    out: torch.Tensor = _LoraFunction.apply(step, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
     return out
 
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """One forward, and its backward. hidden BF16 [T, H], ids int64 [T, k], weights float32 [T, k], contiguous on the
-    CPU, as lora is; skip: bool [E], experts that add nothing.
+    """One forward and its backward.
+
+    hidden BF16 [T, H], ids int64 [T, k], weights float32 [T, k] and lora are contiguous on the CPU.
+    skip  bool [E], experts that add nothing
     """
 
     experts: Experts
@@ -88,7 +90,7 @@ class TrainingPass:
     skip: torch.Tensor | None = None
 
     @classmethod
-    def of(
+    def create(
         cls,
         experts: Experts,
         hidden: torch.Tensor,
@@ -99,7 +101,7 @@ class TrainingPass:
         dropout: float = 0.0,
         skip: torch.Tensor | None = None,
     ) -> TrainingPass:
-        """Checked, and copied where necessary. Dropout draws its seed from torch's generator for the CPU."""
+        """Check the arguments, copy them if needed, and draw the seed of dropout from torch's CPU generator."""
         require_trainable(experts)
         if hidden.ndim != 2 or hidden.shape[1] != experts.hidden:
             raise ValueError(f"hidden must be [tokens, {experts.hidden}], not {tuple(hidden.shape)}")
@@ -112,26 +114,31 @@ class TrainingPass:
             lora = Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
             check_lora(experts, lora)
         seed = int(torch.randint(2**63 - 1, (), device=CPU)) if dropout else 0
-        plain = (
+        inputs = (
             hidden.detach().to(CPU, torch.bfloat16).contiguous(),
             ids.to(CPU, torch.int64).contiguous(),
             weights.detach().to(CPU, torch.float32).contiguous(),
         )
-        return cls(experts, *plain, lora, scaling, dropout, seed, skip)
+        return cls(experts, *inputs, lora, scaling, dropout, seed, skip)
 
-    def forward(self, spare: Kept | None = None) -> tuple[torch.Tensor, Kept]:
-        """The output, BF16 [T, H], and what backward needs, in the memory of another pass's if that fits."""
+    def forward(self, reuse: SavedForward | None = None) -> tuple[torch.Tensor, SavedForward]:
+        """Return the output, BF16 [T, H], and what backward needs, in the memory of `reuse` if the shapes match."""
         shapes = self._shapes()
-        if spare is not None and [tuple(tensor.shape) for tensor in spare] == shapes:
-            kept = spare
+        if reuse is not None and [tuple(tensor.shape) for tensor in reuse] == shapes:
+            saved = reuse
         else:
-            kept = Kept(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
+            saved = SavedForward(*(torch.empty(shape, dtype=torch.bfloat16) for shape in shapes))
         out = torch.empty_like(self.hidden)
-        self.experts.train_call(self._call(out), self._lora(), _kept(kept))
-        return out, kept
+        self.experts.train_call(self._c_call(out), self._c_lora(), _c_saved(saved))
+        return out, saved
 
-    def backward(self, kept: Kept, gradient: torch.Tensor, scale: float = 1.0, into: Lora | None = None) -> Gradients:
-        """The gradients by that of the output [T, H], those of LoRA times `scale`, and written to `into`."""
+    def backward(
+        self, saved: SavedForward, gradient: torch.Tensor, scale: float = 1.0, into: Lora | None = None
+    ) -> Gradients:
+        """Return the gradients for the gradient of the output [T, H].
+
+        Those of LoRA are multiplied by `scale` and written to `into`, if given.
+        """
         gradient = gradient.to(CPU, torch.bfloat16).contiguous()
         lora = into
         if lora is None and self.lora is not None:
@@ -144,10 +151,10 @@ class TrainingPass:
             for tensor in lora:
                 tensor.data[idle] = 0
         gradients = Gradients(torch.empty_like(self.hidden), torch.empty_like(self.weights), lora)
-        given = {"out": _address(gradient), "hidden": _address(gradients.hidden), "scale": scale}
-        given["weights"] = ffi.cast("float *", gradients.weights.data_ptr())
-        pointer = ffi.new("ktq_gradients *", {**given, **_factors(lora)})
-        self.experts.train_call(self._call(gradients.hidden), self._lora(), _kept(kept), pointer)
+        fields = {"out": _address(gradient), "hidden": _address(gradients.hidden), "scale": scale}
+        fields["weights"] = ffi.cast("float *", gradients.weights.data_ptr())
+        pointer = ffi.new("ktq_gradients *", {**fields, **_c_factors(lora)})
+        self.experts.train_call(self._c_call(gradients.hidden), self._c_lora(), _c_saved(saved), pointer)
         return gradients
 
     def _shapes(self) -> list[tuple[int, ...]]:
@@ -155,31 +162,31 @@ class TrainingPass:
         low = 0 if self.lora is None else 2 * lib.ktq_low_columns(self.lora.rank)
         return [*[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, low)]
 
-    def _call(self, out: torch.Tensor) -> Any:
+    def _c_call(self, out: torch.Tensor) -> Any:
         skip = 0 if self.skip is None else self.skip.data_ptr()
         addresses = self.hidden.data_ptr(), self.ids.data_ptr(), self.weights.data_ptr(), skip, out.data_ptr()
         tokens, topk = self.ids.shape
-        return self.experts.call_at(tokens, topk, *addresses)
+        return self.experts.make_call(tokens, topk, *addresses)
 
-    def _lora(self) -> Any:
+    def _c_lora(self) -> Any:
         if self.lora is None:
             return ffi.NULL
         numbers = {"rank": self.lora.rank, "scaling": self.scaling, "dropout": self.dropout, "seed": self.seed}
-        dtype = self.lora.gate_a.dtype == torch.float32
-        return ffi.new("ktq_lora *", {**numbers, "float32": dtype, **_factors(self.lora)})
+        is_float32 = self.lora.gate_a.dtype == torch.float32
+        return ffi.new("ktq_lora *", {**numbers, "float32": is_float32, **_c_factors(self.lora)})
 
 
-class _Trained(torch.autograd.Function):
-    """TrainingPass as torch differentiates it; all other arguments are those with gradients."""
+class _LoraFunction(torch.autograd.Function):
+    """A TrainingPass as a function of torch; all arguments but the first have gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, step: TrainingPass, hidden: torch.Tensor, weights: torch.Tensor, *lora: torch.Tensor
     ) -> torch.Tensor:
-        out, kept = step.forward()
-        # All are saved in torch's way, the seed too: a checkpoint computes them again, and may have drawn another one.
+        out, saved = step.forward()
+        # Even the seed is saved as a tensor: activation checkpointing computes the forward again, with a new seed.
         seed = torch.tensor(step.seed)
-        ctx.save_for_backward(step.hidden, step.ids, step.weights, seed, *lora, *kept)
+        ctx.save_for_backward(step.hidden, step.ids, step.weights, seed, *lora, *saved)
         ctx.step, ctx.factors = (step.experts, step.scaling, step.dropout, step.skip), len(lora)
         ctx.kinds = (hidden.dtype, hidden.device), (weights.dtype, weights.device)
         return out.to(hidden.device)
@@ -188,18 +195,18 @@ class _Trained(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, ids, weights, seed, *rest = ctx.saved_tensors
-        lora, kept = Lora(*rest[:6]) if ctx.factors else None, Kept(*rest[ctx.factors :])
+        lora, saved = Lora(*rest[:6]) if ctx.factors else None, SavedForward(*rest[ctx.factors :])
         on_cpu = None if lora is None else Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
         experts, scaling, dropout, skip = ctx.step
         step = TrainingPass(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
-        found = step.backward(kept, gradient)
+        result = step.backward(saved, gradient)
         (dtype, device), (weights_dtype, weights_device) = ctx.kinds
-        of_lora = () if lora is None else (one.to(two.device) for one, two in zip(found.lora or (), lora, strict=True))
-        return None, found.hidden.to(device, dtype), found.weights.to(weights_device, weights_dtype), *of_lora
+        factors = () if lora is None else (one.to(two.device) for one, two in zip(result.lora or (), lora, strict=True))
+        return None, result.hidden.to(device, dtype), result.weights.to(weights_device, weights_dtype), *factors
 
 
 def check_lora(experts: Experts, lora: Lora) -> None:
-    """Raises ValueError where the tensors of LoRA do not fit the experts."""
+    """Raise ValueError if the tensors of LoRA do not match the experts."""
     e, h, i = experts.num_experts, experts.hidden, experts.intermediate
     rank, most = lora.rank if lora.gate_a.ndim == 3 else 0, min(h, i, lib.KTQ_MOST_RANK)
     shapes = (e, rank, h), (e, i, rank), (e, rank, h), (e, i, rank), (e, rank, i), (e, h, rank)
@@ -215,10 +222,10 @@ def check_lora(experts: Experts, lora: Lora) -> None:
 
 
 def require_trainable(experts: Experts) -> None:
-    """Raises UnsupportedError for experts that compute something of which there is no gradient here."""
+    """Raise UnsupportedError for experts whose computation has no gradient in this runtime."""
     if not experts.trainable:
         raise UnsupportedError(
-            f"layer {experts.layer}: there are no gradients of experts in {experts.packed.described}, or with a "
+            f"layer {experts.layer}: there are no gradients of experts in {experts.packed.description}, or with a "
             "swiglu_limit; convert the model with `ktconvert cpu`, or call it under torch.no_grad()"
         )
 
@@ -227,12 +234,12 @@ def _address(tensor: torch.Tensor) -> Any:
     return ffi.cast("uint16_t *", tensor.data_ptr())
 
 
-def _factors(lora: Lora | None) -> dict[str, Any]:
+def _c_factors(lora: Lora | None) -> dict[str, Any]:
     if lora is None:
         return {}
     pointers = [ffi.cast("void *", tensor.data_ptr()) for tensor in lora]
     return {"a": pointers[::2], "b": pointers[1::2]}
 
 
-def _kept(kept: Kept) -> Any:
-    return ffi.new("ktq_kept *", {name: _address(tensor) for name, tensor in kept._asdict().items()})
+def _c_saved(saved: SavedForward) -> Any:
+    return ffi.new("ktq_kept *", {name: _address(tensor) for name, tensor in saved._asdict().items()})

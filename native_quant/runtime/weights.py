@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import mmap
 import stat
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,15 +22,13 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, Format
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.native_quant import sigbus
+from ktconvert.native_quant import machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Bytes
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.own_cpus import use_own_cpus
-from ktconvert.native_quant.runtime.blocks import blocks
-from ktconvert.native_quant.runtime.methods import Method
+from ktconvert.native_quant.runtime.methods import PLAIN, Method, Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 Status = tuple[str, int, int, int]
 Item = TypeVar("Item")
@@ -51,8 +53,8 @@ class LayerWeights:
         return self.rows["gate"].name
 
     @property
-    def described(self) -> str:
-        """What codes and scales are, for documents."""
+    def description(self) -> str:
+        """The types of codes and scales, for reports."""
         return "; ".join(dict.fromkeys(row.weights for row in self.rows.values()))
 
     @property
@@ -68,10 +70,10 @@ class LayerWeights:
             gate, up, down = (encoding.decode(self.arrays[part], part.n, part.k, slice(None)) for part in parts)
             yield gate, up, down
 
-    def require_whole(self) -> None:
+    def check_reads(self) -> None:
         """Raises InputError where bytes of a mapped file could not be read: what was computed with them is wrong."""
         each = (data for stored in self.arrays.values() for data in stored)
-        if file := sigbus.lost((data.__array_interface__["data"][0], data.nbytes) for data in each):
+        if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in each):
             what = f"became shorter or could not be read after layer {self.grid.layer} was loaded"
             raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
 
@@ -240,7 +242,7 @@ def in_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: in
                 failures.append((number, error))
                 left.clear()
 
-    with ThreadPoolExecutor(threads, initializer=use_own_cpus) as executor:
+    with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
         takers = [executor.submit(take) for _ in range(min(threads, len(left)))]
         try:
             for taker in takers:
@@ -249,3 +251,84 @@ def in_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: in
             left.clear()  # after an interrupt
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+HUGE_PAGE = 2 << 20
+ALIGNMENT = 64  # a cache line, at which the kernels read fastest
+
+
+def memory_available() -> int:
+    """The memory that this process can fill now (bytes): that of some nodes only where a policy or a cpuset says so."""
+    by_node, total = machine.node_memory_available(), machine.memory_available()
+    nodes = by_node.keys() & machine.memory_nodes()
+    with suppress(OSError):
+        policy = placement.read_policy()
+        if policy.mode == "bind":
+            nodes &= policy.nodes
+    return total if nodes == by_node.keys() else min(total, sum(by_node[node] for node in nodes))
+
+
+def binds_memory() -> bool:
+    """Whether blocks are placed: several nodes, no policy of the user, and the kernel permits it (or a warning)."""
+    if len(machine.memory_nodes()) < 2:
+        return False
+    if refusal := placement.explain_denial():
+        _warn_once(refusal)
+    return not refusal and placement.read_policy().mode == "default"
+
+
+def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> None:
+    """A warning, once, if blocks will be placed and the pool's nodes have less left than their parts will take."""
+    if (shortages := placement.describe_shortages(part_bytes, nodes, left)) and binds_memory():
+        _warn_once(
+            f"{where}: not all of it fits the NUMA nodes of its threads ({shortages}): the rest lies on other nodes "
+            "and is read more slowly. Free memory there, or convert with another --threadpool-count."
+        )
+
+
+@contextmanager
+def blocks(
+    sizes: Mapping[tuple[Part, str], int], parts: int, nodes: Sequence[int]
+) -> Iterator[dict[tuple[Part, str], Bytes]]:
+    """Memory for tensors of these sizes (bytes), to be filled inside the context. nodes: those of the pool that will
+    compute; if memory is placed, each part's block ends on the nodes of its threads, as far as these have space.
+    """
+    is_placed, views = binds_memory(), dict[tuple[Part, str], Bytes]()
+    on_one_node: list[tuple[Bytes, int]] = []
+    for part in range(parts):
+        mine = {key: size for key, size in sizes.items() if key[0].numa == part}
+        block = _huge_pages(sum(map(_aligned, mine.values())))
+        if is_placed:
+            homes = placement.slice_nodes(part, parts, nodes)
+            placement.place(block, homes)
+            if len(homes) == 1:
+                on_one_node.append((block, homes[0]))
+        start = 0
+        for key, size in mine.items():
+            views[key] = block[start : start + size]
+            start += _aligned(size)
+    yield views
+    for block, node in on_one_node:
+        if machine.node_memory_available().get(node, 0) > block.nbytes:
+            with suppress(OSError):  # some pages cannot be moved
+                placement.gather(block, node)
+
+
+def _huge_pages(size: int) -> Bytes:
+    """`size` bytes that begin on the boundary of a huge page."""
+    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % HUGE_PAGE
+    return whole[start : start + size]
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)

@@ -10,15 +10,19 @@ import numpy as np
 import torch
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime import gpu_buffers, method_names, weights
+from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.layer_forwards import OnCpu, OnStream, WrappedLayer
-from ktconvert.native_quant.runtime.methods import METHODS
-from ktconvert.native_quant.runtime.models import Member, select
-from ktconvert.native_quant.runtime.pool import Job, Pool, checked_nodes, shared_pool
+from ktconvert.native_quant.runtime.layer_forwards import (
+    CpuForward,
+    ModelMember,
+    StreamForward,
+    WrappedLayer,
+    split_immediate,
+)
+from ktconvert.native_quant.runtime.methods import METHODS, Swiglu
+from ktconvert.native_quant.runtime.pool import Job, Pool, get_shared_pool, parse_nodes
 from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
-from ktconvert.native_quant.runtime.swiglu import Swiglu
 
 _LEFT_OUT: Any = object()  # these have no default in kt-kernel; only gpu_experts_mask may be left out
 
@@ -33,7 +37,7 @@ class KTMoEWrapper:
                        the first with CPUs of this process. Converted files have their own number of parts
     weight_path        converted weights, or a checkpoint that the method reads; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
-    max_deferred_experts_per_token   see models.py
+    max_deferred_experts_per_token   see layer_forwards.py
     method             a row of methods.METHODS; those without an encoding are read from checkpoints only
     swiglu_limit, swiglu_alpha   Experts explains them; kt-kernel ignores an alpha where we refuse it
     mode "sft" gives an SftMoEWrapper (sft.py); otherwise chunked_prefill_size and the arguments for training are
@@ -92,15 +96,15 @@ class KTMoEWrapper:
         self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
         self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
         self.chunked_prefill_size = chunked_prefill_size
-        self._may_defer = int(max_deferred_experts_per_token or 0)
+        self._max_deferred = int(max_deferred_experts_per_token or 0)
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
         self._mask = _mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self._pool = _pool(cpuinfer_threads, threadpool_count, numa_nodes)
         self.moe: Experts | None = None  # kt-kernel's name for the object that computes
         self._layer: WrappedLayer | None = None
-        self._cpu: OnCpu | None = None
-        self._stream: OnStream | None = None
-        self._member = Member(self.weight_path, layer_idx)
+        self._cpu: CpuForward | None = None
+        self._stream: StreamForward | None = None
+        self._member = ModelMember(self.weight_path, layer_idx)
         self._written: list[Job] = []
 
     @property
@@ -119,13 +123,13 @@ class KTMoEWrapper:
     @property
     def max_deferred_experts_per_token(self) -> int:
         """Experts of a token that may be left to the next layer."""
-        return self._may_defer
+        return self._max_deferred
 
     @max_deferred_experts_per_token.setter
     def max_deferred_experts_per_token(self, number: int | None) -> None:
-        self._may_defer = int(number or 0)
+        self._max_deferred = int(number or 0)
         if self._layer is not None:
-            self._layer.may_defer = self._may_defer
+            self._layer.max_deferred = self._max_deferred
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p). Raises
@@ -181,8 +185,8 @@ class KTMoEWrapper:
         return {"pool": self._pool, "exact": self.exact, "order": of_file, **swiglu}
 
     def _install(self, experts: Experts) -> None:
-        layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._may_defer)
-        self._layer, self._cpu, self._stream, self.moe = layer, OnCpu(layer), OnStream(layer), experts
+        layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._max_deferred)
+        self._layer, self._cpu, self._stream, self.moe = layer, CpuForward(layer), StreamForward(layer), experts
 
     def _loaded(self) -> Experts:
         """The experts. Raises RuntimeError before weights are loaded."""
@@ -226,8 +230,8 @@ class KTMoEWrapper:
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """expert_ids as (immediate, deferred), with -1 where an expert is in the other one (models.py)."""
-        return select(expert_ids, expert_scores, int(protected_k), self.num_experts)
+        """expert_ids as (immediate, deferred), with -1 where an expert is in the other one (layer_forwards.py)."""
+        return split_immediate(expert_ids, expert_scores, int(protected_k), self.num_experts)
 
     @staticmethod
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
@@ -242,7 +246,7 @@ class KTMoEWrapper:
     @staticmethod
     def clear_buffer_cache() -> None:
         """Free all pinned buffers. CUDA graphs captured before must not be replayed any more."""
-        Member.clear()
+        ModelMember.clear()
 
     @staticmethod
     def clear_sft_buffer_cache() -> None:
@@ -284,7 +288,7 @@ def _check(given: Mapping[str, Any]) -> None:
     names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
     if missing := [name for name in names if given[name] is _LEFT_OUT]:
         raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
-    method_names.check(given["mode"], given["method"], Swiglu(given["swiglu_limit"], given["swiglu_alpha"]))
+    methods.check(given["mode"], given["method"], Swiglu(given["swiglu_limit"], given["swiglu_alpha"]))
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
     sizes = [given[name] for name in positive]
     if min(sizes) < 1 or given["num_experts_per_tok"] > given["num_experts"]:
@@ -315,7 +319,7 @@ def _mask(mask: torch.Tensor | None, experts: int, on_gpu: int) -> torch.Tensor:
 
 
 def _pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
-    nodes = machine.numa_nodes()[:count] if numa_nodes is None else checked_nodes(numa_nodes)
+    nodes = machine.numa_nodes()[:count] if numa_nodes is None else parse_nodes(numa_nodes)
     if numa_nodes is not None and len(nodes) != count:
         raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
-    return shared_pool(threads, nodes)
+    return get_shared_pool(threads, nodes)

@@ -54,7 +54,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     from ktconvert.native_quant.runtime.experts import Experts
     from ktconvert.native_quant.runtime.from_checkpoint import open_experts
     from ktconvert.native_quant.runtime.methods import METHODS
-    from ktconvert.native_quant.runtime.pool import shared_pool
+    from ktconvert.native_quant.runtime.pool import get_shared_pool
     from ktconvert.pipeline.verify.inputs import require_finished
 
     require_finished(path)
@@ -64,7 +64,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     source.require_computable()
     config, layers = source.config, source.layers
     layer = layers[0] if layer is None else layer
-    pool, swiglu = shared_pool(threads), source.swiglu_of(layer)
+    pool, swiglu = get_shared_pool(threads), source.swiglu_of(layer)
     with Experts.load(path, layer, pool=pool, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
         topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)
@@ -86,7 +86,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
             "layers": layers,
             "method": experts.method,
             "activations": METHODS[experts.method].activations,
-            "weights": experts.packed.described,
+            "weights": experts.packed.description,
             "numa": experts.parts,
             "experts": experts.num_experts,
             "experts_per_token": topk,

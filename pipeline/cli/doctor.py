@@ -125,7 +125,7 @@ def describe_extension() -> Extension:
         from ktconvert.native_quant import kernels, placement
         from ktconvert.native_quant.runtime.methods import METHODS
 
-        refusal = placement.refusal()
+        refusal = placement.explain_denial()
     except ImportError as error:
         problem = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
         return Extension(isa_problem=problem)
@@ -139,7 +139,7 @@ def describe_extension() -> Extension:
         isa=isa,
         isa_problem=problem,
         methods=tuple(METHODS),
-        memory_policy=None if refusal else placement.policy().mode,
+        memory_policy=None if refusal else placement.read_policy().mode,
         memory_refusal=refusal,
     )
 

@@ -27,7 +27,7 @@ def experts(options: ExpertsOptions) -> None:
       ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
     """
     from ktconvert.layouts.statistics.folder import read_folder_counts
-    from ktconvert.native_quant.runtime import hot_mask
+    from ktconvert.native_quant.runtime import hot_experts
     from ktconvert.pipeline.report.plots import plot_experts
     from ktconvert.pipeline.report.text import aligned
 
@@ -38,10 +38,10 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     counts = read_folder_counts(options.dir.expanduser())
-    chosen = hot_mask.of_all_layers if each is None else hot_mask.of_each_layer
+    chosen = hot_experts.most_used_in_total if each is None else hot_experts.most_used_per_layer
     mask = chosen(counts, (total or 0) if each is None else each)
-    publish.write_whole(output, hot_mask.data_of(mask))
-    covered = hot_mask.coverage(counts, mask)
+    publish.write_whole(output, hot_experts.mask_file(mask))
+    covered = hot_experts.hot_fraction(counts, mask)
     document = {
         "event": "chosen",
         "statistics": str(options.dir),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def limit_threads(option: str, requested: int, reporter: Reporter) -> int:
     """Return a number of threads, capped at the CPUs of this process; a note reports that."""
-    allowed = machine.allowed_cpus()
+    allowed = machine.usable_cpus()
     if requested > allowed:
         reporter.note(f"{option} {requested} is lowered to the {plural(allowed, 'CPU')} that this process may use")
     return min(requested, allowed)

@@ -12,7 +12,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime import from_checkpoint, smoke
 from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
-from ktconvert.native_quant.runtime.pool import shared_pool
+from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.executors import opened
@@ -97,7 +97,7 @@ def run_check(report: Report, threads: int) -> Check:
     for layer in sorted(first.values()):
         topk, _ = experts_per_token(output.config, layer, source.shape_of(layer)[0])
         try:
-            result = smoke.smoke(output.root, layer, topk, shared_pool(threads))
+            result = smoke.smoke(output.root, layer, topk, get_shared_pool(threads))
         except (InputError, UnsupportedError, VerificationError) as error:
             if output.manifest is None and not output.methods:  # a checkpoint: no other check reports its damage
                 raise

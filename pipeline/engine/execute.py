@@ -9,7 +9,7 @@ from functools import partial
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine import attempts, existing, journal
 from ktconvert.pipeline.engine.assemble import assemble, require_delivered, require_free
 from ktconvert.pipeline.engine.attempts import Attempt
@@ -229,7 +229,7 @@ def _discard_damaged(found: Sequence[_Found], threads: int, reporter: Reporter) 
         reporter.hashed(file[1])
         return not good
 
-    with ThreadPoolExecutor(threads, "hash", use_own_cpus) as pool:
+    with ThreadPoolExecutor(threads, "hash", unbind_thread) as pool:
         checks = [pool.map(is_damaged, files) for _, files, _ in found]  # all at once: most units have one file
         damaged = [[*check] for check in checks]
     for (unit, files, discard), wrong in zip(found, damaged, strict=True):

@@ -49,7 +49,7 @@ def _threads(where: str, note: Callable[[str], None], timeout: float) -> Iterato
 def _dask(where: str, note: Callable[[str], None], timeout: float) -> Iterator[Engine]:
     with dask_executor.connected(where, note, timeout) as executor:
         here = dask_executor.workers_here(where)
-        yield Engine(executor, None if here is None else max(1, machine.allowed_cpus() // here))
+        yield Engine(executor, None if here is None else max(1, machine.usable_cpus() // here))
 
 
 ENGINES: Mapping[str, Callable[[str, Callable[[str], None], float], contextlib.AbstractContextManager[Engine]]] = {

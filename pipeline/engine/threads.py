@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ktconvert.layouts.files import publish
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.journal import Start
 from ktconvert.pipeline.engine.units import Context, Link, Made, Runner, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
@@ -72,14 +72,14 @@ def pools(threads: int, units: int) -> Iterator[tuple[ThreadPoolExecutor, int, T
     their number. Raises RuntimeError where the system gives no threads.
     """
     count = max(1, min(UNITS_AT_ONCE, threads, units))
-    with packing_pool(threads) as pool, ThreadPoolExecutor(count, "unit", use_own_cpus) as runner:
+    with packing_pool(threads) as pool, ThreadPoolExecutor(count, "unit", unbind_thread) as runner:
         start_threads(runner, count)
         yield pool, window_of(threads, count), runner, count
 
 
 def packing_pool(threads: int) -> ThreadPoolExecutor:
     """Threads for the parts of units, so that so many are busy. Raises RuntimeError where the system gives none."""
-    pool = ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=use_own_cpus)
+    pool = ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=unbind_thread)
     start_threads(pool, threads + WAITING)
     return pool
 

@@ -102,7 +102,7 @@ class Opened:
 
 def threads_here(threads: int | None) -> int:
     """How many threads a worker uses that was told so many; None: the CPUs that it may use."""
-    return machine.allowed_cpus() if threads is None else min(threads, machine.allowed_cpus())
+    return machine.usable_cpus() if threads is None else min(threads, machine.usable_cpus())
 
 
 def require_able(version: str) -> None:

@@ -61,7 +61,7 @@ class Adapters:
             with _explain_errors(folder, model_name):
                 with_peft.set_adapter(f"adapter{number}")
                 for experts in (each for each in model.modules() if isinstance(each, RoutedExperts)):
-                    adapters.active(experts)  # raises an error if the runtime cannot compute with it
+                    adapters.combine_active(experts)  # raises an error if the runtime cannot compute with it
             self._selections[name] = _read_selections(model)
         if folders:
             with_peft.base_model.disable_adapter_layers()

@@ -25,7 +25,7 @@ from ktconvert.layouts.encodings.pack_quantized import METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.matrix import decode
-from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.from_checkpoint import open_experts
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
@@ -52,7 +52,7 @@ ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None
 # The least cosine between a weight and its converted one; that between weights of different experts is near 0.
 MIN_COSINE = 0.5
 FP8 = "fp8"  # quant_method of E4M3 with a scale per block
-# quant_methods that transformers loads: whole models, and models whose experts are replaced (runtime/hf_rest.py).
+# quant_methods that transformers loads: whole models, and models whose experts are replaced (hf_non_experts.py).
 LOADED_BY_TRANSFORMERS = {True: ("", FP8, METHOD), False: (FP8,)}
 FLOATS = ("BF16", "F16", "F32", "F64")
 
@@ -122,12 +122,12 @@ class ModelChoice:
         if self.has_hot_experts and self.cpu_weights is None:
             problem = "--gpu-experts-mask and --num-gpu-experts select experts that --cpu-weights does not compute"
             raise UsageError(f"{problem}; give --cpu-weights as well")
-        hot_mask.check(self.gpu_experts_mask, self.num_gpu_experts)
+        hot_experts.check_choice(self.gpu_experts_mask, self.num_gpu_experts)
         if self.adapter is not None:
             require_packages("--adapter", ["peft"], "train")
             require_adapter(self.adapter)
         if self.gpu_experts_mask is not None:
-            hot_mask.read(self.gpu_experts_mask.expanduser())
+            hot_experts.read_mask(self.gpu_experts_mask.expanduser())
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
@@ -192,9 +192,9 @@ def prepare(choice: ModelChoice) -> Any:
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
             )
         return config
-    from ktconvert.native_quant.runtime import hf_rest
+    from ktconvert.native_quant.runtime import hf_non_experts
 
-    hf_rest.give_way(config)
+    hf_non_experts.drop_quantization_config(config)
     return config
 
 

@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.native_quant.runtime.hot_mask import REMEDY
+from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.report.text import first_line
 
 if TYPE_CHECKING:
@@ -114,9 +114,9 @@ def read_config(model: str, **options: Any) -> Any:
     """
     import transformers
 
-    from ktconvert.native_quant.runtime import hf_dtypes
+    from ktconvert.native_quant.runtime import hf_non_experts
 
-    hf_dtypes.keep_routers()
+    hf_non_experts.keep_router_dtypes()
     if Path(model).is_dir() and not Path(model, CONFIG).is_file():
         raise InputError(f"{model}: has no {CONFIG}; put the model's own there")
     with explain_errors(model, CONFIG):

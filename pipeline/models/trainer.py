@@ -244,7 +244,7 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     text = config.get_text_config(decoder=True)
     count, hidden, layers = plan.batch_size * plan.sequence_length, experts[0].hidden, text.num_hidden_layers
     topk = experts_per_token(text.to_dict(), experts[0].layer, experts[0].num_experts)[0]
-    # For each route, in BF16: gate, up, their product and down's output (training.Kept).
+    # For each route, in BF16: gate, up, their product and down's output (training.SavedForward).
     routes = 2 * count * topk * max(3 * m.intermediate + m.hidden for m in experts)
     # What torch keeps of a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs, outputs of
     # linear layers in BF16 and float32, and the norms' inputs.

@@ -61,7 +61,7 @@ class Execution(Options, title="Execution"):
     @property
     def threads(self) -> int:
         """The number of threads; by default one for each CPU that this process may use."""
-        return self.cpuinfer_threads or machine.allowed_cpus()
+        return self.cpuinfer_threads or machine.usable_cpus()
 
 
 class Workers(Options, title="Execution"):

@@ -114,7 +114,7 @@ class VerifyOptions(Options):
 
     @property
     def threads(self) -> int:
-        return self.cpuinfer_threads or machine.allowed_cpus()
+        return self.cpuinfer_threads or machine.usable_cpus()
 
     @property
     def page_statistics(self) -> Path | None:

@@ -17,7 +17,7 @@ from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.native_quant import machine, placement
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute
 from ktconvert.pipeline.engine.existing import changed_files, saved_plan
 from ktconvert.pipeline.engine.paths import locate
@@ -172,7 +172,7 @@ def _add_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
         return _hashes[key]
 
     shards = [path for path, file in plan.files.items() if file.header_sha256 is not None]
-    with ThreadPoolExecutor(plan.request.options.execution.threads, initializer=use_own_cpus) as pool:
+    with ThreadPoolExecutor(plan.request.options.execution.threads, initializer=unbind_thread) as pool:
         digests = dict(zip(shards, pool.map(hash_shard, shards), strict=True))
     files = {path: structs.replace(file, sha256=digests.get(path, file.sha256)) for path, file in plan.files.items()}
     return replace(plan, files=files)
@@ -229,5 +229,5 @@ def numa_notes(plan: Plan) -> Iterator[str]:
             here = f"this process may use {len(nodes)} of this machine's {present} nodes"
         yield f"the output has {plural(slices, 'NUMA slice')}; {here}: to run it here, pass --threadpool-count {pools}"
     size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // slices
-    if shortages := placement.shortages([size] * slices, nodes, machine.node_memory_available()):
+    if shortages := placement.describe_shortages([size] * slices, nodes, machine.node_memory_available()):
         yield f"the output does not fit this machine's NUMA nodes ({shortages}): some reads will cross nodes"

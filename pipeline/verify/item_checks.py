@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.plan import tool_version
 from ktconvert.pipeline.engine.tasks import result_of
 from ktconvert.pipeline.engine.threads import in_order
@@ -89,7 +89,7 @@ def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, t
 
 
 def by_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=use_own_cpus) as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=unbind_thread) as pool:
         slots = list(range(AHEAD * threads))
         for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
             yield item, found

@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import COUNTS, read_folder_counts
 from ktconvert.native_quant.arrays import I64
-from ktconvert.native_quant.own_cpus import use_own_cpus
+from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.threads import in_order
 from ktconvert.pipeline.stages.quantize_experts import unequalize
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
@@ -178,7 +178,7 @@ def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
             if (stored := _read(output, fmt, part, slice(-1, None)))
         ]
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=use_own_cpus) as pool:
+    with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=unbind_thread) as pool:
         for linear, _, parts in in_order(pool, ordered, list(range(2 * threads)), read):
             if not parts:
                 continue

@@ -58,7 +58,7 @@ def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant):
     seen = seen_by(
         """
         new = New()
-        pool = shared_pool()
+        pool = get_shared_pool()
         say(threads=pool.threads, nodes=pool.nodes, workers=new.cpus())
         """
     )

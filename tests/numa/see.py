@@ -93,7 +93,7 @@ PRELUDE = """
 import json, os, sys, warnings
 import numpy as np
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.pool import Pool, shared_pool
+from ktconvert.native_quant.runtime.pool import Pool, get_shared_pool
 from pathlib import Path
 from numa.see import *
 rng = np.random.default_rng(0)

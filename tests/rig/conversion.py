@@ -36,7 +36,7 @@ MODELS = (
 )
 ROOM = 256 << 20  # bytes; a test needs a few MB
 # That a test makes use of: each runs a server, and a container may show all of a large machine's.
-CORES = min(8, machine.allowed_cpus())
+CORES = min(8, machine.usable_cpus())
 HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA parts allows
 # What is drawn by chance is the same in every run, unless KTCONVERT_TEST_SEED is another; `make test-long` draws others.
 SEED = int(os.environ.get("KTCONVERT_TEST_SEED", 0))

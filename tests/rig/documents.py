@@ -34,7 +34,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
 from ktconvert.layouts.statistics.second_moments import file_name, open_second_moments, tensor_entries
-from ktconvert.native_quant.runtime import hot_mask
+from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
 from ktconvert.pipeline.cli import status
@@ -484,12 +484,12 @@ def read_snapshot(inputs: Inputs, _: Path) -> None:
 def make_mask(inputs: Inputs) -> Path:
     path, there = inputs.file("mask.safetensors")
     if not there:
-        write_file(path, {hot_mask.KEY: ("BOOL", np.array([[True], [False]]))})
+        write_file(path, {hot_experts.MASK_NAME: ("BOOL", np.array([[True], [False]]))})
     return path
 
 
 def read_mask(_: Inputs, path: Path) -> None:
-    hot_mask.per_layer(str(path), None, {0: 1, 1: 1}, 2)
+    hot_experts.masks_by_layer(str(path), None, {0: 1, 1: 1}, 2)
 
 
 def make_map(inputs: Inputs) -> Path:
@@ -604,7 +604,7 @@ def make_counts(inputs: Inputs) -> Path:
 def read_counts(_: Inputs, path: Path) -> None:
     counts = statistics.read_folder_counts(path.parent)
     if counts.shape[1]:
-        hot_mask.coverage(counts, hot_mask.of_each_layer(counts, 1))
+        hot_experts.hot_fraction(counts, hot_experts.most_used_per_layer(counts, 1))
 
 
 def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int]]) -> None:

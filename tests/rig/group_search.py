@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from ktconvert.native_quant.arrays import F32, I8, U16
 from ktconvert.native_quant.compensation import CodeRange
-from ktconvert.native_quant.kernels import SEARCHED_GROUP
+from ktconvert.native_quant.scale_search import SEARCHED_GROUP
 from ktconvert.quantizers import MXFP4_EXPONENTS, Grid
 from ktconvert.quantizers.packed import EMPTY_SCALE
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16

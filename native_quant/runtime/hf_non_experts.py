@@ -1,14 +1,18 @@
-"""What transformers loads beside the routed experts: of an output of `ktconvert cpu`, whether it holds the whole model,
-by which names; of a quantized checkpoint, weights that transformers dequantizes while it loads, or that we refuse.
+"""Non-expert tensors that transformers loads: completeness, names, quantization and dtypes.
+
+An output of `ktconvert cpu` may lack them, and names them as kt-kernel does. In a quantized checkpoint, transformers
+dequantizes them, or we refuse them. Routers keep the dtypes in which checkpoints store them.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -25,26 +29,26 @@ from ktconvert.layouts.outputs import cpu_card
 from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
 
-# The expert tensors of an output, by the names that `renamings` maps them to.
+# Expert tensors of an output, with the names that `make_renamings` gives them.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
 FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of weights that are not quantized
 BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 NAME = "ktconvert"  # quant_method of KTConvertConfig
-PACKED = "_packed"  # what compressed-tensors adds to the name of a weight
-# Methods of config.json that are no quantization of the rest: none, ours, and experts packed for the GPU, for which
-# there is require_plain.
+PACKED = "_packed"  # suffix of compressed-tensors for the name of a weight
+# Methods of config.json that do not quantize non-expert tensors: none, ours, and experts packed for the GPU, for which
+# there is require_unpacked.
 EXPERTS_ONLY = ("", NAME, cpu_card.QUANT_METHOD, METHOD)
 FP8 = "fp8"  # quant_method in config.json of E4M3 with a scale per block
 
 
 def require_files(root: Path) -> None:
-    """Raises UnsupportedError for a directory without safetensors files: transformers would look for others."""
+    """Raise UnsupportedError for a directory without safetensors files: transformers would look for other files."""
     if root.is_dir() and not any(root.glob("*.safetensors")):
-        raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
+        raise UnsupportedError(_advise_original(root, "holds only routed experts"))
 
 
-def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenaming]:
-    """From kt-kernel's names (numa.rename_non_expert) to this model's, to be applied before its own conversions."""
+def make_renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenaming]:
+    """Return renamings from kt-kernel's names (numa.rename_non_expert) to this model's, before its own conversions."""
     match = LAYER.fullmatch(modules[0].name)
     assert match is not None
     stack = match["prefix"]
@@ -53,26 +57,26 @@ def renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenamin
     return [WeightRenaming(source_patterns=rf"^{a}\.", target_patterns=f"{stack}{b}.") for a, b in pairs]
 
 
-def require_rest(
-    root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule], first: Sequence[WeightRenaming]
+def require_complete(
+    root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule], renamings: Sequence[WeightRenaming]
 ) -> None:
-    """Raises UnsupportedError where the files lack a non-expert tensor, or hold a quantized one."""
+    """Raise UnsupportedError if the files lack a non-expert tensor, or hold a quantized one."""
     entries = [entry for file in files for entry in read_header(Path(file)).entries if not KEY.fullmatch(entry.name)]
     if not entries:
-        raise UnsupportedError(_load_the_original(root, "holds the routed experts alone"))
+        raise UnsupportedError(_advise_original(root, "holds only routed experts"))
     packed = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
     if packed is not None:
         what = f"{packed.name} is quantized itself ({packed.dtype}), and only routed experts can be"
         raise UnsupportedError(f"{root}: {what}; convert what `ktconvert dequantize` writes of the original checkpoint")
     names = [entry.name for entry in entries]
-    missing = sorted(needed_tensors(model, modules) - targets(model, names, first))
+    missing = sorted(stored_names(model, modules) - convert_names(model, names, renamings))
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-        raise UnsupportedError(_load_the_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
+        raise UnsupportedError(_advise_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
 
 
-def needed_tensors(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
-    """The tensors that the checkpoint must have, by their names in the model."""
+def stored_names(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
+    """Return the names, in the model, of the non-expert tensors that a checkpoint must have."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     experts = tuple(f"{module.name}." for module in modules)
     own = (name for name in model.state_dict() if not name.startswith(experts))
@@ -80,10 +84,10 @@ def needed_tensors(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
     return {name for name in stored if not any(pattern.search(name) for pattern in optional)}
 
 
-def targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -> set[str]:
-    """The tensors that these become, by their names in the model."""
+def convert_names(model: Any, names: Iterable[str], renamings: Sequence[WeightRenaming]) -> set[str]:
+    """Convert names in a checkpoint to names in the model: by the renamings, then by the model's own conversions."""
     mapping = get_model_conversion_mapping(model)
-    renaming = [*first, *(x for x in mapping if isinstance(x, WeightRenaming))]
+    renaming = [*renamings, *(x for x in mapping if isinstance(x, WeightRenaming))]
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
     known, targets = model.state_dict(), set()
     for name in names:
@@ -96,7 +100,8 @@ def targets(model: Any, names: Iterable[str], first: Sequence[WeightRenaming]) -
     return targets
 
 
-def _load_the_original(root: Path, why: str) -> str:
+def _advise_original(root: Path, why: str) -> str:
+    """Return the message that a directory cannot be loaded by itself, but with the original checkpoint."""
     readme = root / "README.md"
     base = BASE_MODEL.search(readme.read_text(errors="replace")) if readme.is_file() else None
     original = repr(base[1]) if base else "ORIGINAL"
@@ -104,9 +109,11 @@ def _load_the_original(root: Path, why: str) -> str:
     return f"{root}: {why}; load the checkpoint that it was converted from, with these experts: {call}"
 
 
-def give_way(config: Any) -> None:
-    """Take the quantization of a model out of its config, since transformers takes one per model, and ours is to be it;
-    dequantizer and require_plain see to what is quantized.
+def drop_quantization_config(config: Any) -> None:
+    """Remove a model's own quantization from its config.
+
+    transformers accepts one quantization per model, which must be ours. make_dequantizer and require_unpacked handle
+    the quantized tensors.
     """
     for part in (config, config.get_text_config(decoder=True)):
         own = getattr(part, "quantization_config", None) or {}
@@ -116,7 +123,7 @@ def give_way(config: Any) -> None:
 
 
 def require_combinable(config: Any, model: str) -> None:
-    """Raise UnsupportedError at once for another format of compressed-tensors than that of `ktconvert gpu`."""
+    """Raise UnsupportedError for any format of compressed-tensors but that of `ktconvert gpu`; read no files."""
     for part in (config, config.get_text_config(decoder=True)):
         own = getattr(part, "quantization_config", None) or {}
         own = own if isinstance(own, dict) else own.to_dict()
@@ -126,8 +133,11 @@ def require_combinable(config: Any, model: str) -> None:
             raise UnsupportedError(f"{model}: is quantized itself ({METHOD}), and {which}; {remedy}")
 
 
-def dequantizer(root: Path) -> Any:
-    """transformers' own, which dequantizes as it loads; None: experts alone are quantized. UnsupportedError: others."""
+def make_dequantizer(root: Path) -> Any:
+    """Return transformers' quantizer that dequantizes non-expert tensors; None if only experts are quantized.
+
+    Raises UnsupportedError for methods that transformers does not dequantize.
+    """
     quantization = read_quantization(root)
     if quantization.method == FP8:
         kind: Any = FineGrainedFP8HfQuantizer
@@ -136,8 +146,8 @@ def dequantizer(root: Path) -> Any:
         return None
     with open_checkpoint(root) as source:
         experts = recognise(source, to_read=True).expert_tensor_names()
-        rest = other_tensors(source, experts, quantization).tensors
-        packed = next((name for name, stored in rest.items() if isinstance(stored, Weight)), None)
+        non_experts = other_tensors(source, experts, quantization).tensors
+        packed = next((name for name, stored in non_experts.items() if isinstance(stored, Weight)), None)
     if packed is not None:
         what = f"{packed} is quantized itself ({quantization.method}), and only routed experts and FP8 can be"
         remedy = f"give what `ktconvert dequantize {root} BF16` writes, with {root} as cpu_weights"
@@ -145,14 +155,53 @@ def dequantizer(root: Path) -> Any:
     return None
 
 
-def require_plain(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
-    """Raises UnsupportedError where a weight beside the experts is packed: transformers would make up numbers."""
+def require_unpacked(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
+    """Raise UnsupportedError if a non-expert weight is packed: transformers would initialize it randomly."""
     if read_quantization(root).method != METHOD:
         return
     names = [entry.name for file in files for entry in read_header(Path(file)).entries]
-    plain = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
-    packed = needed_tensors(model, modules) & targets(model, plain, ())
+    unpacked_names = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
+    packed = stored_names(model, modules) & convert_names(model, unpacked_names, ())
     if packed:
         what = f"is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these combine with others"
         remedy = f"give a model that `ktconvert gpu` made, or what `ktconvert dequantize {root} BF16` writes"
         raise UnsupportedError(f"{root}: {what}; {remedy}")
+
+
+# --- dtypes of routers ---------------------------------------------------------------------------
+# Families publish a router's correction bias in float32 beside BF16 weights, with values so close to each other that
+# BF16 merges them: other experts are then chosen. transformers keeps it in some families and rounds it in others
+# (MiniMax-M2, Kimi-Linear, LFM2).
+
+# Names of the biases in transformers' modules.
+BIASES = ("e_score_correction_bias", "expert_bias")
+ROUTER = re.compile(r"(gate|router)$")
+# Matches the code of a router that accepts its matrix in any dtype: it casts inputs to that dtype, or the matrix to
+# float32.
+CASTS = re.compile(r"\.to\(self\.weight\.dtype\)|self\.weight\.(type\(torch\.float32\)|float\(\))")
+
+_loading: Any = modeling_utils
+_get_dtype_plan = _loading.PreTrainedModel._get_dtype_plan
+
+
+def keep_router_dtypes() -> None:
+    """Let all models that transformers loads from now on keep the stored dtypes of routers, if they can."""
+    _loading.PreTrainedModel._get_dtype_plan = get_dtype_plan
+
+
+def get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
+    """Return transformers' plan (part of a name -> dtype), with None (the stored dtype) for biases and such routers."""
+    plan: dict[str, Any] = _get_dtype_plan(self, dtype)
+    routers = {name: type(module) for name, module in self.named_modules() if ROUTER.search(name)}
+    casting = {kind for kind in {*routers.values()} if _casts(kind)}
+    names = {re.sub(r"\d+", "*", f"{name}.weight") for name, kind in routers.items() if kind in casting}
+    names = {name for name in names if not any(part in name for part in plan)}
+    return {**dict.fromkeys((*BIASES, *sorted(names))), **plan}
+
+
+def _casts(kind: type) -> bool:
+    """Return whether a class of routers computes with a matrix of any dtype."""
+    try:
+        return CASTS.search(inspect.getsource(kind)) is not None
+    except (OSError, TypeError):  # there is no source
+        return False
