@@ -1,4 +1,4 @@
-"""`ktconvert calibrate`: the sums and counts that hooks on the whole model see, llama.cpp's own importance matrix."""
+"""`ktconvert calibrate`: sums and counts equal those of hooks on the whole model and llama.cpp's importance matrix."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Those that are calibrated for GPTQ, and one with an MTP part."""
+    """Return the models of the GPTQ tests, and one with an MTP block."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("models")
@@ -61,8 +61,8 @@ def calibrate(servers: Any, model: Path, output: Path, dataset: Path, *more: str
     return read_statistics(output)
 
 
-def assert_seen(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]) -> None:
-    """The imatrix is what hooks saw, within float32, and the counts are the router's choices."""
+def assert_equals_hooks(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]) -> None:
+    """Require that the importance matrix equals the hooks' within float32, and counts the router's choices."""
     shapes = shapes_of(model)
     assert shapes.keys() == seen.keys()
     imatrix = statistics.open_imatrix("the model", shapes)
@@ -87,23 +87,23 @@ def assert_seen(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]
         ("qwen3_moe FP8", "qwen3_moe decoded", 3, 0),
     ],
 )
-def test_sums_and_counts_are_those_of_hooks(
+def test_sums_and_counts_equal_those_of_hooks(
     name: str, computed: str, layers: int, first: int, models: dict[str, Path], servers: Any, tmp_path: Path
 ) -> None:
-    """Names w1, w3, w2; 3-D tensors; FP8; a dense first layer, and shared experts, which are left out."""
+    """With names w1, w3, w2; 3-D tensors; FP8; a dense first layer, and shared experts, which are excluded."""
     dataset, samples = calibrated.data(tmp_path, "texts", (300, 60, 25))
     statistics = calibrate(servers, models[name], tmp_path / "out", dataset)
-    assert_seen(statistics, models[name], hooks.read_by_experts(models[computed], samples))
+    assert_equals_hooks(statistics, models[name], hooks.read_by_experts(models[computed], samples))
     data = statistics.document.data
     assert (data.samples, data.tokens) == (len(samples), sum(map(len, samples)))
     assert data.dataset == "texts.jsonl"  # no path
     assert (len(statistics.counts), min(shapes_of(models[name]))) == (layers, first)
 
 
-def test_experts_without_tokens_and_with_one(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+def test_experts_without_tokens_have_no_importance(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     dataset, samples = calibrated.data(tmp_path, "few", (9,))
     statistics = calibrate(servers, models["qwen3_moe"], tmp_path / "out", dataset)
-    assert_seen(statistics, models["qwen3_moe"], hooks.read_by_experts(models["qwen3_moe"], samples))
+    assert_equals_hooks(statistics, models["qwen3_moe"], hooks.read_by_experts(models["qwen3_moe"], samples))
     assert {0, 1} <= set(statistics.counts.flat)
     imatrix = statistics.open_imatrix("the model", shapes_of(models["qwen3_moe"]))
     for layer, expert in np.argwhere(statistics.counts == 0).tolist():
@@ -111,7 +111,7 @@ def test_experts_without_tokens_and_with_one(models: dict[str, Path], servers: A
         assert not imatrix.read(layer, "down")[expert].any()
 
 
-def test_mtp_layers_are_left_out(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+def test_mtp_layers_are_excluded(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     dataset, _ = calibrated.data(tmp_path, "texts", (60,))
     made = [calibrate(servers, models[name], tmp_path / name, dataset) for name in ("deepseek_v3", "MTP")]
     assert "note: the MTP part (layer 2) is left out" in (tmp_path / "MTP.said").read_text()
@@ -120,7 +120,7 @@ def test_mtp_layers_are_left_out(models: dict[str, Path], servers: Any, tmp_path
         assert first[4096:] == second[4096:] and len(first) == len(second)  # a header names the checkpoint's hash
 
 
-def test_sums_that_are_not_finite_name_the_expert(tmp_path: Path) -> None:
+def test_error_for_infinite_sums_names_the_expert(tmp_path: Path) -> None:
     statistics = LayerStatistics(7)
     statistics.counter.token_counts[7] = np.ones(3, np.int64)
     statistics.importance.inputs, statistics.importance.middle = np.ones((3, 4)), np.ones((3, 2))
@@ -130,7 +130,7 @@ def test_sums_that_are_not_finite_name_the_expert(tmp_path: Path) -> None:
     assert not (tmp_path / "layer").exists()
 
 
-def test_the_output_says_what_it_is(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     dataset, _ = calibrated.data(tmp_path, "texts", (60, 25))
     output = tmp_path / "out"
     statistics = calibrate(servers, models["qwen3_moe"], output, dataset, "--json")
@@ -152,8 +152,8 @@ def test_the_output_says_what_it_is(models: dict[str, Path], servers: Any, tmp_p
     assert other.returncode == 7 and "--random-seed was 42, is 1" in other.stderr
 
 
-def test_a_plan_has_the_sizes(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
-    """Of a dry run: what is written, what is on disk meanwhile, and the memory; nothing is written."""
+def test_dry_run_reports_sizes(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+    """Files, disk space during the run, and memory; it writes nothing."""
     dataset, _ = calibrated.data(tmp_path, "texts", (60,))
     words = calibrated.calibrate(models["mixtral"], tmp_path / "out", dataset, "--dry-run", "--json")
     done = servers.run(words, tmp_path / "said")
@@ -167,7 +167,7 @@ def test_a_plan_has_the_sizes(models: dict[str, Path], servers: Any, tmp_path: P
 
 
 @pytest.mark.slow
-def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
+def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
     """On the same text in the same chunks of 512 tokens, of which llama.cpp leaves out a last one that is not full.
 
     llama.cpp computes attention and residuals in float32 and caches keys and values in FP16, where transformers has
@@ -188,7 +188,7 @@ def test_it_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -
             assert (np.abs(have - want) < 0.02 * want).mean() > near
 
 
-def test_a_data_set_in_the_output(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+def test_data_set_inside_the_output_is_refused(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
     dataset, _ = calibrated.data(output, "texts", calibrated.FEW)
@@ -200,8 +200,8 @@ def test_a_data_set_in_the_output(models: dict[str, Path], servers: Any, tmp_pat
     assert conversion.identity(output) == {k: v for k, v in before.items() if k.startswith(str(output))}
 
 
-def test_a_corrected_command_after_a_refusal(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
-    """A calibration that found no token to begin with does not stand in the way of the next one."""
+def test_corrected_command_runs_after_a_refusal(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
+    """A calibration that found no tokens does not block the next one."""
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.write_text("")
     done = servers.run(calibrated.calibrate(models["qwen3_moe"], output, empty), tmp_path / "said")
@@ -211,7 +211,9 @@ def test_a_corrected_command_after_a_refusal(models: dict[str, Path], servers: A
 
 
 @pytest.mark.parametrize("which", [("--quant-method", "RTN"), ("--engine", "oneshot")])
-def test_only_a_walk_has_statistics(which: tuple[str, str], servers: Any, tmp_path: Path, example: Path) -> None:
+def test_only_calibration_runs_have_statistics(
+    which: tuple[str, str], servers: Any, tmp_path: Path, example: Path
+) -> None:
     words = ("gpu", "-i", str(example), "-o", str(tmp_path / "o"), "--save-statistics", str(tmp_path / "s"), *which)
     done = servers.run(words, tmp_path / "said")
     assert done.returncode == 2 and "ktconvert calibrate" in done.stderr
@@ -233,7 +235,7 @@ def made(gathered: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(gathered, tmp_path / "statistics"))
 
 
-def test_another_model_is_one_error_that_names_both(made: Path, small: Path) -> None:
+def test_error_for_a_different_model_names_both(made: Path, small: Path) -> None:
     statistics, shapes = read_statistics(made), shapes_of(small)
     statistics.require_model("ours", shapes, 3)
     for other, has in (
@@ -274,7 +276,9 @@ def test_damaged_statistics_are_refused(what: str, made: Path, small: Path) -> N
         read_statistics(made.parent)
 
 
-def test_commands_that_read_it(made: Path, small: Path, servers: Any, tmp_path: Path, example: Path) -> None:
+def test_commands_read_or_refuse_the_folder(
+    made: Path, small: Path, servers: Any, tmp_path: Path, example: Path
+) -> None:
     """`cpu --scale imatrix` and `experts` take it; of another model, or damaged, it is one error; it is no weights."""
 
     def run(*words: object) -> Any:

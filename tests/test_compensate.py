@@ -1,5 +1,5 @@
-"""GPTQ of one group of experts in AMXINT4 and AMXINT8: codes that kt-kernel can multiply, experts that saw few tokens or
-none, Hessians without a factor; and how `verify` judges such codes.
+"""GPTQ of one group of experts in AMXINT4 and AMXINT8: codes that kt-kernel can multiply, experts with few tokens, and
+Hessians without a factor; and how `verify` judges such codes.
 """
 
 from importlib.util import find_spec
@@ -33,7 +33,7 @@ SHAPES = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH
 
 
 def weights_of(rng: np.random.Generator, kind: str) -> dict[str, Any]:
-    """BF16 bits of an expert's linears; the first rows are zeros, subnormals and one large value."""
+    """Return BF16 bits of an expert's linears; the first rows are zeros, subnormals and one large value."""
     out = {}
     for projection, (n, k) in SHAPES.items():
         drawn = rng.standard_normal((n, k)) if kind == "gauss" else rng.standard_t(2, (n, k))
@@ -52,7 +52,7 @@ def hessian_of(rng: np.random.Generator, k: int, tokens: int) -> gptq.Hessian:
     return hessian
 
 
-def compensated(
+def compensate(
     bits: int,
     experts: list[dict[str, Any]],
     gate_up: list[gptq.Hessian],
@@ -63,7 +63,7 @@ def compensated(
     floor: int = 1,
     numa: int = 1,
 ) -> tuple[GptqVisitor, dict[tuple[int, str], Any]]:
-    """The visitor after a group, and the parts of each linear as it wrote them."""
+    """Quantize a group; return the visitor and the parts of each linear that it wrote."""
     form, stored = FORMS[bits], {}
     grid = ExpertGrid(0, HIDDEN, WIDTH, numa)
 
@@ -90,7 +90,7 @@ def compensated(
 
 
 def codes_of(bits: int, made: Any) -> list[tuple[Any, Any]]:
-    """Codes int8 [n, k] and scales of each part."""
+    """Return codes int8 [n, k] and scales of each part."""
     return [(reference.unpack(bits, out[0], part.n, part.k), out[1].view(np.float32)) for part, out in made]
 
 
@@ -103,14 +103,14 @@ def codes_of(bits: int, made: Any) -> list[tuple[Any, Any]]:
     sees=st.sampled_from(["all", "mixed", "routed"]),
     numa=st.sampled_from([1, 2]),
 )
-def test_no_code_has_no_negative(seed: int, bits: int, kind: str, tokens: int, sees: str, numa: int) -> None:
-    """-8 and -128 never come out, whatever weights, inputs and tokens; scales are finite, and rows of zeros stay so."""
+def test_every_code_has_a_negative(seed: int, bits: int, kind: str, tokens: int, sees: str, numa: int) -> None:
+    """-8 and -128 never occur; scales are finite, and rows of zeros stay zero."""
     rng = np.random.default_rng(seed)
     largest = (1 << bits - 1) - 1
     seen = max(tokens, 1) if sees == "all" else tokens
     shared = hessian_of(rng, HIDDEN, 400 if sees == "mixed" else seen)
     down = hessian_of(rng, WIDTH, seen)
-    _, stored = compensated(bits, [weights_of(rng, kind)], [shared], [down], tokens=[tokens], sees=sees, numa=numa)
+    _, stored = compensate(bits, [weights_of(rng, kind)], [shared], [down], tokens=[tokens], sees=sees, numa=numa)
     for (_, projection), made in stored.items():
         first, *_ = parts = codes_of(bits, made)
         for codes, scales in parts if projection == "down" else [first]:
@@ -121,14 +121,14 @@ def test_no_code_has_no_negative(seed: int, bits: int, kind: str, tokens: int, s
             assert not codes[scales == 0].any()
 
 
-def test_experts_without_enough_tokens_are_searched() -> None:
-    """Down of an expert without tokens has the codes of mse, of one with few those weighted by what it read."""
+def test_experts_with_too_few_tokens_use_searched_scales() -> None:
+    """Down of an expert without tokens has the codes of mse; with few tokens, codes weighted by its inputs."""
     rng = np.random.default_rng(5)
     experts = [weights_of(rng, "gauss") for _ in range(4)]
     tokens = [0, 1, 3, 400]
     shared = hessian_of(rng, HIDDEN, 404)
     down = [hessian_of(rng, WIDTH, count) for count in tokens]
-    visitor, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
+    visitor, stored = compensate(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
     assert visitor.too_few_tokens == [0, 1, 2] and visitor.not_factorized == []
 
     def check(stored: Any, expert: int, projection: str, searched: bool) -> None:
@@ -141,18 +141,18 @@ def test_experts_without_enough_tokens_are_searched() -> None:
     for expert in range(4):
         for projection in SHAPES:
             check(stored, expert, projection, expert != 3 and projection == "down")
-    one, stored = compensated(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
+    one, stored = compensate(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
     assert one.too_few_tokens == [0]
     check(stored, 1, "down", False)
 
 
-def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> None:
-    """The linears are listed, and the others of the group are compensated all the same."""
+def test_hessian_without_a_factor_rounds_with_searched_scales() -> None:
+    """The linears are listed; the others of the group are compensated."""
     rng = np.random.default_rng(6)
     experts = [weights_of(rng, "gauss") for _ in range(2)]
     shared, down = hessian_of(rng, HIDDEN, 400), [hessian_of(rng, WIDTH, 400) for _ in range(2)]
     down[1].sum[3, 5] = down[1].sum[5, 3] = 1e9  # not positive definite
-    visitor, stored = compensated(4, experts, [shared] * 2, down, tokens=[400, 400])
+    visitor, stored = compensate(4, experts, [shared] * 2, down, tokens=[400, 400])
     assert visitor.not_factorized == [(1, "down")] and visitor.too_few_tokens == []
     ((codes, scales),) = codes_of(4, stored[1, "down"])
     importance = torch.diagonal(down[1].sum).numpy().copy()
@@ -167,7 +167,7 @@ def test_a_hessian_without_a_factor_rounds_with_the_scales_of_the_search() -> No
 
 @pytest.fixture(scope="module")
 def linear() -> tuple[Matrix, list[Any], list[Any]]:
-    """A linear of 256 rows, its tensors, and those of rounding to nearest."""
+    """Return a linear of 256 rows, its tensors, and those of rounding to nearest."""
     rng = np.random.default_rng(7)
     bf16 = weights_of(rng, "gauss")["gate"]
     bf16[:3] = bf16[3]
@@ -178,22 +178,22 @@ def linear() -> tuple[Matrix, list[Any], list[Any]]:
     return matrix, stored, rounded
 
 
-def changed(stored: list[Any], row: int, code: int) -> list[Any]:
-    """The tensors with another code in the fifth column of a row."""
+def change_code(stored: list[Any], row: int, code: int) -> list[Any]:
+    """Return the tensors with a different code in the fifth column of a row."""
     codes = reference.unpack(4, stored[0], WIDTH, HIDDEN)
     codes[row, 5] = code
     return [reference.pack(4, codes).reshape(-1).view(np.uint8), stored[1]]
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_verify_finds_a_code_and_a_scale_that_must_not_be(linear: Any, whole: bool) -> None:
-    """In any row, whether the error of the whole linear is measured or that of some rows."""
+def test_verify_finds_illegal_codes_and_scales(linear: Any, whole: bool) -> None:
+    """In any row, whether the whole linear is measured or only some rows."""
     matrix, stored, rounded = linear
     assert judge(AMXINT4, matrix, stored, rounded, whole=whole)[2] == ""
     sampled = np.unique(np.linspace(0, WIDTH - 1, ROWS).astype(int))
     for row in (0, int(np.setdiff1d(np.arange(WIDTH), sampled)[9]), WIDTH - 1):
-        assert judge(AMXINT4, matrix, changed(stored, row, 7), rounded, whole=whole)[2] == ""
-        problem = judge(AMXINT4, matrix, changed(stored, row, -8), rounded, whole=whole)[2]
+        assert judge(AMXINT4, matrix, change_code(stored, row, 7), rounded, whole=whole)[2] == ""
+        problem = judge(AMXINT4, matrix, change_code(stored, row, -8), rounded, whole=whole)[2]
         assert problem == "has a code outside -7 to 7", row
         scales = stored[1].view(np.float32).copy()
         scales[row] = np.nan
@@ -201,7 +201,7 @@ def test_verify_finds_a_code_and_a_scale_that_must_not_be(linear: Any, whole: bo
         assert problem == "has a scale that is not finite", row
 
 
-def test_verify_finds_the_codes_of_another_expert(linear: Any) -> None:
+def test_verify_finds_codes_of_a_different_expert(linear: Any) -> None:
     matrix, _, rounded = linear
     other = [np.empty_like(tensor) for tensor in rounded]
     quantize(AMXINT4, GPTQ, Matrix(weights_of(np.random.default_rng(8), "gauss")["gate"], BF16), other)

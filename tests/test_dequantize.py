@@ -1,4 +1,4 @@
-"""`ktconvert dequantize`: the values of every encoding in BF16, all else bit for bit, in what nothing takes for quantized."""
+"""`ktconvert dequantize`: decodes every encoding to BF16 and copies all other tensors bit for bit."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ blocks_of_fp8 = encodings.ENCODINGS["FP8 in blocks"].make
 
 
 def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, int]]:
-    """The stems of the linears that are stored quantized, MTP's among them: (n, k)."""
+    """Return the stems of the linears that are stored quantized, including MTP's, and their (n, k)."""
     stems = {}
     for base in (f"model.layers.{layer}." for layer in range(layers + 1)):  # the last is of MTP
         stems[f"{base}self_attn.q_proj"] = (H, H)
@@ -41,7 +41,7 @@ def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, i
 
 
 def others(rng: np.random.Generator) -> dict[str, tuple[str, Any]]:
-    """Tensors that stay as they are, in all kinds of types and odd sizes; subnormals, infinities and NaN included."""
+    """Return tensors that are copied: all types, odd sizes, subnormals, infinities and NaN."""
     return {
         "model.embed_tokens.weight": ("BF16", rng.integers(0, 1 << 16, (33, H), np.uint16)),
         "model.layers.0.input_layernorm.weight": ("BF16", rng.integers(0, 1 << 16, 7, np.uint16)),
@@ -59,7 +59,7 @@ CONFIG: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type"
 CONFIG |= {"num_hidden_layers": 2, "num_experts": 3, "hidden_size": H, "moe_intermediate_size": I}
 
 
-def written(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
+def write_model(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
     folder.mkdir()
     write_file(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(config))
@@ -67,7 +67,7 @@ def written(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
 
 
 def checkpoint(folder: Path, kind: str, **config: Any) -> Model:
-    """A checkpoint in this encoding, in two shards that part a weight from its scales; and what it must become."""
+    """Write a checkpoint in this encoding, in two shards that separate a weight from its scales; return it with the result."""
     folder.mkdir(parents=True)
     encoding = encodings.ENCODINGS[kind]
     rng = np.random.default_rng(len(kind))
@@ -98,8 +98,8 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return checkpoint(tmp_path_factory.mktemp("blocks") / "model", "FP8 in blocks")
 
 
-def dequantized(source: Path, out: Path) -> Tensors:
-    """What comes out, in this process; it passes verify, by itself and against its source."""
+def dequantize(source: Path, out: Path) -> Tensors:
+    """Dequantize in this process and verify the output, also against its source; return its tensors."""
     run(make_plan(make_request("dequantize", input=source, output=out, cpuinfer_threads=2)))
     report = verify(VerifyOptions(output=out, against=str(source), cpuinfer_threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
@@ -107,14 +107,14 @@ def dequantized(source: Path, out: Path) -> Tensors:
 
 
 @pytest.mark.parametrize("kind", ["FP8 in blocks", "ct 4"])
-def test_a_whole_model_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
+def test_whole_model_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
     """Wherever the config says that it is quantized. What the vision part is in stays as it was: its tensors do."""
     nested = {"model_type": "qwen3_moe", "dtype": "float16"}
     vision = {"dtype": "float32", "depth": 2, "compression_config": {"quant_method": "x"}}
     top = {"text_config": nested | {"quantization_config": FP8}, "vision_config": vision, "quantization_config": None}
     source, release = checkpoint(tmp_path / "model", kind, **top if kind == "FP8 in blocks" else {})
     out = tmp_path / "out"
-    assert dequantized(source, out) == release
+    assert dequantize(source, out) == release
     config = json.loads((out / "config.json").read_text())
     expected = {**CONFIG, "torch_dtype": "bfloat16"}
     if kind == "FP8 in blocks":
@@ -128,12 +128,12 @@ def test_a_whole_model_becomes_its_bf16_release(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", encodings.ENCODINGS)
 def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
-    """Under their own names; a stack of blocks transposed, as transformers holds gpt-oss."""
+    """Under their own names; a stack of blocks is transposed, as in transformers' gpt-oss."""
     encoding = encodings.ENCODINGS[name]
     head: Any = {"lm_head.weight": ("F16", np.ones((3, 5), np.uint16))}
     source, values = encodings.write(name, tmp_path / "model", lambda tensors, _: tensors.update(head))
     (source / "quantize_config.json").write_text("{}")
-    ours = {key: tensor.bits for key, tensor in dequantized(source, tmp_path / "out").items()}
+    ours = {key: tensor.bits for key, tensor in dequantize(source, tmp_path / "out").items()}
     assert (ours.pop("lm_head.weight") == 1).all() and not ours.pop("model.layers.0.mlp.gate.weight").any()
     for (expert, projection), bits in values.items():
         if not encoding.stacked:
@@ -146,8 +146,8 @@ def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
-def test_tensors_that_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None:
-    """Larger than the 4 MiB that a thread makes at a time, of odd sizes, and empty; with one thread and with two."""
+def test_tensors_can_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None:
+    """Tensors larger than the 4 MiB window of a thread, of odd sizes, and empty; with one thread and with two."""
     rng = np.random.default_rng(0)
     wide, bits = blocks_of_fp8(rng, 2999, 1001)
     tensors = {
@@ -157,12 +157,12 @@ def test_tensors_that_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None
         "one": ("U8", np.ones(1, np.uint8)),
         "a window": ("U8", rng.integers(0, 256, 4 << 20, np.uint8)),
     }
-    source = written(tmp_path / "model", tensors, {"model_type": "llama", "quantization_config": FP8})
+    source = write_model(tmp_path / "model", tensors, {"model_type": "llama", "quantization_config": FP8})
     cli("cpu", "-i", source, "-o", tmp_path / "no", code=3)  # a dense model
     expected = dict(tensors) | {"wide.weight": ("BF16", bits)}
     del expected["wide.weight_scale_inv"]
     cli("dequantize", source, tmp_path / "out1", "--cpuinfer-threads", 1)
-    got = dequantized(source, tmp_path / "out2")
+    got = dequantize(source, tmp_path / "out2")
     assert got.keys() == expected.keys()
     for name, (dtype, values) in expected.items():
         assert got[name].dtype == dtype and got[name].data == np.ascontiguousarray(values).tobytes(), name
@@ -170,12 +170,12 @@ def test_tensors_that_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None
 
 
 def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
-    """As much as the plan says, and less than is written."""
+    """It is at most the plan's estimate, and less than the output."""
     tensors: dict[str, Any] = {}
     for n in range(16):
         tensors[f"{n}.weight"] = ("F8_E4M3", np.full((2048, 4096), 0x38 + n, np.uint8))
         tensors[f"{n}.weight_scale_inv"] = ("F32", np.ones((16, 32), np.float32))
-    source = written(tmp_path / "model", tensors, {"quantization_config": FP8})
+    source = write_model(tmp_path / "model", tensors, {"quantization_config": FP8})
     command = "dequantize", source, tmp_path / "out", "--cpuinfer-threads", 2, "--json"
     plan = json.loads(cli(*command, "--dry-run").stdout.splitlines()[-1])
     finished = json.loads(cli(*command).stdout.splitlines()[-1])
@@ -183,15 +183,15 @@ def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
     assert finished["peak_rss"] < plan["peak_memory"] < finished["bytes"]
 
 
-def test_what_is_not_quantized_is_copied(example: Path, cli: Cli, tmp_path: Path) -> None:
+def test_unquantized_model_is_copied(example: Path, cli: Cli, tmp_path: Path) -> None:
     done = cli("dequantize", example, tmp_path / "out")
     assert "nothing is quantized here: the output is a copy" in done.stderr
     assert read_folder(tmp_path / "out") == read_folder(example)
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((example / "config.json").read_text())
 
 
-def test_what_gpu_wrote_comes_back(example: Path, cli: Cli, tmp_path: Path) -> None:
-    """A whole circle; the output is a checkpoint for every other command."""
+def test_output_of_gpu_is_dequantized(example: Path, cli: Cli, tmp_path: Path) -> None:
+    """The output is a checkpoint for every other command."""
     packed, out = tmp_path / "w8", tmp_path / "bf16"
     cli("gpu", "-i", example, "-o", packed, "--quant-method", "RTN", "--quant-type", "W8A16")
     cli("dequantize", packed, out)
@@ -213,15 +213,15 @@ def test_what_gpu_wrote_comes_back(example: Path, cli: Cli, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_a_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Path) -> None:
-    """As by `cpu` and `gpu`; what is copied bit for bit may hold NaN and infinities (test_a_whole_model...)."""
+def test_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Path) -> None:
+    """As in `cpu` and `gpu`; copied tensors may have NaN and infinities (test_whole_model...)."""
     rng, name = np.random.default_rng(0), "model.layers.0.mlp.experts.1.up_proj"
     tensors = {f"{name}{end}": tensor for end, tensor in blocks_of_fp8(rng, I, H)[0].items()}
     dtype, values = tensors[f"{name}.weight"]
     values = np.array(values)
     values.view(np.uint8)[200, 100] = code
     tensors[f"{name}.weight"] = dtype, values
-    source = written(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
+    source = write_model(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
     words = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
     with pytest.raises(InputError, match=words):
         run(make_plan(make_request("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
@@ -234,7 +234,7 @@ def verified(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
     return document
 
 
-def test_verify_finds_a_bit(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+def test_verify_finds_a_flipped_bit(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     """In a decoded weight and in a copied tensor."""
     source, release = blocks
     out = tmp_path / "out"
@@ -263,13 +263,13 @@ def test_verify_finds_a_bit(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     assert f"{weight_map[name]} is missing" in bad["problems"]
 
 
-def test_killed_and_resumed_to_the_same_bytes(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+def test_resume_after_a_kill_writes_the_same_bytes(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     convert = (*KTCONVERT, "dequantize", blocks[0], "--max-shard-size", "1MB", "-q", "--output-dir")
     killpoint.check_resumed(lambda out: [*convert, out], lambda out: cli("resume", out), tmp_path, 1 / 4, 1 / 3, 1 / 2)
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
 
 
-def test_the_options_of_kt_kernel(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+def test_options_of_kt_kernel_are_accepted(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     source, release = blocks
     cli("dequantize", source, source / "inside", code=2)
     kt = ("--model-dir", source, "--output-dir", tmp_path / "a", "--config-path", "config.json")
@@ -281,7 +281,7 @@ def test_the_options_of_kt_kernel(blocks: Model, cli: Cli, tmp_path: Path) -> No
 
 
 def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    """Also for a model that no other command takes, as this one with its bias; not for a BF16 model."""
+    """Also for a model that no other command supports, such as this one with a bias; not for a BF16 model."""
     source, release = blocks
     seen = cli("inspect", source)
     nbytes = sum(len(tensor.data) for tensor in release.values())
@@ -298,8 +298,8 @@ def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> N
     assert len(folders) > 5 and len({*folders}) == len(folders)  # different things, no folder twice
 
 
-def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    """One sentence, with the tensor, before any work."""
+def test_unsupported_checkpoints_are_refused(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+    """In one sentence that names the tensor, before any work."""
     stem = "model.layers.1.mlp.experts.2.down_proj"
     codes = np.zeros((4, 4), np.int8)
     whole: dict[str, Any] = dict(read_folder(blocks[0]))
@@ -314,7 +314,7 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         (whole | {AWQ_SCALE: ("F16", np.ones(8, np.uint16))}, 3, f"tensor '{AWQ_SCALE}' is a scale of inputs"),
     )
     for number, (tensors, code, says) in enumerate(cases):
-        source = written(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
+        source = write_model(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
         done = cli("dequantize", source, tmp_path / "out", code=code)
         assert says in done.stderr and "routed experts" not in done.stderr, done.stderr
     both: dict[str, Any] = {"a.weight": ("F64", np.zeros((4, 8), np.float64))}
@@ -327,7 +327,7 @@ def test_what_cannot_be_dequantized(blocks: Model, cli: Cli, tmp_path: Path) -> 
         ("words", {"a.qweight": ("I32", packed)}, 5, "a.scales is missing"),
         ("zeros", {"a.qzeros": ("I32", packed)}, 3, "GPTQ or AWQ"),
     ):
-        source = written(tmp_path / name, tensors, {})
+        source = write_model(tmp_path / name, tensors, {})
         assert says in cli("dequantize", source, tmp_path / "out", code=code).stderr
     (source / "config.json").unlink()
     assert "has no config.json" in cli("dequantize", source, tmp_path / "out", code=5).stderr
@@ -352,39 +352,44 @@ PLAIN = ("BF16", np.ones((4, 4), np.uint16))
     ],
     ids=["MLX", "a stack", "HQQ", "only by config.json"],
 )
-def test_integers_that_no_rule_reads_are_never_copied_as_weights(tensors, config, words, tmp_path):
-    source = written(tmp_path / "model", tensors, {"model_type": "qwen3", **config})
+def test_unknown_integer_weights_are_never_copied(tensors, config, words, tmp_path):
+    source = write_model(tmp_path / "model", tensors, {"model_type": "qwen3", **config})
     with pytest.raises(UnsupportedError) as refused:
         make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
     assert words in str(refused.value) and "use the model's BF16" in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["mtp.0.e_proj.weight", "model.layers.2.eh_proj.weight"])
-def test_fp8_of_the_mtp_part_without_scales_is_taken_as_it_is(name, tmp_path):
-    """As DeepSeek-V4-Flash-FP8 is released; elsewhere the scale was lost."""
+def test_fp8_of_an_mtp_block_without_scales_is_copied(name, tmp_path):
+    """As in DeepSeek-V4-Flash-FP8; elsewhere a missing scale is an error."""
     codes = np.arange(256, dtype=np.uint8)[np.arange(256) & 0x7F != 0x7F][None]
     stored: dict[str, Any] = {"model.norm.weight": PLAIN, name: ("F8_E4M3", codes)}
     sign, exponent, fraction = codes >> 7, (codes >> 3 & 15).astype(int), codes & 7
     size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
     bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+<<<<<<< HEAD
     source = written(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
     plan = make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
+=======
+    source = write_model(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
+    plan = plan_request(request("dequantize", input=source, output=tmp_path / "out"))
+>>>>>>> 0b9e3bad (test(calibration): name tests after what must hold)
     assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
-    assert (dequantized(source, tmp_path / "out")[name].bits == bits).all()
+    assert (dequantize(source, tmp_path / "out")[name].bits == bits).all()
     lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
-    source = written(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
+    source = write_model(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
     with pytest.raises(InputError, match=r"weight_scale_inv is missing; check that the download is complete, or use"):
         make_plan(make_request("dequantize", input=source, output=tmp_path / "no"))
 
 
 def test_tables_of_integers_are_copied(tmp_path: Path) -> None:
-    """Which are no weights; verify finds what an earlier version copied as one."""
+    """They are no weights; verify finds weights that an earlier version copied as tables."""
     table = ("I64", np.arange(16).reshape(4, 4))
     tensors: dict[str, Any] = {"gate.weight": PLAIN, "gate.tid2eid": table, "vision.position_ids": table}
     tensors |= {"vision.relative_position_index": table, "vision.relative_position_bias_table": PLAIN}
-    source = written(tmp_path / "model", tensors, {"model_type": "qwen3"})
+    source = write_model(tmp_path / "model", tensors, {"model_type": "qwen3"})
     out = tmp_path / "out"
-    assert dequantized(source, out) == read_file(source / "model.safetensors")
+    assert dequantize(source, out) == read_file(source / "model.safetensors")
     (shard,) = out.glob("*.safetensors")
     edit_header(shard, lambda header: header["gate.weight"].update(dtype="U32", shape=[4, 2]))
     report = verify(VerifyOptions(output=out), Reporter(verbosity=-1))

@@ -76,7 +76,6 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
     "ktconvert.pipeline.engine.assemble.fill": "a file that the same run has written",
     "ktconvert.pipeline.models.fine_tuning.": "files that the same run has written; of another's, nothing is raised",
-    "ktconvert.pipeline.models.adapter_files.write_adapter": "files that the same run has written",
     "ktconvert.pipeline.plans.train._identity": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "no file",
     "ktconvert.pipeline.engine.worker._opened": "compares a name with all that a file holds",

@@ -1,4 +1,4 @@
-"""`ktconvert gpu` with GPTQ: tensor for tensor what llmcompressor's oneshot makes of the same samples with causal masks."""
+"""`ktconvert gpu` with GPTQ writes the same tensors as llmcompressor's oneshot for equal samples and causal masks."""
 
 import itertools
 import json
@@ -30,14 +30,14 @@ NEAR = {"W4A16": 0.2, "W8A16": 0.001}
 
 
 def both(names: list[str], long: list[str]) -> Any:
-    """These cases, and more of other families in both kinds, computed with two threads: (fixture, name)."""
+    """Return (fixture, name) of these cases; more families of both kinds are computed with two threads."""
     rows = [pytest.param("converted_long", name, marks=pytest.mark.long) for name in long]
     return pytest.mark.parametrize(("fixture", "name"), [*(("converted", name) for name in names), *rows])
 
 
 @both(EQUAL, list(calibrated.LONG))
-def test_0_tensors_differ(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
-    """Those that are not quantized are equal, too; the masks of this oracle were causal in every layer."""
+def test_no_tensor_differs_from_the_library(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+    """Tensors that are not quantized are equal, too; the oracle's masks were causal in every layer."""
     actual = request.getfixturevalue(fixture)
     report = actual.report(name)
     assert report["masks"] and all(kinds == ["causal"] for kinds in report["masks"].values())
@@ -52,8 +52,8 @@ def test_0_tensors_differ(fixture: str, name: str, request: pytest.FixtureReques
     assert len(allowed) < len(ours) / 10
 
 
-def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
-    """One expert in memory at a time: the same bytes. In a process that was not forked."""
+def test_group_size_does_not_change_bytes(converted: Any, tmp_path: Path) -> None:
+    """With one expert in memory at a time, in a process that was not forked."""
     words = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
     program = (
         "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.calibration import requirements; "
@@ -65,22 +65,22 @@ def test_experts_in_groups(converted: Any, tmp_path: Path) -> None:
     assert differing(read_folder(tmp_path / "out"), read_folder(converted.ours("qwen3_moe"))) == []
 
 
-def test_how_the_source_stores_experts_does_not_matter(converted: Any) -> None:
+def test_storage_of_experts_in_the_source_does_not_change_bytes(converted: Any) -> None:
     ours = {name: read_folder(converted.ours(name)) for name in calibrated.CASES if name.startswith("qwen3_moe")}
     assert differing(ours["qwen3_moe fused"], ours["qwen3_moe"]) == []
     assert differing(ours["qwen3_moe FP8"], ours["qwen3_moe decoded"]) == []
     assert differing(ours["qwen3_moe FP8"], ours["qwen3_moe"]) != []
 
 
-def test_the_engine_of_the_library(converted: Any) -> None:
-    """--engine oneshot gives what calling the library gives, and says what it does not do."""
+def test_engine_oneshot_equals_the_library(converted: Any) -> None:
+    """It also prints its limitations."""
     name = "qwen3_moe unrepaired"
     assert differing(read_folder(converted.ours(name)), converted.oracle(name)) == []
     assert "mask, which is not causal for some models" in converted.output_of(name)
 
 
 @both(list(calibrated.VERIFIED), list(calibrated.VERIFIED_LONG))
-def test_it_verifies_reloads_and_predicts_the_same(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
+def test_output_verifies_reloads_and_predicts_the_same(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
     converted = request.getfixturevalue(fixture)
     assert converted.verified(name) == 0, converted.output_of(f"{name} verified")
     source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
@@ -94,7 +94,7 @@ def test_it_verifies_reloads_and_predicts_the_same(fixture: str, name: str, requ
     assert far < NEAR[converted.cases[name].kind] * silent
 
 
-def test_what_lies_beside_the_tensors(converted: Any) -> None:
+def test_config_and_card_describe_the_calibration(converted: Any) -> None:
     for name, case in calibrated.CASES.items():
         out = converted.ours(name)
         quantization = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -110,8 +110,8 @@ def test_what_lies_beside_the_tensors(converted: Any) -> None:
             assert (out / file).read_bytes() == (calibrated.EXAMPLE / file).read_bytes()
 
 
-def test_gptq_is_nearer_than_rounding(converted: Any) -> None:
-    """The bundled model, which is trained, on text that it was not calibrated with."""
+def test_gptq_has_less_error_than_rounding(converted: Any) -> None:
+    """For the bundled trained model, on text that is not in the calibration data."""
     original, _ = calibrated.reloaded(converted.model("bundled"))
     text = calibrated.HELDOUT.read_text()[4000:6000]
     gptq, rtn = (
@@ -122,9 +122,9 @@ def test_gptq_is_nearer_than_rounding(converted: Any) -> None:
     assert gptq < rtn
 
 
-def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
-    """The library stores what a division in BF16 makes of the weight that GPTQ chose: by ties, some 8-bit codes become
-    their neighbours. Scales, and all that is not quantized, are the same."""
+def test_float32_rounding_keeps_chosen_codes(converted: Any) -> None:
+    """The library divides GPTQ's weights by scales in BF16: ties turn some 8-bit codes into their neighbours. Scales and
+    tensors that are not quantized are equal."""
     ours, library = (read_folder(converted.ours(f"qwen3_moe {kind}")) for kind in ("float32", "W8A16"))
     assert all(name.endswith("weight_packed") for name in differing(ours, library))
     first = [name for name in differing(ours, library) if ".layers.0." in name]  # others see other activations
@@ -139,7 +139,7 @@ def test_float32_keeps_the_codes_that_were_chosen(converted: Any) -> None:
 
 @pytest.mark.parametrize(("name", "floor"), [("qwen3_moe routed", 1), ("qwen3_moe floor", 4)])
 def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converted: Any) -> None:
-    """Those are RTN's bit for bit, are listed, and no other is."""
+    """They equal those of RTN bit for bit and are listed; others are not."""
     ours, rounded = read_folder(converted.ours(name)), read_folder(converted.rounded("qwen3_moe"))
     reported = {}
     for line in converted.output_of(name).splitlines():
@@ -169,8 +169,8 @@ def server() -> Any:
         yield forks_server
 
 
-def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_path: Path) -> None:
-    """The message names the layer; finished units are kept, so that another data set can be tried."""
+def test_values_that_are_not_finite_stop_the_run(converted: Any, server: Any, tmp_path: Path) -> None:
+    """The message names the layer; finished units are kept, so that a different data set can be tried."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -184,7 +184,7 @@ def test_values_that_are_not_finite_stop_it(converted: Any, server: Any, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_a_tokenizer(converted: Any, server: Any, tmp_path: Path) -> None:
+def test_model_without_a_tokenizer_is_refused(converted: Any, server: Any, tmp_path: Path) -> None:
     without = shutil.ignore_patterns(*calibrated.TOKENIZER)
     model = shutil.copytree(converted.model("qwen3_moe"), tmp_path / "model", ignore=without)
     words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
@@ -205,8 +205,8 @@ class OwnTokenizer(PreTrainedTokenizer):
 
 
 @pytest.mark.slow
-def test_a_tokenizer_with_code_of_its_own(converted: Any, tmp_path: Path, cli: Any) -> None:
-    """kt-kernel's script hands --trust_remote_code to the model only."""
+def test_tokenizer_with_its_own_code_requires_trust(converted: Any, tmp_path: Path, cli: Any) -> None:
+    """kt-kernel's script passes --trust_remote_code only to the model."""
     model = tmp_path / "model"
     shutil.copytree(converted.model("qwen3_moe"), model)
     (model / "tokenizer.json").unlink()

@@ -1,4 +1,4 @@
-"""The inner loop of GPTQ: the kernels equal the NumPy definition. That all of it is llmcompressor's: test_gptq_steps.py."""
+"""The inner loop of GPTQ: kernels equal the NumPy definition. test_gptq_steps.py compares GPTQ with llmcompressor."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -32,7 +32,7 @@ def to_bf16(x: Any) -> Any:
 
 
 def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> tuple[Any, Any, Any]:
-    """Section 7 of numerics.md, a column at a time."""
+    """Compute section 7 of numerics.md, a column at a time."""
     weight = weight.copy()
     value, error = np.empty_like(weight), np.empty_like(weight)
     with np.errstate(all="ignore"):
@@ -45,7 +45,7 @@ def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weigh
 
 
 def factor(rng: np.random.Generator, width: int) -> Any:
-    """The upper Cholesky factor of an inverse Hessian, with values below its diagonal that must not be read."""
+    """Return the upper Cholesky factor of an inverse Hessian; values below its diagonal must not be read."""
     inputs = rng.standard_normal((width, 2 * width)) * np.exp(rng.uniform(-2, 2, (width, 1)))
     upper = np.linalg.cholesky(np.linalg.inv(inputs @ inputs.T + 0.01 * np.eye(width))).T.astype(np.float32)
     upper[np.tril_indices(width, -1)] = np.nan
@@ -53,7 +53,7 @@ def factor(rng: np.random.Generator, width: int) -> Any:
 
 
 def random_block(rng: np.random.Generator, n: int, width: int) -> tuple[Any, Any, Any]:
-    """inverse, scale (values of BF16) and weight, with ties and outliers among them."""
+    """Return inverse, scale (BF16 values) and weight, with ties and outliers."""
     weight = (rng.standard_normal((n, width)) * 0.02).astype(np.float32)
     scale = to_bf16(np.exp(rng.uniform(-8, -2, (n, width))))
     ties = rng.random((n, width)) < 0.1
@@ -62,7 +62,7 @@ def random_block(rng: np.random.Generator, n: int, width: int) -> tuple[Any, Any
 
 
 def special_block(finite: bool) -> tuple[Any, Any, Any]:
-    """Rows of each thing that could go wrong, many at once too."""
+    """Return a block with rows for each special case, alone and combined."""
     n, width = 64, 48
     rng = np.random.default_rng(5)
     inverse, scale, weight = random_block(rng, n, width)
@@ -98,7 +98,7 @@ def ours(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any
 
 
 def assert_same(have: Any, want: Any) -> None:
-    """Equal bits; the bits of two NaN may differ, since the processor decides which operand's NaN it passes on."""
+    """Require equal bits; those of two NaN may differ, since the processor decides which operand's NaN it returns."""
     for name, a, b in zip(NAMES, have, want, strict=True):
         assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
         differ = np.argwhere((a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b)))
@@ -108,7 +108,7 @@ def assert_same(have: Any, want: Any) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("code_range", RANGES.values(), ids=RANGES)
-def test_kernels_are_the_definition(code_range: CodeRange, kind: str) -> None:
+def test_kernels_equal_the_definition(code_range: CodeRange, kind: str) -> None:
     rng = np.random.default_rng(code_range[1])
     for n, width in ((1, 1), (3, 128), (32, 32), (33, 127), (64, 128), (100, 96), (70, 31)):
         block = random_block(rng, n, width)
@@ -134,7 +134,9 @@ def test_kernels_are_the_definition(code_range: CodeRange, kind: str) -> None:
     threads=st.integers(1, 6),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape_and_threads(n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int) -> None:
+def test_kernels_equal_the_definition_for_any_shape_and_threads(
+    n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int
+) -> None:
     block = random_block(np.random.default_rng(seed), n, width)
     want = definition(code_range, kind, *block)
     for _ in isas.each():
@@ -142,7 +144,7 @@ def test_any_shape_and_threads(n: int, width: int, code_range: CodeRange, kind: 
 
 
 @pytest.mark.usefixtures("isa")
-def test_rows_do_not_depend_on_each_other() -> None:
+def test_rows_are_independent() -> None:
     inverse, scale, weight = special_block(finite=False)
     whole = ours(CodeRange(-8, 7), "bf16", inverse, scale, weight)
     for row in (slice(at, at + 1) for at in range(len(weight))):
@@ -181,7 +183,7 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
-    """What a path that quantizers.gptq takes on a GPU makes of a block, here on the CPU."""
+    """Compute a block on the CPU by a path of quantizers.gptq for GPUs."""
     import torch
 
     from ktconvert.quantizers import gptq
@@ -195,8 +197,8 @@ def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale
 
 @pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_gpu_computes_with_is_the_definition_too(kind: str) -> None:
-    """Run on the CPU, where torch rounds as the definition says."""
+def test_gpu_paths_equal_the_definition(kind: str) -> None:
+    """On the CPU, where torch rounds as in the definition."""
     for n, width in ((1, 1), (75, 37), (64, 128)):
         block = random_block(np.random.default_rng(n), n, width)
         for code_range in RANGES.values():

@@ -1,4 +1,4 @@
-"""What GPTQ takes: the plan's arithmetic against numbers worked by hand, and what follows for three sizes of card."""
+"""Memory and disk of GPTQ: the plan's estimate equals numbers computed by hand, and advice for three sizes of card."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ MODELS = {"DeepSeek-V3": DEEPSEEK, "Qwen3-30B-A3B": QWEN_30B, "Qwen3-235B-A22B":
         ("Qwen3-235B-A22B", 4_831_838_208, 67_108_864, 9_437_184, 8_589_934_592, 2_684_354_560),
     ],
 )
-def test_numbers_worked_by_hand(
+def test_estimate_equals_numbers_computed_by_hand(
     name: str, layer: int, gate_up: int, down: int, hidden_states: int, scores: int
 ) -> None:
     estimate = estimate_footprint(MODELS[name])
@@ -48,20 +48,19 @@ def test_numbers_worked_by_hand(
     assert estimate.hessians == gate_up + 8 * down
     assert (
         estimate_footprint(replace(MODELS[name], calibrate="mixed")) == estimate
-    )  # only the tokens that down sees are fewer
+    )  # only the tokens that count for down are fewer
     assert estimate_footprint(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
-    # What enters and leaves a layer, and its experts; in DeepSeek also what leaves the dense layers before the first of
-    # these.
+    # Inputs and outputs of a layer and of its experts; in DeepSeek also outputs of the dense layers before it.
     assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * hidden_states
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples(shape: CalibrationShape) -> None:
+def test_memory_depends_on_the_group_not_on_the_number_of_experts_and_samples(shape: CalibrationShape) -> None:
     estimate = estimate_footprint(shape)
     assert estimate.gpu == 0
     assert estimate.host == estimate_footprint(replace(shape, experts=4 * shape.experts)).host
     more = estimate_footprint(replace(shape, samples=1024)).host - estimate.host
-    assert more == 512 * 2048 * 8 * (4 + 4)  # where tokens go: 8 experts' numbers and weights for each
+    assert more == 512 * 2048 * 8 * (4 + 4)  # routing: 8 experts' numbers and weights for each token
     assert estimate.host < LIBRARIES + 3 * estimate.weights + estimate.hessians + estimate.working + 2 * estimate.scores
     assert estimate.host > LIBRARIES + max(estimate.scores, estimate.working)
     assert estimate_footprint(replace(shape, samples=1024)).disk == 2 * estimate.disk
@@ -72,20 +71,20 @@ def test_memory_is_a_group_of_experts_whatever_the_number_of_experts_and_samples
     )  # of one expert at a time
 
 
-def test_what_the_pages_say_of_deepseek_and_of_predictions() -> None:
+def test_estimate_agrees_with_the_docs_for_deepseek_and_predictions() -> None:
     """kt-kernel's README asks for the whole model in main memory (1368 GB) and two layers (44.8 GB) on the card."""
     here, on_gpu = estimate_footprint(DEEPSEEK), estimate_footprint(replace(DEEPSEEK, on_gpu=True))
     assert on_gpu.gpu < 12 * 10**9 and on_gpu.host < here.host < 10 * 10**9 < 75 * 10**9 < on_gpu.disk < 76 * 10**9
-    # What predictions feel takes two metrics, for each expert of a group one of 1536 x 1536, and the head.
+    # Fisher information needs two metrics, one of 1536 x 1536 for each expert of a group, and the head.
     small = replace(QWEN_30B, length=16)  # so that attention is not the peak
-    without, wanted = (estimate_footprint(replace(small, fisher=on)) for on in (False, True))
-    assert wanted.host - without.host >= 2 * 2048**2 * 4 + QWEN_30B.experts_at_once * 1536**2 * 4
+    without, with_fisher = (estimate_footprint(replace(small, fisher=on)) for on in (False, True))
+    assert with_fisher.host - without.host >= 2 * 2048**2 * 4 + QWEN_30B.experts_at_once * 1536**2 * 4
     with_head = estimate_footprint(replace(small, fisher=True, vocabulary=1_000_000))
-    assert with_head.host > 1_000_000 * 2048 * 2 + wanted.weights
+    assert with_head.host > 1_000_000 * 2048 * 2 + with_fisher.weights
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
-def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: CalibrationShape) -> None:
+def test_gpu_memory_advice_never_exceeds_that_of_kt_kernel(shape: CalibrationShape) -> None:
     estimate = estimate_footprint(replace(shape, on_gpu=True))
     assert [max_gpu_memory(card, estimate) for card in CARDS] == ["12GiB", "30GiB", "50GiB"]
     for card in (12, 16, 24, 32, 48, 80, 141):
@@ -98,7 +97,7 @@ def test_what_to_give_on_a_card_is_never_more_than_kt_kernel_advises(shape: Cali
         assert limit + estimate.gpu - estimate.weights <= card << 30
 
 
-def test_advice_names_sizes_and_to_a_card_that_is_too_small_the_remedies() -> None:
+def test_advice_names_sizes_and_remedies_for_small_cards() -> None:
     large = replace(DEEPSEEK, on_gpu=True, length=8192)  # 128 x 8192^2 x 10 bytes of scores: 80 GiB
     assert estimate_footprint(large).scores == 80 << 30
     assert [max_gpu_memory(card, estimate_footprint(large)) for card in CARDS] == [None, None, None]
@@ -118,7 +117,7 @@ def test_advice_names_sizes_and_to_a_card_that_is_too_small_the_remedies() -> No
 
 
 @pytest.mark.parametrize("quant_type", ["W4A16", "W8A16"])
-def test_the_shape_of_a_checkpoint(quant_type: str, example: Path) -> None:
+def test_shape_is_read_from_a_checkpoint(quant_type: str, example: Path) -> None:
     samples = Samples(num_calibration_samples=64, max_sequence_length=256)
     bits = 4 if quant_type == "W4A16" else 8
     shape = replace(

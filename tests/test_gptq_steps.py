@@ -1,4 +1,4 @@
-"""The three steps of GPTQ: together they are llmcompressor's function; with one scale per row, GPTQ as its paper states it."""
+"""The three steps of GPTQ: together they equal llmcompressor's; with one scale per row, the paper's algorithm."""
 
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def calibrated(k: int, dead: int = 0, batches: tuple[int, ...] = (900, 0, 7), seed: int = 0) -> gptq.Hessian:
-    """A Hessian of inputs that are correlated and of different size; the first `dead` columns are 0."""
+    """Return a Hessian of correlated inputs of different size; the first `dead` columns are 0."""
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(k, k, generator=generator) * torch.linspace(0.1, 3, k)
     hessian = gptq.Hessian.empty(k)
@@ -35,7 +35,7 @@ def calibrated(k: int, dead: int = 0, batches: tuple[int, ...] = (900, 0, 7), se
 
 
 def linear(n: int, k: int, group: int, bits: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and their scales by absmax, both BF16."""
+    """Return weights and their absmax scales, both BF16."""
     generator = torch.Generator().manual_seed(seed)
     weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()
     scale = reference.group_scales(bits, group, weight.view(torch.uint16).numpy())
@@ -45,7 +45,7 @@ def linear(n: int, k: int, group: int, bits: int, seed: int = 0) -> tuple[torch.
 def by_library(
     bits: int, group: int, weight: torch.Tensor, scale: torch.Tensor, hessian: Any, dampening: float, order: Any
 ) -> tuple[torch.Tensor, bool]:
-    """quantize_weight of llmcompressor: values float32 [n, k], and whether it rounded to nearest."""
+    """Call quantize_weight of llmcompressor; return values float32 [n, k], and whether it rounded to nearest."""
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import quantize_weight
 
@@ -64,10 +64,10 @@ def by_library(
     [(65, 320, 64, 0), (1, 128, 128, 127), (33, 200, 40, 150), (300, 384, 128, 3), (4, 130, 130, 1)],
 )
 @pytest.mark.parametrize("form", RANGES)
-def test_together_they_are_the_librarys(
+def test_steps_together_equal_the_library(
     form: str, n: int, k: int, group: int, dead: int, dampening: float, order: str | None
 ) -> None:
-    """Bit for bit: values and fall-back; and the codes that compressed-tensors packs."""
+    """Values and fall-back bit for bit, and the codes that compressed-tensors packs."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import quantize
@@ -91,7 +91,7 @@ def test_together_they_are_the_librarys(
             assert np.array_equal(packed.pack_words(bits, codes.numpy()), pack_to_int32(want, bits).numpy())
 
 
-def test_hessians_are_the_librarys() -> None:
+def test_hessians_equal_the_library() -> None:
     from llmcompressor.modifiers.gptq.helpers import accumulate_hessian, make_empty_hessian
 
     reader = torch.nn.Linear(96, 1, bias=False, device="meta")
@@ -104,8 +104,8 @@ def test_hessians_are_the_librarys() -> None:
     assert torch.equal(ours.sum, theirs) and ours.batches == int(count) == 3
 
 
-def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
-    """As the library does; here one that is not positive definite."""
+def test_hessian_without_a_factor_rounds_to_nearest() -> None:
+    """As in the library, for a Hessian that is not positive definite."""
     weight, scale = linear(9, 64, 32, 4)
     hessian = calibrated(64)
     hessian.sum[3, 5] = hessian.sum[5, 3] = 1e9
@@ -118,8 +118,8 @@ def test_a_hessian_that_has_no_factor_rounds_to_nearest() -> None:
 
 
 @pytest.mark.parametrize("dampening", [1e-5, 1e-6, 1e-7])
-def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) -> None:
-    """Its inverse may have no factor, for which the library ends in an error."""
+def test_nearly_singular_hessian_rounds_to_nearest(dampening: float) -> None:
+    """Its inverse may have no factor; the library raises an error for it."""
     weight, scale = linear(3, 384, 128, 4)
     hessian = calibrated(384, dead=3, batches=(100,))
     try:
@@ -131,7 +131,7 @@ def test_a_hessian_that_is_all_but_singular_rounds_to_nearest(dampening: float) 
     assert torch.isfinite(gptq.compensate(weight, factor, scale, CodeRange(-8, 7))).all()
 
 
-def test_linears_that_share_a_hessian_may_be_one_tall_matrix() -> None:
+def test_linears_that_share_a_hessian_can_be_one_tall_matrix() -> None:
     factor = gptq.factorize(calibrated(160), 0.01)
     parts = [linear(n, 160, 32, 4, seed=n) for n in (5, 64, 1)]
     tall = gptq.compensate(torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), CodeRange(-8, 7))
@@ -139,7 +139,7 @@ def test_linears_that_share_a_hessian_may_be_one_tall_matrix() -> None:
         assert torch.equal(part, gptq.compensate(weight, factor, scale, CodeRange(-8, 7)))
 
 
-def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
+def test_wrong_shapes_and_values_that_are_not_finite_are_refused() -> None:
     weight, scale = linear(3, 64, 32, 4)
     broken = calibrated(64)
     broken.sum[7, 7] = torch.inf
@@ -157,8 +157,8 @@ def test_what_is_not_finite_or_does_not_fit_is_refused() -> None:
 
 
 def oracle(weight: Any, hessian: Any, scale: Any, code_range: CodeRange, dampening: float, ordered: bool) -> Any:
-    """GPTQ in float64 without Cholesky and blocks (arXiv 2210.17323, equations 2 and 3): the codes [n, k]. After each
-    column, the inverse of what is left of H follows by one step of Gaussian elimination."""
+    """Compute GPTQ in float64 without Cholesky and blocks (arXiv 2210.17323, equations 2 and 3): the codes [n, k]. After
+    each column, the inverse of the remaining H follows by one step of Gaussian elimination."""
     h, w = hessian.copy(), weight.astype(np.float64)
     k = len(h)
     dead = np.diag(h) == 0
@@ -178,8 +178,8 @@ def oracle(weight: Any, hessian: Any, scale: Any, code_range: CodeRange, dampeni
 
 @pytest.mark.parametrize("ordered", [True, False])
 @pytest.mark.parametrize(("bits", "step", "code_range"), [(4, 16, CodeRange(-7, 7)), (8, 1, CodeRange(-127, 127))])
-def test_a_scale_for_each_row(bits: int, step: int, code_range: CodeRange, ordered: bool) -> None:
-    """AMXINT4 and AMXINT8: the codes of the oracle but for what lies within rounding of a tie."""
+def test_one_scale_per_row_equals_the_oracle(bits: int, step: int, code_range: CodeRange, ordered: bool) -> None:
+    """AMXINT4 and AMXINT8: codes equal those of the oracle except near ties."""
     n, k, dead = 64, 320, 4
     generator = torch.Generator().manual_seed(bits)
     weight = (torch.randn(n, k, generator=generator) * 0.02).bfloat16()

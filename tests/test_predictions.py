@@ -1,4 +1,4 @@
-"""Rounding rows in turn by what predictions feel: the conditional optimum, less error in both metrics, and gradients."""
+"""Rounding of rows in turn, weighted by Fisher information: the optimum, errors in both metrics, gradients."""
 
 import shutil
 from importlib.util import find_spec
@@ -27,14 +27,14 @@ GRID = ROW_GRIDS["int4"]
 
 
 def correlated(n: int, seed: int) -> Any:
-    """A metric, float32 [n, n], with few large directions."""
+    """Return a metric, float32 [n, n], with few large directions."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn((2 * n, n), generator=generator) * torch.logspace(0, -2, n)
     return (mixed @ torch.linalg.qr(torch.randn((n, n), generator=generator))[0]).T.cov()
 
 
-def rounded(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.Chosen:
-    """By GPTQ alone, with the scales of the largest values. rows: their numbers, which nothing depends on."""
+def round_plain(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.Chosen:
+    """Round with plain GPTQ and absmax scales. rows: their numbers, which are ignored."""
     scale = weight.abs().amax(1, keepdim=True) / GRID.high
     factor = gptq.factorize(gptq.Hessian(metric, 1), 0.01)
     values = gptq.compensate(weight, factor, scale, GRID.code_range)
@@ -47,18 +47,18 @@ def cost(weight: Any, made: descent.Chosen, inputs: Any, outputs: Any) -> float:
 
 
 @pytest.mark.parametrize("n", [40, 64, 150])
-def test_errors_go_where_predictions_feel_them_least(n: int) -> None:
+def test_rounding_in_turn_lowers_the_cost_of_errors(n: int) -> None:
     weight, inputs, outputs = torch.randn((n, 96)), correlated(96, 1), correlated(n, 2)
-    made = predictions.in_turn(weight, predictions.factorize(outputs), lambda rows, _: rounded(rows, inputs))
-    alone = rounded(weight, inputs)
+    made = predictions.in_turn(weight, predictions.factorize(outputs), lambda rows, _: round_plain(rows, inputs))
+    alone = round_plain(weight, inputs)
     assert cost(weight, made, inputs, outputs) < 0.9 * cost(weight, alone, inputs, outputs)
     plain = torch.eye(n)  # if all outputs count alike, each row is rounded as if it were alone
-    same = predictions.in_turn(weight, predictions.factorize(plain), lambda rows, _: rounded(rows, inputs))
+    same = predictions.in_turn(weight, predictions.factorize(plain), lambda rows, _: round_plain(rows, inputs))
     assert torch.equal(same.codes, alone.codes) and torch.equal(same.scale, alone.scale)
 
 
-def test_rows_that_are_left_make_up_for_those_before() -> None:
-    """They are what is best after the errors before, by the equation of numerics.md, in float64."""
+def test_remaining_rows_compensate_earlier_errors() -> None:
+    """They are optimal after the earlier errors, by the equation of numerics.md, in float64."""
     n, first = 80, predictions.ROWS
     weight, outputs, seen = torch.randn((n, 5)), correlated(n, 3), []
 
@@ -79,8 +79,8 @@ def test_rows_that_are_left_make_up_for_those_before() -> None:
     np.testing.assert_allclose(after.numpy(), best[: rest.stop - first], atol=1e-4)
 
 
-def test_what_predictions_feel_of_gate_and_up() -> None:
-    """The sum over tokens of what they feel of gate and up through down, token by token."""
+def test_fisher_information_of_gate_and_up() -> None:
+    """It equals the sum over tokens of the information that passes through down."""
     down, outputs, slopes = torch.randn((6, 4)), correlated(6, 6), torch.randn((9, 8))
     found = predictions.of_middle(outputs, down, slopes.T @ slopes)
     metric = outputs + predictions.DAMPENING * outputs.diagonal().mean() * torch.eye(6)
@@ -89,7 +89,7 @@ def test_what_predictions_feel_of_gate_and_up() -> None:
     torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
 
 
-def test_the_more_layers_follow_the_less_counts_what_predictions_feel() -> None:
+def test_fisher_information_counts_less_in_early_layers() -> None:
     gradients = torch.randn((30, 6))
     first, last = predictions.information(gradients, 20), predictions.information(gradients)
     mean = last.diagonal().mean()
@@ -98,7 +98,7 @@ def test_the_more_layers_follow_the_less_counts_what_predictions_feel() -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_refused(broken: float) -> None:
+def test_values_that_are_not_finite_are_refused(broken: float) -> None:
     outputs = correlated(8, 7)
     outputs[3, 3] = broken
     with pytest.raises(gptq.NotFinite):
@@ -117,8 +117,8 @@ def model(example: Path) -> LayeredModel:
     return layered(example)
 
 
-def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
-    """It gives the gradients of a head of its own with the same numbers."""
+def test_tied_head_gives_the_same_gradients(tmp_path: Path) -> None:
+    """As a separate head with the same weights."""
     families.make("deepseek_v3", False, tmp_path / "tied", tie_word_embeddings=True)
     shutil.copytree(tmp_path / "tied", tmp_path / "untied")
     edit_json(tmp_path / "untied" / "config.json", lambda config: config.update(tie_word_embeddings=False))
@@ -130,8 +130,8 @@ def test_a_head_that_is_the_embedding(tmp_path: Path) -> None:
     assert torch.equal(tied, untied) and tied.isfinite().all() and tied.any()
 
 
-def test_gradients_are_those_of_drawn_tokens(model: LayeredModel, example: Path) -> None:
-    """Their mean square is the Fisher information, which all tokens give together."""
+def test_gradients_belong_to_drawn_tokens(model: LayeredModel, example: Path) -> None:
+    """Their mean square equals the Fisher information over all tokens."""
     import transformers
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32)
@@ -144,7 +144,7 @@ def test_gradients_are_those_of_drawn_tokens(model: LayeredModel, example: Path)
         through = whole.lm_head.weight.detach() @ torch.func.jacrev(whole.model.norm)(x)
         want += through.T @ (p[:, None] * through - p[:, None] * (p @ through)) / 64
     assert abs(float(found.trace() / want.trace()) - 1) < 0.2
-    top = torch.linalg.eigh(want)[1][:, -8:]  # what they feel most is what is felt most
+    top = torch.linalg.eigh(want)[1][:, -8:]  # the largest directions agree
     assert abs(float((top.T @ found @ top).trace() / (top.T @ want @ top).trace()) - 1) < 0.3
 
 

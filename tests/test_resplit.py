@@ -1,5 +1,5 @@
-"""`ktconvert resplit`: an output for another number of NUMA parts. What keeps its values has the bytes of a fresh
-conversion; what is rounded once more follows the definition of numerics.md, and the plan says by how much."""
+"""`ktconvert resplit`: an output for a different number of NUMA slices. Tensors that keep their values equal those
+of a fresh conversion; others are rounded again as numerics.md defines, and the plan reports by how much."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ PANELS = [("mxfp4", 2, 3), ("fp8", 3, 2), ("bf16", 4, 6)]
 
 @pytest.fixture(scope="module")
 def cli(cli: Any) -> Any:
-    """The real command line: cli(*arguments, code=0) gives all that it printed."""
+    """Return cli(*arguments, code=0), which runs the real command line and returns its output."""
 
     def run(*arguments: object, code: int = 0) -> str:
         done = cli(*arguments, code=code)
@@ -37,20 +37,20 @@ def cli(cli: Any) -> Any:
 
 
 def objects(said: str) -> list[dict[str, Any]]:
-    """What was printed with --json."""
+    """Return the objects printed with --json."""
     return [json.loads(line) for line in said.splitlines() if line.startswith("{")]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of 2 layers with one expert, which is the one that the plan measures."""
+    """Write a model of 2 layers with one expert, which is the one that the plan measures."""
     folder = tmp_path_factory.mktemp("resplit") / "model"
     return conversion.checkpoint(folder, layers=2, experts=1, hidden=HIDDEN, width=WIDTH)
 
 
 @pytest.fixture(scope="module")
 def converted(source: Path, cli: Any) -> Any:
-    """Fresh conversions of it: converted("int8", 2, "--no-merge-safetensor")."""
+    """Return a function that converts it: converted("int8", 2, "--no-merge-safetensor")."""
     made: dict[tuple[object, ...], Path] = {}
 
     def convert(method: str, numa: int, *options: str) -> Path:
@@ -65,19 +65,19 @@ def converted(source: Path, cli: Any) -> Any:
 
 
 def same(a: Mapping[str, Any], b: Mapping[str, Any], *words: str) -> bool:
-    """Whether both hold the same tensors, of those in whose names all words stand."""
+    """Return whether both have the same tensors, of those whose names contain all words."""
     mine, other = ({n: tensor for n, tensor in side.items() if all(word in n for word in words)} for side in (a, b))
     return bool(mine) and mine == other
 
 
 def no_weight_changed(folder: Path, before: Path) -> bool:
-    """Whether only what says how it was made differs."""
+    """Return whether only the record of how it was made differs."""
     return {*conversion.differing(conversion.tree(folder), conversion.tree(before))} == {"README.md", "manifest.json"}
 
 
 @pytest.mark.parametrize(("method", "old", "new"), PAIRS + PANELS)
-def test_what_keeps_its_values_is_as_converted_again(method, old, new, tmp_path, cli, converted, source):
-    """Of panels, blocks of columns stay whole, so that nothing is rounded: every shard is that of a fresh conversion."""
+def test_tensors_that_keep_their_values_equal_a_fresh_conversion(method, old, new, tmp_path, cli, converted, source):
+    """Blocks of columns of panels stay whole, so nothing is rounded: every shard equals that of a fresh conversion."""
     before, fresh = converted(method, old), converted(method, new)
     said = cli("resplit", before, tmp_path / "new", "--threadpool-count", new)
     ours, theirs = read_folder(tmp_path / "new"), read_folder(fresh)
@@ -100,8 +100,8 @@ def test_what_keeps_its_values_is_as_converted_again(method, old, new, tmp_path,
 
 @pytest.mark.parametrize("options", [(), ("--no-merge-safetensor", "--save-backward-weights")], ids=["merged", "loose"])
 def test_there_and_back_changes_no_weight(options, tmp_path, cli, converted):
-    """Parts that were split share their scales, so that putting them together again loses nothing. Nor does the same
-    number of parts change any."""
+    """Slices that were split share their scales, so joining them again loses nothing. The same number of slices changes
+    nothing either."""
     before, three, back = converted("int4", 1, *options), tmp_path / "three", tmp_path / "back"
     cli("resplit", before, three, "--threadpool-count", 3)
     cli("resplit", three, back, "--threadpool-count", 1)
@@ -112,7 +112,7 @@ def test_there_and_back_changes_no_weight(options, tmp_path, cli, converted):
 
 
 def test_loose_files_with_backward_matrices(tmp_path, cli, converted, source):
-    """Of the transposes, it is gate and up whose parts are columns. A merge keeps account of it."""
+    """In transposes, the slices of gate and up are columns. A merge keeps the record."""
     before = converted("int8", 4, "--no-merge-safetensor", "--save-backward-weights")
     cli("resplit", before, tmp_path / "new", "--threadpool-count", 2)
     cli("verify", tmp_path / "new", "--against", source)
@@ -126,7 +126,7 @@ def test_loose_files_with_backward_matrices(tmp_path, cli, converted, source):
 
 
 @pytest.mark.parametrize("non_experts", ["copy", "keep"])
-def test_everything_else_comes_along(tmp_path, cli, source, non_experts):
+def test_other_files_are_copied(tmp_path, cli, source, non_experts):
     options = ("--non-experts", non_experts, "--quant-method", "int8", "--layers", "1")
     (tmp_path / "in").mkdir()
     shutil.copytree(source, tmp_path / "in" / "model")
@@ -144,8 +144,8 @@ def test_everything_else_comes_along(tmp_path, cli, source, non_experts):
     cli("verify", tmp_path / "new", "--against", source, "--numa", 6, "--run")
 
 
-def test_an_output_of_kt_kernel(tmp_path, cli, converted):
-    """No manifest, no metadata, no index: the bytes say what it is."""
+def test_output_of_kt_kernel_is_resplit(tmp_path, cli, converted):
+    """Without manifest, metadata and index: the format follows from the bytes."""
     from safetensors.numpy import load_file, save_file
 
     (tmp_path / "old").mkdir()
@@ -157,7 +157,7 @@ def test_an_output_of_kt_kernel(tmp_path, cli, converted):
     cli("verify", tmp_path / "new")
 
 
-def test_panels_that_cannot_be_cut(tmp_path, cli, converted):
+def test_panels_that_cannot_be_cut_are_refused(tmp_path, cli, converted):
     whole = converted("fp8", 1, "--layout", "kt")
     assert "KT_FP8 weights have no NUMA parts" in cli("resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3)
     thirds = converted("fp8", 3)
@@ -171,12 +171,12 @@ def test_panels_that_cannot_be_cut(tmp_path, cli, converted):
 
 
 def down_error(cli: Any, output: Path, source: Path) -> float:
-    """Of all experts, as verify measures it; resplit measures the same where a layer has one expert."""
+    """Return the error over all experts that verify measures; resplit measures the same if a layer has one expert."""
     (report,) = objects(cli("verify", output, "--against", source, "--full", "--json"))
     return float(next(e["relative_error"] for e in report["errors"] if e["projection"] == "down"))
 
 
-def test_what_is_better_is_said(tmp_path, cli):
+def test_advice_to_convert_again_if_that_is_better(tmp_path, cli):
     source = conversion.checkpoint(tmp_path / "model", layers=1, experts=1)
     parts = {1: tmp_path / "one", 2: tmp_path / "two"}
     for numa, output in parts.items():
@@ -200,14 +200,14 @@ def test_what_is_better_is_said(tmp_path, cli):
     assert first in (tmp_path / "new" / "README.md").read_text()
 
 
-def test_the_command_that_converts_again_chooses_scales_in_the_same_way(source, tmp_path, cli):
+def test_advised_command_chooses_scales_in_the_same_way(source, tmp_path, cli):
     cli("cpu", "-q", "-i", source, "-o", tmp_path / "mse", "--scale", "mse")
     words = ("resplit", tmp_path / "mse", tmp_path / "new", "--threadpool-count", 1, "--against", source)
     *_, plan = objects(cli(*words, "--dry-run", "--json"))
     assert " --quant-method int4 --threadpool-count 1 --scale mse" in plan["notes"][-1]
 
 
-def test_what_is_as_good_is_said(tmp_path, cli, converted, source):
+def test_no_advice_if_resplit_is_as_good(tmp_path, cli, converted, source):
     words = ("resplit", converted("int8", 2), tmp_path / "new", "--threadpool-count", 2, "--dry-run")
     assert "resplit is as good" in cli(*words, "--against", source)
     other = conversion.checkpoint(tmp_path / "other", layers=2, experts=1, hidden=HIDDEN, width=WIDTH, seed=1)
@@ -216,7 +216,7 @@ def test_what_is_as_good_is_said(tmp_path, cli, converted, source):
 
 
 def by_definition(bits: int, old: Parts, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
-    """numerics.md, section 8: parts that are columns, by the NumPy definitions of packing and unpacking."""
+    """Resplit column slices by the NumPy definitions of numerics.md, section 8."""
     codes = np.hstack([reference.unpack(bits, stored[0], part.n, part.k) for part, stored in old])
     scales = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in old])
     new = []
@@ -230,7 +230,7 @@ def by_definition(bits: int, old: Parts, count: int) -> list[tuple[npt.NDArray[n
 @pytest.mark.parametrize("form", [AMXINT4, AMXINT8], ids=lambda form: form.name)
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_parts_are_rearranged_by_the_definition(form, data):
+def test_rearranging_equals_the_definition(form, data):
     legal = [1, 2, 3, 6] if form.grid.bits == 4 else [1, 2, 3, 4, 6]
     old_count, new_count = data.draw(st.sampled_from(legal)), data.draw(st.sampled_from(legal))
     projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
@@ -265,14 +265,14 @@ def test_parts_are_rearranged_by_the_definition(form, data):
 
 
 def list_again(folder: Path) -> None:
-    """Let the manifest list the files as they are now, as after a conversion of another model."""
+    """Make the manifest list the current files, as after a conversion of a different model."""
     document = json.loads((folder / manifest.NAME).read_text())
     for file in document["files"]:
         file["sha256"] = publish.sha256_file(folder / file["name"])
     (folder / manifest.NAME).write_text(json.dumps({**document, "sha256": manifest.digest(document)}))
 
 
-def test_an_edited_input_is_noticed(bench):
+def test_edited_input_is_detected(bench):
     old = bench.base / "old"
     assert bench.cpu(output=old).returncode == 0
     words = ("resplit", old, bench.output, "--threadpool-count", "1", "--cpuinfer-threads", "1")
@@ -292,7 +292,7 @@ def test_an_edited_input_is_noticed(bench):
     conversion.refused(bench.run(*words[:3], "--threadpool-count", "2"), 7, "--threadpool-count was 1, is 2")
 
 
-def test_what_cannot_be_rearranged_is_refused(tmp_path, cli, converted, source):
+def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
     new = tmp_path / "new"
 
     def refused(old: Path, code: int, *words: str, numa: int = 2, options: tuple[str, ...] = ()) -> None:
@@ -319,8 +319,8 @@ def test_what_cannot_be_rearranged_is_refused(tmp_path, cli, converted, source):
     cli("resplit", loose, new, "--threadpool-count", 2, "--max-memory", "1MB", code=4)
 
 
-def test_numbers_that_no_conversion_gives_are_refused(tmp_path, cli, converted):
-    """A scale that is not finite, and a code below the smallest, where they would be rounded."""
+def test_impossible_numbers_are_refused(tmp_path, cli, converted):
+    """A scale that is not finite, and a code below the smallest, if they would be rounded."""
     for what, data, words in (
         ("scale", np.float32("nan").tobytes(), "the scale of row 0 is nan"),
         ("quant", b"\x80", "code that is not in -127..127"),
@@ -335,8 +335,8 @@ def test_numbers_that_no_conversion_gives_are_refused(tmp_path, cli, converted):
 
 
 @pytest.mark.parametrize("command", ["resplit", "merge"])
-def test_a_flipped_bit_of_the_input_is_refused(command: str, converted: Any, cli: Any, tmp_path: Path) -> None:
-    """By the hashes of its manifest; else it would come out as good."""
+def test_flipped_bit_of_the_input_is_refused(command: str, converted: Any, cli: Any, tmp_path: Path) -> None:
+    """By the hashes of its manifest; otherwise the output would seem good."""
     loose = ("--no-merge-safetensor",) if command == "merge" else ()
     damaged = shutil.copytree(converted("int8", 2, *loose), tmp_path / "in")
     conversion.edit(

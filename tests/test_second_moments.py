@@ -1,5 +1,5 @@
-"""Second moments of inputs: scales that are searched in their metric, NumPy = scalar C = AVX2 = AVX-512; what
-`calibrate --second-moments` gathers; conversions with them, and what is refused.
+"""Second moments of inputs: scales searched in their metric (NumPy = scalar C = AVX2 = AVX-512), `calibrate
+--second-moments`, conversions with them, and refusals.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def convert(source: Path, output: Path, statistics: Path, *more: object) -> Any:
 
 
 @pytest.mark.parametrize("method", ["int4", "rawint4"])
-def test_the_bytes_are_those_of_the_definition(method, source, statistics, tmp_path):
+def test_bytes_equal_the_definition(method, source, statistics, tmp_path):
     """Each part of down has its own block of the matrix; without tokens it is searched without. What was read is
     recorded, and verify makes the output again with it alone.
     """
@@ -89,7 +89,7 @@ def test_the_bytes_are_those_of_the_definition(method, source, statistics, tmp_p
 
 
 def one(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
-    """Changes a tensor of layer 1."""
+    """Return a function that changes a tensor of layer 1."""
 
     def damage(folder: Path) -> None:
         tensors = {key: (dtype, values.copy()) for key, (dtype, values) in tensors_of(1).items()}
@@ -133,15 +133,15 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_statistics_are_one_sentence(what, source, statistics, tmp_path):
+def test_damaged_statistics_are_refused_in_one_sentence(what, source, statistics, tmp_path):
     folder, (damage, words) = Path(shutil.copytree(statistics, tmp_path / "statistics")), HOSTILE[what]
     damage(folder)
     refused(convert(source, tmp_path / "out", describe(folder, SHAPES)), 5, str(folder), words)
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_not_as_described(source, statistics, tmp_path):
-    """A changed byte is found before anything is read of its layer; an importance matrix alone has no metric."""
+def test_files_that_differ_from_their_description_are_refused(source, statistics, tmp_path):
+    """A changed byte is found before its layer is read; an importance matrix has no second moments."""
     folder = Path(shutil.copytree(statistics, tmp_path / "statistics"))
     conversion.edit(folder / second_moments.file_name(1), -2)
     refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_name(1), "statistics.json")
@@ -155,7 +155,7 @@ def test_what_is_not_as_described(source, statistics, tmp_path):
     any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")),
     reason="llmcompressor is not installed",
 )
-def test_calibrate_gathers_them(tmp_path):
+def test_calibrate_writes_second_moments(tmp_path):
     """The diagonals beside the importance matrix, in which gate and up have the tokens of each expert alone; the plan
     has the size; `cpu` takes the folder.
     """
@@ -177,11 +177,11 @@ def test_calibrate_gathers_them(tmp_path):
         total = moments.layers[layer].matrix("gate_up", 0, 128)
         np.testing.assert_array_equal(total, total.T)
         # Each token goes to two experts.
-        np.testing.assert_allclose(undamped(total) * 2, imatrix.read(layer, "gate").sum(0), rtol=1e-4)
+        np.testing.assert_allclose(undamp(total) * 2, imatrix.read(layer, "gate").sum(0), rtol=1e-4)
     assert convert(model, tmp_path / "int4", tmp_path / "out", "--threadpool-count", 1).exception is None
 
 
-def undamped(matrix: Any) -> Any:
-    """The diagonal as it is stored: without the part of its mean that was added."""
+def undamp(matrix: Any) -> Any:
+    """Return the stored diagonal: without the fraction of its mean that was added."""
     diagonal = np.diagonal(matrix).astype(np.float64)
     return diagonal - diagonal.mean() * second_moments.DAMPING / (1 + second_moments.DAMPING)

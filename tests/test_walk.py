@@ -1,5 +1,4 @@
-"""The walk and its contract: a visitor defined here runs in it, alone and beside GPTQ, and receives what transformers'
-own modules read."""
+"""Layer runs and their visitors: a visitor receives the inputs of transformers' own modules, alone and beside GPTQ."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -39,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Magnitudes:
-    """Tokens that each linear reads, and the sum of |x| of each column, by layer, expert and what is read."""
+    """A visitor that gathers token counts and the sum of |x| of each column, by layer, expert and linear."""
 
     replaces_weights = False
 
@@ -68,10 +67,10 @@ def samples() -> list[Any]:
     return [rng.integers(10, 2000, length) for length in LENGTHS]
 
 
-def walked(
+def run_model(
     samples: Sequence[Any], visitors_of: Callable[[MoeModel, int], Sequence[ExpertVisitor]], folder: Path
 ) -> None:
-    """Take the samples through all layers of the bundled model, three experts at a time."""
+    """Run the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
     model = recognise(source)
     rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
@@ -93,7 +92,7 @@ def walked(
 
 
 def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = None) -> Any:
-    """The bundled model, with the weights of its experts replaced if there are others."""
+    """Return the bundled model, with these weights of experts, if given."""
     model = hf.complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     for (layer, expert), own in (weights or {}).items():
         experts = model.model.layers[layer].mlp.experts
@@ -103,8 +102,10 @@ def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = No
 
 
 @torch.no_grad()
-def by_hooks(model: Any, samples: Sequence[Any], routed: bool) -> dict[tuple[int, int, str], tuple[int, torch.Tensor]]:
-    """What Magnitudes gathers, from what the model's experts modules are called with."""
+def gather_by_hooks(
+    model: Any, samples: Sequence[Any], routed: bool
+) -> dict[tuple[int, int, str], tuple[int, torch.Tensor]]:
+    """Gather the same as Magnitudes from the arguments of the model's experts modules."""
     captured: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
     for sample, (layer, module) in product(samples, hf.experts_of(model).items()):
         hidden, ids, *_ = hf.heard(model, torch.from_numpy(sample)[None])[layer]
@@ -126,13 +127,13 @@ def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_a_visitor_gets_what_transformers_experts_read(routed, samples, tmp_path):
-    """In every layer, and with another visitor that needs the other kind beside it."""
+def test_visitor_receives_inputs_of_transformers_experts(routed, samples, tmp_path):
+    """In every layer, also beside a visitor that needs different statistics."""
     ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounter()
-    walked(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
+    run_model(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
     model = transformers_model()
     layers = range(len(model.model.layers))
-    assert_same(ours.of, by_hooks(model, samples, routed), layers)
+    assert_same(ours.of, gather_by_hooks(model, samples, routed), layers)
     of_routed = ours.of if routed else other.of
     for layer in layers:
         tokens = counts.token_counts[layer]
@@ -141,7 +142,7 @@ def test_a_visitor_gets_what_transformers_experts_read(routed, samples, tmp_path
 
 
 class Gptq:
-    """GptqVisitor on all layers: what it writes and what its codes stand for."""
+    """GptqVisitor on all layers, with the linears that it writes and the values of its codes."""
 
     def __init__(self, form: Encoding = FORMATS["W4A16"].encoding) -> None:
         self.form = form
@@ -173,20 +174,20 @@ class Gptq:
         return visitor
 
 
-def test_it_runs_beside_gptq(samples, tmp_path):
-    """GPTQ writes what it writes alone; after it, the other visitor sees what the quantized experts lead to."""
+def test_visitor_runs_beside_gptq(samples, tmp_path):
+    """GPTQ writes the same as alone; in later layers the other visitor receives inputs from the quantized experts."""
     alone, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
-    walked(samples, lambda model, layer: [alone.visitor_of_layer(model, layer)], tmp_path / "alone")
-    walked(samples, lambda model, layer: [ours, with_other.visitor_of_layer(model, layer)], tmp_path / "beside")
+    run_model(samples, lambda model, layer: [alone.visitor_of_layer(model, layer)], tmp_path / "alone")
+    run_model(samples, lambda model, layer: [ours, with_other.visitor_of_layer(model, layer)], tmp_path / "beside")
     assert alone.stored.keys() == with_other.stored.keys() and alone.stored
     for key, tensors in alone.stored.items():
         assert all(np.array_equal(a, b) for a, b in zip(tensors, with_other.stored[key], strict=True))
 
-    plain = by_hooks(transformers_model(), samples, routed=True)
+    plain = gather_by_hooks(transformers_model(), samples, routed=True)
     last = max(layer for layer, _, _ in plain)
     assert_same(ours.of, plain, [0])  # before anything is replaced, and by weights that are not
     assert not all(torch.equal(ours.of[key][1], plain[key][1]) for key in plain if key[0] == last)
-    quantized = by_hooks(transformers_model(with_other.values), samples, routed=True)
+    quantized = gather_by_hooks(transformers_model(with_other.values), samples, routed=True)
     assert_same(
         {key: value for key, value in ours.of.items() if key[2] == "gate_up"},
         {key: value for key, value in quantized.items() if key[2] == "gate_up"},
@@ -195,12 +196,12 @@ def test_it_runs_beside_gptq(samples, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["AMXINT4", "AMXINT8"])
-def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
-    """Other codes than rounding to nearest, the same scales; what goes on is what is stored; nearer
-    to the source on what was read."""
+def test_gptq_supports_one_scale_per_row(name, samples, tmp_path):
+    """Codes differ from rounding to nearest, scales do not; stored values go to the next layer; the error on the inputs
+    is smaller."""
     form = FORMATS[name].encoding
     ours, inputs = Gptq(form), Inputs()
-    walked(samples, lambda model, layer: [inputs, ours.visitor_of_layer(model, layer)], tmp_path / "walk")
+    run_model(samples, lambda model, layer: [inputs, ours.visitor_of_layer(model, layer)], tmp_path / "walk")
     model = recognise(open_checkpoint(EXAMPLE))
     assert len(ours.stored) == 2 * 8 * len(PROJECTIONS)
     for (layer, expert, projection), stored in ours.stored.items():
@@ -218,7 +219,7 @@ def test_gptq_takes_a_form_with_one_scale_for_each_row(name, samples, tmp_path):
 
 
 class Inputs:
-    """The Hessians that GPTQ quantizes with."""
+    """A visitor that keeps the Hessians that GPTQ quantizes with."""
 
     replaces_weights = False
     statistics = StatisticsSpec(gptq.Hessian.empty)
@@ -231,7 +232,7 @@ class Inputs:
             self.of |= {(group.layer, e, which): hessian for e, hessian in getattr(group, which).items()}
 
 
-def test_visitors_that_need_the_same_share_it(samples, tmp_path):
+def test_visitors_with_equal_specs_share_accumulators(samples, tmp_path):
     seen: list[Any] = []
 
     class Remembers:
@@ -241,14 +242,14 @@ def test_visitors_that_need_the_same_share_it(samples, tmp_path):
         def visit(self, group: ExpertGroup) -> None:
             seen.append([*group.gate_up.values(), *group.down.values()])
 
-    walked(samples, lambda _, layer: [Remembers(), Remembers()] if layer == 0 else [], tmp_path / "walk")
+    run_model(samples, lambda _, layer: [Remembers(), Remembers()] if layer == 0 else [], tmp_path / "walk")
     for first, second in zip(seen[::2], seen[1::2], strict=True):
         assert all(a is b for a, b in zip(first, second, strict=True))
     assert len({id(group[0]) for group in seen}) == 1  # gate and up of all experts read the same
     assert all(hessian.batches == len(LENGTHS) for group in seen for hessian in group)
 
 
-def test_two_cannot_replace_the_experts(samples, tmp_path):
+def test_at_most_one_visitor_replaces_weights(samples, tmp_path):
     visitors = [Gptq(), Gptq()]
     with pytest.raises(ValueError, match="more than one visitor replaces weights"):
-        walked(samples, lambda model, layer: [c.visitor_of_layer(model, layer) for c in visitors], tmp_path / "walk")
+        run_model(samples, lambda model, layer: [c.visitor_of_layer(model, layer) for c in visitors], tmp_path / "walk")

@@ -1,5 +1,5 @@
-"""Walks through a model that are cut off: killed between layers and within, and resumed, `calibrate` and GPTQ make the
-bytes of a run that was never cut off; and the folder of statistics beside GPTQ's output."""
+"""Interrupted calibration runs: killed between or within layers and resumed, `calibrate` and GPTQ write the bytes of an
+uninterrupted run. Also the folder of statistics beside GPTQ's output."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def calibrate(model: Path, output: Path, dataset: Path, *more: str) -> list[str]
 
 
 class Attempts:
-    """Conversions of one small model, each into a folder of its own, killed where a test wants it.
+    """Conversions of one small model, each into its own folder, killed at a chosen point.
 
     arguments  (model, output, data set) -> the words of a conversion
     stage      of its chain, and the keys of its units
@@ -70,7 +70,7 @@ class Attempts:
         return output
 
     def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
-        """Killed before its n-th call that changes something; 0 lets it finish. Without words: from its beginning."""
+        """Run a command, killed before its n-th call that changes a file (0: never); without words, a conversion."""
         log = output.parent.with_suffix(".log")
         env = killpoint.settings(output, kill, log)
         arguments = list(words) or self.arguments(self.model, output, self.dataset)
@@ -86,7 +86,7 @@ class Attempts:
         assert conversion.differing(conversion.tree(output.parent), self.wanted) == [], where
 
     def killed(self, *points: int) -> None:
-        """Killed before a call of the run, and of each resume; then resumed to the end. What was finished is not made
+        """Kill the run before a call, then each resume; then resume to the end. What was finished is not made
         again.
         """
         output, where = self.output("-".join(map(str, points))), f"killed before {[self.calls[n - 1] for n in points]}"
@@ -102,7 +102,7 @@ class Attempts:
         shutil.rmtree(output.parent)
 
     def recorded_at(self, unit: str) -> int:
-        """The number of the call by which a unit's record became durable."""
+        """Return the number of the call by which a unit's record became durable."""
         name = f"/{self.stage}.{unit}."
         stored = next(n for n, c in enumerate(self.calls) if c.name == "rename" and name in str(c.second))
         book = ("fsync", "out.work/journal.jsonl")
@@ -114,7 +114,7 @@ class Attempts:
         return {record.unit.removeprefix(f"{self.stage}.") for record in done}
 
     def within(self, unit: str) -> list[int]:
-        """The numbers of the calls that write what belongs to a unit before it is whole."""
+        """Return the numbers of the calls that write a unit's files before it is complete."""
         part = f"partial/{self.stage}.{unit}"
         return [n for n, call in enumerate(self.calls, 1) if part in call.path and "write" in call.name]
 
@@ -138,7 +138,7 @@ def attempts(request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pyt
 
 
 def begun(attempts: Attempts, name: str, unit: str = "layer-000") -> Path:
-    """An output that was cut off when this unit was recorded."""
+    """Return an output whose run was killed when this unit was recorded."""
     output = attempts.output(name)
     assert attempts.run(output, kill=attempts.recorded_at(unit) + 1).returncode == killpoint.KILLED
     return output
@@ -151,7 +151,7 @@ RECORDS: dict[str, tuple[list[tuple[int, int]], list[str]]] = {
 }
 
 
-def test_killed_between_layers_and_within(attempts):
+def test_resume_after_a_kill_between_or_within_layers(attempts):
     """Right before or after some units' records, and at some moment of the making of others; finished layers are not made
     again. The chains have one engine: only `calibrate` is killed at them all.
     """
@@ -163,7 +163,7 @@ def test_killed_between_layers_and_within(attempts):
 
 
 @pytest.mark.long
-def test_killed_before_every_call(attempts):
+def test_resume_after_a_kill_before_every_call(attempts):
     print(f"{len(attempts.calls)} kill points")
     conversion.in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
     assert conversion.identity(attempts.model) == attempts.before
@@ -171,7 +171,7 @@ def test_killed_before_every_call(attempts):
 
 @only_gpu
 @pytest.mark.parametrize("count", [1, pytest.param(50, marks=pytest.mark.long)])
-def test_killed_while_resuming(count, attempts):
+def test_resume_after_a_kill_during_resume(count, attempts):
     calls = len(attempts.calls)
     pairs = conversion.pairs(range(1 if count > 1 else 20, calls + 1), range(1, calls + 1), count)
     conversion.in_parallel(lambda pair: attempts.killed(*pair), pairs)
@@ -187,7 +187,7 @@ OTHER_OPTIONS = {
 
 
 @two_cores
-def test_it_goes_on_only_as_it_began(attempts):
+def test_resume_requires_the_same_options_and_machine(attempts):
     """With other options or on another machine, where sums are rounded in another order, it is refused by `resume` and by
     the same command; the data set is read once, and may be gone.
     """
@@ -214,8 +214,8 @@ def test_it_goes_on_only_as_it_began(attempts):
 
 @two_cores
 @only_gpu
-def test_another_machine_that_is_allowed(attempts):
-    """What is finished is kept; with --overwrite it is not."""
+def test_allow_machine_change_keeps_finished_units(attempts):
+    """With --overwrite they are made again."""
     output = begun(attempts, "allowed")
     assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
     ours, wanted = read_folder(output), read_folder(attempts.base / "whole" / "out")
@@ -232,8 +232,8 @@ def test_another_machine_that_is_allowed(attempts):
 
 
 @only_gpu
-def test_gptq_leaves_statistics_and_the_same_weights(attempts, servers, tmp_path):
-    """The first layer reads what it reads without GPTQ; later ones read what quantized experts lead to."""
+def test_saving_statistics_does_not_change_weights(attempts, servers, tmp_path):
+    """The statistics of the first layer are those without GPTQ; later layers get inputs from quantized experts."""
     made, alone = attempts.base / "whole", tmp_path / "alone"
     plain = calibrated.arguments(attempts.model, alone, "W4A16", attempts.dataset)
     assert servers.run(plain, tmp_path / "said").returncode == 0
@@ -251,16 +251,16 @@ def test_gptq_leaves_statistics_and_the_same_weights(attempts, servers, tmp_path
 
 
 @only_gpu
-def test_cut_off_while_statistics_are_written(attempts):
-    """Those of a layer, and before and after their folder appears."""
+def test_resume_after_a_kill_while_statistics_are_written(attempts):
+    """Statistics of a layer, and before and after their folder appears."""
     side = next(n for n, c in enumerate(attempts.calls, 1) if c.path.endswith(".side") and "layer-001" in c.path)
     appears = next(n for n, c in enumerate(attempts.calls, 1) if c.second == "out.statistics")
     conversion.in_parallel(attempts.killed, [side + 1, appears, appears + 1])
 
 
 @only_gpu
-def test_a_bit_that_flipped_in_what_a_chain_needs(attempts):
-    """Of the samples, of a layer's statistics, and of what the last finished layer left to the next one."""
+def test_flipped_bit_in_a_chain_file_is_detected(attempts):
+    """In the samples, in a layer's statistics, and in the hidden states of the last finished layer."""
     first = begun(attempts, "flipped", "layer-001")
     found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".handed_on")]
 
@@ -280,7 +280,7 @@ def test_a_bit_that_flipped_in_what_a_chain_needs(attempts):
 
 
 @only_gpu
-def test_the_folder_of_statistics_is_not_overwritten(attempts):
+def test_statistics_folder_is_not_overwritten(attempts):
     output = attempts.output("taken")
     taken = output.with_name("out.statistics")
     taken.mkdir()
@@ -301,7 +301,7 @@ def test_the_folder_of_statistics_is_not_overwritten(attempts):
 
 
 @only_gpu
-def test_finished_without_its_folder(attempts):
+def test_finished_output_restores_its_statistics_folder(attempts):
     output = attempts.output("gone")
     shutil.copytree(attempts.base / "whole" / "out", output)
     conversion.refused(attempts.run(output), 7, "does not have what was gathered with it")
