@@ -25,7 +25,7 @@ MAX_LENGTH = 48
 TEXTS = (300, 110, 85, 60, 40, 25, 12)  # characters; the first is more than MAX_LENGTH tokens
 FEW = (25, 8)
 # What a server loads, so that a run takes one second and not seven.
-OURS = ("cli.conversion", "plans.cpu", "plans.gpu", "walk.layered", "verify")
+OURS = ("cli.conversion", "plans.cpu", "plans.gpu", "calibration.layered_model", "verify")
 MODULES = (
     *("accelerate", "datasets", "compressed_tensors.compressors", "llmcompressor.modifiers.gptq.gptq_quantize"),
     *("transformers.modeling_utils", *(f"ktconvert.pipeline.{name}" for name in OURS)),
