@@ -367,13 +367,8 @@ def test_fp8_of_an_mtp_block_without_scales_is_copied(name, tmp_path):
     sign, exponent, fraction = codes >> 7, (codes >> 3 & 15).astype(int), codes & 7
     size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
     bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-<<<<<<< HEAD
-    source = written(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
-    plan = make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
-=======
     source = write_model(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
-    plan = plan_request(request("dequantize", input=source, output=tmp_path / "out"))
->>>>>>> 0b9e3bad (test(calibration): name tests after what must hold)
+    plan = make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
     assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
     assert (dequantize(source, tmp_path / "out")[name].bits == bits).all()
     lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
