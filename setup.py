@@ -1,5 +1,6 @@
-"""The package mapping (folders at the top level, imported as ktconvert.*; pipeline/api is ktconvert itself) and the C
-extension; all else is in pyproject.toml.
+"""Package mapping and C extension; everything else is in pyproject.toml.
+
+The folders at the top level are imported as ktconvert.*; pipeline/api is ktconvert itself.
 """
 
 from setuptools import find_packages, setup
@@ -7,9 +8,9 @@ from setuptools import find_packages, setup
 FOLDERS = ("pipeline", "quantizers", "layouts", "native_quant")
 API = "pipeline.api"
 
-found = find_packages(include=[g for f in FOLDERS for g in (f, f"{f}.*")], exclude=[API])
+packages = find_packages(include=[g for f in FOLDERS for g in (f, f"{f}.*")], exclude=[API])
 setup(
-    packages=["ktconvert", *(f"ktconvert.{package}" for package in found)],
+    packages=["ktconvert", *(f"ktconvert.{package}" for package in packages)],
     package_dir={"ktconvert": API.replace(".", "/")} | {f"ktconvert.{folder}": folder for folder in FOLDERS},
     cffi_modules=["native_quant/_build.py:ffibuilder"],
 )

@@ -205,7 +205,7 @@ def compiled(tree: Path, path: str) -> bool:
     include = f"{sys.base_prefix}/include/python3.{sys.version_info[1]}"
     flags = [*build["COMPILE"], "-fPIC", f"-I{build['CSRC']}", f"-I{build['ARCH']}", f"-I{include}"]
     temp = tree / "build" / "temp"
-    names = [n for n in build["sources"]() if n == path or path.endswith(".h")]
+    names = [n for n in build["list_sources"]() if n == path or path.endswith(".h")]
     for name in names:
         needs = subprocess.run(["cc", "-MM", *flags, name], cwd=tree, capture_output=True, text=True).stdout
         if path in [os.path.normpath(n) for n in needs.replace("\\\n", " ").split()[1:]]:

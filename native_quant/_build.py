@@ -38,7 +38,7 @@ COMPILE = [
 ]
 
 
-def unsupported_reason() -> str | None:
+def explain_unsupported() -> str | None:
     """Return why this Python cannot run ktconvert, in one sentence, or None.
 
     pip shows it where no wheel fits and the package has to be built.
@@ -71,7 +71,7 @@ def read_isas(arch: Path) -> set[str]:
     return set(re.findall(r"X\((\w+), \w+\)", (arch / "isa.h").read_text()))
 
 
-def sources() -> list[str]:
+def list_sources() -> list[str]:
     """Return the C files to compile for ARCH, sorted, so that builds are reproducible.
 
     NAME_ISA.c is among them only if ARCH has that instruction set.
@@ -81,20 +81,20 @@ def sources() -> list[str]:
     return sorted(str(path) for path in files if CSRC / "arch" not in path.parents or ARCH in path.parents)
 
 
-def other_files() -> list[str]:
+def list_other_files() -> list[str]:
     """Return the headers and the C files of other architectures, which an sdist needs as well."""
-    return sorted({str(path) for path in CSRC.rglob("*.*") if path.is_file()} - set(sources()))
+    return sorted({str(path) for path in CSRC.rglob("*.*") if path.is_file()} - set(list_sources()))
 
 
-if (reason := unsupported_reason()) is not None:
+if (reason := explain_unsupported()) is not None:
     raise SystemExit(reason)
 ffibuilder = FFI()
 ffibuilder.cdef(read_declarations())
 ffibuilder.set_source(
     "ktconvert.native_quant._ktq",
     '#include "ktq.h"',
-    sources=sources(),
-    depends=other_files(),
+    sources=list_sources(),
+    depends=list_other_files(),
     include_dirs=[str(CSRC), str(ARCH)],
     extra_compile_args=COMPILE + os.environ.get("KTCONVERT_CFLAGS", "").split(),
     extra_link_args=os.environ.get("KTCONVERT_CFLAGS", "").split(),

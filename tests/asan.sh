@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the extension with AddressSanitizer and UndefinedBehaviorSanitizer into build/asan and runs the kernels' tests on it;
-# then those of AMX's products, emulated (emulated.sh), so that what tile instructions read and write is checked, too.
+# Builds the extension with AddressSanitizer and UndefinedBehaviorSanitizer in build/asan and runs the kernels' tests with it,
+# then the tests of AMX products, emulated (emulated.sh), so that the memory accesses of tile instructions are checked, too.
 # Usage: tests/asan.sh [PYTHON]   (the interpreter with ktconvert's dependencies; default .venv/bin/python)
 set -eu
 cd "$(dirname "$0")/.."
@@ -10,13 +10,13 @@ out=build/asan
 KTCONVERT_CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -fno-var-tracking -O1" \
     sh tests/build.sh "$out" "$python"
 
-# PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
+# PYTHONPATH precedes site-packages, so this ktconvert is imported.
 libasan=$("${CC:-gcc}" -print-file-name=libasan.so)
 export ASAN_OPTIONS="detect_leaks=0:handle_sigbus=0"
-libstdcxx=$("${CC:-gcc}" -print-file-name=libstdc++.so.6)  # so that exceptions of torch find their own
+libstdcxx=$("${CC:-gcc}" -print-file-name=libstdc++.so.6)  # for torch's C++ exceptions
 on_asan() { PYTHONPATH="$PWD/$out/lib" LD_PRELOAD="$libasan $libstdcxx" "$python" "$@"; }
 on_asan -c "import ktconvert.native_quant._ktq as m; assert '/asan/' in m.__file__, m.__file__"
-# Without kt-kernel, which is not built for this; and without whole models, whose kernels are the same.
+# Without kt-kernel, which has no sanitizer build, and without whole models, which use the same kernels.
 export KTCONVERT_PEER_PYTHON=none
 on_asan -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_scale_search.py \
     tests/test_groups.py tests/test_panels.py tests/test_gptq_block.py tests/test_descent.py \
@@ -24,7 +24,7 @@ on_asan -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_scale_
     tests/test_elementwise.py tests/test_runtime.py tests/test_forward_bf16.py tests/test_runtime_load.py \
     tests/test_pool.py tests/test_moe_plain.py tests/test_llamafile.py tests/test_gpu_buffers.py tests/test_sft.py \
     tests/test_training.py -k "not run_and_eval"
-# With calls instead of code in line, it compiles in seconds rather than minutes.
+# Calls instead of inline checks compile in seconds rather than minutes.
 OUT=build/asan-emulated PRELOAD=$libasan \
     KTCONVERT_CFLAGS="-fsanitize=address --param asan-instrumentation-with-call-threshold=0 -fno-omit-frame-pointer -g -O1" \
     sh tests/emulated.sh "$python" -q tests/test_gemm.py tests/test_gemm_bf16.py \

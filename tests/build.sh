@@ -1,7 +1,7 @@
 #!/bin/sh
-# Builds the extension into the folder OUT, with KTCONVERT_CFLAGS and KTCONVERT_ARCH (native_quant/_build.py), beside links to the
-# rest of ktconvert: with PYTHONPATH=OUT/lib that is the ktconvert that is imported.
-# FIRST names a header that most files include: it is read once, before them, and not again for each (gcc; half of the time).
+# Builds the extension into the folder OUT, with KTCONVERT_CFLAGS and KTCONVERT_ARCH (native_quant/_build.py), beside links
+# to the rest of ktconvert. PYTHONPATH=OUT/lib imports this ktconvert.
+# FIRST names a header that many files include: gcc precompiles it.
 # Usage: tests/build.sh OUT [PYTHON]   (the interpreter with ktconvert's dependencies; default .venv/bin/python)
 set -eu
 cd "$(dirname "$0")/.."
@@ -16,7 +16,7 @@ for file in native_quant/*; do case $file in *.so) ;; *) ln -s "$PWD/$file" "$ou
 if [ -n "${FIRST:-}" ]; then
     export KTCONVERT_CFLAGS="${KTCONVERT_CFLAGS:-} -D_GNU_SOURCE= -include $out/first.h"
     echo "#include <$FIRST>" > "$out/first.h"
-    # A compiler that finds other flags than those of the files reads the header itself.
+    # gcc uses a precompiled header only for files that have the same flags.
     flags='import runpy, sysconfig; print(sysconfig.get_config_var("CFLAGS"), *runpy.run_path("native_quant/_build.py")["COMPILE"])'
     "${CC:-cc}" $("$python" -c "$flags") -fPIC $KTCONVERT_CFLAGS -x c-header "$out/first.h" -o "$out/first.h.gch"
 fi

@@ -1,8 +1,9 @@
 #!/bin/sh
-# Runs tests with the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, whether it has these two or not: in a build, in
-# build/emulated or $OUT, that says both are there; tile instructions are trapped (tests/rig/amx_trapped.c), AVX-VNNI is compiled to
-# AVX-512's encoding. AVX-VNNI has kernels of its own for AMXINT4 and AMXINT8 alone. It says nothing about speed: -O1 compiles sooner. KTCONVERT_CFLAGS are added to what is compiled, and PRELOAD is preloaded, too.
-# Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and what multiplies weights)
+# Runs tests of the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, even if it lacks these two. The build, in
+# build/emulated or $OUT, reports both as available. Tile instructions are trapped (tests/rig/amx_trapped.c); AVX-VNNI is
+# compiled to AVX-512's encoding and has kernels only for AMXINT4 and AMXINT8. The build uses -O1, which compiles faster: do
+# not measure its speed. KTCONVERT_CFLAGS adds flags; PRELOAD names more libraries to preload.
+# Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and the tests of products)
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
@@ -19,9 +20,9 @@ KTCONVERT_CFLAGS="-DKT_EMULATED -g0 -O1 ${KTCONVERT_CFLAGS:-}" FIRST=immintrin.h
 out=$(realpath "$out")
 "${CC:-cc}" -std=gnu11 -mavx2 -mfma -Wall -Wextra ${KTCONVERT_CFLAGS:-} -O3 -shared -fPIC tests/rig/amx_trapped.c -o "$out/amx_trapped.so"
 
-# PYTHONPATH comes before site-packages, so this ktconvert is the one that is imported.
+# PYTHONPATH precedes site-packages, so this ktconvert is imported.
 export PYTHONPATH="$out/lib"
 export LD_PRELOAD="${PRELOAD:-} $out/amx_trapped.so"
 "$python" -c "import sys, ktconvert.native_quant._ktq as m; assert m.__file__.startswith(sys.argv[1]), m.__file__" "$out"
-# pytest's faulthandler would take SIGILL over.
+# pytest's faulthandler would take over SIGILL.
 exec "$python" -m pytest -p no:cacheprovider -p no:faulthandler "$@"

@@ -1,4 +1,4 @@
-"""Kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI), run all the same: emulated."""
+"""Emulated kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI)."""
 
 import os
 import re
@@ -14,12 +14,12 @@ import pytest
 from ktconvert.native_quant import kernels
 
 ROOT = Path(__file__).resolve().parents[1]
-# The files whose tests must have run, by instruction set: AVX-VNNI has kernels for AMXINT4 and AMXINT8 alone.
+# The files whose tests must run, by instruction set. AVX-VNNI has kernels only for AMXINT4 and AMXINT8.
 INTEGERS = ("test_gemm", "test_runtime", "test_from_checkpoint", "test_training")
 EMULATED = {"amx": (*INTEGERS, "test_gemm_bf16", "test_forward_bf16"), "avxvnni": INTEGERS}
 
 
-# Where the CPU has them, all tests run on the real ones.
+# On CPUs that have these instruction sets, all tests use the real kernels.
 @pytest.mark.long if set(EMULATED) <= set(kernels.available_isas()) else pytest.mark.slow
 def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
     if "avx512vnni" not in kernels.available_isas():
@@ -40,7 +40,7 @@ def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_amx_fetches_each_line_of_the_weights_once(tmp_path: Path, bits: int) -> None:
-    """By the call that reads it or by the one before, which does so while it multiplies."""
+    """The call that reads a line fetches it, or the call before does so while it multiplies."""
     if "avx512vnni" not in kernels.available_isas():
         pytest.skip("this machine has no avx512vnni, with which codes are unpacked")
     program, include = tmp_path / "fetches", ROOT / "native_quant" / "csrc"

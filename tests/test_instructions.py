@@ -1,7 +1,7 @@
-"""No illegal instruction: disassembled, the extension has beyond those of every x86-64 CPU only what a function's
-instruction set names (arch/x86/isa.h), and only in the functions of that set.
+"""No illegal instructions: beyond those of every x86-64 CPU, a function uses only those of its instruction set.
 
-KTCONVERT_EXTENSION names another file than the one that is imported, such as a wheel's.
+The extension is disassembled and compared with the target attributes of arch/x86/isa.h. KTCONVERT_EXTENSION names a
+different file than the imported one, such as a wheel's.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from ktconvert.native_quant import _ktq
 
 ROOT = Path(__file__).resolve().parents[1]
 ISA_HEADER = ROOT / "native_quant" / "csrc" / "arch" / "x86" / "isa.h"
-# https://gitlab.com/x86-psABIs/x86-64-ABI, table 3.1, and what older CPUs take for a NOP.
+# https://gitlab.com/x86-psABIs/x86-64-ABI, table 3.1, and instructions that older CPUs treat as NOP.
 BASELINE = {
     *("INTEL8086", "INTEL186", "INTEL286", "INTEL386", "INTEL486", "X64", "CPUID", "CMOV", "CX8", "FPU", "FXSR"),
     *("MMX", "SSE", "SSE2", "SYSCALL", "MULTIBYTENOP", "PAUSE", "CET_IBT"),
 }
-# By instruction set: the names in isa.h, in iced's spelling.
+# Names in isa.h -> iced's spelling.
 SPELLED = {"avx512f": "AVX512F", "avx512vnni": "AVX512_VNNI", "avx512bf16": "AVX512_BF16", "avxvnni": "AVX_VNNI"}
 SPELLED |= {"amx-tile": "AMX_TILE", "amx-int8": "AMX_INT8", "amx-bf16": "AMX_BF16"}
 FEATURES = {number: name for name, number in vars(CpuidFeature).items() if not name.startswith("_")}
 
 
-def allowed() -> dict[str, set[str]]:
-    """Instruction set -> features, by the target attributes of isa.h, and what the compiler may add to AVX."""
+def read_allowed_features() -> dict[str, set[str]]:
+    """Return the features of each instruction set: its target attributes in isa.h, and what the compiler adds to AVX."""
     header = re.sub(r"#else.*?#endif", "", ISA_HEADER.read_text(), flags=re.S).replace("\\\n", " ")
     sets = {"scalar": set[str]()}
     for name, targets in re.findall(
@@ -43,12 +43,15 @@ def allowed() -> dict[str, set[str]]:
     return {isa: features | BASELINE for isa, features in sets.items()}
 
 
-# What each CPU with AVX2, FMA and F16C has besides (x86-64-v3 but for BMI and MOVBE, which cpu.c does not ask for).
+# Also part of every CPU with AVX2, FMA and F16C (x86-64-v3 but for BMI and MOVBE, which cpu.c does not ask for).
 OF_AVX2 = {"SSE3", "SSSE3", "SSE4_1", "SSE4_2", "POPCNT"}
 
 
-def functions(elf: ELFFile, isas: Collection[str]) -> Iterator[tuple[str, str, bytes, int]]:
-    """Name, instruction set, code and address of each: by its own name, or by its file's where it is the file's own."""
+def find_functions(elf: ELFFile, isas: Collection[str]) -> Iterator[tuple[str, str, bytes, int]]:
+    """Yield name, instruction set, code and address of each function.
+
+    The instruction set ends the function's name or, for a static function, the name of its file.
+    """
     table = elf.get_section_by_name(".symtab")
     assert isinstance(table, SymbolTableSection), "the file was stripped of its symbols"
     file = ""
@@ -66,11 +69,11 @@ def functions(elf: ELFFile, isas: Collection[str]) -> Iterator[tuple[str, str, b
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 only")
 def test_only_functions_of_an_instruction_set_use_it() -> None:
-    sets, seen, wrong, covered = allowed(), set[str](), list[str](), 0
+    sets, seen, wrong, covered = read_allowed_features(), set[str](), list[str](), 0
     path = os.environ.get("KTCONVERT_EXTENSION") or _ktq.__file__
     with Path(path).open("rb") as file:
         elf = ELFFile(file)
-        for name, isa, code, address in functions(elf, sets):
+        for name, isa, code, address in find_functions(elf, sets):
             may = sets.get(isa, sets["scalar"])
             covered += len(code)
             for instruction in Decoder(64, code, ip=address):

@@ -1,4 +1,4 @@
-"""Without x86: what lies outside csrc/arch/x86 and the files of its instruction sets needs nothing but standard C."""
+"""Portability: outside csrc/arch/x86 and the files of its instruction sets, C files need only standard C."""
 
 import os
 import re
@@ -18,16 +18,16 @@ X86_HEADERS = ("immintrin.h", "x86intrin.h", "xmmintrin.h", "emmintrin.h", "cpui
 X86_ISAS = set(re.findall(r"X\((\w+), \w+\)", (X86 / "isa.h").read_text())) - {"scalar"}
 
 
-def neutral() -> list[Path]:
-    """The files that every architecture compiles."""
+def portable_files() -> list[Path]:
+    """Return the files that every architecture compiles."""
     files = [path for path in CSRC.rglob("*.[ch]") if X86 not in path.parents]
     return [path for path in files if not X86_ISAS & set(path.stem.split("_"))]
 
 
-def test_x86_stands_in_its_own_files():
-    assert len(neutral()) > 30
+def test_only_files_of_x86_use_x86():
+    assert len(portable_files()) > 30
     x86 = r"\w*intrin\.h|cpuid|__builtin_ia32_\w+|__asm__|\basm\b|\b_mm\d*_\w+|arch/x86|KT_TARGET_\w+"
-    for path in neutral():
+    for path in portable_files():
         match = re.search(x86, re.sub(r"/\*.*?\*/", "", path.read_text(), flags=re.DOTALL))
         assert match is None, f"{path.relative_to(ROOT)}: {match[0]}"
 
@@ -39,8 +39,8 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
     monkeypatch.setenv("KTCONVERT_ARCH", arch)
     build = runpy.run_path("native_quant/_build.py")
     files = {str(path.relative_to(ROOT)) for path in CSRC.rglob("*.*") if path.is_file()}
-    assert sorted(build["sources"]() + build["other_files"]()) == sorted(files)
-    assert (f"native_quant/csrc/arch/{arch}/cpu.c") in build["sources"]()
+    assert sorted(build["list_sources"]() + build["list_other_files"]()) == sorted(files)
+    assert (f"native_quant/csrc/arch/{arch}/cpu.c") in build["list_sources"]()
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
         ("sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1", "a Python with the GIL, and this one is free-threaded"),
     ],
 )
-def test_where_it_cannot_be_built_it_says_so_in_a_sentence(change: str, words: str) -> None:
-    """As setup.py finds it, in a process that says that it is another: nothing of these is here."""
+def test_an_unsupported_python_is_refused_in_one_sentence(change: str, words: str) -> None:
+    """setup.py runs in a process that pretends to be on another platform."""
     program = f"import runpy, setuptools, sys, sysconfig, cffi; {change}; runpy.run_path('native_quant/_build.py')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
@@ -69,8 +69,7 @@ assert all(isa == "scalar" for _, isa in kernels.KERNELS) and kernels.KERNELS
 
 
 def test_another_architecture_converts_to_the_same_bytes(tmp_path):
-    """The build for a processor without kernels of its own (csrc/arch/generic): no header of x86 is
-    there to be included."""
+    """Builds csrc/arch/generic, for a processor without kernels of its own; headers of x86 are unavailable."""
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in X86_HEADERS:

@@ -1,6 +1,6 @@
-"""How the tree is built: imports run one way and in no circle, names are plain and stand once, the glossary is used.
+"""Structure of the tree: imports run one way and in no circle, names are plain and unique, the glossary is used.
 
-This is the only file where the direction of imports is written.
+This is the only file that declares the direction of imports.
 """
 
 import ast
@@ -52,19 +52,19 @@ MODULES = {
 
 
 @functools.cache
-def trees() -> dict[Path, ast.Module]:
-    """The product's modules, parsed."""
+def parse_modules() -> dict[Path, ast.Module]:
+    """Return the syntax trees of the product's modules."""
     return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def floor_of(path: Path) -> str:
-    """The floor on which a file stands: its folder, or the runtime, which stands beside the pipeline."""
+    """Return the floor of a file: its folder, or the runtime, which is beside the pipeline."""
     parts = path.relative_to(ROOT).parts
     return "native_quant.runtime" if parts[:2] == ("native_quant", "runtime") else parts[0]
 
 
-def imports(tree: ast.AST) -> list[tuple[str, int]]:
-    """Every imported module with its line."""
+def find_imports(tree: ast.AST) -> list[tuple[str, int]]:
+    """Return every imported module with its line."""
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -75,17 +75,17 @@ def imports(tree: ast.AST) -> list[tuple[str, int]]:
     return names
 
 
-def none(offenders: list[str]) -> None:
-    """Fails with all of them, a line each."""
+def fail_with(offenders: list[str]) -> None:
+    """Fail with all offenders, one per line, if there are any."""
     if offenders:
         pytest.fail(f"{len(offenders)} of {len(FILES)} files and their names:\n" + "\n".join(offenders), pytrace=False)
 
 
-def test_direction():
+def test_packages_import_in_one_direction():
     wrong = []
-    for path, tree in trees().items():
+    for path, tree in parse_modules().items():
         floor = floor_of(path)
-        for module, line in imports(tree):
+        for module, line in find_imports(tree):
             parts = module.split(".")
             at = f"{path.relative_to(ROOT)}:{line}: "
             if parts[0] in FOLDERS:
@@ -102,21 +102,21 @@ def test_direction():
                 package = path.relative_to(ROOT / "pipeline").parts[0]
                 if package in PACKAGES and set(PACKAGES[PACKAGES.index(package) + 1 :]).intersection(parts[2:3]):
                     wrong.append(f"{at}{package} must not import {module}")
-    none(wrong)
+    fail_with(wrong)
 
 
-def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
-    """Everything that runs when a module is imported, and what is imported for types."""
+def walk_outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes that run when a module is imported, TYPE_CHECKING blocks included."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             yield child
-            yield from outside_functions(child)
+            yield from walk_outside_functions(child)
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
-    """Our modules that a module imports as such; of `from package import module`, the module, not the package."""
+    """Return our modules that a module imports; for `from package import module`, the module, not the package."""
     names = set()
-    for node in outside_functions(tree):
+    for node in walk_outside_functions(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -126,9 +126,9 @@ def imported_modules(tree: ast.AST) -> set[str]:
     return names & MODULES.keys()
 
 
-def test_no_circles():
-    """No module needs itself, TYPE_CHECKING included: what two modules share has a module of its own."""
-    graph = {name: imported_modules(trees()[path]) - {name} for name, path in MODULES.items()}
+def test_modules_import_in_no_circle():
+    """No module imports itself through others, TYPE_CHECKING included."""
+    graph = {name: imported_modules(parse_modules()[path]) - {name} for name, path in MODULES.items()}
     assert sum(map(len, graph.values())) > 100
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -139,7 +139,7 @@ def test_no_circles():
 CSRC = ROOT / "native_quant" / "csrc"
 
 
-def included_files(path: Path, arch: Path) -> Iterator[Path]:
+def find_included_files(path: Path, arch: Path) -> Iterator[Path]:
     """Yield the files of csrc that a C file or header includes, found as the compiler finds them."""
     for name in re.findall(r'^\s*#\s*include "(.*)"', path.read_text(), re.M):
         yield next(folder / name for folder in (path.parent, CSRC, arch) if (folder / name).exists())
@@ -158,8 +158,8 @@ def preprocess(path: str, command: list[str]) -> tuple[str, list[tuple[int, Path
     return text, starts
 
 
-def definitions(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the functions and variables that preprocessed C defines, each with its place; no declarations, no types."""
+def find_definitions(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the functions and variables that preprocessed C defines, with their offsets; no declarations, no types."""
     depth, start, is_function = 0, 0, False
     for mark in re.finditer(r"[{};]", text):
         if mark[0] == "{":
@@ -180,9 +180,9 @@ def test_no_circles_in_c(tmp_path, monkeypatch):
     command = [os.environ.get("CC", "cc"), "-E", f"-I{tmp_path}", f"-I{CSRC}", f"-I{build['ARCH']}"]
     home: dict[str, Path] = {}
     used: dict[Path, set[str]] = {}
-    for source in build["sources"]():
+    for source in build["list_sources"]():
         text, starts = preprocess(source, command)
-        for at, item in definitions(text):
+        for at, item in find_definitions(text):
             path = starts[bisect.bisect(starts, at, key=operator.itemgetter(0)) - 1][1]
             head = re.split(r"[(=\[]", item, maxsplit=1)[0].replace("*", " ").split()
             if "static" not in head:
@@ -194,7 +194,7 @@ def test_no_circles_in_c(tmp_path, monkeypatch):
     for path in files:
         arch = path.parent if path.parent.parent == CSRC / "arch" else ROOT / build["ARCH"]
         called = {home[name] for name in used.get(path, set()) & home.keys()} - {path}
-        graph[path] = called | set(included_files(path, arch))
+        graph[path] = called | set(find_included_files(path, arch))
     assert sum(map(len, graph.values())) > 400
     try:
         graphlib.TopologicalSorter(graph).prepare()
@@ -206,51 +206,51 @@ def test_no_circles_in_c(tmp_path, monkeypatch):
 def test_heavy_packages_are_imported_where_they_are_used():
     wrong = []
     for name, path in MODULES.items():
-        tree = trees()[path]
+        tree = parse_modules()[path]
         typing_only = {n for block in ast.walk(tree) if isinstance(block, ast.If) for n in ast.walk(block)}
         tops = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom) and n not in typing_only]
         wrong += [
             f"{path.relative_to(ROOT)}:{line}: import {module} inside the function that uses it"
             for node in tops
-            for module, line in imports(node)
+            for module, line in find_imports(node)
             if name not in SUBCLASSING and (module.split(".")[0] in HEAVY or module in SUBCLASSING)
         ]
-    none(wrong)
+    fail_with(wrong)
 
 
 BUILDING = ROOT / "pipeline" / "models" / "pretrained.py"
 
 
 def test_one_module_asks_transformers_for_configs_and_tokenizers():
-    """It switches off settings beside predictions, and explains what fails."""
+    """That module switches off settings that do not concern predictions, and explains failures."""
     asking = {"AutoConfig", "AutoTokenizer", "AutoProcessor"}
-    none(
+    fail_with(
         [
             f"{path.relative_to(ROOT)}:{node.lineno}: use models.pretrained instead of {node.attr}"
-            for path, tree in trees().items()
+            for path, tree in parse_modules().items()
             for node in ast.walk(tree)
             if path != BUILDING and isinstance(node, ast.Attribute) and node.attr in asking
         ]
     )
 
 
-# Words that say nothing to somebody who is new here. Say runner, threads, remote, side output, other tensors, request
+# Words that tell a new reader nothing. Say runner, threads, remote, side output, other tensors, request
 # options, fair lock, scheduler, model manager, chunk, expected, declared, reported, paths, space, panel, pack.
 SAYING_NOTHING = """apart beside carried asked keeper keepers crew crews lane lanes lay lays laid piece pieces places
     room rooms stated strip strips told turns wanted"""
 GONE = {*SAYING_NOTHING.split()}
 VECTORS = "native_quant/"  # where a lane is one of a vector
-# Files of a table may have the name of another file: commands, encodings of the numbers that quantizers define.
+# Files that are rows of a table may share a name: commands, encodings of the numbers that quantizers define.
 ROWS = (("pipeline", "cli"), ("layouts", "encodings"))
 
 
-def parts_of(name: str) -> set[str]:
-    """The words of an identifier: of my_name, MyName, MY_NAME."""
+def split_words(name: str) -> set[str]:
+    """Return the words of an identifier such as my_name, MyName or MY_NAME, in lower case."""
     return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
 
 
-def defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """The names that a module gives: to functions, classes, variables, attributes, parameters."""
+def find_defined_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the names that a module gives to functions, classes, variables, attributes and parameters."""
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -261,11 +261,11 @@ def defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def identifiers() -> Iterator[tuple[str, str]]:
-    """(name, where) of all identifiers of the product, and of its files."""
-    for path, tree in trees().items():
+def find_identifiers() -> Iterator[tuple[str, str]]:
+    """Yield (name, place) of all identifiers of the product and of its files."""
+    for path, tree in parse_modules().items():
         where = str(path.relative_to(ROOT))
-        yield from ((name, f"{where}:{line}") for name, line in [*defined(tree), (path.stem, 1)])
+        yield from ((name, f"{where}:{line}") for name, line in [*find_defined_names(tree), (path.stem, 1)])
     for path in sorted(p for p in CSRC.rglob("*") if p.is_file()):
         text = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"", " ", path.read_text(), flags=re.S)
         where = str(path.relative_to(ROOT))
@@ -274,16 +274,16 @@ def identifiers() -> Iterator[tuple[str, str]]:
 
 def test_names_are_plain():
     wrong: dict[str, list[str]] = {}
-    for name, where in identifiers():
-        if parts_of(name) & (GONE - ({"lane", "lanes"} if where.startswith(VECTORS) else set())):
+    for name, where in find_identifiers():
+        if split_words(name) & (GONE - ({"lane", "lanes"} if where.startswith(VECTORS) else set())):
             wrong.setdefault(name, []).append(where)
-    none([f"{name}: {' '.join(where[:4])}" for name, where in sorted(wrong.items())])
+    fail_with([f"{name}: {' '.join(where[:4])}" for name, where in sorted(wrong.items())])
 
 
 def test_no_class_and_no_file_twice():
-    """Of public classes; a file that is a row of a table may have the name of another."""
+    """Covers public classes; files that are rows of a table may share a name."""
     found: dict[str, list[str]] = {}
-    for path, tree in trees().items():
+    for path, tree in parse_modules().items():
         where = path.relative_to(ROOT)
         for node in tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
@@ -291,11 +291,17 @@ def test_no_class_and_no_file_twice():
         command = where.parts[1] == "plans" and (ROOT / "pipeline" / "cli" / path.name).exists()
         if path.stem != "__init__" and where.parts[:2] not in ROWS and not command:
             found.setdefault(path.name, []).append(str(where))
-    none([f"{name}: {' '.join(w)}" for name, w in sorted(found.items()) if len(w) > 1])
+    fail_with([f"{name}: {' '.join(w)}" for name, w in sorted(found.items()) if len(w) > 1])
 
 
-def test_every_file_says_what_it_is():
-    none([str(p.relative_to(ROOT)) for p, tree in trees().items() if p.stat().st_size and not ast.get_docstring(tree)])
+def test_every_module_has_a_docstring():
+    fail_with(
+        [
+            str(p.relative_to(ROOT))
+            for p, tree in parse_modules().items()
+            if p.stat().st_size and not ast.get_docstring(tree)
+        ]
+    )
 
 
 # Where the result of a removal is known: files of a work directory, which are made again; a pattern of an option.
@@ -304,16 +310,16 @@ MAY_REMOVE |= {"layouts/outputs/ignore.py"}
 
 
 def test_no_message_advises_to_remove_a_file_or_a_tensor():
-    """Without it the rest may be another model, or nothing of it was wrong."""
+    """Without the file the rest may be a different model, or the file was not the problem."""
     advice = re.compile(r"(?:[;:,] |\bor |^)(?:remove|delete|keep one)(?: \w|,| $|\Z)")
     found = [
         f"{path.relative_to(ROOT)}: {node.value}"
-        for path, tree in trees().items()
+        for path, tree in parse_modules().items()
         if str(path.relative_to(ROOT)) not in MAY_REMOVE and "cli" not in path.parts
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and advice.search(node.value)
     ]
-    none(found)
+    fail_with(found)
 
 
 def test_the_core_of_an_encoding_is_small():
@@ -329,12 +335,12 @@ def test_glossary():
     assert heading, "docs/explanation/design.md has no Glossary"
     words = re.findall(r"^\| ([^|*`]+?) \|", glossary.partition("| --")[2] or glossary.partition("|---")[2], re.M)
     assert 20 <= len(words) <= 40, words
-    names = {name for name, _ in identifiers()}
-    used = set().union(*map(parts_of, names)) | {name.lower().replace("_", " ") for name in names}
+    names = {name for name, _ in find_identifiers()}
+    used = set().union(*map(split_words, names)) | {name.lower().replace("_", " ") for name in names}
     docs = before + "".join(p.read_text() for p in (ROOT / "docs").rglob("*.md") if p.name != "design.md")
     docs += "".join(p.read_text() for p in (ROOT / "README.md", *ROOT.glob("*/*.md")) if "docs" not in p.parts)
 
     def is_used(word: str) -> bool:
         return not used.isdisjoint({word, f"{word}s"}) or re.search(rf"\b{re.escape(word)}s?\b", docs, re.I) is not None
 
-    none([word for entry in words for word in entry.split(", ") if not is_used(word)])
+    fail_with([word for entry in words for word in entry.split(", ") if not is_used(word)])

@@ -1,4 +1,4 @@
-"""Instruction sets: put to use for a while, and which one is chosen where none is asked for."""
+"""Instruction sets in tests: use one for a while, and the one that is used by default."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from ktconvert.native_quant import kernels
 
 @contextlib.contextmanager
 def using(isa: str) -> Iterator[None]:
-    """Whatever happens within, the one before is put back."""
+    """Use an instruction set within the block, then restore the previous one."""
     before = kernels.isa()
     kernels.set_isa(isa)
     try:
@@ -19,14 +19,14 @@ def using(isa: str) -> Iterator[None]:
 
 
 def each() -> Iterator[str]:
-    """Those of this machine, each in use when it is its turn."""
+    """Yield the instruction sets of this machine; each is in use during its iteration."""
     for isa in kernels.available_isas():
         with using(isa):
             yield isa
 
 
-def chosen() -> str:
-    """The best one, but not avx512bf16 where vdpbf16ps is slow: on Intel's processors."""
+def default_isa() -> str:
+    """Return the best one, but not avx512bf16 on Intel's processors, where vdpbf16ps is slow."""
     names = kernels.available_isas()
     is_slow = names[-1] == "avx512bf16" and "GenuineIntel" in Path("/proc/cpuinfo").read_text()
     return names[-2] if is_slow else names[-1]
