@@ -104,7 +104,7 @@ def test_disk_space_of_the_dead_is_freed_and_their_records_count(paths: Paths) -
         edit_json(paths.attempts / f"{attempt.name}.json", lambda document, record=record: document.update(record))
         (paths.partial / attempt.name).write_bytes(b"0")
     whole = made(paths)
-    attempts.free(paths)
+    attempts.remove_dead_files(paths)
     kept = sorted(attempt.name for attempt in (*begun[1:], whole))
     assert conversion.names(paths.partial) == kept
     assert attempts.read(paths, UNIT, known=[attempt.name for attempt in begun]) == [whole]

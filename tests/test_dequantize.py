@@ -11,7 +11,7 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.plans.commands import make_plan, make_request, run
+from ktconvert.pipeline.plans.commands import make_options, make_plan, run
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
@@ -100,7 +100,7 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def dequantize(source: Path, out: Path) -> Tensors:
     """Dequantize in this process and verify the output, also against its source; return its tensors."""
-    run(make_plan(make_request("dequantize", input=source, output=out, cpuinfer_threads=2)))
+    run(make_plan(make_options("dequantize", input=source, output=out, cpuinfer_threads=2)))
     report = verify(VerifyOptions(output=out, against=str(source), cpuinfer_threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
     return read_folder(out)
@@ -224,7 +224,7 @@ def test_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Path)
     source = write_model(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
     words = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
     with pytest.raises(InputError, match=words):
-        run(make_plan(make_request("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
+        run(make_plan(make_options("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
     assert not (tmp_path / "out").exists()
 
 
@@ -355,7 +355,7 @@ PLAIN = ("BF16", np.ones((4, 4), np.uint16))
 def test_unknown_integer_weights_are_never_copied(tensors, config, words, tmp_path):
     source = write_model(tmp_path / "model", tensors, {"model_type": "qwen3", **config})
     with pytest.raises(UnsupportedError) as refused:
-        make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
+        make_plan(make_options("dequantize", input=source, output=tmp_path / "out"))
     assert words in str(refused.value) and "use the model's BF16" in str(refused.value)
 
 
@@ -368,13 +368,13 @@ def test_fp8_of_an_mtp_block_without_scales_is_copied(name, tmp_path):
     size = np.where(exponent, (8 + fraction) * 2.0 ** (exponent - 10), fraction * 2.0**-9)
     bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     source = write_model(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
-    plan = make_plan(make_request("dequantize", input=source, output=tmp_path / "out"))
+    plan = make_plan(make_options("dequantize", input=source, output=tmp_path / "out"))
     assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
     assert (dequantize(source, tmp_path / "out")[name].bits == bits).all()
     lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
     source = write_model(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
     with pytest.raises(InputError, match=r"weight_scale_inv is missing; check that the download is complete, or use"):
-        make_plan(make_request("dequantize", input=source, output=tmp_path / "no"))
+        make_plan(make_options("dequantize", input=source, output=tmp_path / "no"))
 
 
 def test_tables_of_integers_are_copied(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import pytest
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.plans import commands
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[str, ...]] = {
 def inputs(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, str]:
     base = tmp_path_factory.mktemp("inputs")
     small = conversion.checkpoint(base / "small")
-    run(make_plan(request("cpu", small, base / "loose", no_merge_safetensor=True)))
+    run(make_plan(options_of("cpu", small, base / "loose", no_merge_safetensor=True)))
     fp8 = stored.model(example, base / "fp8", "FP8")
     return {"SMALL": str(small), "LOOSE": str(base / "loose"), "FP8": str(fp8)}
 
@@ -53,8 +53,8 @@ def servers() -> Iterator[Forks]:
         yield started
 
 
-def request(command: str, source: Path, output: Path, **options: Any) -> Request[ConversionOptions]:
-    return commands.make_request(command, input=source, output=output, cpuinfer_threads=2, **options)
+def options_of(command: str, source: Path, output: Path, **options: Any) -> ConversionOptions:
+    return commands.make_options(command, input=source, output=output, cpuinfer_threads=2, **options)
 
 
 def test_the_bytes_are_those_of_threads(
@@ -84,16 +84,16 @@ class Twice(Executor):
 
     def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         (task,) = arguments
-        conversion.edit(locate(Path(task.of.output)).partial / fn(task).name, keep_time=True)
+        conversion.edit(locate(Path(task.conversion.output)).partial / fn(task).name, keep_time=True)
         future: Future[Any] = Future()
         future.set_result(fn(task))
         return future
 
 
 def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, str], tmp_path: Path) -> None:
-    run(make_plan(request("cpu", Path(inputs["SMALL"]), tmp_path / "threads")))
+    run(make_plan(options_of("cpu", Path(inputs["SMALL"]), tmp_path / "threads")))
     events = conversion.Events()
-    run(make_plan(request("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
+    run(make_plan(options_of("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
     said = sorted(e["text"].partition(":")[0] for e in events.told if e["event"] == "warning")
@@ -103,7 +103,7 @@ def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, st
 def test_processes_of_an_executor_do_not_keep_the_lock(tmp_path: Path) -> None:
     """They are forked while it is held, and outlive a conversion that has failed."""
     source = conversion.checkpoint(tmp_path / "source")
-    plan: Plan = make_plan(request("cpu", source, tmp_path / "out"))
+    plan: Plan = make_plan(options_of("cpu", source, tmp_path / "out"))
     conversion.edit(source / "model-00001-of-00004.safetensors")
     with ProcessPoolExecutor(1) as executor:
         for _ in range(2):
@@ -140,7 +140,7 @@ def test_the_end_removes_what_a_worker_still_writes(name: str, tmp_path: Path) -
 
 
 def test_a_broken_executor_is_one_sentence(inputs: dict[str, str], tmp_path: Path) -> None:
-    plan = make_plan(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
+    plan = make_plan(options_of("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
     closed = ThreadPoolExecutor(1)
     closed.shutdown()
     with ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as broken:
@@ -151,7 +151,7 @@ def test_a_broken_executor_is_one_sentence(inputs: dict[str, str], tmp_path: Pat
 
 
 def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: dict[str, str], tmp_path: Path) -> None:
-    plan = make_plan(request("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
+    plan = make_plan(options_of("cpu", Path(inputs["SMALL"]), tmp_path / "out"))
     dead, lives = plan.units[:2]
     with WorkDir(locate(tmp_path / "out")) as work:
         child = os.fork()
@@ -162,7 +162,7 @@ def test_the_journal_has_what_became_of_attempts_without_a_coordinator(inputs: d
         attempts.begin(work.paths, lives, "a run")
     for _ in range(2):  # once
         with WorkDir(locate(tmp_path / "out")) as work:
-            noted = [(type(r), r.unit, r.pid) for r in work.journal.records if isinstance(r, journal.OfUnit)]
+            noted = [(type(r), r.unit, r.pid) for r in work.journal.records if isinstance(r, journal.UnitEvent)]
             begun = [(journal.Start, dead.name, child), (journal.Start, lives.name, os.getpid())]
             assert sorted(noted, key=repr) == sorted([(journal.Lost, dead.name, child), *begun], key=repr)
     assert run(plan)

@@ -140,7 +140,7 @@ def test_units_that_end_their_workers(setting: Setting, cluster: Cluster, output
     done = setting.begin(output, cluster).result()
     words = ("ktconvert: experts.layer-00", ": 3 processes that made it ended", "on mortal, process ")
     conversion.refused(done, 1, *words)
-    for unit, words in (("000", "it left no word"), ("001", "Segmentation fault")):
+    for unit, words in (("000", "no traceback"), ("001", "Segmentation fault")):
         assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{words}", done.stderr)
     records = book(output)
     assert sorted(r["unit"] for r in of(records, "done")) == ["experts.layer-002", "experts.layer-003"]

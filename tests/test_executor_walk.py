@@ -52,7 +52,7 @@ def plan(case: str, output: Path, dataset: Path, **more: Any) -> Any:
     data = {"dataset": str(dataset), "max_sequence_length": calibrated.MAX_LENGTH, "force_cpu": True}
     statistics = {"save_statistics": f"{output}.statistics"} if case in STATISTICS else {}
     given = {**data, **statistics, **options, "cpuinfer_threads": 1, **more}
-    return commands.make_plan(commands.make_request(command, input=calibrated.EXAMPLE, output=output, **given))
+    return commands.make_plan(commands.make_options(command, input=calibrated.EXAMPLE, output=output, **given))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -78,7 +78,7 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.models.fine_tuning.": "files that the same run has written; of another's, nothing is raised",
     "ktconvert.pipeline.plans.train._identity": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "no file",
-    "ktconvert.pipeline.engine.worker._opened": "compares a name with all that a file holds",
+    "ktconvert.pipeline.engine.worker._open_plan": "compares a name with all that a file holds",
     "ktconvert.pipeline.calibration.portions.load_tensors": "compares a hash with all that a file holds",
     "ktconvert.native_quant.runtime.hf_non_experts.": "headers that open_output has read before, and any text",
     "ktconvert.pipeline.models.serving.": "requests: test_serve_requests.py; and what load_model has read before",
@@ -150,7 +150,7 @@ def test_a_record_without_a_fingerprint(inputs: Inputs) -> None:
     path = inputs.work.journal
     with restored(path) as whole:
         path.write_bytes(whole.replace(b'"fingerprint"', b'"footprint"'))
-        assert journal.finished(journal.read(path)) == {}
+        assert journal.finished_units(journal.read(path)) == {}
         assert command("resume", inputs.broken, "--dry-run") == 0
 
 
@@ -159,7 +159,7 @@ def test_a_record_of_a_file_that_cannot_be(name: str, inputs: Inputs) -> None:
     path = inputs.work.journal
     with restored(path) as whole:
         path.write_bytes(whole.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
-        assert journal.finished(journal.read(path))
+        assert journal.finished_units(journal.read(path))
         assert command("resume", inputs.broken, "--dry-run") == 0
 
 

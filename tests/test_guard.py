@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.pipeline.cli import COMMANDS, CONVERSIONS
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import FORMAT, SavedPlan, tool_version
-from ktconvert.pipeline.engine.units import Made, Result, Unit, Written
+from ktconvert.pipeline.engine.units import FinishedUnit, Result, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.options.declare import option_fields
 from ktconvert.pipeline.options.types import OutputPath
@@ -103,7 +103,7 @@ def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, place, t
         unit = Unit("checkpoint", "2", (1,), 0, None, folder=True)
         (work.paths.store / unit.stored_name).mkdir()
         (work.paths.store / unit.stored_name / "file").write_text("hours of work")
-        work.record(unit, Made(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
+        work.record(unit, FinishedUnit(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
     kept = tree(work.paths.root)
     done = servers.run(words(command, place, begun), tmp_path / "said")
     assert done.returncode == OutputError.exit_code and f"command was {other}, is {command}" in done.stderr, done.stderr

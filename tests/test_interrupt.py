@@ -38,7 +38,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, numbe
     assert not output.exists()
     records = journal.read(tmp_path / "out.work/journal.jsonl")
     started = [r.unit for r in records if isinstance(r, journal.Start)]
-    assert sorted(r.unit for r in journal.finished(records).values()) == sorted(started)
+    assert sorted(r.unit for r in journal.finished_units(records).values()) == sorted(started)
     assert 0 < len(started) < 5 and isinstance(records[-1], journal.End)
     assert str(records[-1].why).startswith(f"stopped by {number.name}")
     done = conversion.ktconvert("resume", output)
@@ -121,7 +121,7 @@ def test_a_second_signal_at_the_very_end_is_no_other_one(five, tmp_path, number,
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_program_that_was_interrupted_has_its_own_handlers_back(number):
     before = signal.getsignal(number)
-    with StopFlag().installed() as stop:
+    with StopFlag().handle_signals() as stop:
         os.kill(os.getpid(), number)
     assert stop.number == number and signal.getsignal(number) == before
 

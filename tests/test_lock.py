@@ -21,7 +21,7 @@ LIBRARY = """
 import os, sys, signal
 from pathlib import Path
 from ktconvert.layouts.errors import OutputError
-from ktconvert.pipeline.engine.lock import ProcessPart, acquire, unlock
+from ktconvert.pipeline.engine.lock import JobShare, acquire, unlock
 
 output = Path(sys.argv[1])
 root = output.with_name(output.name + ".work")
@@ -74,7 +74,7 @@ for number in range(int(sys.argv[3])):
     def contend():
         os.close(go)
         os.close(stop)
-        locks.read, publish.publish = dawdling(locks.read), dawdling(publish.publish)
+        locks.read_lock, publish.publish = dawdling(locks.read_lock), dawdling(publish.publish)
         os.read(start, 1)
         try:
             lock = acquire(root, output)
@@ -148,7 +148,7 @@ print(points)
 HOLD = (
     LIBRARY
     + """
-part = ProcessPart(*map(int, sys.argv[2].split("/"))) if sys.argv[2:] else None
+part = JobShare(*map(int, sys.argv[2].split("/"))) if sys.argv[2:] else None
 try:
     lock = acquire(root, output, part)
 except OutputError as error:
@@ -396,7 +396,7 @@ def test_a_part_takes_away_what_bars_its_own_way(tmp_path, no_locks):
         assert killed.holds
         killed.end(signal.SIGKILL)
         assert (root / name).exists()
-    code = LIBRARY + "for taken in unlock(root, output, ProcessPart(1, 3)): print(taken)\n"
+    code = LIBRARY + "for taken in unlock(root, output, JobShare(1, 3)): print(taken)\n"
     printed = ran(code, tmp_path / "out", **no_locks)
     assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in printed
     assert len(printed.splitlines()) == 1

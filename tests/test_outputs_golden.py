@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.cli.conversion import cpu, gpu, merge
-from ktconvert.pipeline.plans.commands import make_plan, make_request
+from ktconvert.pipeline.plans.commands import make_options, make_plan
 
 GOLDEN = Path(__file__).parent / "golden" / "outputs.json"
 COMMANDS = {"cpu": cpu, "gpu": gpu, "merge": merge}
@@ -74,7 +74,7 @@ def short(data: bytes) -> str:
 def units(command: str, source: Path, settings: dict[str, Any], **tuning: Any) -> dict[str, str]:
     """Name in the store -> fingerprint, of every unit of a plan."""
     options = {"input": source, "output": source.parent / "none", **settings, **tuning}
-    planned = make_plan(make_request(command, **options))
+    planned = make_plan(make_options(command, **options))
     return {unit.stored_name: unit.fingerprint[16:32] for unit in planned.units}
 
 

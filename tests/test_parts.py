@@ -8,7 +8,7 @@ import pytest
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.engine import attempts
-from ktconvert.pipeline.engine.part import parse
+from ktconvert.pipeline.engine.job_share import parse_share
 from ktconvert.pipeline.engine.paths import locate
 from rig import conversion, killpoint
 from rig.bench import CONVERSIONS, SHARD
@@ -37,11 +37,11 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1
 def test_a_part_is_a_number_of_a_count(text, environment, expected):
     """Given, or by the environment; "" is refused."""
     if expected:
-        part = parse(text, environment)
+        part = parse_share(text, environment)
         assert str(part) == expected == f"{part.number}/{part.count}"
     else:
         with pytest.raises(UsageError, match="--part"):
-            parse(text, environment)
+            parse_share(text, environment)
 
 
 @pytest.mark.parametrize("which", PARTED)

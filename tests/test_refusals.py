@@ -410,13 +410,13 @@ def test_two_processes_on_one_output(source, expected, output):
 LATE = """
 import subprocess, sys
 from ktconvert.pipeline.engine import execute
-look = execute.already_finished
+look = execute.existing.is_finished
 def late(*arguments):
     found = look(*arguments)
-    execute.already_finished = look
+    execute.existing.is_finished = look
     subprocess.run([sys.executable, "-m", "ktconvert.pipeline.cli", *sys.argv[1:]], check=True)
     return found
-execute.already_finished = late
+execute.existing.is_finished = late
 from ktconvert.pipeline.cli import main
 main()
 """

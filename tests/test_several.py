@@ -64,13 +64,13 @@ def test_what_is_finished_stays_and_the_others_are_made(source, alone, tmp_path)
 def test_the_input_is_hashed_once(source, tmp_path):
     asked = {"input": source, "output": tmp_path / "out", "quant_method": "int4,int8", "verify_inputs": True}
     hashed: list[int] = []
-    plans = commands.make_plans(commands.make_request("cpu", **asked), hashed.append)
+    plans = commands.make_plans(commands.make_options("cpu", **asked), hashed.append)
     assert sorted(hashed) == sorted(path.stat().st_size for path in source.glob("*.safetensors"))
     assert all(file.sha256 for plan in plans for file in plan.source if file.name.endswith(".safetensors"))
 
 
 def test_with_an_executor(source, alone, tmp_path):
-    order = commands.make_request("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
+    order = commands.make_options("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
     with ProcessPoolExecutor(2) as executor:
         assert commands.run(commands.make_plans(order), executor)
     require_equal(tmp_path, alone)

@@ -44,7 +44,7 @@ def test_a_conversion_that_was_killed(bench):
 
 def test_a_part_between_two_units(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
-    held = lock.acquire(bench.work, bench.output, lock.ProcessPart(1, 2))
+    held = lock.acquire(bench.work, bench.output, lock.JobShare(1, 2))
     assert status(bench)["state"] == "running"
     held.release()
     assert status(bench)["state"] == "stopped"
@@ -64,7 +64,7 @@ def test_files_that_hold_anything(bench):
     assert said.returncode == 0 and "\x1b" not in said.stderr
 
 
-@pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "parts_at_work")])
+@pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "has_active_shares")])
 def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module, name):
     """Between the first file that is read and the next ones, which are gone then."""
     bench.stop_after(2)

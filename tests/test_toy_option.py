@@ -12,13 +12,13 @@ from ktconvert.layouts.errors import OutputError
 from ktconvert.pipeline.cli import conversion as cli_cpu
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
-from ktconvert.pipeline.engine.existing import saved_plan
+from ktconvert.pipeline.engine.existing import read_plan
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.options.conversion_options import CpuOptions
 from ktconvert.pipeline.options.declare import weights_option, with_values
 from ktconvert.pipeline.options.types import Integer
 from ktconvert.pipeline.plans import commands
-from ktconvert.pipeline.plans.commands import load_request, make_plan, make_request
+from ktconvert.pipeline.plans.commands import make_options, make_plan, restore_options
 
 
 class ToyOptions(CpuOptions):
@@ -45,7 +45,7 @@ def test_help_and_types():
 
 
 def test_another_value_is_another_conversion(example, tmp_path):
-    plans = [make_plan(make_request("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
+    plans = [make_plan(make_options("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
     three, again, four = ([unit.fingerprint for unit in plan.units] for plan in plans)
     assert three == again and not set(three) & set(four) and plans[2].document().settings["toy"] == 4
 
@@ -62,27 +62,27 @@ def test_a_saved_plan_has_it(example, tmp_path):
     out = tmp_path / "out"
     paths = locate(out)
     paths.root.mkdir()
-    document = make_plan(make_request("cpu", input=example, output=out, toy=7)).document()
+    document = make_plan(make_options("cpu", input=example, output=out, toy=7)).document()
     paths.plan.write_bytes(msgspec.json.encode(document))
-    saved = saved_plan(paths)
-    assert saved is not None and load_request(out, saved).options.settings["toy"] == 7
+    saved = read_plan(paths)
+    assert saved is not None and restore_options(out, saved).settings["toy"] == 7
     damaged = json.loads(paths.plan.read_bytes())
     damaged["settings"]["toy"] = "many"
     paths.plan.write_bytes(json.dumps(damaged).encode())
-    saved = saved_plan(paths)
+    saved = read_plan(paths)
     assert saved is not None
     with pytest.raises(OutputError, match="toy: Expected `int`, got `str`"):
-        load_request(out, saved)
+        restore_options(out, saved)
 
 
 def test_names_and_values_of_the_api_are_checked(tmp_path):
     for wrong, words in (({"toys": 1}, "no option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
         with pytest.raises(ValueError, match=words):
-            make_request("cpu", input="a", output=tmp_path, **wrong)
+            make_options("cpu", input="a", output=tmp_path, **wrong)
 
 
 def test_misspelt_names_of_settings_are_errors():
-    options = make_request("cpu", input="a", output="b").options
+    options = make_options("cpu", input="a", output="b")
     for wrong in ({"toys": 1}, {"gptq": 1}):
         with pytest.raises(TypeError, match=f"ToyOptions has no option {next(iter(wrong))}"):
             with_values(options, **wrong)

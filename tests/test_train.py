@@ -13,11 +13,11 @@ import pytest
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.existing import saved_plan
-from ktconvert.pipeline.engine.loop import recorded
+from ktconvert.pipeline.engine.existing import read_plan
+from ktconvert.pipeline.engine.loop import record_run
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.plans.commands import load_request
+from ktconvert.pipeline.plans.commands import restore_options
 from rig import conversion, forks, killpoint, shims
 from rig.conversion import tree
 from rig.safetensors import read_file
@@ -442,10 +442,10 @@ def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     output, _ = copy_of(begun[0], tmp_path)
     stopped = read_status(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
-    assert journal.last_run(journal.read(locate(output).journal)) is not None  # it had said that it runs
+    assert journal.find_killed_run(journal.read(locate(output).journal)) is not None  # it had said that it runs
     with pytest.raises(OutputError, match="holds an unfinished training, which `ktconvert status` describes"):
-        load_request(output, saved_plan(locate(output)))  # as `inspect` does
-    with WorkDir(locate(output)) as work, recorded(work):
+        restore_options(output, read_plan(locate(output)))  # as `inspect` does
+    with WorkDir(locate(output)) as work, record_run(work):
         assert read_status(output)["state"] == "running"
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explained, readable_mode, umask
 
+WORK_FOLDER = ".ktconvert"  # folder in an output where an unfinished conversion works
 REMOVALS = 10  # tries
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
 MARK = "written by ktconvert, which may replace it"  # in the metadata of the single files that commands write

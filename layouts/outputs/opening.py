@@ -13,13 +13,13 @@ from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest
+from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.outputs import FORMATS, Format, decoded, format_of, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.parts import Names, Place
 from ktconvert.layouts.tensors import TensorInfo
 
-WORK_INSIDE = ".ktconvert"
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 TRAIN = "train"  # the command whose output is an adapter
 FOREIGN_NAME = "not a name that kt-kernel reads"
@@ -136,7 +136,7 @@ def _opened(
 
 def _shards(root: Path) -> list[str]:
     files = (path.relative_to(root) for path in root.rglob("*.safetensors"))
-    return sorted(file.as_posix() for file in files if WORK_INSIDE not in file.parts)
+    return sorted(file.as_posix() for file in files if WORK_FOLDER not in file.parts)
 
 
 def _format_of(about: Manifest) -> Format:

@@ -84,7 +84,7 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
 
     if command not in commands.COMMANDS:
         raise ValueError(f"there is no command {command!r}: choose one of {', '.join(commands.COMMANDS)}")
-    return commands.make_plans(commands.make_request(command, **options))
+    return commands.make_plans(commands.make_options(command, **options))
 
 
 def convert(command: str, /, *, executor: Executor | None = None, **options: Any) -> list[Path]:
@@ -99,9 +99,9 @@ def convert(command: str, /, *, executor: Executor | None = None, **options: Any
     from ktconvert.pipeline.plans import commands
 
     plans = plan(command, **options)
-    chosen = plans[0].request.options
+    chosen = plans[0].options
     commands.run(plans, executor, chosen.reporting.reporter, overwrite=chosen.existing.overwrite)
-    return [each.request.output for each in plans]
+    return [each.options.output for each in plans]
 
 
 def verify(

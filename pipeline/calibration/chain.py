@@ -27,9 +27,9 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.calibration.expert_visitors import ExpertVisitor
 from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_dense_layer, run_expert_layer
 from ktconvert.pipeline.calibration.layered_model import LayeredModel, tensor_to_bits
-from ktconvert.pipeline.calibration.portions import ExpertPortion, PortionWork, portion_unit
+from ktconvert.pipeline.calibration.portions import LayerWorkers
 from ktconvert.pipeline.calibration.requirements import LAYER
-from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Portion, Result, Unit, Written
 from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
@@ -92,8 +92,8 @@ class Chain:
             versions=(self.version,),
             params=self.options.weights,
             bytes_out=8 * samples.num_calibration_samples * (samples.max_sequence_length + 1),
-            kept=False,
-            handed_on=self.hidden_states_bytes,
+            in_output=False,
+            handover_bytes=self.hidden_states_bytes,
             work=self,
         )
 
@@ -112,7 +112,7 @@ class Chain:
                 bytes_out=0,
                 inputs=tuple(map(source.identity, tensors)),
                 bytes_in=sum(t.nbytes for t in tensors),
-                handed_on=self.hidden_states_bytes if layer != self.model.layers[-1] else 0,
+                handover_bytes=self.hidden_states_bytes if layer != self.model.layers[-1] else 0,
                 work=LayerWork(self, layer, dense_layers),
             )
 
@@ -159,47 +159,50 @@ def _layer_tensors(chain: Chain, layer: int) -> list[OtherTensor]:
 
 
 def run_unit(
-    run_layer: Callable[[Unit[Any], Path, Context], Result],
-    run_portion: Callable[[Unit[Any], ExpertPortion, Path], Result],
-    unit: Unit[Any],
-    partial: Path,
-    context: Context,
+    run_layer: Callable[[Unit[Any], Path, Context], Result], unit: Unit[Any], partial: Path, context: Context
 ) -> Result:
-    """Run a unit of a chain, or a portion of one: the samples here, others by the given functions.
+    """Run a unit of a chain: the samples here, others by run_layer. Raise ResourceError if memory runs out."""
+    chain: Chain = unit.work if isinstance(unit.work, Chain) else unit.work.chain
+    with _prepare_run(unit.key, chain):
+        return _write_samples(chain, partial, context) if chain is unit.work else run_layer(unit, partial, context)
 
-    Raises ResourceError if memory runs out.
-    """
+
+def run_portion(
+    visit: Callable[[Unit[Any], Portion, Path], Result], unit: Unit[Any], portion: Portion, partial: Path
+) -> Result:
+    """Run a portion of a layer's unit. Raise ResourceError if memory runs out."""
+    with _prepare_run(portion.key, unit.work.chain):
+        return visit(unit, portion, partial)
+
+
+@contextmanager
+def _prepare_run(key: str, chain: Chain) -> Iterator[None]:
     import torch
 
-    portion = unit.work.portion if isinstance(unit.work, PortionWork) else None
-    layer_unit = unit if portion is None else unit.work.layer_unit
-    chain: Chain = layer_unit.work if isinstance(layer_unit.work, Chain) else layer_unit.work.chain
     torch.set_num_threads(chain.machine["threads"])
-    with _explain_memory_errors(unit.key, chain.memory_remedies):
-        if portion is not None:
-            return run_portion(layer_unit, portion, partial)
-        return _write_samples(chain, partial, context) if chain is unit.work else run_layer(unit, partial, context)
+    with _explain_memory_errors(key, chain.memory_remedies):
+        yield
 
 
 def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisitor]) -> None:
     """Run all sequences through a unit's dense layers and its layer with experts."""
     work: LayerWork = unit.work
-    lm, experts_at_once, link, away = work.chain.lm, work.chain.experts_at_once, context.link, context.away
-    run_portions = None if away is None else lambda portions: away([portion_unit(unit, p) for p in portions])
-    lengths = [len(ids) for ids in read_samples(link.store[SAMPLES])]
-    assert link.before is not None
-    layer_inputs = RowFile(link.before, sum(lengths), lm.hidden, new=False)
+    lm, experts_at_once, paths = work.chain.lm, work.chain.experts_at_once, context.chain_paths
+    workers = None if context.make_portions is None else LayerWorkers(unit, context.make_portions)
+    lengths = [len(ids) for ids in read_samples(paths.finished[SAMPLES])]
+    assert paths.previous is not None
+    layer_inputs = RowFile(paths.previous, sum(lengths), lm.hidden, new=False)
     for dense_layer in work.dense_layers:
         with layer_inputs:
-            path = link.scratch / f"after-{dense_layer:03d}"
+            path = paths.scratch / f"after-{dense_layer:03d}"
             run = LayerRun(work.model, lm, dense_layer, lengths, experts_at_once)
             layer_outputs = run_dense_layer(run, layer_inputs, path)
-        if layer_inputs.path != link.before:
+        if layer_inputs.path != paths.previous:
             layer_inputs.path.unlink()
         layer_inputs = layer_outputs
     with layer_inputs:
         run = LayerRun(work.model, lm, work.layer, lengths, experts_at_once)
-        run_expert_layer(run, visitors, layer_inputs, link.scratch, link.handed_on, run_portions)
+        run_expert_layer(run, visitors, layer_inputs, paths.scratch, paths.handover, workers)
 
 
 @contextmanager
@@ -217,8 +220,8 @@ def _explain_memory_errors(key: str, remedies: str) -> Iterator[None]:
 
 def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     """Write the tokens of all samples, and their embeddings for the first layer."""
-    link, lm, options = context.link, chain.lm, chain.options.samples
-    stored = link.store.get(SAMPLES)
+    paths, lm, options = context.chain_paths, chain.lm, chain.options.samples
+    stored = paths.finished.get(SAMPLES)
     if stored is not None and stored.exists():
         samples = read_samples(stored)
     else:
@@ -232,8 +235,8 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
             f"{lm.source.root}: its tokenizer produces token {last} for {options.dataset}, but the model has {count} "
             "tokens; put the right tokenizer files beside config.json."
         )
-    if link.handed_on is not None:
-        with RowFile(link.handed_on, len(ids), lm.hidden, new=True) as hidden_states:
+    if paths.handover is not None:
+        with RowFile(paths.handover, len(ids), lm.hidden, new=True) as hidden_states:
             start = 0
             for hidden in lm.embed(iter(samples)):
                 hidden_states.write(start, tensor_to_bits(hidden))

@@ -25,7 +25,7 @@ from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVi
 from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
 from ktconvert.pipeline.calibration.requirements import CALIBRATE_REMEDIES
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.units import Context, Link, Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import ChainPaths, Context, Portion, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions
 from ktconvert.quantizers import gptq
 
@@ -193,23 +193,23 @@ class ClosingWork:
 
     document    entries of statistics.json that are known before anything is computed (folder.Document)
     write_file  writes the unit's file to a path
-    kept        whether statistics are the output itself; else they are side files of the chain's units
+    in_output        whether statistics are the output itself; else they are side files of the chain's units
     """
 
     chain: chain.Chain
     document: Mapping[str, Any]
-    write_file: Callable[[ClosingWork, Path, Link], Result]
-    kept: bool
+    write_file: Callable[[ClosingWork, Path, ChainPaths], Result]
+    in_output: bool
 
-    def read_layer(self, link: Link, layer: int) -> LayerSums:
-        path = (link.store if self.kept else link.sides)[f"layer-{layer:03d}"]
+    def read_layer(self, paths: ChainPaths, layer: int) -> LayerSums:
+        path = (paths.finished if self.in_output else paths.side_files)[f"layer-{layer:03d}"]
         return LayerSums(*chain.read_arrays(path, "counts", "inputs", "middle"))
 
 
 def make_closing_units(
-    own: chain.Chain, last: Unit[Any], document: Mapping[str, Any], *, kept: bool
+    own: chain.Chain, last: Unit[Any], document: Mapping[str, Any], *, in_output: bool
 ) -> list[Unit[Any]]:
-    """Return the units after the last layer, one for each file. document, kept: as in ClosingWork."""
+    """Return the units after the last layer, one for each file. document, in_output: as in ClosingWork."""
     shapes = [own.model.shape(layer) for layer in own.model.layers]
     imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
     counts = 8 * int(document["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
@@ -229,45 +229,46 @@ def make_closing_units(
                 params=(("after", previous.fingerprint), ("about", json.dumps(document, sort_keys=True))),
                 final=name,
                 bytes_out=nbytes,
-                kept=kept,
-                work=ClosingWork(own, document, write_file, kept),
+                in_output=in_output,
+                work=ClosingWork(own, document, write_file, in_output),
             )
         )
     return units
 
 
-def _write_imatrix(work: ClosingWork, partial: Path, link: Link) -> Result:
+def _write_imatrix(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:
     data, model = work.document["data"], work.chain.model
     nbytes, digest = write_imatrix(
         partial,
         {layer: model.shape(layer) for layer in model.layers},
-        lambda layer: work.read_layer(link, layer),
+        lambda layer: work.read_layer(paths, layer),
         datasets=[data["dataset"]],
-        chunks=len(chain.read_samples(link.store[chain.SAMPLES])),
+        chunks=len(chain.read_samples(paths.finished[chain.SAMPLES])),
         chunk_size=data["max_length"],
     )
     return Result((Written("", nbytes, digest),), 6 * len(model.layers))
 
 
-def _write_counts(work: ClosingWork, partial: Path, link: Link) -> Result:
+def _write_counts(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:
     about, model = work.document["model"], work.chain.model
     experts = max(model.shape(layer)[0] for layer in model.layers)
     counts = np.zeros((about["decoder_layers"], experts), "<i8")
     for layer in model.layers:
-        own = work.read_layer(link, layer).counts
+        own = work.read_layer(paths, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(about[key]) for key in ("architecture", "name", "source")}
     return Result((chain.write_arrays(partial, {folder.KEY: counts}, {"format": "pt", **metadata}),), 1)
 
 
-def _write_document(work: ClosingWork, partial: Path, link: Link) -> Result:
-    lengths = [len(ids) for ids in chain.read_samples(link.store[chain.SAMPLES])]
-    paths = {name: link.store[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
+def _write_document(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:
+    lengths = [len(ids) for ids in chain.read_samples(paths.finished[chain.SAMPLES])]
+    finished = {name: paths.finished[Path(name).stem] for name in (folder.IMATRIX, folder.COUNTS)}
     if work.document["settings"].get("second_moments"):
         layers = work.chain.model.layers
-        paths |= {second_moments.file_name(layer): link.store[f"layer-{layer:03d}"] for layer in layers}
+        finished |= {second_moments.file_name(layer): paths.finished[f"layer-{layer:03d}"] for layer in layers}
     files = [
-        {"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)} for name, path in paths.items()
+        {"name": name, "size": path.stat().st_size, "sha256": publish.sha256_file(path)}
+        for name, path in finished.items()
     ]
     data = {**work.document["data"], "samples": len(lengths), "tokens": sum(lengths)}
     text = folder.encode_document({**work.document, "data": data}, files, tool_version())
@@ -306,18 +307,19 @@ def stage(
                 params=(("after", units[-1].fingerprint), ("reading", model.reading(layer))),
                 final=second_moments.file_name(layer) if moments else "",
                 bytes_out=(moments_bytes if moments else layer_bytes)(model, layer),
-                kept=moments,
+                in_output=moments,
                 work=CalibrateWork(own, layer, unit.work.dense_layers, moments),
             )
         )
-    units += make_closing_units(own, units[-1], document, kept=True)
-    run = functools.partial(chain.run_unit, _run_layer, _run_portion)
-    return Stage(NAME, "gather statistics of experts' inputs", tuple(units), run, chain=True)
+    units += make_closing_units(own, units[-1], document, in_output=True)
+    run = functools.partial(chain.run_unit, _run_layer)
+    run_portion = functools.partial(chain.run_portion, _run_portion)
+    return Stage(NAME, "gather statistics of experts' inputs", tuple(units), run, chain=True, run_portion=run_portion)
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     if isinstance(unit.work, ClosingWork):
-        return unit.work.write_file(unit.work, partial, context.link)
+        return unit.work.write_file(unit.work, partial, context.chain_paths)
     work: CalibrateWork = unit.work
     statistics = LayerStatistics(work.layer)
     if work.moments:
@@ -336,7 +338,7 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     return Result((written,), tensors, {"layer": work.layer, "routed_tokens": summary})
 
 
-def _run_portion(layer_unit: Unit[CalibrateWork], portion: portions.ExpertPortion, partial: Path) -> Result:
+def _run_portion(layer_unit: Unit[CalibrateWork], portion: Portion, partial: Path) -> Result:
     work = layer_unit.work
     specs = list_specs(LayerStatistics(work.layer).visitors) + ([MomentsWriter.statistics] if work.moments else [])
     result = visit_portion(work.model, work.chain.lm, work.layer, portion, specs)

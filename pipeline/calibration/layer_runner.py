@@ -6,7 +6,7 @@ outputs of the experts, for all sequences, are files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,9 @@ from ktconvert.pipeline.calibration.expert_visitors import (
     StatisticsSpec,
 )
 from ktconvert.pipeline.calibration.layered_model import LayeredModel, bits_to_tensor, tensor_to_bits
-from ktconvert.pipeline.calibration.portions import ExpertInputs, ExpertPortion, TensorTree
+from ktconvert.pipeline.calibration.portions import ExpertInputs, LayerWorkers, TensorTree
 from ktconvert.pipeline.calibration.requirements import GRADIENT_TOKENS
-from ktconvert.pipeline.engine.units import Made
+from ktconvert.pipeline.engine.units import Portion
 from ktconvert.quantizers import predictions
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 
 
 Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
-# Runs portions in workers and returns their results in order; the files exist until the last result is taken.
-RunPortions = Callable[[Sequence[ExpertPortion]], Generator[Made, None, None]]
 
 
 class GatheredGroup(NamedTuple):
@@ -91,14 +89,14 @@ def run_expert_layer(
     layer_inputs: RowFile,
     scratch: Path,
     output_path: Path | None,
-    run_portions: RunPortions | None = None,
+    workers: LayerWorkers | None = None,
 ) -> None:
     """Run all sequences through a layer with experts.
 
     layer_inputs  rows [tokens, hidden]
     scratch       folder for the inputs and outputs of the experts, each as large as layer_inputs
     output_path   path of a new, durable file for the layer's outputs; None if they are not needed
-    run_portions  lets workers visit portions (visit_portion); None: experts are visited in this process
+    workers       visit portions (visit_portion); None: experts are visited in this process
     Raises ValueError if several visitors replace weights, InputError and VerificationError as LayeredModel does.
     """
     if sum(visitor.replaces_weights for visitor in visitors) > 1:
@@ -109,9 +107,9 @@ def run_expert_layer(
         rows = files.enter_context(_create_like(layer_inputs, scratch / portions.ROWS_FILE))
         inputs = _record_expert_inputs(run, layer_inputs, rows, specs)
         if output_path is None:
-            return _visit_experts(run, inputs, visitors, specs, None, run_portions)
+            return _visit_experts(run, inputs, visitors, specs, None, workers)
         expert_outputs = files.enter_context(_create_like(layer_inputs, scratch / "outputs"))
-        _visit_experts(run, inputs, visitors, specs, expert_outputs, run_portions)
+        _visit_experts(run, inputs, visitors, specs, expert_outputs, workers)
         with _create_like(layer_inputs, output_path) as layer_outputs:
             for (start, hidden), (_, summed) in zip(
                 run.sequences(layer_inputs), run.sequences(expert_outputs), strict=True
@@ -174,15 +172,15 @@ def _visit_experts(
     visitors: Sequence[ExpertVisitor],
     specs: Sequence[StatisticsSpec],
     outputs: RowFile | None,
-    run_portions: RunPortions | None,
+    workers: LayerWorkers | None,
 ) -> None:
     """Pass groups of experts to the visitors; write the sums of their outputs, by token, to `outputs`."""
     experts = run.model.shape(run.layer)[0]
     token_counts = inputs.count_tokens(experts)
-    if run_portions is None:
+    if workers is None:
         groups = _gather_groups(run, inputs, specs, range(experts))
     else:
-        groups = _gather_from_workers(run, inputs, specs, run_portions)
+        groups = _gather_from_workers(run, inputs, specs, workers)
     with closing(groups):
         for weights, statistics, slopes, result in groups:
             final_weights: Mapping[int, ExpertWeights] = weights
@@ -211,11 +209,12 @@ def _gather_groups(
 
 
 def _gather_from_workers(
-    run: LayerRun, inputs: ExpertInputs, specs: Sequence[StatisticsSpec], run_portions: RunPortions
+    run: LayerRun, inputs: ExpertInputs, specs: Sequence[StatisticsSpec], workers: LayerWorkers
 ) -> Generator[GatheredGroup, None, None]:
     """Yield the results of workers for the layer's portions, in order (visit_portion)."""
-    own = portions.write_portions(inputs, run.lengths, specs, run.model.shape(run.layer)[0], run.experts_at_once)
-    with closing(run_portions(own)) as finished:
+    count = run.model.shape(run.layer)[0]
+    own = portions.write_portions(workers.unit, inputs, run.lengths, specs, count, run.experts_at_once)
+    with closing(workers.make_portions(own)) as finished:
         for portion, one in zip(own, finished, strict=True):
             result = portions.load_tensors(one.path, one.result.files[0].sha256, run.lm.device)
             experts = range(portion.first, portion.stop)
@@ -234,7 +233,7 @@ def visit_portion(
     model: MoeModel,
     lm: LayeredModel,
     layer: int,
-    portion: ExpertPortion,
+    portion: Portion,
     specs: Sequence[StatisticsSpec],
     replacing_visitor: ExpertVisitor | None = None,
 ) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.pipeline.calibration.expert_visitors import Accumulator, StatisticsSpec, TokenCounts
-from ktconvert.pipeline.engine.units import Unit, Written
+from ktconvert.pipeline.engine.units import MakePortions, Portion, Unit, Written
 
 if TYPE_CHECKING:
     import torch
@@ -53,38 +53,21 @@ class ExpertInputs:
         return sum(counts, np.zeros(experts, np.int64))
 
 
-class ExpertPortion(NamedTuple):
-    """Experts first..stop-1 of a layer, as sent to a worker. folder: the layer's; sha256: of SETTINGS_FILE there."""
+class LayerWorkers(NamedTuple):
+    """Workers that make portions of a layer's unit, some experts each."""
 
-    folder: str
-    sha256: str
-    first: int
-    stop: int
-
-
-class PortionWork(NamedTuple):
-    """The work of a portion of a layer's unit."""
-
-    layer_unit: Unit[Any]
-    portion: ExpertPortion
-
-
-def portion_unit(layer_unit: Unit[Any], portion: ExpertPortion) -> Unit[PortionWork]:
-    """Return a portion as a unit. Its fingerprint depends on the inputs of the layer's experts."""
-    return Unit(
-        stage=layer_unit.stage,
-        key=f"{layer_unit.key}.experts-{portion.first:03d}-{portion.stop - 1:03d}",
-        versions=layer_unit.versions,
-        params=(("of", layer_unit.fingerprint), ("given", portion.sha256)),
-        bytes_out=0,
-        portion=(layer_unit.key, functools.partial(portion_unit, portion=portion)),
-        work=PortionWork(layer_unit, portion),
-    )
+    unit: Unit[Any]
+    make_portions: MakePortions
 
 
 def write_portions(
-    inputs: ExpertInputs, lengths: Sequence[int], specs: Sequence[StatisticsSpec], experts: int, max_experts: int
-) -> list[ExpertPortion]:
+    unit: Unit[Any],
+    inputs: ExpertInputs,
+    lengths: Sequence[int],
+    specs: Sequence[StatisticsSpec],
+    experts: int,
+    max_experts: int,
+) -> list[Portion]:
     """Write the files that workers read; return the layer's portions, each of at most max_experts experts."""
     import torch
 
@@ -98,8 +81,12 @@ def write_portions(
         "outputs": inputs.output_fisher,
     }
     digest = save_tensors(folder / SETTINGS_FILE, settings).sha256
-    firsts = range(0, experts, size)
-    return [ExpertPortion(str(folder), digest, first, min(first + size, experts)) for first in firsts]
+    portions = []
+    for first in range(0, experts, size):
+        stop = min(first + size, experts)
+        key = f"{unit.key}.experts-{first:03d}-{stop - 1:03d}"
+        portions.append(Portion(unit.stage, key, unit.key, unit.fingerprint, str(folder), digest, first, stop))
+    return portions
 
 
 @functools.lru_cache(1)
@@ -109,7 +96,7 @@ def _load_settings(folder: str, sha256: str, device: Any) -> TensorTree:
 
 @contextmanager
 def open_expert_inputs(
-    portion: ExpertPortion, specs: Sequence[StatisticsSpec], width: int, device: Any
+    portion: Portion, specs: Sequence[StatisticsSpec], width: int, device: Any
 ) -> Iterator[tuple[list[int], ExpertInputs]]:
     """Open the files of `write_portions` in a worker; yield the lengths of the sequences and the experts' inputs."""
     settings = _load_settings(portion.folder, portion.sha256, device)

@@ -12,13 +12,13 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
 from ktconvert.pipeline.cli.command import MultiValueCommand, command, options_on_command_line
-from ktconvert.pipeline.engine.execute import execute, tidy
-from ktconvert.pipeline.engine.executors import DEFAULT, opened, require_known
-from ktconvert.pipeline.engine.existing import nothing_to_do, saved_plan
-from ktconvert.pipeline.engine.lock import ProcessPart, unlock
-from ktconvert.pipeline.engine.part import make_part, parse, require_all_parts
+from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
+from ktconvert.pipeline.engine.execute import execute, remove_work_directory
+from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do
+from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
+from ktconvert.pipeline.engine.lock import JobShare, unlock
 from ktconvert.pipeline.engine.paths import Paths, locate
-from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan, require_parts
+from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
     CalibrateOptions,
     CpuOptions,
@@ -57,7 +57,7 @@ def cpu(options: CpuOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
     """
-    convert("cpu", options)
+    convert(options)
 
 
 @command("gpu", GpuOptions, MultiValueCommand)
@@ -75,7 +75,7 @@ def gpu(options: GpuOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
     """
-    convert("gpu", options)
+    convert(options)
 
 
 @command("calibrate", CalibrateOptions)
@@ -93,7 +93,7 @@ def calibrate(options: CalibrateOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume DIR`.
     """
-    convert("calibrate", options)
+    convert(options)
 
 
 @command("dequantize", DequantizeOptions)
@@ -110,7 +110,7 @@ def dequantize(options: DequantizeOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
     """
-    convert("dequantize", options)
+    convert(options)
 
 
 @command("merge", MergeOptions)
@@ -123,7 +123,7 @@ def merge(options: MergeOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume`.
     """
-    convert("merge", options)
+    convert(options)
 
 
 @command("merge-adapter", MergeAdapterOptions)
@@ -139,7 +139,7 @@ def merge_adapter(options: MergeAdapterOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume`.
     """
-    convert("merge-adapter", options)
+    convert(options)
 
 
 @command("resplit", ResplitOptions)
@@ -156,7 +156,7 @@ def resplit(options: ResplitOptions) -> None:
 
     To continue after an interruption, repeat the command or run `ktconvert resume NEW`.
     """
-    convert("resplit", options)
+    convert(options)
 
 
 @command("resume", ResumeOptions)
@@ -170,24 +170,25 @@ def resume(options: ResumeOptions) -> None:
     resume_conversion(options)
 
 
-def convert(name: str, options: ConversionOptions) -> None:
+def convert(options: ConversionOptions) -> None:
     """Run a conversion command, or with --dry-run print its plan."""
     reporter = options.reporting.reporter
     options.existing.require_consistent()
-    requests = commands.split_outputs(Request(name, options))
-    for note in dict.fromkeys(note for request in requests for note in _option_notes(request.options)):
+    outputs = commands.split_outputs(options)
+    for note in dict.fromkeys(note for output in outputs for note in _option_notes(output)):
         reporter.note(note)
     preconditions.check_kernels()
     threads = preconditions.limit_threads("--cpuinfer-threads", options.execution.threads, reporter)
     worker_threads = options.execution.cpuinfer_threads
-    share = None if options.part is None else parse(options.part, os.environ)
-    requests = [replace(each, options=with_values(each.options, cpuinfer_threads=threads)) for each in requests]
-    plans = [commands.build_plan(each, None if options.dry_run else reporter.hashed) for each in requests]
+    share = None if options.part is None else parse_share(options.part, os.environ)
+    outputs = [with_values(each, cpuinfer_threads=threads) for each in outputs]
+    plans = [commands.build_plan(each, None if options.dry_run else reporter.hashed) for each in outputs]
     for note in _plan_notes(plans):
         reporter.note(note)
     if options.dry_run:
-        plans = adapt_to_executor(plans, options.workers, share)
-        dry_run.show_plans(plans, as_json=options.reporting.json_events, overwrite=options.existing.overwrite)
+        require_compatible(plans, options.workers, share)
+        as_json, overwrite = options.reporting.json_events, options.existing.overwrite
+        dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=uses_workers(options.workers))
         return
     if options.existing.force_unlock:
         for plan in plans:
@@ -201,11 +202,11 @@ def resume_conversion(options: ResumeOptions) -> None:
     paths = locate(options.output)
     if options.earlier_run.force_unlock and not options.dry_run:
         remove_lock(paths, reporter)
-    if (saved := saved_plan(paths)) is None:
+    if (saved := read_plan(paths)) is None:
         if options.output.is_dir() and manifest.read(options.output) is not None:
             if not options.dry_run:
-                tidy(paths)
-            return nothing_to_do(options.output, reporter)
+                remove_work_directory(paths)
+            return report_nothing_to_do(options.output, reporter)
         raise OutputError(
             f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge`, `merge-adapter`, `resplit` or `train`."
@@ -213,25 +214,25 @@ def resume_conversion(options: ResumeOptions) -> None:
     if saved.command == TRAIN:
         return _resume_training(options, saved)
     preconditions.check_kernels()
-    request = commands.load_request(options.output, saved)
+    first = commands.restore_options(options.output, saved)
     execution = options.execution
-    threads = execution.cpuinfer_threads or request.options.execution.threads
+    threads = execution.cpuinfer_threads or first.execution.threads
     changes: dict[str, Any] = {
         "cpuinfer_threads": preconditions.limit_threads("--cpuinfer-threads", threads, reporter),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
     }
-    if options.allow_machine_change and isinstance(request.options, QuantizationOptions | CalibrateOptions):
+    if options.allow_machine_change and isinstance(first, QuantizationOptions | CalibrateOptions):
         changes["allow_machine_change"] = True
     if any(each.name == "executor" for each in options_on_command_line(ResumeOptions)):
         changes["part"] = None  # the given backend finishes the missing job shares
-    request = replace(request, options=with_values(request.options, **changes))
-    plan = commands.make_plan(request, None if options.dry_run else reporter.hashed)
+    plan = commands.make_plan(with_values(first, **changes), None if options.dry_run else reporter.hashed)
     if options.dry_run:
-        plans = adapt_to_executor([plan], options.workers)
-        dry_run.show_plans(plans, as_json=options.reporting.json_events)
+        require_compatible([plan], options.workers)
+        as_json, with_workers = options.reporting.json_events, uses_workers(options.workers)
+        dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
         return
-    require_all_parts(plan, paths)
+    require_all_shares(plan, paths)
     trust_store = options.earlier_run.trust_store
     run_plans([plan], reporter, options.workers, execution.cpuinfer_threads, trust_store=trust_store)
 
@@ -253,7 +254,7 @@ def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:
 
 def _plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
     """Return the notes of all plans; notes that only some plans share begin with the output's name."""
-    by_plan = [(plan.request.output.name, [*commands.numa_notes(plan), *plan.notes]) for plan in plans]
+    by_plan = [(plan.options.output.name, [*commands.numa_notes(plan), *plan.notes]) for plan in plans]
     common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
     return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
 
@@ -268,21 +269,24 @@ def _option_notes(options: ConversionOptions) -> Iterator[str]:
             yield f"{each.flag} {unused[each.name]}"
 
 
-def remove_lock(paths: Paths, reporter: Reporter, share: ProcessPart | None = None) -> None:
+def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None) -> None:
     """Remove a stale lock (--force-unlock), and report whose it was."""
     for removed in unlock(paths.root, paths.output, share):
         reporter.note(f"--force-unlock removed {removed}")
 
 
-def adapt_to_executor(plans: Sequence[Plan], workers: Workers, share: ProcessPart | None = None) -> Sequence[Plan]:
-    """Return the plans for the backend of --executor. Raises UsageError if it or --part does not fit them."""
-    name = workers.executor
-    require_known(name)
+def uses_workers(workers: Workers) -> bool:
+    """Return whether --executor selects a backend with workers."""
+    return not workers.executor.startswith(THREADS)
+
+
+def require_compatible(plans: Sequence[Plan], workers: Workers, share: JobShare | None = None) -> None:
+    """Raise UsageError for an unknown --executor, or for --executor or --part that does not fit the plans."""
+    require_backend(workers.executor)
     for plan in plans if share is not None else ():
-        require_parts(plan)
-    if share is not None and not name.startswith(DEFAULT):
-        raise UsageError(f"--part and --executor {name} both divide the work; give one of the two.")
-    return plans if name.startswith(DEFAULT) else [plan.shared_out() for plan in plans]
+        require_independent_units(plan)
+    if share is not None and uses_workers(workers):
+        raise UsageError(f"--part and --executor {workers.executor} both divide the work; give one of the two.")
 
 
 def run_plans(
@@ -290,20 +294,20 @@ def run_plans(
     reporter: Reporter,
     workers: Workers,
     threads: int | None,
-    share: ProcessPart | None = None,
+    share: JobShare | None = None,
     *,
     trust_store: bool,
 ) -> None:
     """Run the plans, or one job share of a single plan, on the backend of --executor. threads: of each worker."""
-    adapt_to_executor(plans, workers, share)
-    overwrite = plans[0].request.options.existing.overwrite
-    with opened(workers.executor, reporter.note, workers.executor_timeout) as backend:
+    require_compatible(plans, workers, share)
+    overwrite = plans[0].options.existing.overwrite
+    with open_backend(workers.executor, reporter.note, workers.executor_timeout) as backend:
         if backend.executor is None and backend.threads is not None:
             limited = preconditions.limit_threads("--executor threads", backend.threads, reporter)
             plans = [_with_options(plan, cpuinfer_threads=limited) for plan in plans]
         if share is not None:
             (plan,) = plans
-            make_part(_with_options(plan, part=str(share)), share, reporter, overwrite=overwrite)
+            make_share(_with_options(plan, part=str(share)), share, reporter, overwrite=overwrite)
             return
         execute(
             plans,
@@ -317,4 +321,4 @@ def run_plans(
 
 
 def _with_options(plan: Plan, **values: Any) -> Plan:
-    return replace(plan, request=replace(plan.request, options=with_values(plan.request.options, **values)))
+    return replace(plan, options=with_values(plan.options, **values))

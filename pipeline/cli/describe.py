@@ -6,7 +6,6 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +26,11 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.existing import saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import read_plan, unit_states
 from ktconvert.pipeline.engine.paths import Paths, locate, output_of
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans.checkpoint import require_whole
-from ktconvert.pipeline.plans.commands import load_request, make_plan
+from ktconvert.pipeline.plans.commands import make_plan, restore_options
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
 from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
@@ -182,10 +181,10 @@ def _find_misread_codes(output: Output, measured: Measure, reporter: Reporter) -
 
 def _describe_conversion(paths: Paths) -> dict[str, Any]:
     """Describe the state of a conversion: every unit if its source is readable, else the journal."""
-    saved = saved_plan(paths)
+    saved = read_plan(paths)
     assert saved is not None
     records = journal.read(paths.journal)
-    last = journal.last_run(records)
+    last = journal.find_killed_run(records)
     document = {
         "kind": "unfinished",
         "path": str(paths.output),
@@ -193,13 +192,12 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
         "command": saved.command,
         "input": saved.input,
         "settings": saved.settings,
-        "units_done": len(journal.finished(records)),
+        "units_done": len(journal.finished_units(records)),
         "died_in": list(last[1]) if last else [],
         "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
     }
     try:
-        request = load_request(paths.output, saved)
-        plan = make_plan(replace(request, options=with_values(request.options, verify_inputs=False)))
+        plan = make_plan(with_values(restore_options(paths.output, saved), verify_inputs=False))
         states = unit_states(plan, paths)
     except KtconvertError as error:
         return document | {"units": None, "source_problem": str(error)}

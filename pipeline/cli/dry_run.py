@@ -11,36 +11,37 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
-from ktconvert.pipeline.engine.assemble import require_free
-from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems, fit_threads
+from ktconvert.pipeline.engine.assemble import require_free_side_output
+from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.engine.threads import fit_threads
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.report.text import joined, plural, size
 
 LISTED = 12  # units shown at either end of a long list
 
 
-def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False) -> None:
+def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False, with_workers: bool = False) -> None:
     """Print the plans of a command, and the needs of several together. Raises the errors that a run would raise."""
     documents, needs = [], []
     for plan in plans:
         paths = plan.locate()
-        if finished := existing.already_finished(plan, overwrite):
+        if finished := existing.is_finished(plan, overwrite):
             states = [
                 replace(state, done=True, reason="the output is finished")
                 for state in existing.unit_states(plan, paths)
             ]
         else:
-            states = existing.states_once_begun(plan, paths, overwrite)
+            states = existing.predict_states(plan, paths, overwrite)
             needs.append((plan, paths, [state.unit for state in states if not state.done]))
-        documents.append(_document(plan, paths, finished, states, overwrite))
+        documents.append(_document(plan, paths, finished, states, overwrite, with_workers))
     if as_json:
         lines = [json.dumps({"event": "plan", **document}) for document in documents]
     else:
         lines = [_plan_text(plan, document) for plan, document in zip(plans, documents, strict=True)]
     if len(plans) > 1:
-        lines.append(_summary(documents, file_systems(needs), as_json=as_json))
+        lines.append(_summary(documents, file_systems(needs, with_workers=with_workers), as_json=as_json))
     click.echo(("\n" if as_json else "\n\n").join(lines))
 
 
@@ -65,22 +66,22 @@ def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
     known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
     rows = [(key, joined(facts[key])) for key in known if key in facts]
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
-    kind = "folders" if document["loose"] else "files" if plan.loose else "shards"
+    kind = "folders" if document["loose"] else "shards" if plan.has_index else "files"
     written = f"{size(document['bytes_out'])} in {document['shards']} {kind}"
     needs = [
         ("read", size(document["bytes_in"])),
-        ("write", f"{written}, and {size(plan.extra_bytes)} of companion files"),
+        ("write", f"{written}, and {size(plan.companion_bytes)} of companion files"),
         *(("remove", replaced["text"]) for replaced in document["replaces"]),
         ("disk", f"{disk_sentence(document['disk'])}, {size(document['disk_free'])} free"),
         ("memory", f"{size(document['peak_memory'])} at most, with {plural(document['threads'], 'thread')}"),
     ]
-    out = [f"plan     {plan.request.command}: {plan.request.input}", f"      -> {plan.request.output}"]
+    out = [f"plan     {plan.options.command}: {plan.options.input}", f"      -> {plan.options.output}"]
     out += [*_rows_text(rows), "", "stages"]
     for stage in document["stages"]:
         out += _stage_lines(stage, [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")])
     out += ["", *_rows_text(needs)]
-    if plan.advice:
-        out += ["", *_rows_text([("advice", sentence) for sentence in plan.advice])]
+    if plan.needs.advice:
+        out += ["", *_rows_text([("advice", sentence) for sentence in plan.needs.advice])]
     if document["finished"]:
         out.append("the output is finished: nothing to do")
     return "\n".join(out)
@@ -114,31 +115,33 @@ def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
     return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
 
 
-def _document(plan: Plan, paths: Paths, finished: bool, states: Sequence[Status], overwrite: bool) -> dict[str, Any]:
+def _document(
+    plan: Plan, paths: Paths, finished: bool, states: Sequence[Status], overwrite: bool, with_workers: bool
+) -> dict[str, Any]:
     """Return the plan as a JSON object."""
-    saved = None if finished else existing.saved_plan(paths)
+    saved = None if finished else existing.read_plan(paths)
     replaced = not finished and (overwrite or bool(saved and saved.overwrite))
     if not finished:
-        require_free(plan, journal.finished(journal.read(paths.journal)), replaced)
+        require_free_side_output(plan, journal.finished_units(journal.read(paths.journal)), replaced)
     done = {state.unit: state.done for state in states}
     threads = fit_threads([plan])
     remaining = [unit for unit in plan.units if not done[unit]]
-    disk = {} if finished else disk_needed(plan, remaining)
+    disk = {} if finished else disk_needed(plan, remaining, with_workers=with_workers)
     stages: list[dict[str, Any]] = []
     for stage in plan.stages:
-        about = {"name": stage.name, "title": stage.title, "needs": list(stage.needs), "units": len(stage.units)}
+        about = {"name": stage.name, "title": stage.title, "needs": ["source"], "units": len(stage.units)}
         stages.append({**about, "to_run": sum(not done[unit] for unit in stage.units), **_sizes(stage.units)})
     title, needs = "companions, config, card, manifest, index; then the output appears", [s.name for s in plan.stages]
-    extra = {"bytes_in": plan.extra_bytes, "bytes_out": plan.extra_bytes}
+    extra = {"bytes_in": plan.companion_bytes, "bytes_out": plan.companion_bytes}
     assemble = {"name": "assemble", "title": title, "needs": needs, "units": 1, "to_run": int(not finished), **extra}
     return {
-        "command": plan.request.command,
-        "input": plan.request.input,
-        "output": str(plan.request.output),
-        "settings": plan.request.options.settings,
+        "command": plan.options.command,
+        "input": plan.options.input,
+        "output": str(plan.options.output),
+        "settings": plan.options.settings,
         "model": plan.facts,
         "notes": list(plan.notes),
-        "advice": list(plan.advice),
+        "advice": list(plan.needs.advice),
         "stages": [*stages, assemble],
         "units": [
             {
@@ -153,13 +156,13 @@ def _document(plan: Plan, paths: Paths, finished: bool, states: Sequence[Status]
             for s in states
         ],
         "loose": any(unit.folder for unit in plan.units),
-        "shards": sum(unit.kept for unit in plan.units),
+        "shards": sum(unit.in_output for unit in plan.units),
         **_sizes(remaining),
-        "replaces": [each.document() for each in existing.to_replace(plan)] if replaced else [],
+        "replaces": [each.document() for each in existing.folders_to_replace(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,
         "disk_free": machine.disk_free(paths.root),
         "threads": threads,
-        "peak_memory": plan.peak_memory(threads),
+        "peak_memory": plan.hooks.peak_memory(threads),
         "finished": finished,
     }

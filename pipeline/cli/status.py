@@ -18,7 +18,7 @@ from ktconvert.pipeline.cli import one_line
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine import attempts, journal, lock
 from ktconvert.pipeline.engine.attempts import Attempt
-from ktconvert.pipeline.engine.existing import saved_plan
+from ktconvert.pipeline.engine.existing import read_plan
 from ktconvert.pipeline.engine.journal import Done, End, Failed, Record, Run, Start
 from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -81,7 +81,7 @@ def read_status(output: Path) -> dict[str, Any]:
     """
     while True:
         paths = locate(output)
-        saved = saved_plan(paths)
+        saved = read_plan(paths)
         if saved is None:
             if output.is_dir() and manifest.read(output) is not None:
                 return {"output": str(output), "state": FINISHED}
@@ -99,7 +99,7 @@ def read_status(output: Path) -> dict[str, Any]:
 def _read_work_directory(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
     """Return the status of an unfinished conversion. Raises FileNotFoundError if the directory has been removed."""
     records = journal.read(paths.journal)
-    finished = journal.finished(records)
+    finished = journal.finished_units(records)
     tried = attempts.read(paths)
     whole = (a for a in tried if not a.portion and a.is_whole(paths))
     made = {a.fingerprint: a for a in whole if a.fingerprint not in finished}
@@ -111,14 +111,14 @@ def _read_work_directory(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
         if isinstance(record, Done) and finished.get(record.fingerprint) is record:
             _add_result(by, record.host or last_host, record.result, record.seconds)
     for attempt in made.values():
-        _add_result(by, attempt.process.host, attempt.written(), (attempt.ended or 0.0) - attempt.began)
-    run = journal.last_run(records)
+        _add_result(by, attempt.process.host, attempt.require_result(), (attempt.ended or 0.0) - attempt.began)
+    run = journal.find_killed_run(records)
     making = _find_running_units(tried, run)
-    running = run is not None and run[0].process.lives() is not False
+    running = run is not None and run[0].process.is_alive() is not False
     last = next((record for record in reversed(records) if isinstance(record, Run | End)), None)
     return {
         "output": str(paths.output),
-        "state": RUNNING if making or running or lock.parts_at_work(paths.root) else STOPPED,
+        "state": RUNNING if making or running or lock.has_active_shares(paths.root) else STOPPED,
         "command": plan.command,
         "input": plan.input,
         "units": plan.units,
@@ -145,7 +145,7 @@ def _find_running_units(tried: list[Attempt], run: tuple[Run, dict[str, Start]] 
         begun += [(unit, run[0].process, start.at) for unit, start in run[1].items() if start.host is None]
     now, running = time.time(), []
     for unit, process, since in begun:
-        if (alive := process.lives()) is not False:
+        if (alive := process.is_alive()) is not False:
             about = {"unit": unit, "host": process.host, "pid": process.pid, "alive": alive}
             running.append({**about, "since": round(max(0.0, now - since), 1)})
     return running

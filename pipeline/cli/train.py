@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import click
 
-from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.conversion import remove_lock
-from ktconvert.pipeline.engine.execute import tidy
-from ktconvert.pipeline.engine.existing import already_finished, nothing_to_do, states_once_begun
-from ktconvert.pipeline.engine.plan import Request
+from ktconvert.pipeline.engine.execute import remove_work_directory
+from ktconvert.pipeline.engine.existing import is_finished, predict_states, report_nothing_to_do
 from ktconvert.pipeline.options.model_options import TrainOptions
 
 
@@ -45,11 +43,11 @@ def start(options: TrainOptions) -> None:
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
-    plan = make_plan(Request(TRAIN, options), None if options.dry_run else reporter.hashed)
-    if already_finished(plan, existing.overwrite) and not options.dry_run:
-        tidy(plan.locate())
-        return nothing_to_do(options.output, reporter)
-    states_once_begun(plan, plan.locate(), existing.overwrite)
+    plan = make_plan(options, None if options.dry_run else reporter.hashed)
+    if is_finished(plan, existing.overwrite) and not options.dry_run:
+        remove_work_directory(plan.locate())
+        return report_nothing_to_do(options.output, reporter)
+    predict_states(plan, plan.locate(), existing.overwrite)
     memory = trainer.estimate_memory(options, choice)
     reporter.event("memory", bytes=memory)
     rows = [(what, size(nbytes)) for what, nbytes in memory.items()]
@@ -61,5 +59,5 @@ def start(options: TrainOptions) -> None:
         remove_lock(plan.locate(), reporter)
     reporter.say(f"memory besides the converted experts: {', '.join(map(' '.join, rows))}")
     if not fine_tuning.train(plan, options, choice, reporter, trainer.adapter_bytes(memory)):
-        return nothing_to_do(options.output, reporter)
+        return report_nothing_to_do(options.output, reporter)
     reporter.event("finished", output=str(options.output))

@@ -15,7 +15,7 @@ from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.engine.executors import opened
+from ktconvert.pipeline.engine.backends import open_backend
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.verify.checks import AGAIN, Check
@@ -53,7 +53,7 @@ def verify(options: VerifyOptions) -> None:
     worker_threads = options.cpuinfer_threads
     threads = preconditions.limit_threads("--cpuinfer-threads", options.threads, reporter)
     options = with_values(options, cpuinfer_threads=threads, arch_row=options.arch.load_text())
-    with opened(options.workers.executor, reporter.note, options.workers.executor_timeout) as backend:
+    with open_backend(options.workers.executor, reporter.note, options.workers.executor_timeout) as backend:
         if backend.executor is None and backend.threads is not None:
             threads = preconditions.limit_threads("--executor threads", backend.threads, reporter)
             options = with_values(options, cpuinfer_threads=threads)

@@ -1,10 +1,10 @@
-"""The last stage: finished units under their final names, companions, config, card, manifest, index."""
+"""The last stage: put finished units, companions, config, card, manifest and index together, and publish the output."""
 
 from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,12 +14,11 @@ from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.files.shards import index_json
-from ktconvert.layouts.outputs import loose
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import require_replaceable
 from ktconvert.pipeline.engine.journal import Done
 from ktconvert.pipeline.engine.paths import Paths, has_content, locate
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, require_unchanged, tool_version
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, KeptFolder, Plan, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 
@@ -28,14 +27,14 @@ NOT_OURS = {"lost+found"}
 
 
 def assemble(plan: Plan, work: WorkDir) -> None:
-    """Put the output together and let it appear. May be cut off and run again at any point."""
-    target, units = work.paths.assembly, [unit for unit in plan.units if unit.kept]
+    """Put the output together and publish it. May be interrupted and run again at any point."""
+    target, units = work.paths.assembly, [unit for unit in plan.units if unit.in_output]
     files = fill(target, plan, units, work)
     if all((target / file.name).exists() for unit in units for file in _files_of(unit, work)):
-        plan.check(target)
-    if work.may_replace and journal.assembled(work.journal.records) is None:
-        require_replaceable(plan)  # what was put there while the conversion ran
-    deliver(plan, work)
+        plan.hooks.check(target)
+    if work.may_replace and journal.assembled_inode(work.journal.records) is None:
+        require_replaceable(plan)  # files may have been added while the conversion ran
+    publish_side_output(plan, work)
     work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
     if work.paths.inside:
         _move_in(work.paths, [f.name for f in files], work.may_replace)
@@ -45,40 +44,40 @@ def assemble(plan: Plan, work: WorkDir) -> None:
 
 
 def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
-    """Put finished units, all that goes with them, and nothing else into a folder, synced; what its manifest lists."""
+    """Fill a folder with finished units and the files that go with them, synced; return the files of its manifest."""
     weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
-    publish.keep_only(target, weights.keys())  # left by an assembly that was cut off
+    publish.keep_only(target, weights.keys())  # files of an interrupted assembly
     for unit in units:
         stored = work.paths.store / unit.stored_name
         if stored.exists():
             publish.place(stored, target / unit.final)
-    files = [*weights.values(), *_kept(work.paths.output, plan.kept_layers or ())]
+    files = [*weights.values(), *_list_kept_files(work.paths.output, plan.kept_folders or ())]
     for name, source in plan.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         files.append(OutputFile(name, *publish.copy_file(source, target / name)))
     require_unchanged(plan)
     if plan.config is not None:
-        files.append(_written(target, CONFIG, plan.config))
+        files.append(_write(target, CONFIG, plan.config))
     finished = (work.finished.get(unit.fingerprint) for unit in plan.units)
     stats = [record.result.stats for record in finished if record is not None and record.result.stats]
-    files.append(_written(target, CARD, plan.card(stats)))
-    if not plan.loose:
+    files.append(_write(target, CARD, plan.hooks.render_card(stats)))
+    if plan.has_index:
         shards = []
         for unit in units:
             path = next(path for folder in (target, work.paths.output) if (path := folder / unit.final).exists())
             header = read_header(path)
             shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
-        files.append(_written(target, INDEX, index_json(shards)))
+        files.append(_write(target, INDEX, index_json(shards)))
     document = manifest.encode(
         tool_version=tool_version(),
-        command=plan.request.command,
-        settings=dict(sorted(plan.request.options.settings.items())),
-        facts={**plan.facts, **plan.found(stats)},
+        command=plan.options.command,
+        settings=dict(sorted(plan.options.settings.items())),
+        facts={**plan.facts, **plan.hooks.measured_facts(stats)},
         source=tuple(f.lasting() for f in plan.source),
         files=files,
     )
-    _written(target, manifest.NAME, document)
+    _write(target, manifest.NAME, document)
     for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
         publish.sync_folder(folder)
     return files
@@ -91,22 +90,21 @@ def _files_of(unit: Unit[Any], work: WorkDir) -> Iterator[OutputFile]:
         yield OutputFile(name, w.nbytes, w.sha256, None if w.path else result.tensors)
 
 
-def _written(target: Path, name: str, data: bytes) -> OutputFile:
+def _write(target: Path, name: str, data: bytes) -> OutputFile:
     return OutputFile(name, len(data), publish.write_file(target / name, data))
 
 
-def _kept(output: Path, layers: tuple[int, ...]) -> list[OutputFile]:
+def _list_kept_files(output: Path, folders: Iterable[KeptFolder]) -> list[OutputFile]:
     files = []
-    for layer in layers:
-        for path in sorted((output / loose.layer_folder(layer)).glob("_numa_*/*.kt")):
+    for folder in folders:
+        for path in sorted((output / folder.name).glob(folder.files)):
             name = path.relative_to(output).as_posix()
             files.append(OutputFile(name, path.stat().st_size, publish.sha256_file(path)))
     return files
 
 
-# The moment it appears: renamed as a whole, or moved into place file by file with the index last.
 def _rename(paths: Paths, may_replace: bool) -> None:
-    """One rename; what lies there is swapped out and removed last. OutputError where something new lies there."""
+    """Publish the output with one rename; an old output is swapped out and removed last. OutputError for new files."""
     output = paths.output
     with explained(output):
         try:
@@ -122,7 +120,9 @@ def _rename(paths: Paths, may_replace: bool) -> None:
 
 
 def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
-    """File by file. Before the first the old index goes, after the last the new one comes: none names a mixture."""
+    """Move the files into the output one by one. The old index is removed before the first and the new one comes after
+    the last, so that no index names a mixture.
+    """
     output, target = paths.output, paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)
@@ -142,20 +142,20 @@ def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
         publish.publish(target / name, output / name)
 
 
-# The second folder that a plan may fill appears before the output, so that a run that ends finds its own.
+# The side output, a second folder that a plan may fill, appears before the output: a finished output has its own.
 Finished = Mapping[str, Done]  # the journal's records of finished units, by fingerprint
 
 
-def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
-    """Raise UsageError if the folder would be, hold or lie in the output, OutputError if something else lies there."""
+def require_free_side_output(plan: Plan, finished: Finished, may_replace: bool) -> None:
+    """Raise UsageError if the side output and the output overlap, OutputError if its folder has foreign files."""
     if (side_output := plan.side_output) is None:
         return
     folder = Path(os.path.realpath(side_output.folder))
-    for path in (plan.request.output, locate(plan.request.output).root):
+    for path in (plan.options.output, locate(plan.options.output).root):
         other = Path(os.path.realpath(path))
         if folder.is_relative_to(other) or other.is_relative_to(folder):
             raise UsageError(f"{side_output.folder} is, contains or lies in {path}; choose another folder for it.")
-    if os.path.lexists(side_output.folder) and not (may_replace or _delivered(plan, finished)):
+    if os.path.lexists(side_output.folder) and not (may_replace or _has_side_output(plan, finished)):
         raise OutputError(
             f"{side_output.folder} exists already; choose another folder, or give --overwrite to replace it."
         )
@@ -163,23 +163,23 @@ def require_free(plan: Plan, finished: Finished, may_replace: bool) -> None:
         raise UsageError(f"{side_output.folder}: its parent folder does not exist; make it first.")
 
 
-def require_delivered(plan: Plan) -> None:
-    """Raise OutputError where an output is finished, and the folder that was filled with it is gone."""
+def require_side_output(plan: Plan) -> None:
+    """Raise OutputError if the side output of a finished output is missing."""
     side_output = plan.side_output
     if side_output is not None and not all((side_output.folder / unit.final).is_file() for unit in plan.side_units):
         raise OutputError(
-            f"{plan.request.output} is finished, but {side_output.folder} does not have what was gathered with it; "
+            f"{plan.options.output} is finished, but {side_output.folder} does not have what was gathered with it; "
             "give the folder that has it, or start over with --overwrite."
         )
 
 
-def deliver(plan: Plan, work: WorkDir) -> None:
-    """Let the folder appear, with copies of its files. May be cut off and run again."""
+def publish_side_output(plan: Plan, work: WorkDir) -> None:
+    """Publish the side output with copies of its files. May be interrupted and run again."""
     if (side_output := plan.side_output) is None:
         return
     partial = side_output.partial
-    publish.remove_tree(partial)  # left by a kill
-    if _delivered(plan, work.finished):
+    publish.remove_tree(partial)  # of a run that was killed
+    if _has_side_output(plan, work.finished):
         return
     with explained(partial):
         partial.mkdir()
@@ -197,7 +197,7 @@ def deliver(plan: Plan, work: WorkDir) -> None:
         publish.publish(partial, side_output.folder)
 
 
-def _delivered(plan: Plan, finished: Finished) -> bool:
+def _has_side_output(plan: Plan, finished: Finished) -> bool:
     side_output = plan.side_output
     assert side_output is not None
     for unit in plan.side_units:

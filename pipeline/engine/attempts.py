@@ -1,6 +1,8 @@
-"""Attempts to make a unit away from the coordinator (resume.md): each has a file of its own in partial/, and a record
-in attempts/ that is whole at any time. Two may be made at the same time: they give the same bytes under different
-names, and nobody removes one whose process may still live.
+"""Attempts at units by processes other than the coordinator (resume.md).
+
+Each attempt has a file of its own in partial/ and a record in attempts/ that is complete at any time. Two attempts at
+one unit may run at the same time: they give the same bytes under different names. Files of a process that may be alive
+are never removed.
 """
 
 from __future__ import annotations
@@ -20,23 +22,24 @@ from msgspec.structs import replace
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.documents import Number, Seconds
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.journal import Failed, Lost, Start, now
+from ktconvert.pipeline.engine.journal import Failed, Lost, Start, timestamp
 from ktconvert.pipeline.engine.lock import Holder
-from ktconvert.pipeline.engine.paths import File, Paths, has_size
-from ktconvert.pipeline.engine.units import Result, Unit
+from ktconvert.pipeline.engine.paths import FileRecord, Paths, has_size
+from ktconvert.pipeline.engine.units import Portion, Result, Unit
 
 ENDING = ".json"
 
 
 class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One attempt: who makes which unit, since when, and what came of it.
+    """One attempt at a unit or portion: its process, its time, and its result.
 
-    name       of its file in partial/; no other attempt has it
-    run        the coordinator's run (WorkDir.new_token), or a part's: deaths are counted within one
-    ended      None while it lasts, and where its process died; result: once the file is whole and durable
-    failure    the sentence with which it failed; warnings: what the user should read, in sentences
+    name       name of its file in partial/, unique
+    run        the run of a coordinator (WorkDir.new_token) or of a job share; deaths are counted within a run
+    ended      None while the attempt lasts, and if its process died
+    result     set once the file is complete and durable
+    failure    the sentence with which it failed; warnings: sentences for the user
     oom_kills  the kernel's count when it began (machine.oom_kills)
-    portion    of a unit that is no unit of the plan (Unit)
+    portion    whether it makes a portion
     """
 
     name: str
@@ -57,65 +60,68 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return f"{self.process.host}, process {self.process.pid}"
 
     @property
-    def who(self) -> dict[str, Any]:
+    def process_fields(self) -> dict[str, Any]:
+        """Fields of records and events that name the process and the attempt."""
         return {"host": self.process.host, "pid": self.process.pid, "attempt": self.name}
 
-    def started(self) -> Start:
-        return Start(at=self.began, unit=self.unit, **self.who)
+    def start_record(self) -> Start:
+        return Start(at=self.began, unit=self.unit, **self.process_fields)
 
-    def failed(self) -> Failed:
-        return Failed(at=self.ended or now(), unit=self.unit, why=str(self.failure), **self.who)
+    def failure_record(self) -> Failed:
+        return Failed(at=self.ended or timestamp(), unit=self.unit, why=str(self.failure), **self.process_fields)
 
-    def lost(self) -> Lost:
-        """That it is of no use any more, noticed now."""
-        return Lost(unit=self.unit, **self.who)
+    def loss_record(self) -> Lost:
+        """Return the record that the attempt is useless from now on."""
+        return Lost(unit=self.unit, **self.process_fields)
 
     def is_dead(self) -> bool:
-        return self.process.lives() is False
+        return self.process.is_alive() is False
 
-    def written(self) -> Result:
+    def require_result(self) -> Result:
         assert self.result is not None
         return self.result
 
     def is_whole(self, paths: Paths) -> bool:
-        """Whether it is finished, and its files lie in partial/ with the recorded sizes."""
+        """Return whether it is finished, and its files are in partial/ with the recorded sizes."""
         if self.result is None or not self.result.files:
             return False
         inner = [PurePath(w.path) for w in self.result.files]
         below = not any(path.is_absolute() or ".." in path.parts for path in inner)
-        return below and all(has_size(path, nbytes) for path, nbytes, _ in self.recorded_files(paths))
+        return below and all(has_size(path, nbytes) for path, nbytes, _ in self.list_files(paths))
 
-    def recorded_files(self, paths: Paths) -> list[File]:
-        return [(paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.written().files]
+    def list_files(self, paths: Paths) -> list[FileRecord]:
+        return [
+            (paths.partial / self.name / file.path, file.nbytes, file.sha256) for file in self.require_result().files
+        ]
 
 
-def begin(paths: Paths, unit: Unit[Any], run: str) -> Attempt:
-    """Put a record of a new attempt of this process where others see it."""
+def begin(paths: Paths, item: Unit[Any] | Portion, run: str) -> Attempt:
+    """Record a new attempt of this process, so that other processes see it."""
     own = Holder.this()
-    # The same process has the same number and host again where a container was restarted.
-    who = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{secrets.token_hex(4)}"
+    # A random part, since a restarted container may give a process the same host name and number again.
+    suffix = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{secrets.token_hex(4)}"
     attempt = Attempt(
-        name=f"{unit.stored_name}.{who}",
-        unit=unit.name,
-        fingerprint=unit.fingerprint,
+        name=f"{item.stored_name}.{suffix}",
+        unit=item.name,
+        fingerprint=item.fingerprint,
         run=run,
         process=own,
-        began=now(),
+        began=timestamp(),
         oom_kills=machine.oom_kills(),
-        portion=unit.portion is not None,
+        portion=isinstance(item, Portion),
     )
     return _save(paths, attempt)
 
 
 def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
-    """Say that its file is whole; durable on return."""
-    return _save(paths, replace(attempt, ended=now(), result=result, warnings=tuple(warnings)))
+    """Record that its file is complete; durable on return."""
+    return _save(paths, replace(attempt, ended=timestamp(), result=result, warnings=tuple(warnings)))
 
 
 def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
-    """Remove what it wrote, and say why it ended."""
+    """Remove its file, and record why it failed."""
     publish.remove_tree(paths.partial / attempt.name)
-    return _save(paths, replace(attempt, ended=now(), failure=why))
+    return _save(paths, replace(attempt, ended=timestamp(), failure=why))
 
 
 def _save(paths: Paths, attempt: Attempt) -> Attempt:
@@ -126,11 +132,12 @@ def _save(paths: Paths, attempt: Attempt) -> Attempt:
     return attempt
 
 
-def read(paths: Paths, unit: Unit[Any] | None = None, known: Collection[str] = ()) -> list[Attempt]:
-    """The attempts on record, of one unit or of all, the oldest first; what cannot be understood does not count. known:
-    names of those that are not to be read, since a record of loose files is long.
+def read(paths: Paths, item: Unit[Any] | Portion | None = None, known: Collection[str] = ()) -> list[Attempt]:
+    """Return the recorded attempts at one unit or portion, or all, the oldest first; skip damaged records.
+
+    known: names of attempts to skip, since the records of loose files are long.
     """
-    prefix = "" if unit is None else f"{unit.stored_name}."
+    prefix = "" if item is None else f"{item.stored_name}."
     found = []
     for path in paths.attempts.iterdir() if paths.attempts.is_dir() else ():
         name = path.name.removesuffix(ENDING)
@@ -147,8 +154,8 @@ def forget(paths: Paths, attempt: Attempt) -> None:
     publish.remove_tree(paths.attempts / (attempt.name + ENDING))
 
 
-def free(paths: Paths) -> None:
-    """Remove files of unfinished attempts of this host whose process is gone; the records count as deaths."""
+def remove_dead_files(paths: Paths) -> None:
+    """Remove files of this host's unfinished attempts whose process died; keep the records, which count as deaths."""
     for attempt in read(paths):
         if attempt.ended is None and attempt.is_dead():
             with contextlib.suppress(FileNotFoundError):  # another process does the same
@@ -156,8 +163,8 @@ def free(paths: Paths) -> None:
 
 
 def sweep(paths: Paths) -> list[Attempt]:
-    """Remove what is of no use in partial/ and attempts/; returns the attempts that failed or died."""
-    files, records = list(paths.partial.iterdir()), list(paths.attempts.iterdir())  # before their records are read
+    """Remove useless files and records in partial/ and attempts/; return the attempts that failed or died."""
+    files, records = list(paths.partial.iterdir()), list(paths.attempts.iterdir())  # before the records are read
     kept, gone = [], []
     for attempt in read(paths):
         if attempt.is_whole(paths) or (attempt.ended is None and not attempt.is_dead()):
@@ -175,16 +182,16 @@ def sweep(paths: Paths) -> list[Attempt]:
     return gone
 
 
-_speaking = threading.Lock()
+_recording = threading.Lock()  # faulthandler has one file per process
 
 
 @contextlib.contextmanager
-def last_words(paths: Paths, attempt: Attempt) -> Iterator[None]:
-    """Where a fatal signal ends the process within, Python's trace is left beside the record, for one at a time."""
-    if faulthandler.is_enabled() or not _speaking.acquire(blocking=False):
+def record_traceback(paths: Paths, attempt: Attempt) -> Iterator[None]:
+    """Write a faulthandler traceback next to the attempt's record, if a fatal signal ends the process."""
+    if faulthandler.is_enabled() or not _recording.acquire(blocking=False):
         yield
         return
-    path = _words(paths, attempt)
+    path = _traceback_path(paths, attempt)
     try:
         with path.open("w") as stream:
             faulthandler.enable(stream)
@@ -193,23 +200,23 @@ def last_words(paths: Paths, attempt: Attempt) -> Iterator[None]:
             finally:
                 faulthandler.disable()
     finally:
-        _speaking.release()
+        _recording.release()
         publish.remove_tree(path)
 
 
-def words_of(paths: Paths, attempt: Attempt) -> str:
-    """How the process of an attempt ended, as far as it can be known: a few words."""
+def explain_death(paths: Paths, attempt: Attempt) -> str:
+    """Return in a few words how the process of an attempt died, as far as known."""
     kills = machine.oom_kills()
     try:
-        trace = _words(paths, attempt).read_text(errors="replace").strip()
+        trace = _traceback_path(paths, attempt).read_text(errors="replace").strip()
     except OSError:
         trace = ""
     if trace:
         return trace.splitlines()[0].removeprefix("Fatal Python error: ")
     if attempt.process.host == machine.host() and kills and attempt.oom_kills is not None and kills > attempt.oom_kills:
-        return "the kernel has killed for memory since: give each worker fewer threads or more memory"
-    return "it left no word, as a process that the system kills (SIGKILL, no memory left) does not"
+        return "the kernel killed a process for memory since then: give each worker fewer threads or more memory"
+    return "no traceback; it was probably killed (SIGKILL, or out of memory)"
 
 
-def _words(paths: Paths, attempt: Attempt) -> Path:
+def _traceback_path(paths: Paths, attempt: Attempt) -> Path:
     return paths.attempts / f".{attempt.name}.words"

@@ -1,4 +1,4 @@
-"""Dask as a concurrent.futures.Executor: a cluster that the user started, or one on this machine for trying."""
+"""Dask as a concurrent.futures.Executor: a cluster that the user started, or one on this machine for trials."""
 
 from __future__ import annotations
 
@@ -22,41 +22,44 @@ from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.report.text import duration
 
-UNIT = {"unit": 1}  # what a worker offers once for each unit that it may make at a time
+UNIT = {"unit": 1}  # resource of Dask that a worker offers once for each unit that it may make at a time
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
-TIMEOUT = 3600.0  # seconds that tasks wait without any worker, unless the user says otherwise
-SILENT = 30.0  # seconds after which it is said that nothing is heard of workers; they send a sign every few
-LOOK_EVERY = 1.0  # seconds
+TIMEOUT = 3600.0  # default of --executor-timeout: seconds that tasks wait without any worker
+SILENT_SECONDS = 30.0  # silence of workers after which a note is given; they send a heartbeat every few seconds
+POLL_SECONDS = 1.0
 LOCAL = "local"
-MOST_HERE = 1024
-NOTHING = logging.CRITICAL + 1  # is logged: Dask calls it critical that a client has gone
+MAX_LOCAL_WORKERS = 1024
+NO_LOGGING = logging.CRITICAL + 1  # Dask logs the end of a client as critical
 
 
 class DaskExecutor(Executor):
-    """Tasks for a Dask client, of which its caller disposes.
+    """An executor for a Dask client, which the caller closes.
 
-    A future is released as soon as it has ended: while somebody holds it, Dask makes it once more if its worker dies.
+    A Dask future is released as soon as it has ended, since Dask runs a task again if its worker dies while the future
+    is held.
 
-    heard  the newest sign of life of the workers that offer units, by the scheduler's clock; None where there are none
+    last_heartbeat  newest heartbeat of workers that offer units, by the scheduler's clock; None without such workers
     """
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._pending: dict[Future[Any], Any] = {}  # our future -> Dask's; who removes it, settles it
-        self.heard: float | None = None
+        self._pending: dict[
+            Future[Any], Any
+        ] = {}  # our future -> Dask's; the thread that removes an entry sets its result
+        self.last_heartbeat: float | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Have fn(*args, **kwargs) called by a worker that offers a unit; what it raises is not tried again."""
+        """Call fn(*args, **kwargs) on a worker that offers a unit, once, even if it raises."""
         ours: Future[Any] = Future()
         packed = pickle.dumps((fn, args, kwargs))
-        theirs = self._client.submit(_unpacking(), packed, pure=False, resources=UNIT, retries=0)
+        theirs = self._client.submit(_make_unpickler(), packed, pure=False, resources=UNIT, retries=0)
         self._pending[ours] = theirs
 
         def settle(theirs: Any) -> None:
             try:
                 result, error = theirs.result(), None
             except BaseException as caught:
-                result, error = None, _explained(caught)
+                result, error = None, _explain(caught)
             theirs.release()
             if self._pending.pop(ours, None) and ours.set_running_or_notify_cancel():
                 ours.set_result(result) if error is None else ours.set_exception(error)
@@ -69,22 +72,22 @@ class DaskExecutor(Executor):
         ours.add_done_callback(cancel)
         return ours
 
-    def listen(self) -> None:
+    def update_heartbeat(self) -> None:
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
-        self.heard = max((w["last_seen"] for w in workers if w.get("resources", {}).get("unit")), default=None)
+        self.last_heartbeat = max((w["last_seen"] for w in workers if w.get("resources", {}).get("unit")), default=None)
 
-    def waiting(self) -> int:
+    def count_pending(self) -> int:
         return len(self._pending)
 
-    def give_up(self, error: Exception) -> None:
-        """Have all tasks that have not ended fail with this error; Dask forgets them when the client is closed."""
+    def fail_all(self, error: Exception) -> None:
+        """Fail all pending tasks with this error; Dask forgets them when the client is closed."""
         for ours in list(self._pending):
             if self._pending.pop(ours, None) and ours.set_running_or_notify_cancel():
                 ours.set_exception(error)
 
 
-def _unpacking() -> Callable[[bytes], Any]:
-    """A function that calls what was pickled. It travels by value, so that schedulers need not have ktconvert."""
+def _make_unpickler() -> Callable[[bytes], Any]:
+    """Return a function that calls a pickled function. It travels by value, so schedulers need no ktconvert."""
 
     def call(packed: bytes) -> Any:
         import pickle
@@ -95,7 +98,7 @@ def _unpacking() -> Callable[[bytes], Any]:
     return call
 
 
-def _explained(error: BaseException) -> BaseException:
+def _explain(error: BaseException) -> BaseException:
     from distributed import KilledWorker
 
     if isinstance(error, CancelledError):
@@ -111,22 +114,24 @@ def _explained(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def connected(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
-    """An executor for the cluster at tcp://HOST:PORT or tls://HOST:PORT, in a scheduler's file, or `local[:N]`, which
-    starts N workers here (by default one for each NUMA node) and ends them. Certificates are those of Dask's settings.
+def connect(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
+    """Connect to a Dask cluster: tcp://HOST:PORT, tls://HOST:PORT, a scheduler's file, or `local[:N]`.
 
-    note     is told what keeps workers from working
-    timeout  seconds after which tasks fail with TimeoutError while no worker is there
+    `local` starts N workers here (by default one for each NUMA node) and ends them. Certificates come from Dask's
+    settings.
 
-    Raises KtconvertError where Dask is missing or no scheduler answers, UsageError for what is none of these places.
+    note     is called with sentences about missing workers
+    timeout  seconds after which tasks fail with TimeoutError if there are no workers
+
+    Raise KtconvertError if Dask is missing or no scheduler answers, UsageError for any other place.
     """
     if find_spec("distributed") is None:
         raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
     distributed: Any = importlib.import_module("distributed")  # untyped
-    _say_nothing()
+    _silence_loggers()
     with contextlib.ExitStack() as stack:
-        if (count := workers_here(where)) is not None:
-            with _without_ctrl_c():
+        if (count := local_workers(where)) is not None:
+            with _block_ctrl_c():
                 cluster = distributed.LocalCluster(
                     n_workers=count,
                     threads_per_worker=1,
@@ -135,45 +140,46 @@ def connected(where: str, note: Callable[[str], None], timeout: float = TIMEOUT)
                     dashboard_address=None,
                     scheduler_kwargs={"dashboard": False},
                     host="127.0.0.1",
-                    silence_logs=NOTHING,
+                    silence_logs=NO_LOGGING,
                 )
             client = distributed.Client(stack.enter_context(cluster))
         else:
             client = _client(distributed.Client, where)
         stack.callback(client.close)
         executor = DaskExecutor(client)
-        executor.listen()
-        if executor.heard is None:
+        executor.update_heartbeat()
+        if executor.last_heartbeat is None:
             note(f"no worker offers to make units yet; {_advice(timeout)}")
         ended = threading.Event()
         stack.callback(ended.set)
-        threading.Thread(target=_listen, args=(executor, ended), daemon=True).start()
-        threading.Thread(target=_watch, args=(executor, note, timeout, ended), daemon=True).start()
+        threading.Thread(target=_poll_heartbeat, args=(executor, ended), daemon=True).start()
+        threading.Thread(target=_watch_workers, args=(executor, note, timeout, ended), daemon=True).start()
         yield executor
 
 
-def _listen(executor: DaskExecutor, ended: threading.Event) -> None:
-    """Listen again and again. A scheduler that does not answer keeps this thread from going on, and no other."""
-    while not ended.wait(LOOK_EVERY):
-        with contextlib.suppress(Exception):  # that the scheduler is gone, tasks tell
-            executor.listen()
+def _poll_heartbeat(executor: DaskExecutor, ended: threading.Event) -> None:
+    """Update the heartbeat until the end, in a thread of its own, which a scheduler that does not answer blocks."""
+    while not ended.wait(POLL_SECONDS):
+        with contextlib.suppress(Exception):  # tasks fail if the scheduler is gone
+            executor.update_heartbeat()
 
 
-def _watch(executor: DaskExecutor, note: Callable[[str], None], timeout: float, ended: threading.Event) -> None:
-    """While tasks wait and nothing is heard of workers, say so once, and in the end give the tasks up. Looks are
-    counted, not time: this process may be stopped for hours, and nothing was heard then, either.
+def _watch_workers(executor: DaskExecutor, note: Callable[[str], None], timeout: float, ended: threading.Event) -> None:
+    """Give a note once if tasks wait and no worker sends a heartbeat, and fail the tasks after the timeout.
+
+    Polls are counted instead of time, since this process may be suspended for hours.
     """
-    last = executor.heard
+    last = executor.last_heartbeat
     silent, reported = 0.0, last is None
-    while not ended.wait(LOOK_EVERY):
-        if executor.heard not in (None, last):
-            last, silent, reported = executor.heard, 0.0, False
-        silent = silent + LOOK_EVERY if executor.waiting() else 0.0
+    while not ended.wait(POLL_SECONDS):
+        if executor.last_heartbeat not in (None, last):
+            last, silent, reported = executor.last_heartbeat, 0.0, False
+        silent = silent + POLL_SECONDS if executor.count_pending() else 0.0
         if silent >= timeout:
-            executor.give_up(
+            executor.fail_all(
                 TimeoutError(f"nothing was heard of any worker for {duration(silent)}, --executor-timeout")
             )
-        elif silent >= min(SILENT, timeout / 2) and not reported:
+        elif silent >= min(SILENT_SECONDS, timeout / 2) and not reported:
             reported = True
             note(f"nothing was heard of any worker for {duration(silent)}; {_advice(timeout - silent)}")
 
@@ -185,17 +191,17 @@ def _advice(seconds: float) -> str:
     )
 
 
-def _say_nothing() -> None:
-    """Keep Dask's loggers off stderr: what happens, we say. They get their levels when Dask is imported."""
+def _silence_loggers() -> None:
+    """Silence Dask's loggers, since we report errors ourselves. They get their levels when Dask is imported."""
     for name in list(logging.root.manager.loggerDict):
         if name.partition(".")[0] in ("distributed", "tornado"):
-            logging.getLogger(name).setLevel(NOTHING)
+            logging.getLogger(name).setLevel(NO_LOGGING)
 
 
 @contextlib.contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Processes that are started within never see Ctrl-C, which a terminal sends to all: we say what happens."""
-    resource_tracker.ensure_running()  # multiprocessing starts it with the first process, and then unblocks signals
+def _block_ctrl_c() -> Iterator[None]:
+    """Block SIGINT for processes that are started inside, since a terminal sends Ctrl-C to all processes."""
+    resource_tracker.ensure_running()  # otherwise the first process starts it, and unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -203,13 +209,13 @@ def _without_ctrl_c() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def workers_here(where: str) -> int | None:
-    """How many workers `local[:N]` asks for; None for another place. Raises UsageError for no number."""
+def local_workers(where: str) -> int | None:
+    """Return the number of workers of `local[:N]`, None for any other place. Raise UsageError for a wrong number."""
     name, _, count = where.partition(":")
     if name != LOCAL:
         return None
-    if count and not (count.isdecimal() and 0 < int(count) <= MOST_HERE):
-        raise UsageError(f"--executor dask:{where}: give a number of workers from 1 to {MOST_HERE}.")
+    if count and not (count.isdecimal() and 0 < int(count) <= MAX_LOCAL_WORKERS):
+        raise UsageError(f"--executor dask:{where}: give a number of workers from 1 to {MAX_LOCAL_WORKERS}.")
     return int(count or len(machine.numa_nodes()))
 
 

@@ -1,4 +1,4 @@
-"""What lies at an output already, and whether a plan agrees with it."""
+"""Existing files at an output: refusals, comparison with a plan, and the files that --overwrite removes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from ktconvert.layouts.errors import InputError, OutputError, UsageError, Verifi
 from ktconvert.layouts.files import documents, manifest
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.manifest import Manifest, SourceFile
-from ktconvert.layouts.outputs import loose
+from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
-from ktconvert.pipeline.engine.paths import INSIDE, Paths, has_size, locate
+from ktconvert.pipeline.engine.paths import Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
-from ktconvert.pipeline.engine.workdir import done_reason
-from ktconvert.pipeline.options.declare import input_paths, option_fields
+from ktconvert.pipeline.engine.workdir import why_finished
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
-IGNORED = {INSIDE, "lost+found"}
+IGNORED = {WORK_FOLDER, "lost+found"}
 NAMED = 5  # files that a message names
 
 
@@ -36,8 +35,8 @@ class _Header(msgspec.Struct):
     tool_version: str
 
 
-def saved_plan(paths: Paths) -> SavedPlan | None:
-    """plan.json of a conversion that was begun, or None. Raises OutputError where it cannot be understood."""
+def read_plan(paths: Paths) -> SavedPlan | None:
+    """Read plan.json; None if no conversion was begun. Raise OutputError if it cannot be read."""
     try:
         data = paths.plan.read_bytes()
         header = documents.read(data, _Header)
@@ -52,46 +51,48 @@ def saved_plan(paths: Paths) -> SavedPlan | None:
         raise OutputError(f"{paths.plan}: not a plan ({error}); remove {paths.root} and start again.") from error
 
 
-def begun_with(output: Path) -> dict[str, Any] | None:
-    """The settings with which this output was begun or finished, or None."""
+def read_settings(output: Path) -> dict[str, Any] | None:
+    """Return the settings with which an output was begun or finished, or None."""
     paths = locate(output)
-    old = (None if nothing_made(paths) else saved_plan(paths)) or manifest.read(output)
+    old = (None if has_no_units(paths) else read_plan(paths)) or manifest.read(output)
     return dict(old.settings) if old else None
 
 
-def nothing_made(paths: Paths) -> bool:
-    """Whether no unit was finished yet, here or by a part: what was begun, and perhaps refused, then binds nobody.
-    A unit in the store counts without its record, too: a kill may have come between the two.
+def has_no_units(paths: Paths) -> bool:
+    """Return whether no unit was finished yet, by this process or a job share, so that the saved plan does not count.
+
+    A unit in the store counts without its record, since a kill may have come between the two.
     """
     return (
-        not journal.finished(journal.read(paths.journal))
+        not journal.finished_units(journal.read(paths.journal))
         and not any(attempt.is_whole(paths) for attempt in attempts.read(paths))
         and not (paths.store.is_dir() and any(paths.store.iterdir()))
     )
 
 
 def unit_states(plan: Plan, paths: Paths) -> list[Status]:
-    """Which units are done, which will run, and why; reads the work directory, changes nothing."""
-    finished = journal.finished(journal.read(paths.journal))
-    made = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
+    """Return which units are finished, which will run, and why. Nothing is changed."""
+    finished = journal.finished_units(journal.read(paths.journal))
+    attempted = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
     stored = [p.name for p in paths.store.iterdir()] if paths.store.is_dir() else []
-
-    others = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
+    stale = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
 
     def state(unit: Unit[Any]) -> Status:
-        done = done_reason(paths, finished, unit) or ("made, to be recorded" if unit.fingerprint in made else None)
-        left = "made from other inputs or options" if unit.name in others else "not made yet"
-        return Status(unit, done is not None, done or left)
+        done = why_finished(paths, finished, unit) or (
+            "made, to be recorded" if unit.fingerprint in attempted else None
+        )
+        missing = "made from other inputs or options" if unit.name in stale else "not made yet"
+        return Status(unit, done is not None, done or missing)
 
     return [state(unit) for unit in plan.units]
 
 
-def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
-    """The same as a run will find them, which drops some or makes some again; raises what would refuse it."""
-    states, old = unit_states(plan, paths), saved_plan(paths)
+def predict_states(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
+    """Return the states of units after a run has compared the saved plan. Raise what the run would raise."""
+    states, old = unit_states(plan, paths), read_plan(paths)
     if old is None:
         return states
-    dropped, touched = agree(plan, old, overwrite or nothing_made(paths))
+    dropped, touched = compare_plans(plan, old, overwrite or has_no_units(paths))
     again = plan.units_reading(touched)
     return [
         replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
@@ -101,22 +102,22 @@ def states_once_begun(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]
     ]
 
 
-def already_finished(plan: Plan, overwrite: bool) -> bool:
-    """Whether the output is complete and made by this very plan. Raises where something else is in the way."""
-    output = plan.request.output
+def is_finished(plan: Plan, overwrite: bool) -> bool:
+    """Return whether the output is complete and of this very plan. Raise an error if something else is in the way."""
+    output = plan.options.output
     guard_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
     if not output.is_dir():
         if overwrite:
-            require_replaceable(plan)  # of the side output
+            require_replaceable(plan)  # the side output
         return False
     own = locate(output)
-    old = saved_plan(own)
-    if old is not None and own.inside and _assembled(own) is not None:
-        return False  # it was about to move in file by file, or is in the midst of it
+    old = read_plan(own)
+    if old is not None and own.inside and _assembled_inode(own) is not None:
+        return False  # its files were about to be moved there, or some were
     if old is not None and old.overwrite and old.settings == plan.document().settings:
-        if _assembled(own) == output.stat().st_ino:
+        if _assembled_inode(own) == output.stat().st_ino:
             return True
         overwrite = True
     if overwrite:
@@ -130,40 +131,42 @@ def already_finished(plan: Plan, overwrite: bool) -> bool:
             remedy = "convert again with --overwrite"
             raise VerificationError(f"{output} is finished, but {damaged[0]} is missing or has another size; {remedy}.")
         return True
-    strangers = [p.name for p in output.iterdir() if p.name not in IGNORED]
-    if strangers and not plan.adopts and not (own.inside and old is not None):
+    foreign = [p.name for p in output.iterdir() if p.name not in IGNORED]
+    if foreign and not plan.extends_output and not (own.inside and old is not None):
         remedy = "choose another --output, or --overwrite --delete-others to replace it"
-        raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {strangers[0]}); {remedy}.")
-    if plan.adopts:
+        raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {foreign[0]}); {remedy}.")
+    if plan.extends_output:
         _require_no_clash(plan)
     return False
 
 
-def to_replace(plan: Plan) -> list[Replaced]:
-    """What --overwrite removes, folder by folder; none where nothing lies."""
-    output, side_output = plan.request.output, plan.side_output
-    kept = {*IGNORED, *map(loose.layer_folder, plan.kept_layers or ())} if locate(output).inside else set()
-    found = [look(output, kept)] if output.is_dir() else []
-    found += [look(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
-    return [replaced for replaced in found if replaced.listed[0] or replaced.others]
+def folders_to_replace(plan: Plan) -> list[ReplacedFolder]:
+    """Return the folders whose files --overwrite removes."""
+    output, side_output = plan.options.output, plan.side_output
+    kept = {*IGNORED, *(folder.name for folder in plan.kept_folders or ())} if locate(output).inside else set()
+    folders = [list_files(output, kept)] if output.is_dir() else []
+    folders += (
+        [list_files(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
+    )
+    return [replaced for replaced in folders if replaced.listed[0] or replaced.others]
 
 
 def require_replaceable(plan: Plan) -> None:
-    """Raise OutputError where files would be removed that no manifest lists, unless --delete-others is given."""
-    for replaced in to_replace(plan):
-        if replaced.others and not plan.request.options.existing.delete_others:
+    """Raise OutputError if --overwrite would remove files that no manifest lists, without --delete-others."""
+    for replaced in folders_to_replace(plan):
+        if replaced.others and not plan.options.existing.delete_others:
             remedy = "move them away, or add --delete-others"
-            raise OutputError(f"{replaced.folder}: --overwrite would delete {replaced.others_in_words()}; {remedy}.")
+            raise OutputError(f"{replaced.folder}: --overwrite would delete {replaced.describe_others()}; {remedy}.")
 
 
-def nothing_to_do(output: Path, reporter: Reporter) -> None:
+def report_nothing_to_do(output: Path, reporter: Reporter) -> None:
     reporter.event("finished", output=str(output), nothing_to_do=True)
     reporter.say(f"{output} is finished: nothing to do")
 
 
 def _require_no_clash(plan: Plan) -> None:
-    """Raise OutputError where a file beside the layers that are kept would be replaced by another one."""
-    output = plan.request.output
+    """Raise OutputError if a file beside the kept layers would be replaced by a different one."""
+    output = plan.options.output
     copies = dict(plan.companions)
     for name in (*copies, CONFIG, CARD):
         own = output / name
@@ -173,27 +176,27 @@ def _require_no_clash(plan: Plan) -> None:
             raise OutputError(f"{own}: the conversion has a file of that name, too; move it away.")
 
 
-def _assembled(paths: Paths) -> int | None:
-    return journal.assembled(journal.read(paths.journal))
+def _assembled_inode(paths: Paths) -> int | None:
+    return journal.assembled_inode(journal.read(paths.journal))
 
 
 def guard_inputs(plan: Plan) -> None:
-    """Raise UsageError where a file that is read, wherever it really lies, would be replaced, or hold the output."""
-    request, side_output = plan.request, plan.side_output
-    folders = [path for path in input_paths(request.options) if path.is_dir()]
-    written = (request.output, *(() if side_output is None else (side_output.folder,)))
+    """Raise UsageError if an input, by its real path, would be replaced or would contain the output."""
+    options, side_output = plan.options, plan.side_output
+    folders = [path for path in options.input_paths() if path.is_dir()]
+    written = (options.output, *(() if side_output is None else (side_output.folder,)))
     for folder in folders:
         for place in written:
-            if _lies_in(_real(place), folder):
+            if _is_in(_real(place), folder):
                 remedy = "the input is never written to: choose another folder"
                 raise UsageError(f"{place} is or lies inside {folder}, which is read; {remedy}.")
-    removed = [*written, locate(request.output).root, *(() if side_output is None else (side_output.partial,))]
+    removed = [*written, locate(options.output).root, *(() if side_output is None else (side_output.partial,))]
     removed = [place for place in removed if place.exists()]
     if not removed:
         return
     for folder, path in _real_folders((*folders, *plan.reads)).items():
         for place in removed:
-            if _lies_in(folder, place):
+            if _is_in(folder, place):
                 really = "" if folder in (path, path.parent) else f", really in {folder},"
                 raise UsageError(
                     f"{path}{really} is read, and {place} is or contains it, which this run replaces or works in; the "
@@ -202,60 +205,61 @@ def guard_inputs(plan: Plan) -> None:
 
 
 def _real_folders(paths: Iterable[Path]) -> dict[Path, Path]:
-    """The folders in which files really lie (or that are among the paths) -> the first of the paths of each."""
-    known: dict[Path, Path] = {}  # folder as it is named -> where it really is: resolving each of many files takes long
-    found: dict[Path, Path] = {}
+    """Return the real folders of files, and folders among the paths, each with the first path that leads there."""
+    known: dict[Path, Path] = {}  # folder as it is named -> real folder, since resolving each of many files takes long
+    real_folders: dict[Path, Path] = {}
     for path in paths:
         if path.is_symlink() or path.is_dir():
             real = _real(path)
             folder = real if real.is_dir() else real.parent
         else:
             folder = known.get(path.parent) or known.setdefault(path.parent, _real(path.parent))
-        found.setdefault(folder, path)
-    return found
+        real_folders.setdefault(folder, path)
+    return real_folders
 
 
 def _real(path: Path) -> Path:
-    """Where a path leads; unlike Path.resolve without an error where links lead in a circle."""
+    """Resolve a path; unlike Path.resolve, without an error for links in a circle."""
     return Path(os.path.realpath(path))
 
 
-def _lies_in(path: Path, folder: Path) -> bool:
-    """Whether a resolved path lies in that folder, also where a mount gives the folder another name."""
-    there = _real(folder)
-    return any(p == there or (p.exists() and there.exists() and p.samefile(there)) for p in (path, *path.parents))
+def _is_in(path: Path, folder: Path) -> bool:
+    """Return whether a resolved path is in a folder, also if a mount gives the folder a second name."""
+    real = _real(folder)
+    return any(p == real or (p.exists() and real.exists() and p.samefile(real)) for p in (path, *path.parents))
 
 
-def agree(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
-    """Whether the unfinished conversion of plan.json `old` is dropped, and which files were touched since. Raises
-    OutputError or InputError, showing both values, where it was begun with other options or another input.
+def compare_plans(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
+    """Compare a plan with the saved plan of an unfinished conversion.
+
+    Return whether the old conversion is dropped, and the files that were touched since. Raise OutputError or
+    InputError, with both values, if options or input differ.
     """
     new = plan.document()
-    others, touched = changed_files(old.source, plan)
-    if may_drop and (others or touched or (old.command, old.settings) != (new.command, new.settings)):
+    differences, touched = compare_files(old.source, plan)
+    if may_drop and (differences or touched or (old.command, old.settings) != (new.command, new.settings)):
         return True, []
-    require_same_settings(plan.request.output, old, plan)
-    require_same_source(plan.request.output, old.source, plan)
-    if touched and not plan.request.options.verify_inputs:
+    require_same_settings(plan.options.output, old, plan)
+    require_same_source(plan.options.output, old.source, plan)
+    if touched and not plan.options.verify_inputs:
         what = f"{', '.join(touched[:3])} was modified since the conversion began (same size and header)"
         remedy = "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over"
-        raise InputError(f"{plan.request.input}: {what}; {remedy}.")
+        raise InputError(f"{plan.options.input}: {what}; {remedy}.")
     return False, touched
 
 
 def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
-    """Raise OutputError, showing both values, where an option that can change a byte differs from the old one."""
+    """Raise OutputError, with both values, if an option that can change a byte differs from the old one."""
     new = plan.document()
     differing = []
     if old.command != new.command:
         differing.append(f"command was {old.command}, is {new.command}")
     names = sorted({*old.settings, *new.settings})
-    flags = {option_field.name: option_field.flag for option_field in option_fields(type(plan.request.options))}
     for name in names:
         was, now = old.settings.get(name), new.settings.get(name)
         if was != now:
             before, after = ("not given" if value is None else value for value in (was, now))
-            differing.append(f"{flags.get(name, name)} was {before}, is {after}")
+            differing.append(f"{plan.options.flag_of(name)} was {before}, is {after}")
     if differing:
         raise OutputError(
             f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
@@ -263,38 +267,41 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
         )
 
 
-def changed_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
-    """Files of the source that are certainly other ones (with what differs), and those that were only touched since."""
+def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the differences between the old input files and the plan's, and the files that were only touched since."""
     before = {f.name: f for f in old}
     now = {f.name: f for f in plan.source}
-    other = [f"{name} is gone" for name in before if name not in now] + [
+    differences = [f"{name} is gone" for name in before if name not in now] + [
         f"{name} is new" for name in now if name not in before
     ]
     touched = []
     for name in before.keys() & now.keys():
         a, b = before[name], now[name]
         if a.size != b.size:
-            other.append(f"{name} had {a.size} bytes, has {b.size}")
+            differences.append(f"{name} had {a.size} bytes, has {b.size}")
         elif a.header_sha256 != b.header_sha256:
-            other.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
+            differences.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
         elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
-            other.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
+            differences.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
         elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
             touched.append(name)
-    return sorted(other), sorted(touched)
+    return sorted(differences), sorted(touched)
 
 
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
-    other, _ = changed_files(old, plan)
-    if other:
-        what = f"{'; '.join(other[:5])}. Put the old input back, or start over with --overwrite"
-        raise InputError(f"{plan.request.input} is not the input that {output} was begun with: {what}.")
+    differences, _ = compare_files(old, plan)
+    if differences:
+        what = f"{'; '.join(differences[:5])}. Put the old input back, or start over with --overwrite"
+        raise InputError(f"{plan.options.input} is not the input that {output} was begun with: {what}.")
 
 
-# What --overwrite removes: files that a manifest of ours lists, and with --delete-others all others.
 @dataclass(frozen=True)
-class Replaced:
-    """The files in a folder to be replaced: number and bytes of those that a manifest lists; others by name."""
+class ReplacedFolder:
+    """The files in a folder that --overwrite removes: those that a manifest lists, and with --delete-others all others.
+
+    listed  number and bytes of the files that a manifest lists
+    others  name -> bytes of the other files
+    """
 
     folder: Path
     listed: tuple[int, int]
@@ -303,16 +310,16 @@ class Replaced:
     def __str__(self) -> str:
         count, nbytes = self.listed
         ours = [f"{plural(count, 'file')} ({size(nbytes)}) of the output that lies there"] if count else []
-        return f"{self.folder}: {', and '.join([*ours, *([self.others_in_words()] if self.others else [])])}"
+        return f"{self.folder}: {', and '.join([*ours, *([self.describe_others()] if self.others else [])])}"
 
-    def others_in_words(self) -> str:
+    def describe_others(self) -> str:
         names = [*self.others][:NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
         return f"{plural(len(self.others), 'file')} ({total}) that no manifest lists: {', '.join(names)}{more}"
 
     def document(self) -> dict[str, object]:
-        """For --json."""
+        """Return the JSON object for --json."""
         return {
             "folder": str(self.folder),
             "text": str(self),
@@ -321,17 +328,17 @@ class Replaced:
         }
 
 
-def look(folder: Path, kept: Collection[str] = ()) -> Replaced:
-    """What a folder holds, but for entries of these names. A link counts as a file, wherever it leads."""
+def list_files(folder: Path, kept: Collection[str] = ()) -> ReplacedFolder:
+    """List the files of a folder, without entries of these names. A link counts as a file, wherever it leads."""
     if folder.is_symlink() or not folder.is_dir():
-        return Replaced(folder, (0, 0), {folder.name: folder.lstat().st_size})
+        return ReplacedFolder(folder, (0, 0), {folder.name: folder.lstat().st_size})
     known = set(statistics.list_files(folder))
     with contextlib.suppress(VerificationError):
         if (listing := manifest.read(folder)) is not None:
             known |= {manifest.NAME, *(file.name for file in listing.files)}
     files = dict(_walk(folder, kept))
     ours = [nbytes for name, nbytes in files.items() if name in known]
-    return Replaced(folder, (len(ours), sum(ours)), {name: n for name, n in files.items() if name not in known})
+    return ReplacedFolder(folder, (len(ours), sum(ours)), {name: n for name, n in files.items() if name not in known})
 
 
 def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:

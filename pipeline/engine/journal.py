@@ -1,4 +1,4 @@
-"""The append-only record of a conversion: one JSON object per line; a torn last line is cut off (resume.md)."""
+"""The journal of a conversion: an append-only file with one JSON object per line (resume.md)."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ktconvert.pipeline.engine.units import Result, Written
 HEADER = b'{"ktconvert-journal": 1}\n'
 
 
-def now() -> float:
+def timestamp() -> float:
     return round(time.time(), 3)
 
 
 class Event(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True, tag_field="event"):
-    """What all records have: when it happened."""
+    """Base of all records. at: time of the event."""
 
-    at: Seconds = field(default_factory=now)
+    at: Seconds = field(default_factory=timestamp)
 
 
 class Run(Event, frozen=True, kw_only=True, tag="run"):
-    """A process begins to work. oom_kills: machine.oom_kills() at that time."""
+    """A process begins a run. oom_kills: machine.oom_kills() at that time."""
 
     process: Holder
     oom_kills: Number | None = None
 
 
 class End(Event, frozen=True, kw_only=True, tag="end"):
-    """It stops by itself; why: the sentence with which it failed."""
+    """The process ends the run itself. why: the sentence with which it failed."""
 
     why: str | None = None
 
 
-class OfUnit(Event, frozen=True, kw_only=True):
-    """Something happens to a unit. host, pid, attempt: where it is made in another process."""
+class UnitEvent(Event, frozen=True, kw_only=True):
+    """Base of records about a unit. host, pid, attempt: those of another process that makes it."""
 
     unit: str
     host: str | None = None
@@ -51,45 +51,45 @@ class OfUnit(Event, frozen=True, kw_only=True):
     attempt: str | None = None
 
 
-class Start(OfUnit, frozen=True, kw_only=True, tag="start"):
-    """Somebody begins to make it."""
+class Start(UnitEvent, frozen=True, kw_only=True, tag="start"):
+    """A process begins to make a unit."""
 
 
-class Failed(OfUnit, frozen=True, kw_only=True, tag="failed"):
-    """An attempt ended with this sentence."""
+class Failed(UnitEvent, frozen=True, kw_only=True, tag="failed"):
+    """An attempt fails. why: its sentence."""
 
     why: str
 
 
-class Lost(OfUnit, frozen=True, kw_only=True, tag="lost"):
-    """An attempt is of no use any more: it ended without a word, or another was done first."""
+class Lost(UnitEvent, frozen=True, kw_only=True, tag="lost"):
+    """An attempt becomes useless: its process died, or a different one finished first."""
 
 
-class Taken(OfUnit, frozen=True, kw_only=True, tag="taken"):
-    """A portion that a worker made went into its unit."""
+class Taken(UnitEvent, frozen=True, kw_only=True, tag="taken"):
+    """A unit has consumed a portion that a worker made."""
 
 
-class Done(OfUnit, frozen=True, kw_only=True, tag="done"):
-    """It is published. for_chain: the files that it has in the store for other units of its chain."""
+class Done(UnitEvent, frozen=True, kw_only=True, tag="done"):
+    """A unit is published. chain_files: its files in the store for later units of its chain."""
 
     fingerprint: str
     result: Result
-    for_chain: tuple[Written, ...] = ()
+    chain_files: tuple[Written, ...] = field(default=(), name="for_chain")
     seconds: Seconds
 
 
 class Forgotten(Event, frozen=True, kw_only=True, tag="forgotten"):
-    """A finished unit is to be made again."""
+    """A finished unit has to be made again."""
 
     fingerprint: str
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag="dropped"):
-    """Everything is to be made again."""
+    """All units have to be made again."""
 
 
 class Assembled(Event, frozen=True, kw_only=True, tag="assembled"):
-    """The folder of this inode is complete and about to become the output."""
+    """The folder with this inode is complete and about to become the output."""
 
     inode: Number
 
@@ -98,14 +98,15 @@ Record = Run | End | Start | Failed | Lost | Taken | Done | Forgotten | Dropped 
 
 
 def read(path: Path) -> list[Record]:
-    """All whole records; what follows the last whole line, or the first line that is no record, does not count, and
-    nothing of a file that does not begin as ours: whatever has no record is done again.
+    """Return all whole records; none of a file that does not begin with our header.
+
+    Reading stops at a torn line, or at one that is no record; work without a record is done again.
     """
     return _parse(path.read_bytes())[0] if path.exists() else []
 
 
 def _parse(data: bytes) -> tuple[list[Record], int]:
-    """The whole records and the length in bytes of the part that holds them, with the header."""
+    """Return the whole records, and the length in bytes of the header and these records."""
     records: list[Record] = []
     if not data.startswith(HEADER):
         return records, 0
@@ -120,7 +121,7 @@ def _parse(data: bytes) -> tuple[list[Record], int]:
 
 
 class Journal:
-    """Open for appending by the one process that holds the lock; safe to call from several threads."""
+    """A journal that the process with the lock appends to; safe to call from several threads."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,7 +134,7 @@ class Journal:
             self._write(HEADER, sync=True)
 
     def append(self, record: Record, *, sync: bool = False) -> None:
-        """Add a record; with sync it is durable on return."""
+        """Append a record; with sync it is durable on return."""
         with self._lock:
             self._write(documents.one_line(record), sync)
             self.records.append(record)
@@ -145,7 +146,7 @@ class Journal:
                 while done < len(line):
                     done += os.pwrite(self._fd, line[done:], self._size + done)
             except OSError:
-                os.ftruncate(self._fd, self._size)  # a torn line would hide those that follow it
+                os.ftruncate(self._fd, self._size)  # a torn line would hide the lines after it
                 raise
             self._size += len(line)
             if sync:
@@ -155,8 +156,8 @@ class Journal:
         os.close(self._fd)
 
 
-def finished(records: Iterable[Record]) -> dict[str, Done]:
-    """The last record of each finished unit, by fingerprint; less those that were forgotten or dropped since."""
+def finished_units(records: Iterable[Record]) -> dict[str, Done]:
+    """Return the last record of each finished unit by fingerprint, without units that were forgotten since."""
     latest: dict[str, Done] = {}
     for record in records:
         match record:
@@ -169,8 +170,8 @@ def finished(records: Iterable[Record]) -> dict[str, Done]:
     return latest
 
 
-def assembled(records: Iterable[Record]) -> int | None:
-    """The inode of the folder that was complete and about to become the output; None where it had not come to that."""
+def assembled_inode(records: Iterable[Record]) -> int | None:
+    """Return the inode of the complete folder that was about to become the output; None if there was none yet."""
     inode = None
     for record in records:
         match record:
@@ -181,18 +182,18 @@ def assembled(records: Iterable[Record]) -> int | None:
     return inode
 
 
-def last_run(records: Iterable[Record]) -> tuple[Run, dict[str, Start]] | None:
-    """The last run and the units that it was making, if it did not end by itself; else None."""
+def find_killed_run(records: Iterable[Record]) -> tuple[Run, dict[str, Start]] | None:
+    """Return the last run and its units in flight if it did not end itself; otherwise None."""
     run: Run | None = None
-    flying: dict[str, Start] = {}
+    in_flight: dict[str, Start] = {}
     for record in records:
         match record:
             case Run():
-                run, flying = record, {}
+                run, in_flight = record, {}
             case Start():
-                flying[record.unit] = record
+                in_flight[record.unit] = record
             case Done() | Taken():
-                flying.pop(record.unit, None)
+                in_flight.pop(record.unit, None)
             case End():
                 run = None
-    return None if run is None else (run, flying)
+    return None if run is None else (run, in_flight)

@@ -1,8 +1,8 @@
-"""The lock of a work directory: one process works in it alone, or several do, each as a part of its own (resume.md).
+"""The lock of a work directory, for one process, or for several with a job share each (resume.md).
 
-Where the file system has locks, they are flock's: `lock` is held exclusively by who works alone, and shared by parts;
-each of these holds `lock.part-R-of-N` exclusively. Where it has none, `lock.held` and `lock.held.part-R-of-N` are files
-that exist as long as they are held: made by one process alone, taken over from one that has ended, by one alone.
+If the file system has locks, they are flock's: a single process holds `lock` exclusively; processes with job shares
+hold it shared, and `lock.part-R-of-N` exclusively. Otherwise `lock.held` and `lock.held.part-R-of-N` are files that
+exist as long as they are held. One process alone creates such a file, or replaces that of a process that has ended.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.direct_file import explained
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.engine.private_folder import ELSEWHERE, FOLDERS, make_private_folder, refuse_owner
+from ktconvert.pipeline.engine.paths import ELSEWHERE, FOLDERS, make_private_folder, refuse_owner
 
 OURS = {"token", "plan.json", "journal.jsonl", *FOLDERS}
 NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
-OF_PART = re.compile(r"lock(\.held)?\.part-(\d+)-of-(\d+)")
+SHARE_NAME = re.compile(r"lock(\.held)?\.part-(\d+)-of-(\d+)")
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-PATIENCE = 1.0  # seconds, for one that wants to work alone to see our part and to give way
-NAMED = 4  # processes that a message names
-LONGEST = 1024  # bytes that are read of a lock
-UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # names that several machines may have
+PATIENCE = 1.0  # seconds for a single process to see our job share and give way
+NAMED = 4  # number of processes that a message names
+LONGEST = 1024  # bytes of a lock file that are read
+UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # host names that several machines may have
 
-Holders = list[tuple[Path, bytes]]  # locks, each with what it contains
+Holders = list[tuple[Path, bytes]]  # locks, each with its content
 
 
 class Holder(Struct, frozen=True, forbid_unknown_fields=True):
-    """A process among all that ever ran on any host. start: machine.process_start, since numbers come again."""
+    """A process among all that ever ran on any host. start: machine.process_start, since process ids are reused."""
 
     pid: Count
     host: str
@@ -49,15 +49,15 @@ class Holder(Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def this(cls) -> Holder:
-        """The process that calls."""
+        """Return the calling process."""
         pid = os.getpid()
         return cls(pid, machine.host(), machine.boot_id(), machine.process_start(pid), machine.pid_namespace())
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}"
 
-    def lives(self) -> bool | None:
-        """Whether it still runs; None where that cannot be told: on another host, or in a container of its own."""
+    def is_alive(self) -> bool | None:
+        """Return whether it still runs; None if unknown, for a process on a different host or in a container."""
         if self.host != machine.host():
             return None
         if self.boot != machine.boot_id():
@@ -68,8 +68,8 @@ class Holder(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class ProcessPart:
-    """One of `count` processes that share the units; number from 0."""
+class JobShare:
+    """The share of one of `count` processes in the units of a conversion; number: from 0."""
 
     number: int
     count: int
@@ -84,7 +84,7 @@ class ProcessPart:
 
 @dataclass
 class Lock:
-    """A held lock. fds: whose flocks are held; files: there as long as it is held, with our name inside."""
+    """A held lock. fds: files whose flocks are held; files: lock files that hold our name while the lock is held."""
 
     root: Path
     own: bytes = field(default_factory=lambda: documents.one_line(Holder.this()))
@@ -92,7 +92,7 @@ class Lock:
     files: list[Path] = field(default_factory=list)
 
     def flock(self, path: Path, how: int) -> bool:
-        """Lock a file; False without such locks. BlockingIOError if locked, FileNotFoundError if just removed."""
+        """Lock a file; False without such locks. Raise BlockingIOError if locked, FileNotFoundError if just removed."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.fds.append(fd)
         try:
@@ -106,43 +106,43 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Let others work in the directory."""
+        """Release the lock, so that other processes may work in the directory."""
         for path in self.files:
-            if read(path) == self.own:  # else --force-unlock took it away
+            if read_lock(path) == self.own:  # otherwise --force-unlock has removed it
                 path.unlink(missing_ok=True)
         for fd in self.fds:
-            with contextlib.suppress(OSError):  # closing is not enough where a process was forked meanwhile
+            with contextlib.suppress(OSError):  # closing is not enough if a process was forked meanwhile
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
         self.files, self.fds = [], []
 
     def remove(self) -> None:
-        """Remove what is left of locks in the directory, ours last. For who works alone."""
+        """Remove all locks in the directory, ours last; for a single process."""
         for path in _locks(self.root) - {self.root / "lock", *self.files}:
             path.unlink(missing_ok=True)
         (self.root / "lock").unlink(missing_ok=True)
         self.release()
 
 
-def acquire(root: Path, output: Path, part: ProcessPart | None = None) -> Lock:
-    """Make a work directory, and lock it. OutputError where another process works in it, or the folder is not ours."""
+def acquire(root: Path, output: Path, share: JobShare | None = None) -> Lock:
+    """Make a work directory, and lock it. Raise OutputError if it is in use, or is not ours."""
     while True:
         lock = Lock(root)
         try:
             require_ours(root)
             with explained(root / "lock"):
                 make_private_folder(root)
-                _lock(lock, output, part)
+                _lock(lock, output, share)
             return lock
         except BaseException as error:
             lock.release()
             if isinstance(error, FileNotFoundError) and root.parent.is_dir():
-                continue  # whoever held it removed it just now
+                continue  # another process has just removed it
             raise
 
 
 def require_ours(root: Path) -> None:
-    """Raise OutputError where something lies at `root` that is not a work directory."""
+    """Raise OutputError if `root` exists and is not a work directory."""
     if root.is_symlink():
         raise OutputError("is a link, and ktconvert works in a folder of its own", ELSEWHERE, path=root)
     try:
@@ -156,104 +156,106 @@ def require_ours(root: Path) -> None:
         raise OutputError(f"{root}: ktconvert works in a folder of this name, and something else lies there; {remedy}.")
 
 
-def unlock(root: Path, output: Path, part: ProcessPart | None = None) -> list[str]:
-    """Take away locks that are files, bar our way, and may be of processes that have ended; returns which, in words.
-    Raises OutputError where the file system itself holds a lock.
+def unlock(root: Path, output: Path, share: JobShare | None = None) -> list[str]:
+    """Remove lock files that block us and may belong to processes that have ended; return a description of each.
+
+    Raise OutputError if the file system itself holds a lock.
     """
     if not root.is_dir():
         return []
     require_ours(root)
-    lock, taken = Lock(root), []
+    lock, removed = Lock(root), []
     try:
-        _flock(lock, part)
+        _flock(lock, share)
     except BlockingIOError as error:
+        busy = _busy_sentence(output, _holders(root, error, share))
         raise OutputError(
-            f"{_busy(output, _holders(root, error, part))} The file system itself keeps the lock until that process "
-            "ends: --force-unlock cannot take it away."
+            f"{busy} The file system itself keeps the lock until that process ends: --force-unlock cannot take it away."
         ) from error
     finally:
         lock.release()
-    for path, _ in _others(lock, part):
-        since = _since(path)
-        if (content := _take_away(path, lock.own)) is not None:
-            taken.append(f"{path} of {_who(path, content)}, made {since}")
-    return taken
+    for path, _ in _blocking_locks(lock, share):
+        since = _lock_time(path)
+        if (content := _remove_lock(path, lock.own)) is not None:
+            removed.append(f"{path} of {_describe_holder(path, content)}, made {since}")
+    return removed
 
 
-def parts_at_work(root: Path) -> bool:
-    """Whether a part may be at work; each removes its lock at its end."""
+def has_active_shares(root: Path) -> bool:
+    """Return whether a process with a job share may be at work; it removes its lock at its end."""
     return any(
-        (content := read(path)) and lives(content) is not False for path in _locks(root) if OF_PART.fullmatch(path.name)
+        (content := read_lock(path)) and is_alive(content) is not False
+        for path in _locks(root)
+        if SHARE_NAME.fullmatch(path.name)
     )
 
 
-def _lock(lock: Lock, output: Path, part: ProcessPart | None) -> None:
-    """Take what is to be held, and leave our name in it; the caller releases what was taken before a failure."""
+def _lock(lock: Lock, output: Path, share: JobShare | None) -> None:
+    """Take the locks, and write our name into them; after a failure the caller releases those that were taken."""
     try:
-        has_locks = _flock(lock, part)
+        has_locks = _flock(lock, share)
     except BlockingIOError as error:
-        raise OutputError(_busy(output, _holders(lock.root, error, part))) from error
+        raise OutputError(_busy_sentence(output, _holders(lock.root, error, share))) from error
     if not has_locks:
-        held = lock.root / _held(part)
+        held = lock.root / _lock_file_name(share)
         if (content := _take(held, lock.own)) is not None:
-            raise OutputError(_refusal(output, [(held, content)]))
+            raise OutputError(_refusal_sentence(output, [(held, content)]))
         lock.files.append(held)
     deadline = time.monotonic() + PATIENCE
-    while others := _others(lock, part):
-        if part is None or time.monotonic() > deadline:
-            raise OutputError(_refusal(output, others))
+    while others := _blocking_locks(lock, share):
+        if share is None or time.monotonic() > deadline:
+            raise OutputError(_refusal_sentence(output, others))
         time.sleep(PATIENCE / 20)
-    if has_locks and part is None:
-        for path in _flocks_of_parts(lock.root):  # of one that was killed: parts hold `lock`, too
+    if has_locks and share is None:
+        for path in _share_flocks(lock.root):  # of a killed process: processes with job shares hold `lock`, too
             path.unlink()
-    if has_locks or part is None:
+    if has_locks or share is None:
         os.ftruncate(lock.fds[-1], 0)
         os.pwrite(lock.fds[-1], lock.own, 0)
 
 
-def _flock(lock: Lock, part: ProcessPart | None) -> bool:
-    """Take flocks; False where the file system has none. Raises BlockingIOError with the file's name."""
-    if part is None:
+def _flock(lock: Lock, share: JobShare | None) -> bool:
+    """Take flocks; return False if the file system has none. Raise BlockingIOError with the file's name."""
+    if share is None:
         return lock.flock(lock.root / "lock", fcntl.LOCK_EX)
-    mine = lock.root / f"lock.{part.name}"
+    mine = lock.root / f"lock.{share.name}"
     if not (lock.flock(lock.root / "lock", fcntl.LOCK_SH) and lock.flock(mine, fcntl.LOCK_EX)):
         return False
     lock.files.append(mine)
     return True
 
 
-# Files that belong to locks.
-def _held(part: ProcessPart | None) -> str:
-    return f"lock.held.{part.name}" if part else "lock.held"
+def _lock_file_name(share: JobShare | None) -> str:
+    return f"lock.held.{share.name}" if share else "lock.held"
 
 
 def _locks(root: Path) -> set[Path]:
     return {path for path in root.iterdir() if NAMES.fullmatch(path.name)}
 
 
-def _flocks_of_parts(root: Path) -> list[Path]:
-    return sorted(path for path in _locks(root) if (of := OF_PART.fullmatch(path.name)) and not of[1])
+def _share_flocks(root: Path) -> list[Path]:
+    return sorted(path for path in _locks(root) if (of := SHARE_NAME.fullmatch(path.name)) and not of[1])
 
 
-def _others(lock: Lock, part: ProcessPart | None) -> Holders:
-    """The locks that are files and bar the way, with what they contain; none of processes that have ended."""
-    found = []
+def _blocking_locks(lock: Lock, share: JobShare | None) -> Holders:
+    """Return the lock files that block us, with their contents, except those of processes that have ended."""
+    blocking = []
     for path in sorted(_locks(lock.root) - set(lock.files)):
-        of_part = OF_PART.fullmatch(path.name)
-        bars = path.name in ("lock.held", _held(part)) or (part is None and of_part and of_part[1])
-        if bars and (content := read(path)) is not None and lives(content) is not False:
-            found.append((path, content))
-    return found
+        match = SHARE_NAME.fullmatch(path.name)
+        blocks = path.name in ("lock.held", _lock_file_name(share)) or (share is None and match and match[1])
+        if blocks and (content := read_lock(path)) is not None and is_alive(content) is not False:
+            blocking.append((path, content))
+    return blocking
 
 
-def _holders(root: Path, error: BlockingIOError, part: ProcessPart | None) -> Holders:
-    met = Path(error.filename)
-    holders = [(path, read(path) or b"") for path in (_flocks_of_parts(root) if part is None else ())]
-    return [held for held in holders if lives(held[1]) is not False] or [(met, read(met) or b"")]
+def _holders(root: Path, error: BlockingIOError, share: JobShare | None) -> Holders:
+    locked = Path(error.filename)
+    holders = [(path, read_lock(path) or b"") for path in (_share_flocks(root) if share is None else ())]
+    return [held for held in holders if is_alive(held[1]) is not False] or [(locked, read_lock(locked) or b"")]
 
 
-def read(path: Path) -> bytes | None:
-    """What a lock contains, or None where there is none."""
+def read_lock(path: Path) -> bytes | None:
+    """Read a lock file; None if it does not exist."""
     try:
         with path.open("rb") as file:
             return file.read(LONGEST)
@@ -268,23 +270,23 @@ def _holder(content: bytes) -> Holder | None:
         return None
 
 
-def lives(content: bytes) -> bool | None:
-    """Whether the process that a lock names still runs; None where that cannot be told."""
+def is_alive(content: bytes) -> bool | None:
+    """Return whether the process that a lock file names still runs; None if unknown."""
     holder = _holder(content)
-    return holder.lives() if holder else None
+    return holder.is_alive() if holder else None
 
 
-# Locks that are files.
 def _take(path: Path, own: bytes) -> bytes | None:
-    """Make the lock at `path` ours and return None, or return what it contains if another process has it that may live.
-    The right to replace that of one that has ended is a lock of its own, whose name follows from what is to be
-    replaced: of several that try at once one replaces it, and one that had looked before finds another content.
+    """Take the lock file at `path` and return None, or return its content if its process may be alive.
+
+    The right to replace the lock of an ended process is itself a lock, whose name follows from the content to replace.
+    So only one of several processes replaces it, and a process that had read it earlier finds a different content.
     """
     aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         while True:
-            before = read(path)
-            if before is not None and lives(before) is not False:
+            before = read_lock(path)
+            if before is not None and is_alive(before) is not False:
                 return before
             if not aside.exists():
                 publish.write_file(aside, own)
@@ -296,7 +298,7 @@ def _take(path: Path, own: bytes) -> bytes | None:
             if (other := _take(right, own)) is not None:
                 return other
             try:
-                if read(path) == before:
+                if read_lock(path) == before:
                     publish.publish(aside, path)
                     return None
             finally:
@@ -305,17 +307,20 @@ def _take(path: Path, own: bytes) -> bytes | None:
         aside.unlink(missing_ok=True)
 
 
-def _take_away(path: Path, own: bytes) -> bytes | None:
-    """Remove the lock of a process that may live, and return what it contained; None if there is none, or it lives."""
-    before = read(path)
-    if before is None or lives(before):
+def _remove_lock(path: Path, own: bytes) -> bytes | None:
+    """Remove the lock file of a process that may be alive, and return its content.
+
+    Return None if there is none, or if the process is known to be alive.
+    """
+    before = read_lock(path)
+    if before is None or is_alive(before):
         return None
     right = _right_to_replace(path, before)
     while _take(right, own) is not None:
-        if _take_away(right, own) is None and read(right) is not None:
+        if _remove_lock(right, own) is None and read_lock(right) is not None:
             return None
     try:
-        if read(path) != before:
+        if read_lock(path) != before:
             return None
         path.unlink(missing_ok=True)
         return before
@@ -327,19 +332,18 @@ def _right_to_replace(path: Path, content: bytes) -> Path:
     return path.with_name(f"{path.name}.after-{publish.sha256(content)[:12]}")
 
 
-# In words.
-def _who(path: Path, content: bytes) -> str:
+def _describe_holder(path: Path, content: bytes) -> str:
     name = str(_holder(content) or "another process")
-    part = OF_PART.fullmatch(path.name)
-    return f"part {part[2]}/{part[3]} ({name})" if part else name
+    match = SHARE_NAME.fullmatch(path.name)
+    return f"part {match[2]}/{match[3]} ({name})" if match else name
 
 
-def _since(path: Path) -> str:
+def _lock_time(path: Path) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
 
 
-def _busy(output: Path, holders: Holders) -> str:
-    names = [_who(path, content) for path, content in holders]
+def _busy_sentence(output: Path, holders: Holders) -> str:
+    names = [_describe_holder(path, content) for path, content in holders]
     if len(names) > NAMED:
         names[NAMED:] = [f"{len(names) - NAMED} more"]
     if len(names) == 1:
@@ -347,11 +351,11 @@ def _busy(output: Path, holders: Holders) -> str:
     return f"{output}: {', '.join(names[:-1])} and {names[-1]} are converting into it; wait for them or stop them."
 
 
-def _refusal(output: Path, holders: Holders) -> str:
-    unknown = [path for path, content in holders if lives(content) is None]
+def _refusal_sentence(output: Path, holders: Holders) -> str:
+    unknown = [path for path, content in holders if is_alive(content) is None]
     if not unknown:
-        return _busy(output, holders)
+        return _busy_sentence(output, holders)
     return (
-        f"{_busy(output, holders)} Its lock is the file {unknown[0]}, made {_since(unknown[0])}; whether that process "
-        "still runs cannot be told from here: if it has ended, add --force-unlock."
+        f"{_busy_sentence(output, holders)} Its lock is the file {unknown[0]}, made {_lock_time(unknown[0])}; whether "
+        "that process still runs cannot be told from here: if it has ended, add --force-unlock."
     )

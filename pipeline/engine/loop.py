@@ -1,4 +1,4 @@
-"""The loop: skip what is done; have made, publish and record what is not, of one output or several; stop on Ctrl-C."""
+"""The loop that has the remaining units of one or several outputs made, publishes and records them; Ctrl-C stops it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,15 +22,16 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.journal import End, Run
 from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.plan import Plan, require_unchanged
-from ktconvert.pipeline.engine.units import HANDED_ON, Made, Runner, Stage, Unit
+from ktconvert.pipeline.engine.runners import Runner, report_finished
+from ktconvert.pipeline.engine.units import HANDOVER, FinishedUnit, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.report.progress import Reporter
 
-SIGNAL_DELAY = 0.05  # seconds; Python's handler waits for the main thread, whichever thread the signal went to
+SIGNAL_DELAY = 0.05  # seconds; Python runs signal handlers in the main thread, which waits here
 
 
 class Interrupted(Exception):
-    """The user asked to stop; everything finished is recorded. exit_code as the shell expects it."""
+    """Error for a run that the user stopped; everything finished is recorded. exit_code: as shells expect it."""
 
     def __init__(self, number: int, outputs: Sequence[Path]) -> None:
         again = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
@@ -41,7 +42,7 @@ class Interrupted(Exception):
 
 
 class StopFlag:
-    """The first SIGINT or SIGTERM finishes the units in flight, the second ends the process at once."""
+    """A handler of SIGINT and SIGTERM: the first finishes the units in flight, the second ends the process at once."""
 
     def __init__(self) -> None:
         self.number = 0
@@ -54,8 +55,8 @@ class StopFlag:
         os.write(2, b"\nfinishing the layers in flight; once more to stop at once\n")
 
     @contextlib.contextmanager
-    def installed(self) -> Iterator[StopFlag]:
-        """Handle signals within; a no-op outside the main thread."""
+    def handle_signals(self) -> Iterator[StopFlag]:
+        """Handle signals inside the block; a no-op outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -68,8 +69,8 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def recorded(work: WorkDir) -> Iterator[None]:
-    """Let the journal say that this process works, until it ends by itself: a run without an end was killed."""
+def record_run(work: WorkDir) -> Iterator[None]:
+    """Record in the journal that this process begins and ends a run; a run without an end was killed."""
     work.journal.append(Run(process=Holder.this(), oom_kills=machine.oom_kills()))
     why = None
     try:
@@ -78,148 +79,176 @@ def recorded(work: WorkDir) -> Iterator[None]:
         why = str(error)
         raise
     finally:
-        with contextlib.suppress(ResourceError):  # the disk may be full, and that was reported already
+        with contextlib.suppress(ResourceError):  # the disk may be full, which was reported already
             work.journal.append(End(why=why))
 
 
-ToDo = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units that are made one after the other, and their stage
+Remaining = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units to make one after the other, with their stage
 
 
 @dataclass(frozen=True)
-class Share:
-    """What the loop does for one output: `runner` makes what is to do, each is kept, and in the end there is an end."""
+class OutputSchedule:
+    """The scheduling state of one output.
+
+    runner   makes the units; chain_runner: makes those of chains, if a different runner does
+    publish  is called with each finished unit
+    finish   is called once all units are published
+    """
 
     plan: Plan
-    to_do: ToDo
+    remaining: Remaining
     runner: Runner
-    keep: Callable[[Unit[Any], Made], None]
-    end: Callable[[], None] = lambda: None
+    publish: Callable[[Unit[Any], FinishedUnit], None]
+    finish: Callable[[], None] = lambda: None
+    chain_runner: Runner | None = None
 
-    def in_order(self) -> Iterator[tuple[int, str, Share, Stage[Any], tuple[Unit[Any], ...]]]:
-        """What is to be made, by stage and key: units that read a layer follow one another, from the page cache."""
+    def sequences(self) -> Iterator[tuple[int, str, UnitSequence]]:
+        """Yield the remaining sequences with the number of their stage and their key, for sorting."""
         numbers = {stage.name: number for number, stage in enumerate(self.plan.stages)}
-        return ((numbers[stage.name], units[0].key, self, stage, units) for stage, units in self.to_do)
+        for stage, units in self.remaining:
+            runner = self.chain_runner if stage.chain and self.chain_runner is not None else self.runner
+            yield numbers[stage.name], units[0].key, UnitSequence(self, runner, stage, units)
+
+    def poll(self) -> None:
+        self.runner.poll()
+        if self.chain_runner is not None:
+            self.chain_runner.poll()
 
 
-def run_units(shares: Sequence[Share], reporter: Reporter, stop: StopFlag) -> None:
-    """Have the units of all shares made, and keep each. Raises the first failure after what was under way has ended.
-    What is only this unit's (WorkerLostError) does not keep the others from being made.
+@dataclass(frozen=True)
+class UnitSequence:
+    """Units of one output to make one after the other."""
+
+    output: OutputSchedule
+    runner: Runner
+    stage: Stage[Any]
+    units: tuple[Unit[Any], ...]
+
+    @property
+    def unit(self) -> Unit[Any]:
+        """The first unit, which is made next."""
+        return self.units[0]
+
+
+def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopFlag) -> None:
+    """Have the remaining units of all outputs made, and publish each.
+
+    Raise the first failure once the units in flight have ended. A WorkerLostError concerns one unit: the other units
+    are made first.
     """
     ended: queue.SimpleQueue[Future[Any]] = queue.SimpleQueue()
-    flying: dict[Future[Any], tuple[Share, Stage[Any], tuple[Unit[Any], ...]]] = {}
+    in_flight: dict[Future[Any], UnitSequence] = {}
     failures: list[BaseException] = []
-    left = {id(share): sum(len(units) for _, units in share.to_do) for share in shares}
+    unfinished = {id(output): sum(len(units) for _, units in output.remaining) for output in outputs}
 
-    def stopped() -> bool:
+    def is_stopping() -> bool:
         return bool(stop.number) or any(not isinstance(error, WorkerLostError) for error in failures)
 
-    def end_if_done(share: Share) -> None:
-        if not left[id(share)] and not stopped():
-            share.end()
-            del left[id(share)]
+    def finish_output(output: OutputSchedule) -> None:
+        if not unfinished[id(output)] and not is_stopping():
+            output.finish()
+            del unfinished[id(output)]
 
-    every = [unit for share in shares for unit in share.plan.units]
-    to_make = [unit for share in shares for _, units in share.to_do for unit in units]
+    every = [unit for output in outputs for unit in output.plan.units]
+    to_make = [unit for output in outputs for _, units in output.remaining for unit in units]
     total = sum(unit.bytes_in for unit in every)
     done = (len(every) - len(to_make), len(every))
     reporter.begin(total, total - sum(unit.bytes_in for unit in to_make), units=done)
-    merged = heapq.merge(*(share.in_order() for share in shares), key=lambda each: each[:2])
-    waiting = deque((share, stage, units) for _, _, share, stage, units in merged)
+    # Units that read one layer follow one another, since the page cache then holds its weights.
+    merged = heapq.merge(*(output.sequences() for output in outputs), key=lambda each: each[:2])
+    waiting = deque(sequence for _, _, sequence in merged)
     try:
-        for share in shares:
-            end_if_done(share)
-        while flying or (waiting and not stopped()):
-            while waiting and len(flying) < waiting[0][0].runner.most and not stopped():
-                share, stage, units = waiting.popleft()
-                future = share.runner.submit(stage, units[0])
-                flying[future] = (share, stage, units)
+        for output in outputs:
+            finish_output(output)
+        while in_flight or (waiting and not is_stopping()):
+            while waiting and len(in_flight) < waiting[0].runner.limit and not is_stopping():
+                sequence = waiting.popleft()
+                future = sequence.runner.submit(sequence.stage, sequence.unit)
+                in_flight[future] = sequence
                 future.add_done_callback(ended.put)
-            for future in list(flying) if stopped() else []:
-                share, _, units = flying[future]
-                if share.runner.give_up(units[0], future):
-                    del flying[future]
-            for share in shares:
-                if left.get(id(share)):
-                    share.runner.watch()
+            for future, sequence in [*in_flight.items()] if is_stopping() else []:
+                if sequence.runner.withdraw(sequence.unit, future):
+                    del in_flight[future]
+            for output in outputs:
+                if unfinished.get(id(output)):
+                    output.poll()
             with contextlib.suppress(queue.Empty):
                 future = ended.get(timeout=SIGNAL_DELAY)
-                if future not in flying:  # given up
+                if future not in in_flight:  # withdrawn
                     continue
-                share, stage, units = flying.pop(future)
+                sequence = in_flight.pop(future)
                 try:
-                    if (made := share.runner.take(units[0], future)) is None:
-                        waiting.appendleft((share, stage, units))
+                    if (finished := sequence.runner.collect(sequence.unit, future)) is None:
+                        waiting.appendleft(sequence)
                         continue
-                    share.keep(units[0], made)
+                    sequence.output.publish(sequence.unit, finished)
                     reporter.unit_done()
-                    left[id(share)] -= 1
-                    end_if_done(share)
+                    unfinished[id(sequence.output)] -= 1
+                    finish_output(sequence.output)
                 except BaseException as error:
                     failures.append(error)
-                    if isinstance(error, WorkerLostError):  # the others may take hours
+                    if isinstance(error, WorkerLostError):  # the other units may take hours
                         reporter.warn(f"{error} All other units are made first.")
                     continue
-                if units[1:]:
-                    waiting.appendleft((share, stage, units[1:]))
+                if sequence.units[1:]:
+                    waiting.appendleft(replace(sequence, units=sequence.units[1:]))
     finally:
         reporter.end()
     if failures:
         raise next((error for error in failures if not isinstance(error, WorkerLostError)), failures[0])
-    unended = [share.plan.request.output for share in shares if id(share) in left]
-    if stop.number and unended:
-        raise Interrupted(stop.number, unended)
+    stopped = [output.plan.options.output for output in outputs if id(output) in unfinished]
+    if stop.number and stopped:
+        raise Interrupted(stop.number, stopped)
 
 
-def left_to_do(plan: Plan, work: WorkDir) -> ToDo:
-    runs = [(stage, to_run(stage, work)) for stage in plan.stages]
-    return [
-        (stage, units) for stage, run in runs for units in ([run] if stage.chain and run else [(unit,) for unit in run])
-    ]
+def find_remaining(plan: Plan, work: WorkDir) -> Remaining:
+    """Return the units to make: those of a chain together, all others one by one."""
+    remaining = []
+    for stage in plan.stages:
+        units = remaining_units(stage, work)
+        groups = [units] if stage.chain and units else [(unit,) for unit in units]
+        remaining += [(stage, group) for group in groups]
+    return remaining
 
 
-def to_run(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
-    """The units to be made, in order; of a chain, from the last one on whose forerunner's file is still there."""
-    undone = [n for n, u in enumerate(stage.units) if work.done_reason(u) is None]
+def remaining_units(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
+    """Return the units of a stage to make, in order.
+
+    A chain begins with the last unit before the first unfinished one whose predecessor's handover file still exists.
+    """
+    unfinished = [n for n, unit in enumerate(stage.units) if work.why_finished(unit) is None]
     if not stage.chain:
-        return tuple(stage.units[n] for n in undone)
-    if not undone:
+        return tuple(stage.units[n] for n in unfinished)
+    if not unfinished:
         return ()
-    first = undone[0]
-    before = stage.units[first - 1]
-    while first and before.handed_on and not (work.paths.store / before.handed_on_name).exists():
+    first = unfinished[0]
+    previous = stage.units[first - 1]
+    while first and previous.handover_bytes and not (work.paths.store / previous.handover_name).exists():
         first -= 1
-        before = stage.units[first - 1]
-    needed = before.handed_on_name if first else None
+        previous = stage.units[first - 1]
+    needed = previous.handover_name if first else None
     for path in work.paths.store.iterdir():
-        if path.name.endswith(HANDED_ON) and path.name != needed:
+        if path.name.endswith(HANDOVER) and path.name != needed:
             path.unlink()
-    return stage.units[first : undone[-1] + 1]
+    return stage.units[first : unfinished[-1] + 1]
 
 
-def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
-    """Publish what was made, and record it: in this order, each step durable before the next."""
+def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any], finished: FinishedUnit) -> None:
+    """Publish a finished unit, and record it: in this order, each step durable before the next."""
     require_unchanged(plan)
     stored = work.paths.store / unit.stored_name
     if unit.folder:
-        publish.remove_tree(stored)  # left by a kill before its record; a rename does not replace a folder
-    if (link := made.link) is not None:
-        publish.remove_tree(link.scratch)
-        if link.side is not None:
-            publish.publish(link.side, work.paths.store / unit.side_name)
-        if link.handed_on is not None:
-            publish.publish(link.handed_on, work.paths.store / unit.handed_on_name)
-    if made.who:
-        publish.make_readable(made.path)
-    publish.publish(made.path, stored)
-    work.record(unit, made)
-    if link is not None and link.before is not None:
-        link.before.unlink(missing_ok=True)
-    tell_done(plan.request.output, reporter, unit, made)
-
-
-def tell_done(output: Path, reporter: Reporter, unit: Unit[Any], made: Made) -> None:
-    name, seconds = unit.name, round(made.seconds, 3)
-    nbytes, stats = sum(w.nbytes for w in made.result.files), made.result.stats
-    reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **made.who)
-    where = f" on {made.who['host']}" if made.who else ""
-    reporter.say(f"{output.name}: {name}: {made.seconds:.2f} s{where}", level=1)
+        publish.remove_tree(stored)  # of a run that was killed before it recorded it; a rename replaces no folder
+    if (chain := finished.chain) is not None:
+        publish.remove_tree(chain.scratch)
+        if chain.side is not None:
+            publish.publish(chain.side, work.paths.store / unit.side_name)
+        if chain.handover is not None:
+            publish.publish(chain.handover, work.paths.store / unit.handover_name)
+    if finished.worker:
+        publish.make_readable(finished.path)
+    publish.publish(finished.path, stored)
+    work.record(unit, finished)
+    if chain is not None and chain.previous is not None:
+        chain.previous.unlink(missing_ok=True)
+    report_finished(plan.options.output, reporter, unit, finished)

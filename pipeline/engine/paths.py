@@ -1,17 +1,24 @@
-"""Where things lie for one output, and whether they are there (resume.md)."""
+"""The folders and files of one conversion, and its work directory, which only its user can enter (resume.md)."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.native_quant import machine
 
-INSIDE = ".ktconvert"
-WORK = ".work"  # what the name of a work directory beside an output adds
-File = tuple[Path, int, str]  # bytes and sha256, as recorded
+WORK_SUFFIX = ".work"  # ending of the name of a work directory beside an output
+FOLDERS = {"partial", "attempts", "store", "out", "old"}  # in a work directory; everything else there is a file
+PRIVATE = 0o700  # mode of a work directory
+ELSEWHERE = "choose another --output"
+FileRecord = tuple[Path, int, str]  # a file with its recorded bytes and sha256
 
 
 class Below:
@@ -26,34 +33,39 @@ class Below:
 
 @dataclass(frozen=True)
 class Paths:
-    """Where things lie for one output. inside: it cannot be renamed to; work lies below it, files move into place."""
+    """The paths of one conversion.
+
+    output  path of the finished output
+    root    the work directory
+    inside  whether the work directory is in the output, because a rename cannot replace the output
+    """
 
     output: Path
     root: Path
     inside: bool
 
-    plan = Below("plan.json")  # what was asked, complete
-    journal = Below("journal.jsonl")  # one line per finished unit
-    partial = Below("partial")  # files being written; emptied at every start, but for attempts that may count
-    attempts = Below("attempts")  # a record of each attempt to make a unit in another process (attempts.py)
-    token = Below("token")  # a name of the coordinator's run, by which workers know that they see this very folder
+    plan = Below("plan.json")  # options and identity of the input, complete
+    journal = Below("journal.jsonl")  # one line per event
+    partial = Below("partial")  # unfinished files; emptied at every start, but for attempts that may count
+    attempts = Below("attempts")  # one record per attempt at a unit in another process (attempts.py)
+    token = Below("token")  # name of the coordinator's run; workers compare it to see that this is the same folder
     store = Below("store")  # finished units, named by their fingerprints
-    assembly = Below("out")  # where the final directory is put together
-    old = Below("old")  # what lay at the output, where two folders cannot be swapped in one step
+    assembly = Below("out")  # the output while it is put together
+    old = Below("old")  # the old output, where two folders cannot be swapped in one step
 
     @property
     def finals(self) -> tuple[Path, ...]:
-        """Folders where a finished unit may lie under its final name."""
+        """Folders in which a finished unit may have its final name."""
         return (self.assembly, self.output) if self.inside else (self.assembly,)
 
 
 def locate(output: Path, *, adopt: bool = False) -> Paths:
-    """Where the work for this output lies or will lie; adopt: the output already holds folders that are kept."""
+    """Return the paths of the conversion into an output. adopt: the output holds folders that stay in it."""
     output = output.absolute()
-    inside = Paths(output, output / INSIDE, inside=True)
-    if not output.name:  # nothing lies beside the root folder
+    inside = Paths(output, output / WORK_FOLDER, inside=True)
+    if not output.name:  # nothing can be beside the root folder
         return inside
-    outside = Paths(output, output.with_name(output.name + WORK), inside=False)
+    outside = Paths(output, output.with_name(output.name + WORK_SUFFIX), inside=False)
     for begun in (inside, outside):
         if begun.plan.exists():
             return begun
@@ -67,21 +79,86 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
 
 
 def output_of(root: Path) -> Path | None:
-    """The output of which this folder is the work directory beside it; None where it is none."""
-    name = root.name.removesuffix(WORK)
+    """Return the output that has this work directory beside it, or None if the folder is no work directory."""
+    name = root.name.removesuffix(WORK_SUFFIX)
     return root.with_name(name) if name not in ("", root.name) and (root / "plan.json").exists() else None
 
 
 def has_size(path: Path, nbytes: int) -> bool:
     try:
         return path.stat().st_size == nbytes
-    except (OSError, ValueError):  # a damaged record may name what no file can be called
+    except (OSError, ValueError):  # a damaged record may hold an impossible file name
         return False
 
 
 def has_content(path: Path, nbytes: int, sha256: str) -> bool:
-    """Whether a file is there, can be read and holds what was recorded."""
+    """Return whether a file can be read and has the recorded content."""
     try:
         return has_size(path, nbytes) and publish.sha256_file(path) == sha256
     except OSError:
         return False
+
+
+def make_private_folder(root: Path) -> None:
+    """Make a work directory that only its user can enter, or accept one that this user made.
+
+    Raise OutputError for a folder of another user, who could put links where we write and remove.
+    """
+    publish.make_folder(root.parent)
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=PRIVATE)
+        publish.sync_folder(root.parent)
+        return
+    try:
+        fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except PermissionError:
+        raise refuse_owner(root) from None
+    try:
+        if not _is_own(fd):
+            raise refuse_owner(root)
+        mode = stat.S_IMODE(os.fstat(fd).st_mode)
+        if mode & 0o777 != PRIVATE:
+            with contextlib.suppress(OSError):  # file systems without modes
+                os.fchmod(fd, mode & ~0o777 | PRIVATE)
+        _require_no_links(root, fd)
+    finally:
+        os.close(fd)
+
+
+def _is_own(fd: int) -> bool:
+    """Return whether this user owns an open folder, or a file server gives new files of this user to its owner."""
+    owner = os.fstat(fd).st_uid
+    if owner == os.geteuid():
+        return True
+    name = f"lock.held.{secrets.token_hex(8)}"  # a name of ours, should this process be killed here
+    try:
+        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+    except OSError:
+        return False
+    try:
+        return os.fstat(made).st_uid == owner
+    finally:
+        os.close(made)
+        os.unlink(name, dir_fd=fd)
+
+
+def refuse_owner(root: Path) -> OutputError:
+    """Return the error for a work directory of another user."""
+    what = f"is a work directory of user {root.lstat().st_uid}, and this is user {os.geteuid()}"
+    return OutputError(what, "work as that user, or choose another --output", path=root)
+
+
+def _require_no_links(root: Path, fd: int) -> None:
+    """Raise OutputError for a link, or another user's entry, in place of our own folders and files."""
+    owner = os.fstat(fd).st_uid
+    for name in set(os.listdir(fd)) - {"old"}:  # the old output, which is only removed
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            is_right = stat.S_ISDIR(status.st_mode) if name in FOLDERS else stat.S_ISREG(status.st_mode)
+            if not is_right and not name.startswith(".nfs"):
+                kind = "a link" if stat.S_ISLNK(status.st_mode) else "something else"
+                what = f"is {kind} where ktconvert expects its own {'folder' if name in FOLDERS else 'file'}"
+                raise OutputError(what, f"see who put it there, or {ELSEWHERE}", path=root / name)
+            if status.st_uid != owner:
+                what = f"belongs to user {status.st_uid}, and the work directory to user {owner}"
+                raise OutputError(what, f"see who put it there, or {ELSEWHERE}", path=root / name)

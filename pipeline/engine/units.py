@@ -1,11 +1,11 @@
-"""Stages and units: what there is to do, and why each unit will or will not run."""
+"""Stages, units and portions: the pieces of work of a plan, and the files that they read and write."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,26 +17,37 @@ from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Number
 from ktconvert.pipeline.report.progress import Reporter
 
-HANDED_ON = ".handed_on"  # names of what units hand to the next one of their chain end so
-SIDE = ".side"  # and its side file so
+HANDOVER = ".handed_on"  # ending of the file that a unit writes for the next unit of its chain
+SIDE = ".side"  # ending of a second file of a unit, for later units of its chain
+WEIGHTS = ".safetensors"  # ending of a unit's own file
 Work = TypeVar("Work")
+
+
+def _sha256_of(*identity: Any) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _store_name(name: str, fingerprint: str, ending: str) -> str:
+    """Return a name in the store; it contains the fingerprint, so a file never passes for another unit's."""
+    return f"{name}.{fingerprint[:16]}{ending}"
 
 
 @dataclass(frozen=True)
 class Unit(Generic[Work]):
-    """The smallest thing that is done or not done: one published file, or one folder of files.
+    """The smallest piece of work of a plan: one published file, or one folder of files.
 
-    versions   (stage, quantizer, layout ...) integers, raised when bytes change
-    params     (name, value) of every option that can change a byte
-    inputs     (tensor name, dtype, shape, content id) of everything it reads; files: their names, where a content
-               id is none of a checkpoint's file, which begins with the hash of its header and its size
-    final      path below the output, where the finished thing will appear (not part of the fingerprint)
-    kept       whether it becomes a part of the output; else it stays in the store for other units, and goes with it
-    handed_on  bytes of the file that it hands to the next unit of its chain; side: of a second file in the store, for
-               later ones; 0 for none
-    portion    of what is no unit of a plan, but what a worker makes of one: that one's key, and a picklable function
-               that gives this one for it
-    work       what the stage needs to know to run it; follows from the above
+    versions        (stage, quantizer, layout ...) integers, raised when bytes change
+    params          (name, value) of every option that can change a byte
+    inputs          (tensor name, dtype, shape, content id) of every tensor that the unit reads
+    files           names of the input files that it reads, for content ids that do not begin with the hash of a header
+                    and the size of its file
+    final           path of the finished file or folder below the output; not part of the fingerprint
+    folder          whether the unit makes a folder
+    in_output       whether the file becomes part of the output; otherwise it stays in the store for other units, and
+                    is removed with the store
+    handover_bytes  size of the file for the next unit of its chain; 0 for none
+    side_bytes      size of a second file in the store, for later units of its chain; 0 for none
+    work            what the stage needs to run the unit; follows from the fields above
     """
 
     stage: str
@@ -50,41 +61,70 @@ class Unit(Generic[Work]):
     final: str = ""
     bytes_in: int = 0
     folder: bool = False
-    kept: bool = True
-    handed_on: int = 0
-    side: int = 0
-    portion: tuple[str, Callable[[Unit[Any]], Unit[Any]]] | None = None
+    in_output: bool = True
+    handover_bytes: int = 0
+    side_bytes: int = 0
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 of the canonical JSON of everything that can change a byte: never ISA, threads, paths or time."""
-        identity = [self.stage, self.key, self.versions, self.params, self.inputs]
-        return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+        """The sha256 of everything that can change a byte, as canonical JSON; not of ISA, threads, paths or time."""
+        return _sha256_of(self.stage, self.key, self.versions, self.params, self.inputs)
 
     @property
     def name(self) -> str:
-        """In the journal, in events and in messages."""
+        """The name in the journal, in events and in messages."""
         return f"{self.stage}.{self.key}"
-
-    def _stored(self, ending: str) -> str:
-        return f"{self.name}.{self.fingerprint[:16]}{ending}"
 
     @property
     def stored_name(self) -> str:
-        """Its name in the store: a name that says what the content is cannot lie."""
-        return self._stored("" if self.folder else ".safetensors")
+        return _store_name(self.name, self.fingerprint, "" if self.folder else WEIGHTS)
 
     @property
-    def handed_on_name(self) -> str:
-        return self._stored(HANDED_ON)
+    def handover_name(self) -> str:
+        return _store_name(self.name, self.fingerprint, HANDOVER)
 
     @property
     def side_name(self) -> str:
-        return self._stored(SIDE)
+        return _store_name(self.name, self.fingerprint, SIDE)
+
+
+@dataclass(frozen=True)
+class Portion:
+    """A worker's piece of one unit: items first..stop-1 of the unit, such as experts of a layer. It travels to workers.
+
+    key          names the portion in its stage, as `key` of a unit does
+    unit_key, unit_fingerprint
+                 those of the unit
+    folder       path of the folder in which the unit's run left the inputs of its portions
+    sha256       hash of the file there that describes the inputs
+    """
+
+    stage: str
+    key: str
+    unit_key: str
+    unit_fingerprint: str
+    folder: str
+    sha256: str
+    first: int
+    stop: int
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Another one where the unit differs, or its portions read something else."""
+        return _sha256_of(self.stage, self.key, self.unit_fingerprint, self.sha256)
+
+    @property
+    def name(self) -> str:
+        """The name in the journal, in events and in messages."""
+        return f"{self.stage}.{self.key}"
+
+    @property
+    def stored_name(self) -> str:
+        return _store_name(self.name, self.fingerprint, WEIGHTS)
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One finished file: path below the unit's final place ("" for the unit itself), bytes, sha256."""
+    """A finished file: path below the unit's final place ("" for the unit itself), bytes, sha256."""
 
     path: str
     nbytes: Number
@@ -92,14 +132,14 @@ class Written(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 
 class Figures(msgspec.Struct):
-    """How far a projection is from its source."""
+    """Distance of a projection from its source."""
 
     relative_error: float
     cosine: float
 
 
 class Stats(msgspec.Struct):
-    """Of a unit's figures, what is read of them again; there may be others."""
+    """The figures of a unit that are read again; a unit may have others."""
 
     layer: Number = 0
     gate: Figures | msgspec.UnsetType = msgspec.UNSET
@@ -108,7 +148,7 @@ class Stats(msgspec.Struct):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What running a unit gave: its files, the number of tensors, and figures for the report (Stats)."""
+    """What a stage returns for a unit: its files, the number of tensors, and figures for the report (Stats)."""
 
     files: tuple[Written, ...]
     tensors: Number
@@ -119,96 +159,88 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class Link:
-    """Where a unit of a chain finds and leaves things; None where there is nothing.
+class ChainPaths:
+    """Paths at which a unit of a chain finds and leaves files; None where there is no such file.
 
-    before     what the unit before it handed on; handed_on: where to put what the next one needs
-    scratch    folder for files that are gone when the unit is done
-    store      unit key -> the finished file of an earlier unit of the chain, or of this one where it is made again
-    side       where to put the unit's side file; sides: unit key -> that of an earlier unit
+    previous    file that the unit before this one handed over
+    handover    where to write the file for the next unit
+    scratch     folder for files that are removed once the unit is done
+    finished    unit key -> file of an earlier unit of the chain, or the old file of this unit if it is made again
+    side        where to write the unit's side file
+    side_files  unit key -> side file of an earlier unit
     """
 
-    before: Path | None
-    handed_on: Path | None
+    previous: Path | None
+    handover: Path | None
     scratch: Path
-    store: Mapping[str, Path]
+    finished: Mapping[str, Path]
     side: Path | None = None
-    sides: Mapping[str, Path] = field(default_factory=dict)
+    side_files: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FinishedUnit:
+    """A finished unit or portion that is not published yet; its file has a name of its own.
+
+    seconds      how long it took
+    worker       host, pid and attempt of the process that made it, for records and events; empty for this process
+    chain        paths of a unit of a chain; chain_files: its files for later units of the chain
+    """
+
+    path: Path
+    result: Result
+    seconds: float
+    worker: dict[str, Any] = field(default_factory=dict)
+    chain: ChainPaths | None = None
+    chain_files: tuple[Written, ...] = ()
+
+
+# Lets workers make all portions of a unit at the same time, and yields them in order, finished. Their files exist until
+# the last one is consumed.
+MakePortions = Callable[[Sequence[Portion]], Generator[FinishedUnit, None, None]]
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage's run function may use.
+    """What a stage may use to run a unit.
 
-    pool  threads for parts of a unit, of which `window` may be in flight
-    away  has portions of the unit made by workers, all at the same time: what they made, in order, with files that are
-          there until the last is taken; None where there are no workers
+    pool           threads for the items of a unit, of which `window` may be in flight
+    chain          paths of a unit of a chain; None for other units
+    make_portions  lets workers make portions of the unit; None without workers
     """
 
     pool: ThreadPoolExecutor
     window: int
     reporter: Reporter
-    chain: Link | None = None
-    away: Callable[[Sequence[Unit[Any]]], Generator[Made, None, None]] | None = None
+    chain: ChainPaths | None = None
+    make_portions: MakePortions | None = None
 
     @property
-    def link(self) -> Link:
-        assert self.chain is not None  # the stage says that it is a chain
+    def chain_paths(self) -> ChainPaths:
+        assert self.chain is not None  # the stage is a chain
         return self.chain
 
 
 @dataclass(frozen=True)
 class Stage(Generic[Work]):
-    """Units of one kind, and the function that makes one. chain: each unit needs what the one before it left."""
+    """Units of one kind, and the function that makes one.
+
+    chain        whether each unit needs files of the one before it
+    run_portion  makes a portion of a unit, for a chain whose units can be divided
+    """
 
     name: str
     title: str
     units: tuple[Unit[Work], ...]
     run: Callable[[Unit[Work], Path, Context], Result]
     chain: bool = False
-    needs: tuple[str, ...] = ("source",)
-
-
-@dataclass(frozen=True)
-class Made:
-    """A unit that was made, and lies under a name of its own until it is published. who: the host and the process that
-    made it, for records and events; link: of a unit of a chain; for_chain: the files that it has for others of that.
-    """
-
-    path: Path
-    result: Result
-    seconds: float
-    who: dict[str, Any] = field(default_factory=dict)
-    link: Link | None = None
-    for_chain: tuple[Written, ...] = ()
-
-
-class Runner:
-    """Who makes the units of a plan, in any order and several at a time: threads here, or tasks for an executor. most:
-    units that it takes at a time.
-    """
-
-    most: int
-
-    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
-        """Have a unit made."""
-        raise NotImplementedError
-
-    def take(self, unit: Unit[Any], future: Future[Any]) -> Made | None:
-        """What came of it; None: it is to be submitted once more. Raises what prevented it."""
-        made: Made = future.result()
-        return made
-
-    def give_up(self, unit: Unit[Any], future: Future[Any]) -> bool:
-        """Take a unit back that nobody makes yet; False where somebody does."""
-        return future.cancel()
-
-    def watch(self) -> None:
-        """Called several times a second: look around, and report what there is to report."""
+    run_portion: Callable[[Unit[Work], Portion, Path], Result] | None = None
 
 
 @dataclass(frozen=True)
 class Status:
+    """Whether a unit is finished, and why it will or will not run."""
+
     unit: Unit[Any]
     done: bool
     reason: str

@@ -24,11 +24,11 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.assemble import assemble
-from ktconvert.pipeline.engine.execute import require_possible, take_up
-from ktconvert.pipeline.engine.existing import already_finished
-from ktconvert.pipeline.engine.loop import publish_unit, recorded
-from ktconvert.pipeline.engine.plan import Plan, Stats, require_unchanged, tool_version
-from ktconvert.pipeline.engine.units import Context, Made, Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.execute import require_possible, resume_work
+from ktconvert.pipeline.engine.existing import is_finished
+from ktconvert.pipeline.engine.loop import publish_unit, record_run
+from ktconvert.pipeline.engine.plan import Needs, Plan, Stats, require_unchanged, tool_version
+from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.trainer import Rows, add_adapter, build_trainer, read_sequences
@@ -70,7 +70,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
     )
     saved = [*range(options.save_steps, steps, options.save_steps), steps]
     checkpoints = tuple(
-        Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, kept=False, **common) for step in saved
+        Unit(CHECKPOINT, str(step), bytes_out=0, work=step, params=params, in_output=False, **common) for step in saved
     )
     adapter = Unit(ADAPTER, TRAIN, bytes_out=adapter_bytes, work=steps, params=params, final=".", **common)
     return replace(
@@ -80,7 +80,7 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
             Stage(ADAPTER, "adapter", (adapter,), _describe_files),
         ),
         # A checkpoint holds float32 matrices and AdamW's two moments; a new one is complete before an old one goes.
-        scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1),
+        needs=Needs(scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1)),
     )
 
 
@@ -173,18 +173,18 @@ def train(
     plan = with_stages(plan, options, data, steps, adapter_bytes)
     require_possible([plan], overwrite)
     with WorkDir(plan.locate()) as work:
-        if already_finished(plan, overwrite):
+        if is_finished(plan, overwrite):
             work.remove()
             return False
         has_plan = work.paths.plan.exists()
-        take_up(plan, work, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
+        resume_work(plan, work, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
         if {*work.finished} - {unit.fingerprint for unit in plan.units}:
             raise InputError(
                 f"{options.dataset}: its token ids are not those that the training was begun with (the data set or the "
                 "tokenizer changed); put the old files back, or start over with --overwrite."
             )
         try:
-            with recorded(work):
+            with record_run(work):
                 _run(plan, Training(work, options, choice, data, steps, reporter))
         except KtconvertError:
             if not has_plan and not work.finished:  # a refused model or option leaves nothing behind
@@ -196,7 +196,7 @@ def train(
 def _run(plan: Plan, training: Training) -> None:
     """Make the missing checkpoints and the adapter, and publish the adapter."""
     work, checkpoints, (adapter,) = training.work, *(stage.units for stage in plan.stages)
-    if work.done_reason(adapter) is None:
+    if work.why_finished(adapter) is None:
         last = _last_complete(checkpoints, work, training.reporter)
         if last is None or last.work < training.steps:
             plan = _train_from(last, plan, training)
@@ -205,7 +205,7 @@ def _run(plan: Plan, training: Training) -> None:
         folder = work.paths.partial / adapter.name
         stats = write_adapter(training.options, work.paths.store / checkpoints[-1].stored_name, folder)
         result = structs.replace(_describe_files(adapter, folder), stats=stats)
-        made = Made(folder, result, time.monotonic() - start_time)
+        made = FinishedUnit(folder, result, time.monotonic() - start_time)
         publish_unit(plan, work, training.reporter, adapter, made)
     work.journal.append(journal.Start(unit="assemble"))
     assemble(replace(plan, read_once=True), work)
@@ -214,7 +214,7 @@ def _run(plan: Plan, training: Training) -> None:
 def _last_complete(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Reporter) -> Unit[int] | None:
     """Return the last complete checkpoint, or None; warn if the last recorded one lacks files."""
     recorded = [unit for unit in checkpoints if unit.fingerprint in work.finished]
-    complete = [unit for unit in recorded if work.done_reason(unit) is not None]
+    complete = [unit for unit in recorded if work.why_finished(unit) is not None]
     if recorded and recorded[-1:] != complete[-1:]:
         reporter.warn(f"{work.paths.store / recorded[-1].stored_name}: lacks files; using an earlier checkpoint.")
     return complete[-1] if complete else None
@@ -250,7 +250,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> Plan:
 
     def publish_checkpoint(step: int, folder: Path) -> None:
         unit = by_step[step]
-        made = Made(folder, _describe_files(unit, folder), time.monotonic() - start_time)
+        made = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
         publish_unit(plan, work, reporter, unit, made)
         for old in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT_CHECKPOINTS)]:
             publish.remove_tree(work.paths.store / old.stored_name)

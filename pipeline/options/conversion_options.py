@@ -113,7 +113,7 @@ class QuantizationOptions(groups.ConversionOptions):
         return unused
 
 
-class CpuOptions(QuantizationOptions):
+class CpuOptions(QuantizationOptions, command="cpu"):
     """Options of `ktconvert cpu`.
 
     layers                 the layers to convert; with --resume-layer, as the plan found them
@@ -187,7 +187,7 @@ class CpuOptions(QuantizationOptions):
 IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory sets a limit"
 
 
-class GpuOptions(QuantizationOptions):
+class GpuOptions(QuantizationOptions, command="gpu"):
     input: str = input_option(CHECKPOINT, "-i", "--model-id", "--input-path")
     output: Path = output_option("-o", "--output-dir", "--output")
     quant_method: str = weights_option(
@@ -252,7 +252,7 @@ class GpuOptions(QuantizationOptions):
         }
 
 
-class CalibrateOptions(groups.ConversionOptions):
+class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
     """Options of `ktconvert calibrate`. arch_row: the text of --arch-file."""
 
     input: str = input_option(CHECKPOINT, argument="model")
@@ -267,7 +267,7 @@ class CalibrateOptions(groups.ConversionOptions):
     arch: groups.ArchFile = groups.ArchFile()
 
 
-class DequantizeOptions(groups.ConversionOptions):
+class DequantizeOptions(groups.ConversionOptions, command="dequantize"):
     input: str = input_option(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
     output: Path = output_option(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
     config_path: str | None = option(ignored="SRC has the config")
@@ -275,14 +275,14 @@ class DequantizeOptions(groups.ConversionOptions):
     hub: groups.Hub = groups.Hub()
 
 
-class MergeAdapterOptions(DequantizeOptions):
+class MergeAdapterOptions(DequantizeOptions, command="merge-adapter"):
     input: str = input_option(CHECKPOINT, argument="model")
     output: Path = output_option(*OUTPUT)
     config_path: str | None = record(Effect.CALL)
     adapter: Path = weights_option("Directory of the adapter.", FilePath(absolute=True), default=REQUIRED)
 
 
-class MergeOptions(groups.ConversionOptions):
+class MergeOptions(groups.ConversionOptions, command="merge"):
     """Options of `ktconvert merge`. with_companions: whether --original-path is given."""
 
     input: str = input_option("Directory with the _layer_N folders of .kt files.", *INPUT)
@@ -300,7 +300,7 @@ class MergeOptions(groups.ConversionOptions):
     verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False)
 
 
-class ResplitOptions(groups.ConversionOptions):
+class ResplitOptions(groups.ConversionOptions, command="resplit"):
     """Options of `ktconvert resplit`. The recorded values are those of OUTPUT's conversion that also hold for NEW."""
 
     input: str = input_option("Output to read.", argument="output")

@@ -94,10 +94,12 @@ class Options:
     """Base class of settings: frozen dataclasses whose fields are declarations or groups. title: heading in --help."""
 
     TITLE: ClassVar[str] = "Options"
+    command: ClassVar[str] = ""  # name of the command that has these settings
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def __init_subclass__(cls, title: str | None = None) -> None:
+    def __init_subclass__(cls, title: str | None = None, command: str | None = None) -> None:
         cls.TITLE = title or cls.TITLE
+        cls.command = command or cls.command
         dataclass(frozen=True, kw_only=True)(cls)
 
 
@@ -214,6 +216,19 @@ class PlannedOptions(Options):
                 selected[each.name] = to_json_value(value)
         return selected
 
+    def flag_of(self, name: str) -> str:
+        """Return how messages name an option; the name itself if there is no such option."""
+        return next((each.flag for each in option_fields(type(self)) if each.name == name), name)
+
+    def input_paths(self) -> Iterator[Path]:
+        """Yield the local files and directories that options name for reading."""
+        for each in option_fields(type(self)):
+            value = each.get(self)
+            if not isinstance(each.declaration, Option) or value is None or isinstance(each.click_type, OutputPath):
+                continue
+            if isinstance(each.click_type, PathOrHubId | FilePath):
+                yield Path(value)
+
     @property
     def settings(self) -> dict[str, Any]:
         """The options that can change the output: name -> value."""
@@ -228,16 +243,6 @@ class PlannedOptions(Options):
     def weights(self) -> tuple[tuple[str, Any], ...]:
         """The options that change the bytes of experts: (name, value), for fingerprints of units."""
         return tuple((name, to_hashable(value)) for name, value in sorted(self._select(Effect.WEIGHTS).items()))
-
-
-def input_paths(options: Options) -> Iterator[Path]:
-    """Yield the local files and directories that options name for reading."""
-    for each in option_fields(type(options)):
-        value = each.get(options)
-        if not isinstance(each.declaration, Option) or value is None or isinstance(each.click_type, OutputPath):
-            continue
-        if isinstance(each.click_type, PathOrHubId | FilePath):
-            yield Path(value)
 
 
 def convert_value(option_field: OptionField, value: Any) -> Any:

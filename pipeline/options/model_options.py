@@ -117,7 +117,7 @@ class Schedule(Options, title="Training"):
     )
 
 
-class TrainOptions(OutputOptions):
+class TrainOptions(OutputOptions, command="train"):
     input: str = option(MODEL, PathOrHubId(absolute=True), argument="model", default=REQUIRED)
     output: Path = option(
         "Directory of the adapter.", OutputPath(absolute=True), flags=("-o", "--output"), default=REQUIRED

@@ -96,6 +96,9 @@ class ExistingOutput(EarlierRun):
             raise UsageError("--delete-others needs --overwrite; add it, or leave --delete-others out.")
 
 
+SHARD_LIMITS = ("max_shard_size", "max_tensors")  # options that cut an output into smaller files
+
+
 class OutputOptions(PlannedOptions):
     """Settings of every command that makes an output. part: the job share of --part, if the command has that option."""
 
@@ -104,6 +107,11 @@ class OutputOptions(PlannedOptions):
     dry_run: bool = option("Print the plan and exit; read only headers, write nothing.", default=False)
     verify_inputs: bool = tuning_option("Hash all input files, and detect changed ones on resume.", default=False)
     part: str | None = record(Effect.TUNING)
+
+    @property
+    def shard_limit_flag(self) -> str | None:
+        """The option that limits the size of shards, if the command has one that applies."""
+        return next((self.flag_of(name) for name in SHARD_LIMITS if name in self.settings), None)
 
     @property
     def execution(self) -> Execution:

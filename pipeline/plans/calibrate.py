@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
-from ktconvert.pipeline.engine.plan import Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions
 from ktconvert.pipeline.plans import checkpoint, walk
 
@@ -22,12 +22,11 @@ MOMENTS = (
 )
 
 
-def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
+def plan_calibrate(options: CalibrateOptions) -> Plan:
     """Build the plan from headers; read no weights."""
     requirements.require_libraries("calibrate", requirements.CALIBRATE_MODULES)
-    request = walk.record_machine(checkpoint.with_arch_row(request), requirements.CALIBRATE_PACKAGES)
-    options = request.options
-    source = open_checkpoint(request.input, options.hub.revision)
+    options = walk.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
+    source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, checkpoint.arch_table(options.arch_row))
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
@@ -39,13 +38,14 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
     )
     shape = walk.with_group(shape, options)
     rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
-    about = walk.describe(model, request)
+    about = walk.describe(model, options)
     notes = model.common_notes
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
         notes = (*notes, f"the MTP part ({which}) is left out: it does not take part in the walk")
-    plan = Plan(
-        request=request,
+    run = walk.plan_walk(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
+    return Plan(
+        options=options,
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.option_files(options)),
         stages=(
@@ -58,13 +58,16 @@ def plan_calibrate(request: Request[CalibrateOptions]) -> Plan:
             **checkpoint.shape_facts(model, model.layers),
             "data": dict(about["data"]),
         },
-        notes=notes,
-        loose=True,
-        peak_memory=lambda threads: checkpoint.BASE_MEMORY,
-        card=lambda stats: _card(about, stats),
-        check=read_statistics,
+        notes=(*notes, *run.notes),
+        has_index=False,
+        needs=run.needs,
+        hooks=Hooks(
+            peak_memory=lambda threads: run.peak_memory(checkpoint.BASE_MEMORY),
+            render_card=lambda stats: _card(about, stats),
+            require_ready=run.require_ready,
+            check=read_statistics,
+        ),
     )
-    return walk.add_walk(plan, request, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
 
 
 def _card(about: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> bytes:

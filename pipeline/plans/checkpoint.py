@@ -22,12 +22,12 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
 from ktconvert.layouts.outputs.format import one_or_all
-from ktconvert.pipeline.engine.existing import begun_with
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Request, seen
+from ktconvert.pipeline.engine.existing import read_settings
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.models.text_datasets import local_files
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
-from ktconvert.pipeline.options.declare import convert_value, input_paths, option_fields, with_values
+from ktconvert.pipeline.options.declare import convert_value, option_fields, with_values
 from ktconvert.pipeline.options.option_groups import ConversionOptions
 
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
@@ -46,28 +46,28 @@ def arch_table(arch_file: str | None) -> tuple[Arch, ...]:
     return (parse_arch(arch_file), *ARCHS)
 
 
-def read_saved_values(request: Request[Any], *names: str) -> dict[str, Any] | None:
+def read_saved_values(options: Any, *names: str) -> dict[str, Any] | None:
     """Return the values of these options that the output was begun or finished with; None for a new output.
 
     Raises OutputError for damaged values.
     """
-    if (saved := begun_with(request.output)) is None:
+    if (saved := read_settings(options.output)) is None:
         return None
-    cls: type[ConversionOptions] = type(request.options)
+    cls: type[ConversionOptions] = type(options)
     by_name = {each.name: each for each in option_fields(cls)}
     try:
         return {name: convert_value(by_name[name], saved[name]) for name in names if name in saved}
     except ValueError as error:
         raise OutputError(
-            f"{request.output}: its recorded options cannot be read ({error}); start over with --overwrite."
+            f"{options.output}: its recorded options cannot be read ({error}); start over with --overwrite."
         ) from error
 
 
-def with_arch_row(request: Request[A]) -> Request[A]:
-    """Return the request with the text of --arch-file, unless it holds a text already."""
-    if request.options.arch_row is not None:
-        return request
-    return replace(request, options=with_values(request.options, arch_row=request.options.arch.load_text()))
+def with_arch_row(options: A) -> A:
+    """Return the options with the text of --arch-file, unless it holds a text already."""
+    if options.arch_row is not None:
+        return options
+    return with_values(options, arch_row=options.arch.load_text())
 
 
 def require_whole(source: TensorSource, what: str) -> None:
@@ -137,12 +137,12 @@ def shard_files(source: TensorSource) -> dict[Path, SourceFile]:
 
 def files_in(root: Path, names: Iterable[str]) -> dict[Path, SourceFile]:
     """Return the identity of each of these files below root."""
-    return {root / name: seen(root / name, name) for name in names}
+    return {root / name: identify_by_stat(root / name, name) for name in names}
 
 
 def option_files(options: ConversionOptions) -> Iterator[Path]:
     """Yield the local files that options name besides the input, such as a data set or an --arch-file."""
-    for path in input_paths(options):
+    for path in options.input_paths():
         if path.is_dir() and path != Path(options.input):
             with contextlib.suppress(InputError):  # not a folder of texts
                 yield from local_files(str(path))
@@ -180,13 +180,13 @@ def rename_companions(names: Collection[str]) -> dict[str, str]:
 
 def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
     """Return the stages with final names for all shards, numbered in order over all stages."""
-    total = sum(unit.kept for stage in stages for unit in stage.units)
+    total = sum(unit.in_output for stage in stages for unit in stage.units)
     number, named = 0, []
     for stage in stages:
         units = []
         for unit in stage.units:
-            number += unit.kept
-            units.append(replace(unit, final=shard_name(number, total)) if unit.kept else unit)
+            number += unit.in_output
+            units.append(replace(unit, final=shard_name(number, total)) if unit.in_output else unit)
         named.append(replace(stage, units=tuple(units)))
     return tuple(named)
 

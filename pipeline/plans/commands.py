@@ -1,4 +1,4 @@
-"""Requests and plans of the commands that write an output, for one output or several."""
+"""Options and plans of the commands that write an output, for one output or several."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.execute import execute
-from ktconvert.pipeline.engine.existing import changed_files, saved_plan
+from ktconvert.pipeline.engine.existing import compare_files, read_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import Plan, Request, SavedPlan
+from ktconvert.pipeline.engine.plan import Plan, SavedPlan
 from ktconvert.pipeline.engine.recorded_inputs import compare_inputs
 from ktconvert.pipeline.options.conversion_options import (
     CalibrateOptions,
@@ -51,31 +51,34 @@ AnyOptions = TypeVar("AnyOptions", bound=PlannedOptions)
 
 # The function plan_NAME in the module of a command's name makes its plan.
 COMMANDS: Mapping[str, type[ConversionOptions]] = {
-    "cpu": CpuOptions,
-    "gpu": GpuOptions,
-    "calibrate": CalibrateOptions,
-    "dequantize": DequantizeOptions,
-    "merge": MergeOptions,
-    "merge-adapter": MergeAdapterOptions,
-    "resplit": ResplitOptions,
+    cls.command: cls
+    for cls in (
+        CpuOptions,
+        GpuOptions,
+        CalibrateOptions,
+        DequantizeOptions,
+        MergeOptions,
+        MergeAdapterOptions,
+        ResplitOptions,
+    )
 }
 # The commands for which --verify-inputs hashes the shards of the input
 HASHING = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOptions)
 
 
-def make_request(command: str, **options: Any) -> Request[ConversionOptions]:
-    """Return the request of a command with options named as in --help, with underscores; ValueError for others."""
-    return Request(command, _convert_options(COMMANDS[command], options))
+def make_options(command: str, **values: Any) -> ConversionOptions:
+    """Return the options of a command from values named as in --help, with underscores; ValueError for other names."""
+    return _convert_options(COMMANDS[command], values)
 
 
-def load_request(output: Path, saved: SavedPlan) -> Request[ConversionOptions]:
-    """Return the request that plan.json holds. Raises OutputError for unknown commands and damaged settings."""
+def restore_options(output: Path, saved: SavedPlan) -> ConversionOptions:
+    """Return the options that plan.json holds. Raises OutputError for unknown commands and damaged settings."""
     if saved.command == TRAIN:
         problem = "holds an unfinished training, which `ktconvert status` describes and `ktconvert resume` finishes"
         raise OutputError(f"{output}: {problem}.")
     if saved.command not in COMMANDS:
         raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this version does not have.")
-    return Request(saved.command, load_options(COMMANDS[saved.command], output, saved, input=saved.input))
+    return load_options(COMMANDS[saved.command], output, saved, input=saved.input)
 
 
 def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: Any) -> AnyOptions:
@@ -100,25 +103,24 @@ def _convert_options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOpt
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 
-def split_outputs(request: Request[Any]) -> list[Request[Any]]:
-    """Return one request for each output OUT-WORD if an option lists several words, else the request itself.
+def split_outputs(options: Any) -> list[Any]:
+    """Return the options of each output OUT-WORD if an option lists several words, else these options.
 
     Each of them resumes alone. Raises UsageError if the outputs cannot be made together.
     """
-    options: ConversionOptions = request.options
     for each in option_fields(type(options)):
         words = each.get(options).split(",") if isinstance(each.click_type, ChoiceList) else []
         if len(words) > 1:
             given = f"{each.flag} {','.join(words)}"
             _require_combinable(options, given, each.flag)
-            if not request.output.name:
-                raise UsageError(f"{given}: {request.output} has no name to append the method to; give a named folder.")
-            outputs = [request.output.with_name(f"{request.output.name}-{word}") for word in words]
+            if not options.output.name:
+                raise UsageError(f"{given}: {options.output} has no name to append the method to; give a named folder.")
+            outputs = [options.output.with_name(f"{options.output.name}-{word}") for word in words]
             if len({os.path.realpath(output) for output in outputs}) < len(outputs):
                 raise UsageError(f"{given}: {outputs[0]} and another output are the same folder; change --output.")
             values = ({"output": output, each.name: word} for word, output in zip(words, outputs, strict=True))
-            return [replace(request, options=with_values(options, **own)) for own in values]
-    return [request]
+            return [with_values(options, **own) for own in values]
+    return [options]
 
 
 def _require_combinable(options: ConversionOptions, given: str, flag: str) -> None:
@@ -129,30 +131,30 @@ def _require_combinable(options: ConversionOptions, given: str, flag: str) -> No
         raise UsageError(f"{given}: GPTQ runs the model once per output, each with its own quantized layers; {remedy}.")
 
 
-def make_plans(request: Request[Any], hashed: Callable[[int], None] | None = None) -> list[Plan]:
-    """Return the plans of all outputs of a request. hashed: called with the number of bytes that were hashed."""
-    return [build_plan(each, hashed) for each in split_outputs(request)]
+def make_plans(options: Any, hashed: Callable[[int], None] | None = None) -> list[Plan]:
+    """Return the plans of all outputs that options ask for. hashed: called with the number of bytes hashed."""
+    return [build_plan(each, hashed) for each in split_outputs(options)]
 
 
-def make_plan(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Return the plan of a request for one output; UsageError if it asks for several. hashed: as for make_plans."""
-    if len(requests := split_outputs(request)) > 1:
-        raise UsageError(f"{request.output}: a plan describes one output, not {len(requests)}; give one method.")
-    return build_plan(request, hashed)
+def make_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Return the plan of one output; UsageError if options ask for several. hashed: as for make_plans."""
+    if len(outputs := split_outputs(options)) > 1:
+        raise UsageError(f"{options.output}: a plan describes one output, not {len(outputs)}; give one method.")
+    return build_plan(options, hashed)
 
 
-def build_plan(request: Request[Any], hashed: Callable[[int], None] | None = None) -> Plan:
-    """Return the plan of one request of split_outputs. hashed: as for make_plans."""
-    name = request.command.replace("-", "_")
+def build_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Return the plan of one output of split_outputs. hashed: as for make_plans."""
+    name = options.command.replace("-", "_")
     module = importlib.import_module(f"ktconvert.pipeline.plans.{name}")
     was_enabled = gc.isenabled()
     gc.disable()  # it takes a quarter of a large plan's time
     try:
-        plan: Plan = getattr(module, f"plan_{name}")(request)
+        plan: Plan = getattr(module, f"plan_{name}")(options)
     finally:
         if was_enabled:
             gc.enable()
-    if hashed is not None and request.options.verify_inputs and isinstance(request.options, HASHING):
+    if hashed is not None and options.verify_inputs and isinstance(options, HASHING):
         plan = _add_hashes(plan, hashed)
     return compare_inputs(plan)
 
@@ -172,7 +174,7 @@ def _add_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
         return _hashes[key]
 
     shards = [path for path, file in plan.files.items() if file.header_sha256 is not None]
-    with ThreadPoolExecutor(plan.request.options.execution.threads, initializer=unbind_thread) as pool:
+    with ThreadPoolExecutor(plan.options.execution.threads, initializer=unbind_thread) as pool:
         digests = dict(zip(shards, pool.map(hash_shard, shards), strict=True))
     files = {path: structs.replace(file, sha256=digests.get(path, file.sha256)) for path, file in plan.files.items()}
     return replace(plan, files=files)
@@ -184,16 +186,16 @@ def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:
     A calibration keeps its number of threads, since its sums depend on it. Raises OutputError if no plan is saved, and
     InputError if the input has changed.
     """
-    if (saved := saved_plan(locate(output))) is None:
+    if (saved := read_plan(locate(output))) is None:
         raise OutputError(f"{output}: no conversion into it was begun.")
-    request = load_request(output, saved)
-    if isinstance(request.options, QuantizationOptions | CalibrateOptions) and request.options.machine.machine:
-        tuning = {**tuning, "cpuinfer_threads": request.options.machine.machine["threads"]}
-    plan = make_plan(replace(request, options=with_values(request.options, **tuning)))
-    changed, touched = changed_files(saved.source, plan)
+    options = restore_options(output, saved)
+    if isinstance(options, QuantizationOptions | CalibrateOptions) and options.machine.machine:
+        tuning = {**tuning, "cpuinfer_threads": options.machine.machine["threads"]}
+    plan = make_plan(with_values(options, **tuning))
+    changed, touched = compare_files(saved.source, plan)
     if changed or touched:
         problems = changed or [f"{name} was modified" for name in touched]
-        raise InputError(f"{request.input} is not the input that {output} was begun with: {'; '.join(problems[:5])}.")
+        raise InputError(f"{options.input} is not the input that {output} was begun with: {'; '.join(problems[:5])}.")
     return plan
 
 
@@ -218,7 +220,7 @@ def run(
 
 def numa_notes(plan: Plan) -> Iterator[str]:
     """Yield notes on a plan for NUMA slices that do not match this machine's nodes or their memory."""
-    if "threadpool_count" not in plan.request.options.settings:
+    if "threadpool_count" not in plan.options.settings:
         return
     pools, slices, nodes = machine.pool_count(), plan.facts["numa"], machine.numa_nodes()
     if pools != slices:

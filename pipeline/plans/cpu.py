@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts import encodings
@@ -14,7 +13,7 @@ from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_com
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint, expert_plan
@@ -26,13 +25,12 @@ FEW_BITS = 5  # per stored weight, with its scales: a 4-bit format
 METADATA = ("method", "layout_version", "numa", "activation", "weights_on")  # facts in every shard's metadata
 
 
-def plan_cpu(request: Request[CpuOptions]) -> Plan:
+def plan_cpu(options: CpuOptions) -> Plan:
     """Build the plan from headers; read no weights."""
-    fmt = _format(request.options)
-    request = replace(request, options=with_values(request.options, layout=fmt.arrangement.layout))
-    request = expert_plan.prepare_request(request)
-    options = request.options
-    source = open_checkpoint(request.input, options.hub.revision, options.config)
+    fmt = _format(options)
+    options = with_values(options, layout=fmt.arrangement.layout)
+    options = expert_plan.prepare_options(options)
+    source = open_checkpoint(options.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
     model = recognise(source, checkpoint.arch_table(options.arch_row))
@@ -42,11 +40,10 @@ def plan_cpu(request: Request[CpuOptions]) -> Plan:
     model = expert_plan.equalize_model(options, model, fmt)
     statistics = expert_plan.open_input_statistics(choice, options, model)
     numa = options.threadpool_count if fmt.arrangement.parted else 1
-    recorded = _choose_layers(request, model, fmt, numa)
+    recorded = _choose_layers(options, model, fmt, numa)
     if statistics is not None:
         recorded[f"{statistics.manifest_key}_sha256"] = statistics.sha256
-    request = replace(request, options=with_values(options, **recorded))
-    options = request.options
+    options = with_values(options, **recorded)
     layers = checkpoint.parse_layers(options.layers, model.layers)
     alternatives = formats_of("cpu", fmt.arrangement.layout).values()
     comparable = [other for other in alternatives if other.backward or not options.save_backward_weights]
@@ -60,7 +57,7 @@ def plan_cpu(request: Request[CpuOptions]) -> Plan:
         facts, source, (*METADATA, *(name for name in checkpoint.CODE_FACTS if name in facts))
     )
     return expert_plan.build_plan(
-        request,
+        options,
         model,
         fmt,
         layers,
@@ -147,13 +144,12 @@ def _format(options: CpuOptions) -> Format:
     return fmt
 
 
-def _choose_layers(request: Request[CpuOptions], model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
+def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
     """Return the layers to convert and the loose layers to keep; an earlier run's choice precedes --resume-layer."""
-    options = request.options
     first = options.resume_layer
     if options.kept_layers is not None or not first:
         return {}
-    if (saved := checkpoint.read_saved_values(request, "layers", "kept_layers")) is not None:
+    if (saved := checkpoint.read_saved_values(options, "layers", "kept_layers")) is not None:
         return saved
     selected = checkpoint.parse_layers(options.layers, model.layers)
     folders = loose.layers_in(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}

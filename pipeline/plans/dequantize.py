@@ -13,8 +13,9 @@ from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, decoded_ot
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import card, decoded
-from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
@@ -25,10 +26,16 @@ STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 TensorChange = Callable[[Sequence[OtherTensor]], tuple[Sequence[OtherTensor], str]]
 
 
-def plan_dequantize(request: Request[DequantizeOptions], change: TensorChange | None = None) -> Plan:
-    """Build the plan from headers; read no weights. change: applied to the tensors, for `merge-adapter`."""
-    source = open_checkpoint(request.input, request.options.hub.revision)
-    checkpoint.require_complete(source, f"`ktconvert {request.command}`", "which loaders of the output need")
+def plan_dequantize(
+    options: DequantizeOptions, change: TensorChange | None = None, more_files: Mapping[Path, SourceFile] | None = None
+) -> Plan:
+    """Build the plan from headers; read no weights.
+
+    change      applied to the tensors, for `merge-adapter`
+    more_files  files that are read besides the checkpoint
+    """
+    source = open_checkpoint(options.input, options.hub.revision)
+    checkpoint.require_complete(source, f"`ktconvert {options.command}`", "which loaders of the output need")
     everything = other_tensors(source, (), source.quantization)
     tensors: Sequence[OtherTensor] = decoded_others(everything)
     change_notes: Sequence[str] = ()
@@ -36,7 +43,7 @@ def plan_dequantize(request: Request[DequantizeOptions], change: TensorChange | 
         tensors, *change_notes = change(tensors)
     facts = _facts(source, tensors)
     metadata = checkpoint.shard_metadata(facts, source, ("method", "layout_version"))
-    limit = request.options.max_shard_size
+    limit = options.max_shard_size
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in card.CONFIG_FILES]
@@ -48,18 +55,22 @@ def plan_dequantize(request: Request[DequantizeOptions], change: TensorChange | 
     )
     base = checkpoint.base_model(source)
     return Plan(
-        request=request,
-        files=checkpoint.source_files(source),
-        reads=tuple(source.paths()),
+        options=options,
+        files={**checkpoint.source_files(source), **(more_files or {})},
+        reads=(*source.paths(), *(more_files or {})),
         stages=checkpoint.number_shards([stage]),
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
         config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
-        # A few windows of each shard in flight, whatever the number of threads.
-        peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
-        card=lambda stats: card.model_card(decoded.card(facts, base), base, facts, notes, stats, tool_version()),
-        check=_check,
+        hooks=Hooks(
+            # A few windows of each shard in flight, whatever the number of threads.
+            peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
+            render_card=lambda stats: card.model_card(
+                decoded.card(facts, base), base, facts, notes, stats, tool_version()
+            ),
+            check=_check,
+        ),
     )
 
 

@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card, formats_of, mixed
+from ktconvert.layouts.outputs import Format, card, formats_of, loose, mixed
 from ktconvert.layouts.outputs.card import ranges
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import (
@@ -22,7 +22,7 @@ from ktconvert.layouts.statistics.folder import (
     open_model_moments,
 )
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.plan import Plan, Request, SideOutput, tool_version
+from ktconvert.pipeline.engine.plan import Hooks, KeptFolder, Needs, Plan, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.models.text_datasets import describe_dataset
@@ -41,23 +41,23 @@ EQUALIZED_NOTE = (
 Q = TypeVar("Q", bound=QuantizationOptions)
 
 
-def prepare_request(request: Request[Q]) -> Request[Q]:
-    """Return the request with everything that the first run records: the text of --arch-file, for GPTQ the machine.
+def prepare_options(options: Q) -> Q:
+    """Return the options with everything that the first run records: the text of --arch-file, for GPTQ the machine.
 
     Raises KtconvertError if GPTQ needs packages that are missing.
     """
-    request = checkpoint.with_arch_row(request)
-    if not request.options.calibrated:
-        return request
+    options = checkpoint.with_arch_row(options)
+    if not options.calibrated:
+        return options
     from ktconvert.pipeline.calibration import requirements
     from ktconvert.pipeline.plans import walk
 
-    requirements.require_libraries(request.options.CALIBRATED_BY)
-    return walk.record_machine(request, with_statistics=request.options.gptq.saves_statistics)
+    requirements.require_libraries(options.CALIBRATED_BY)
+    return walk.record_machine(options, with_statistics=options.gptq.saves_statistics)
 
 
 def build_plan(
-    request: Request[QuantizationOptions],
+    options: QuantizationOptions,
     model: MoeModel,
     fmt: Format,
     layers: Sequence[int],
@@ -86,14 +86,15 @@ def build_plan(
     ignore      patterns of modules that are not quantized
     left_out    files of the checkpoint that are not copied
     """
-    source, options, side_output = model.source, request.options, None
+    source, side_output, run = model.source, None, None
     if options.calibrated:
         from ktconvert.pipeline.calibration.gather_statistics import KEYS
         from ktconvert.pipeline.plans import walk
 
         stage: Stage[Any] = walk.gptq_stage(
-            request, model, fmt, metadata, choice=choice, numa=numa, loose_files=loose_files
+            options, model, fmt, metadata, choice=choice, numa=numa, loose_files=loose_files
         )
+        run = walk.plan_gptq_walk(options, model, fmt)
         if options.gptq.save_statistics is not None:
             side_output = SideOutput(options.gptq.save_statistics, KEYS)
     else:
@@ -125,31 +126,44 @@ def build_plan(
         if not options.calibrated:
             reading = 0 if statistics is None else statistics.memory_bytes(packing)
             making = reading + expert_files.peak_memory(stage.units, packing)
-        return checkpoint.BASE_MEMORY + max(making, copying)
+        needed = checkpoint.BASE_MEMORY + max(making, copying)
+        return needed if run is None else run.peak_memory(needed)
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
         base, all_facts, about = checkpoint.base_model(source), {**facts, **facts_from_stats(stats)}, fmt.description
         lines = about.card(all_facts, base, loose_files, non_experts, about.numbers)
         return card.model_card(lines, base, all_facts, card_notes, stats, tool_version())
 
-    plan = Plan(
-        request=request,
+    return Plan(
+        options=options,
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.option_files(options), *_statistics_files(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
-        notes=(*card_notes, *((EQUALIZED_NOTE,) if model.equalized else ()), *notes),
+        notes=(
+            *card_notes,
+            *((EQUALIZED_NOTE,) if model.equalized else ()),
+            *notes,
+            *(() if run is None else run.notes),
+        ),
         companions=checkpoint.companions(source.companion_root, copied),
         config=config,
-        loose=loose_files,
-        kept_layers=kept_layers,
+        has_index=not loose_files,
+        kept_folders=None if kept_layers is None else tuple(map(_kept_folder, kept_layers)),
         side_output=side_output,
-        peak_memory=peak_memory,
-        card=readme,
-        check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
-        found=facts_from_stats,
+        needs=Needs() if run is None else run.needs,
+        hooks=Hooks(
+            peak_memory=peak_memory,
+            render_card=readme,
+            measured_facts=facts_from_stats,
+            require_ready=(lambda: None) if run is None else run.require_ready,
+            check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
+        ),
     )
-    return walk.add_gptq(plan, request, model, fmt) if options.calibrated else plan
+
+
+def _kept_folder(layer: int) -> KeptFolder:
+    return KeptFolder(loose.layer_folder(layer), "_numa_*/*.kt")
 
 
 def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:

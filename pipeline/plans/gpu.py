@@ -16,19 +16,18 @@ from ktconvert.layouts.outputs import Format, card, formats_of, gpu_card
 from ktconvert.layouts.outputs.gpu_card import loading_notes
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
-from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import GpuOptions
 from ktconvert.pipeline.plans import checkpoint, expert_plan
 
 METADATA = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
 
 
-def plan_gpu(request: Request[GpuOptions]) -> Plan:
+def plan_gpu(options: GpuOptions) -> Plan:
     """Build the plan from headers; read no weights."""
-    _require_supported(request.options)
-    request = expert_plan.prepare_request(request)
-    options = request.options
-    source = open_checkpoint(request.input, options.hub.revision)
+    _require_supported(options)
+    options = expert_plan.prepare_options(options)
+    source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()
@@ -46,7 +45,7 @@ def plan_gpu(request: Request[GpuOptions]) -> Plan:
     if options.max_shard_size and options.calibrated:
         notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
     return expert_plan.build_plan(
-        request,
+        options,
         model,
         fmt,
         model.layers,

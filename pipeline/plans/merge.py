@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import Place
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.engine.plan import CONFIG, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import MergeOptions
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint
@@ -42,11 +42,11 @@ SIZES = ("experts", "hidden", "intermediate")  # their names in a manifest
 REMEDY = "convert it again, or name the layers to merge with --layers"
 
 
-def plan_merge(request: Request[MergeOptions]) -> Plan:
+def plan_merge(options: MergeOptions) -> Plan:
     """Build the plan from names and sizes; read no weights. Raises InputError for missing, extra or truncated files."""
-    original = request.options.original_path
-    request = replace(request, options=with_values(request.options, with_companions=original is not None))
-    root, options = Path(request.input), request.options
+    original = options.original_path
+    options = with_values(options, with_companions=original is not None)
+    root = Path(options.input)
     if root.is_dir():
         loose.require_plain_numbers(root)
     folders = loose.layers_in(root) if root.is_dir() else {}
@@ -68,7 +68,7 @@ def plan_merge(request: Request[MergeOptions]) -> Plan:
     read = checkpoint.files_in(root, [file.file for file in files])
     read |= checkpoint.files_in(original, names) if original else {}
     return Plan(
-        request=request,
+        options=options,
         files=read,
         reads=(root / manifest.NAME, *read),
         stages=checkpoint.number_shards([merge_loose_files.stage(files, options.max_tensors, metadata, root)]),
@@ -76,8 +76,10 @@ def plan_merge(request: Request[MergeOptions]) -> Plan:
         notes=(),
         companions=checkpoint.companions(original, names) if original else (),
         config=None if source_config is None else card.config_json(source_config, entries, whole=False),
-        peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_loose_files.CHUNK,
-        card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
+        hooks=Hooks(
+            peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_loose_files.CHUNK,
+            render_card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
+        ),
     )
 
 

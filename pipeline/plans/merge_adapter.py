@@ -24,7 +24,7 @@ from ktconvert.layouts.checkpoints.output_tensors import Added, OtherTensor
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.pipeline.engine.plan import Plan, Request, seen
+from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
 from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
@@ -36,20 +36,19 @@ STACKED = {"gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "down_proj": (DOW
 OTHER = "use an adapter of this model"
 
 
-def plan_merge_adapter(request: Request[MergeAdapterOptions]) -> Plan:
+def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
     """Build the plan from headers and the adapter. Raises InputError or UnsupportedError if they do not fit."""
-    folder = request.options.adapter
+    folder = options.adapter
     require_adapter(folder)
     # Both are small beside a checkpoint, so they are identified by their content.
     files = {
         folder / name: msgspec.structs.replace(
-            seen(folder / name, f"adapter/{name}"), sha256=publish.sha256_file(folder / name)
+            identify_by_stat(folder / name, f"adapter/{name}"), sha256=publish.sha256_file(folder / name)
         )
         for name in (CONFIG, WEIGHTS)
     }
     identity = "".join(str(file.sha256) for file in files.values())
-    plan = plan_dequantize(request, partial(_with_adapter, folder, identity))
-    return replace(plan, files={**plan.files, **files}, reads=(*plan.reads, *files))
+    return plan_dequantize(options, partial(_with_adapter, folder, identity), files)
 
 
 def _with_adapter(folder: Path, identity: str, tensors: Sequence[OtherTensor]) -> tuple[Sequence[OtherTensor], str]:

@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
 from ktconvert.layouts.outputs.rearrange import rounds_again
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, Plan, Request, tool_version
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.conversion_options import ResplitOptions
@@ -51,14 +51,14 @@ SAMPLED = 3  # units whose rounding is measured for the plan
 TENSOR = 1600  # bytes of memory for the names and offsets of a tensor: finely cut experts have many
 
 
-def plan_resplit(request: Request[ResplitOptions]) -> Plan:
+def plan_resplit(options: ResplitOptions) -> Plan:
     """Build the plan from names, sizes and headers; read only the weights of SAMPLED experts, to measure errors."""
-    plan, options = _plan(request), request.options
+    plan = _plan(options)
     return plan if options.against is None else _add_advice(plan, options.against, options.revision)
 
 
-def _plan(request: Request[ResplitOptions]) -> Plan:
-    root, options = Path(request.input), request.options
+def _plan(options: ResplitOptions) -> Plan:
+    root = Path(options.input)
     numa = options.threadpool_count
     output, measured, fmt = _open(root)
     for layer, (_, hidden, intermediate) in measured.shapes.items():
@@ -71,7 +71,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
     files = checkpoint.shard_files(source) | checkpoint.files_in(root, (*loose_files, *copied))
-    request = replace(request, options=with_values(options, **_inherit_settings(output, measured)))
+    options = with_values(options, **_inherit_settings(output, measured))
     rearranging = resplit_experts.stage(
         output,
         fmt,
@@ -95,7 +95,7 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
     base, about = checkpoint.base_model(source), fmt.description
     lines = about.card(facts, base, output.loose, copy_tensors.infer_choice(output.others), about.numbers)
     return Plan(
-        request=request,
+        options=options,
         files=files,
         reads=(*source.paths(), *files),
         stages=tuple(stages) if output.loose else checkpoint.number_shards(stages),
@@ -103,14 +103,16 @@ def _plan(request: Request[ResplitOptions]) -> Plan:
         notes=notes,
         companions=checkpoint.companions(root, copied),
         config=card.config_json(config, entries, whole=False) if CONFIG in copied else None,
-        loose=output.loose,
-        # The entry of each tensor, and the buffers of all threads, which do not grow with the model
-        peak_memory=lambda threads: (
-            checkpoint.BASE_MEMORY
-            + TENSOR * len(output.tensors)
-            + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
+        has_index=not output.loose,
+        hooks=Hooks(
+            # The entry of each tensor, and the buffers of all threads, which do not grow with the model
+            peak_memory=lambda threads: (
+                checkpoint.BASE_MEMORY
+                + TENSOR * len(output.tensors)
+                + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
+            ),
+            render_card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
         ),
-        card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
     )
 
 
@@ -217,16 +219,16 @@ def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
     works = sample(plan.stages[0].units)
     scale = plan.facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
-        raise UnsupportedError(f"{plan.request.input}: {scale} weights cannot be converted again here.")
+        raise UnsupportedError(f"{plan.options.input}: {scale} weights cannot be converted again here.")
     if QUANTIZERS[scale].importance or QUANTIZERS[scale].calibrated:
         needs = "a walk through the model" if QUANTIZERS[scale].calibrated else "its statistics"
         raise UnsupportedError(
-            f"{plan.request.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
+            f"{plan.options.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
         )
     sums = np.zeros(4), np.zeros(4), np.zeros(4)  # error_sums of the old output, the new one, and a fresh conversion
     with open_checkpoint(against, revision) as source:
         reads = (*plan.reads, *source.paths())
-        model = recognise(source, checkpoint.arch_table(plan.request.options.settings.get("arch_row")))
+        model = recognise(source, checkpoint.arch_table(plan.options.settings.get("arch_row")))
         for work in works:
             grid = work.grid
             choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
@@ -268,8 +270,8 @@ def _equal(ours: Parts, theirs: Parts) -> bool:
 
 def _command(plan: Plan, work: ResplitWork, against: str) -> str:
     """Return the command that converts the source again, for this output."""
-    settings, facts = plan.request.options.settings, plan.facts
-    words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.request.output)]
+    settings, facts = plan.options.settings, plan.facts
+    words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.options.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
     for method, layers in facts.get("methods", {}).items():
         words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]

@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.errors import damaged_file
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import sha256_file
-from ktconvert.pipeline.engine.plan import Plan, Request, seen
+from ktconvert.pipeline.engine.plan import Hooks, Plan, identify_by_stat
 from ktconvert.pipeline.models.fine_tuning import adapter_card
 from ktconvert.pipeline.models.text_datasets import local_files, select_split
 from ktconvert.pipeline.options.model_options import TrainOptions
@@ -22,22 +22,21 @@ from ktconvert.pipeline.options.model_options import TrainOptions
 LOOSE = "_layer_*/_numa_*/*.kt"
 
 
-def plan_train(request: Request[TrainOptions]) -> Plan:
+def plan_train(options: TrainOptions) -> Plan:
     """Build the plan from headers, small files and data sets.
 
     fine_tuning.with_stages adds the stages once texts are tokenized. Raises InputError for missing or unreadable files.
     """
-    files = {path: _identity(path, name) for path, name in _files_read(request.options)}
+    files = {path: _identity(path, name) for path, name in _files_read(options)}
     return Plan(
-        request=request,
+        options=options,
         files=files,
         reads=tuple(files),
         stages=(),
         facts={"method": "LoRA"},
         notes=(),
-        loose=True,
-        peak_memory=lambda threads: 0,
-        card=partial(adapter_card, request.options),
+        has_index=False,
+        hooks=Hooks(peak_memory=lambda threads: 0, render_card=partial(adapter_card, options)),
     )
 
 
@@ -68,7 +67,7 @@ def _identity(path: Path, name: str) -> SourceFile:
         header = container.read_header(path, name)
         return SourceFile(name, header.size, header.sha256, header.mtime_ns)
     try:
-        file = seen(path, name)
+        file = identify_by_stat(path, name)
         return file if path.suffix == ".kt" else structs.replace(file, sha256=sha256_file(path))
     except OSError as error:
         raise damaged_file(path, f"cannot be read ({error.strerror})", "check its permissions") from None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from ktconvert.layouts.checkpoints import config as cfg
@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.output_tensors import decoded_others
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.calibration import chain, requirements
-from ktconvert.pipeline.engine.plan import Plan, Request
+from ktconvert.pipeline.engine.plan import Needs
 from ktconvert.pipeline.engine.units import Stage
 from ktconvert.pipeline.models.text_datasets import describe_dataset, local_files
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
@@ -34,7 +34,7 @@ W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
 
 
 def gptq_stage(
-    request: Request[QuantizationOptions],
+    options: QuantizationOptions,
     model: MoeModel,
     fmt: Format,
     metadata: Mapping[str, str],
@@ -44,7 +44,6 @@ def gptq_stage(
     loose_files: bool = False,
 ) -> Stage[Any]:
     """Return the stage that quantizes experts with GPTQ. Raises UnsupportedError if the model cannot be calibrated."""
-    options = request.options
     chain.require_calibratable(model, gptq_layers.ALTERNATIVE)
     rest = decoded_others(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
     return gptq_layers.stage(
@@ -57,7 +56,7 @@ def gptq_stage(
         choice=choice,
         numa=numa,
         loose_files=loose_files,
-        document=describe(model, request) if options.gptq.save_statistics is not None else None,
+        document=describe(model, options) if options.gptq.save_statistics is not None else None,
     )
 
 
@@ -83,52 +82,60 @@ def with_group(
     return replace(shape, experts_at_once=group, on_gpu=machine["device_type"] != "cpu")
 
 
-def add_gptq(plan: Plan, request: Request[QuantizationOptions], model: MoeModel, fmt: Format) -> Plan:
-    """Return the plan of gptq_stage with the memory and disk that its walk needs."""
-    plan = add_walk(plan, request, _gptq_shape(model, fmt, request.options), requirements.GPTQ_REMEDIES)
-    if request.options.engine == "stream":
-        return plan
+@dataclass(frozen=True)
+class Walk:
+    """A walk through the model, as a plan needs to know it.
+
+    memory         bytes of host memory that the walk needs, whatever the number of threads
+    model_memory   additional bytes for a model that is in memory as a whole
+    needs          its other needs
+    notes          sentences for the plan
+    require_ready  raises OutputError on a machine that differs from that of the first run
+    """
+
+    memory: int
+    model_memory: int
+    needs: Needs
+    notes: tuple[str, ...]
+    require_ready: Callable[[], None]
+
+    def peak_memory(self, others: int) -> int:
+        """Return the bytes for the walk and for other units, which do not run at the same time."""
+        return self.model_memory + max(self.memory, others)
+
+
+def plan_gptq_walk(options: QuantizationOptions, model: MoeModel, fmt: Format) -> Walk:
+    """Return the walk of gptq_stage."""
+    walk = plan_walk(options, _gptq_shape(model, fmt, options), requirements.GPTQ_REMEDIES)
+    if options.engine == "stream":
+        return walk
     whole = sum(info.nbytes for info in model.source.tensors.values())
-    return replace(
-        plan,
-        peak_memory=lambda threads: whole + plan.peak_memory(threads),
-        scratch_bytes=0,
-        portion_bytes=0,
-        notes=(*plan.notes, ONESHOT),
-        advice=(),
-    )
+    needs = replace(walk.needs, scratch_bytes=0, portion_bytes=0, advice=())
+    return replace(walk, model_memory=whole, needs=needs, notes=(*walk.notes, ONESHOT))
 
 
-def add_walk(
-    plan: Plan,
-    request: Request[QuantizationOptions] | Request[CalibrateOptions],
+def plan_walk(
+    options: QuantizationOptions | CalibrateOptions,
     shape: requirements.CalibrationShape,
     remedies: str,
     packages: Sequence[str] = requirements.GPTQ_PACKAGES,
-) -> Plan:
-    """Return the plan with the memory, disk, notes and advice of a walk of this shape."""
-    limits = request.options.machine
+) -> Walk:
+    """Return a walk of this shape, with its needs and notes."""
     needed = requirements.estimate_footprint(shape)
-    unused = () if shape.on_gpu or limits.max_gpu_memory is None else (NO_GPU,)
-    return replace(
-        plan,
-        peak_memory=lambda threads: max(needed.host, plan.peak_memory(threads)),
-        scratch_bytes=needed.disk,
-        portion_bytes=needed.portions,
-        notes=(*plan.notes, *unused),
-        advice=tuple(requirements.describe_footprint(shape)),
-        remedies=remedies,
-        require_ready=lambda: _require_same_machine(request, packages),
+    return Walk(
+        memory=needed.host,
+        model_memory=0,
+        needs=Needs(needed.disk, needed.portions, tuple(requirements.describe_footprint(shape)), remedies),
+        notes=() if shape.on_gpu or options.machine.max_gpu_memory is None else (NO_GPU,),
+        require_ready=lambda: _require_same_machine(options, packages),
     )
 
 
-def _require_same_machine(
-    request: Request[QuantizationOptions] | Request[CalibrateOptions], packages: Sequence[str]
-) -> None:
+def _require_same_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> None:
     """Raise OutputError if the walk was begun on a different machine, unless the user allows that."""
-    limits = request.options.machine
+    limits = options.machine
     first = limits.machine or {}
-    now = requirements.machine_properties(limits, request.options.execution.threads, packages)
+    now = requirements.machine_properties(limits, options.execution.threads, packages)
     differences = [
         f"{key} was {first.get(key)}, is {now.get(key)}"
         for key in sorted({*first, *now})
@@ -136,32 +143,29 @@ def _require_same_machine(
     ]
     if differences and not limits.allow_machine_change:
         raise OutputError(
-            f"{request.output}: was begun on another machine ({'; '.join(differences)}), which rounds differently. "
+            f"{options.output}: was begun on another machine ({'; '.join(differences)}), which rounds differently. "
             "Finish it there or with those values, or add --allow-machine-change to finish it here, or --overwrite."
         )
 
 
-def record_machine(
-    request: Request[W], packages: Sequence[str] = requirements.GPTQ_PACKAGES, **more: Any
-) -> Request[W]:
-    """Return the request with the machine of the first run, else this one, and more values recorded before it."""
-    options = request.options
+def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKAGES, **more: Any) -> W:
+    """Return the options with the machine of the first run, else this one, and more values recorded before it."""
     if options.machine.machine is not None:
-        return request
+        return options
     local_files(options.samples.dataset)
     start_over = options.existing.overwrite and not options.machine.allow_machine_change
-    first = None if start_over else (checkpoint.read_saved_values(request, "machine") or {}).get("machine")
+    first = None if start_over else (checkpoint.read_saved_values(options, "machine") or {}).get("machine")
     machine = first or requirements.machine_properties(options.machine, options.execution.threads, packages)
-    return replace(request, options=with_values(options, machine=machine, **more))
+    return with_values(options, machine=machine, **more)
 
 
-def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[CalibrateOptions]) -> dict[str, Any]:
+def describe(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
     """Return the entries of layouts.statistics.folder.STATISTICS that are known before the walk."""
     number = cfg.number(dict(model.source.config), model.arch.layers)
     facts = checkpoint.shape_facts(model, model.layers)
-    settings = {key: value for key, value in request.options.settings.items() if key not in LEFT_OUT}
+    settings = {key: value for key, value in options.settings.items() if key not in LEFT_OUT}
     return {
-        "command": request.command,
+        "command": options.command,
         "model": {
             "architecture": model.arch.name,
             "name": checkpoint.base_model(model.source),
@@ -169,6 +173,6 @@ def describe(model: MoeModel, request: Request[QuantizationOptions] | Request[Ca
             "decoder_layers": number[1] if number else model.layers[-1] + 1,
             **{key: facts[key] for key in SIZES},
         },
-        "data": describe_dataset(request.options.samples),
+        "data": describe_dataset(options.samples),
         "settings": dict(sorted(settings.items())),
     }

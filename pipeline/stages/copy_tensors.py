@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, aligned_buffer
 from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_files import read_ahead
 
@@ -148,7 +148,7 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
                 file.write_at(len(plan.header) + number * WINDOW, buffer[: window.nbytes])
 
         numbered = enumerate(split_into_windows(read_ahead(work.source, spans, lambda span: span.reads)))
-        for (_, window), buffer, _ in in_order(context.pool, numbered, buffers, make):
+        for (_, window), buffer, _ in run_in_order(context.pool, numbered, buffers, make):
             (file.append if window.nbytes % ALIGNMENT else file.skip)(buffer[: window.nbytes])
             for span in window.ended:
                 for info in span.reads:

@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts
 from ktconvert.layouts.tensors import TensorInfo
-from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, in_order
+from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.report.progress import Reporter
 
@@ -169,7 +169,7 @@ def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Re
             return packed
 
         buffers = _buffers(context, _batch_bytes(sizes.values(), work.stop - work.start))
-        for batch, buffer, packed in in_order(context.pool, _batches(work, sizes), buffers, make):
+        for batch, buffer, packed in run_in_order(context.pool, _batches(work, sizes), buffers, make):
             (file.skip if in_pages else file.append)(buffer[: batch.nbytes])
             others += [tensors[1:] for _, tensors in packed]
             for item in batch.items:
@@ -193,7 +193,7 @@ def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> R
 
     files: list[Written] = []
     buffers = _buffers(context, max(_first_tensor_bytes(work).values()))
-    for item, _, written in in_order(context.pool, work.iterate_items(), buffers, make):
+    for item, _, written in run_in_order(context.pool, work.iterate_items(), buffers, make):
         files += written
         work.finish_item(item, context.reporter)
     publish.sync_tree(partial)

@@ -32,7 +32,7 @@ from ktconvert.pipeline.calibration.gptq_experts import (
 )
 from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
 from ktconvert.pipeline.calibration.requirements import GPTQ_REMEDIES
-from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
+from ktconvert.pipeline.engine.units import Context, Portion, Result, Stage, Unit, Written
 from ktconvert.pipeline.options.conversion_options import QuantizationOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages import expert_files, quantize_experts
@@ -137,23 +137,25 @@ def stage(
                 final=loose.layer_folder(layer) if loose_files else "",
                 folder=loose_files,
                 bytes_out=experts * expert_bytes(layer_fmt.encoding, grid),
-                side=0 if document is None else gather_statistics.layer_bytes(model, layer),
+                side_bytes=0 if document is None else gather_statistics.layer_bytes(model, layer),
                 work=GptqWork(
                     own, layer, dense_layers, layer_fmt, grid, choice, shard_metadata, run_library, loose_files
                 ),
             )
         )
     if document is not None:
-        units += gather_statistics.make_closing_units(own, units[-1], document, kept=False)
-    run = functools.partial(chain.run_unit, _run_layer, _run_portion)
-    return Stage(NAME, f"calibrate, and quantize experts to {fmt.name}", tuple(units), run, chain=True)
+        units += gather_statistics.make_closing_units(own, units[-1], document, in_output=False)
+    run = functools.partial(chain.run_unit, _run_layer)
+    run_portion = functools.partial(chain.run_portion, _run_portion)
+    title = f"calibrate, and quantize experts to {fmt.name}"
+    return Stage(NAME, title, tuple(units), run, chain=True, run_portion=run_portion)
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     """Write the layer's routed experts, and hidden states for the next layer."""
-    link = context.link
+    paths = context.chain_paths
     if isinstance(unit.work, gather_statistics.ClosingWork):
-        return unit.work.write_file(unit.work, partial, link)
+        return unit.work.write_file(unit.work, partial, paths)
     work: GptqWork = unit.work
     statistics = gather_statistics.LayerStatistics(work.layer)
     reported: dict[str, Any] = {"layer": work.layer}
@@ -163,12 +165,12 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
             chain.run_layers(unit, context, visitors)
             reported = _report(work, statistics.token_counts, gptq_visitor, context.reporter)
         else:
-            read_linear = work.run_oneshot(link.store[chain.SAMPLES])
+            read_linear = work.run_oneshot(paths.finished[chain.SAMPLES])
             for expert, projection in expert_files.items(0, work.model.shape(work.layer)[0]):
                 writer.write(expert, projection, read_linear(work.layer, expert, projection))
         written, tensors = writer.finish()
-    if link.side is not None:
-        statistics.write(link.side)
+    if paths.side is not None:
+        statistics.write(paths.side)
     context.reporter.advance(unit.bytes_in - sum(t.nbytes for t in work.model.layer_tensors(work.layer)))
     return Result(written, tensors, {**reported, **writer.figures})
 
@@ -193,7 +195,7 @@ def _make_visitors(
         gptq_options.gptq_steps,
         shared=shared,
     )
-    others = statistics.visitors if unit.side else (statistics.counter,)
+    others = statistics.visitors if unit.side_bytes else (statistics.counter,)
     return (*others, gptq_visitor), gptq_visitor
 
 
@@ -203,7 +205,7 @@ def _share_factors(_layer: str, _sha256: str) -> SharedFactors:
     return SharedFactors()
 
 
-def _run_portion(layer_unit: Unit[GptqWork], portion: portions.ExpertPortion, partial: Path) -> Result:
+def _run_portion(layer_unit: Unit[GptqWork], portion: Portion, partial: Path) -> Result:
     work, linears = layer_unit.work, list[tuple[int, str, Parts]]()
     statistics = gather_statistics.LayerStatistics(work.layer)
     shared = _share_factors(layer_unit.fingerprint, portion.sha256)

@@ -18,9 +18,9 @@ from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.tasks import result_of
-from ktconvert.pipeline.engine.threads import in_order
-from ktconvert.pipeline.engine.worker import Collecting, failure_of, require_able, threads_here
+from ktconvert.pipeline.engine.runners import result_of
+from ktconvert.pipeline.engine.threads import run_in_order
+from ktconvert.pipeline.engine.worker import CollectingReporter, failure_of, require_same_version, worker_threads
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify import against
@@ -91,7 +91,7 @@ def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, t
 def by_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
     with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=unbind_thread) as pool:
         slots = list(range(AHEAD * threads))
-        for item, _, found in in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
+        for item, _, found in run_in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
             yield item, found
 
 
@@ -145,7 +145,7 @@ _opening = threading.Lock()
 @functools.lru_cache(1)
 def _opened(task: WorkerTask) -> tuple[ItemChecker, int]:
     """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
-    require_able(task.version)
+    require_same_version(task.version)
     inputs = open_inputs(task.options)
     if inputs.files != task.files:
         differing = sorted({name for name, *_ in set(inputs.files) ^ set(task.files)})
@@ -153,4 +153,4 @@ def _opened(task: WorkerTask) -> tuple[ItemChecker, int]:
             f"{', '.join(differing[:3])} of {task.options.output} or what it is compared with is another file here; "
             "every host needs the same files at the same paths."
         )
-    return ItemChecker(inputs, Collecting()), threads_here(task.threads)
+    return ItemChecker(inputs, CollectingReporter()), worker_threads(task.threads)

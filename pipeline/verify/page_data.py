@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs.parts import ExpertGrid, Part
 from ktconvert.layouts.statistics.folder import COUNTS, read_folder_counts
 from ktconvert.native_quant.arrays import I64
 from ktconvert.native_quant.machine import unbind_thread
-from ktconvert.pipeline.engine.threads import in_order
+from ktconvert.pipeline.engine.threads import run_in_order
 from ktconvert.pipeline.stages.quantize_experts import unequalize
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
 from ktconvert.pipeline.verify.inputs import Inputs
@@ -179,7 +179,7 @@ def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
         ]
 
     with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=unbind_thread) as pool:
-        for linear, _, parts in in_order(pool, ordered, list(range(2 * threads)), read):
+        for linear, _, parts in run_in_order(pool, ordered, list(range(2 * threads)), read):
             if not parts:
                 continue
             values = np.concatenate([scales.reshape(-1) for _, scales in parts])

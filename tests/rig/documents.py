@@ -39,14 +39,14 @@ from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
 from ktconvert.pipeline.cli import status
 from ktconvert.pipeline.engine import attempts, dask_executor, journal, lock
-from ktconvert.pipeline.engine.existing import agree, begun_with, saved_plan, unit_states
+from ktconvert.pipeline.engine.existing import compare_plans, read_plan, read_settings, unit_states
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Result, Written
 from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.authentication import read_api_key
 from ktconvert.pipeline.options.option_groups import Samples
-from ktconvert.pipeline.plans.commands import load_request, make_plan, make_request
+from ktconvert.pipeline.plans.commands import make_options, make_plan, restore_options
 from ktconvert.pipeline.verify.structure import check_structure
 from rig import conversion, mutations
 from rig.files import touch
@@ -177,9 +177,9 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def build_plan(output: Path) -> Plan:
-    old = saved_plan(locate(output))
+    old = read_plan(locate(output))
     assert old is not None
-    return make_plan(load_request(output, old))
+    return make_plan(restore_options(output, old))
 
 
 @contextlib.contextmanager
@@ -219,19 +219,19 @@ class Document:
 # --- work directories -----------------------------------------------------------------------------
 
 
-def read_plan(inputs: Inputs, _: Path) -> None:
-    begun_with(inputs.broken)
-    old = saved_plan(inputs.work)
+def read_saved_plan(inputs: Inputs, _: Path) -> None:
+    read_settings(inputs.broken)
+    old = read_plan(inputs.work)
     if old is not None:
-        load_request(inputs.broken, old)
-        agree(inputs.plan, old, False)
+        restore_options(inputs.broken, old)
+        compare_plans(inputs.plan, old, False)
         show_status(inputs.broken)
 
 
 def read_journal(inputs: Inputs, path: Path) -> None:
     records = journal.read(path)
-    journal.last_run(records)
-    journal.assembled(records)
+    journal.find_killed_run(records)
+    journal.assembled_inode(records)
     unit_states(inputs.plan, inputs.work)
     show_status(inputs.broken)
     journal.Journal(path).close()
@@ -267,8 +267,8 @@ def make_attempt(inputs: Inputs) -> Path:
 def read_attempts(inputs: Inputs, _: Path) -> None:
     paths = copy_work(inputs, "attempted")
     for attempt in attempts.read(paths):
-        attempt.started(), attempt.failed(), attempt.is_dead(), attempt.is_whole(paths)
-        attempts.words_of(paths, attempt)
+        attempt.start_record(), attempt.failure_record(), attempt.is_dead(), attempt.is_whole(paths)
+        attempts.explain_death(paths, attempt)
     unit_states(inputs.plan, paths)
     show_status(paths.output)
 
@@ -452,9 +452,7 @@ def make_arch(inputs: Inputs) -> Path:
 
 
 def read_arch(inputs: Inputs, path: Path) -> None:
-    text = make_request(
-        "cpu", input=str(inputs.source), output=str(inputs.new), arch_file=str(path)
-    ).options.arch.load_text()
+    text = make_options("cpu", input=str(inputs.source), output=str(inputs.new), arch_file=str(path)).arch.load_text()
     recognise(inputs.opened, (parse_arch(text), *ARCHS))
 
 
@@ -503,7 +501,7 @@ def read_map(inputs: Inputs, path: Path) -> None:
     """--method-map, which is no file: each of its lines is a value."""
     values = path.read_text("utf-8", "replace").splitlines()
     make_plan(
-        make_request("cpu", input=str(inputs.source), output=str(inputs.new), threadpool_count=1, method_map=values)
+        make_options("cpu", input=str(inputs.source), output=str(inputs.new), threadpool_count=1, method_map=values)
     )
 
 
@@ -636,7 +634,7 @@ def read_adapter(inputs: Inputs, path: Path) -> None:
     for delta in adapter.read_adapter(path.parent).values():
         delta.matrices()
     options = {"input": str(inputs.source), "output": str(inputs.new), "adapter": str(path.parent)}
-    make_plan(make_request("merge-adapter", **options))
+    make_plan(make_options("merge-adapter", **options))
 
 
 def of_adapter(inputs: Inputs) -> list[list[object]]:
@@ -799,7 +797,7 @@ def of_statistics(inputs: Inputs) -> list[list[object]]:
 
 DOCUMENTS: Mapping[str, Document] = {
     "plan": Document(
-        lambda i: i.work.plan, of_json, read_plan, commands=lambda i: [*of_broken(i), ["verify", i.broken]]
+        lambda i: i.work.plan, of_json, read_saved_plan, commands=lambda i: [*of_broken(i), ["verify", i.broken]]
     ),
     "journal": Document(lambda i: i.work.journal, of_lines, read_journal, 60, of_broken),
     "attempt": Document(make_attempt, of_json, read_attempts, 60),

@@ -1,0 +1,51 @@
+"""The backend that --executor selects: threads of this process, or the workers of a Dask cluster."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.engine import dask_executor
+
+THREADS, DASK = NAMES = ("threads", "dask")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What makes units.
+
+    executor  None for threads of this process; otherwise its workers make the units
+    threads   packing threads of this process or of each worker; None for the CPUs that it may use
+    """
+
+    executor: Executor | None = None
+    threads: int | None = None
+
+
+@contextlib.contextmanager
+def open_backend(name: str, note: Callable[[str], None], timeout: float | None = None) -> Iterator[Backend]:
+    """Open the backend that --executor names, and close it on exit.
+
+    note, timeout (None: TIMEOUT): as for dask_executor.connect. Raise UsageError for an unknown name, KtconvertError if
+    the backend is not available.
+    """
+    require_backend(name)
+    kind, _, where = name.partition(":")
+    if kind == THREADS:
+        if where and not (where.isdecimal() and 0 < int(where) < 1 << 31):
+            raise UsageError(f"--executor threads:{where}: give a number of threads.")
+        yield Backend(threads=int(where) if where else None)
+        return
+    with dask_executor.connect(where, note, timeout or dask_executor.TIMEOUT) as executor:
+        here = dask_executor.local_workers(where)
+        yield Backend(executor, None if here is None else max(1, machine.usable_cpus() // here))
+
+
+def require_backend(name: str) -> None:
+    """Raise UsageError for an unknown backend."""
+    if name.partition(":")[0] not in NAMES:
+        raise UsageError(f"--executor {name}: give one of {', '.join(NAMES)}, as `ktconvert cpu --help` shows.")

@@ -1,0 +1,146 @@
+"""Job shares (--part): each of several processes makes every N-th unit, and leaves it as a finished attempt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UsageError
+from ktconvert.layouts.files import documents, publish
+from ktconvert.pipeline.engine import attempts, lock
+from ktconvert.pipeline.engine.disk_space import require_disk
+from ktconvert.pipeline.engine.existing import compare_plans, is_finished, read_plan, report_nothing_to_do, unit_states
+from ktconvert.pipeline.engine.lock import JobShare
+from ktconvert.pipeline.engine.loop import OutputSchedule, StopFlag, run_units
+from ktconvert.pipeline.engine.paths import Paths
+from ktconvert.pipeline.engine.plan import Plan, require_independent_units
+from ktconvert.pipeline.engine.runners import ThreadRunner, as_finished_unit, report_finished
+from ktconvert.pipeline.engine.threads import fit_threads, open_pools
+from ktconvert.pipeline.engine.units import FinishedUnit, Stage, Unit
+from ktconvert.pipeline.engine.worker import OpenPlan, make_attempt
+from ktconvert.pipeline.report.progress import Reporter
+
+# Environment variables that number the processes of a job: number of this one, count, first number, step.
+ENVIRONMENT = (
+    ("RANK", "WORLD_SIZE", None, None),
+    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
+)
+NAMED = 6  # units that a message names
+
+
+def parse_share(text: str, environ: Mapping[str, str]) -> JobShare:
+    """Parse the value of --part, R/N or `env`. Raise UsageError for any other."""
+    given = _read_environment(environ) if text == "env" else tuple(text.split("/"))
+    if len(given) != 2 or not all(number.isdecimal() and len(number) < 10 for number in given):
+        raise UsageError(f"--part {text}: give R/N, from 0/N to N-1/N, or env.")
+    share = JobShare(int(given[0]), int(given[1]))
+    if share.number >= share.count:
+        raise UsageError(f"--part {text}: there is no part {share}; they count from 0/{share.count}.")
+    return share
+
+
+def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
+    for number, count, first, step in ENVIRONMENT:
+        if number in environ and count in environ:
+            try:
+                begin, every = (int(environ.get(name or "", default)) for name, default in ((first, "0"), (step, "1")))
+                return str((int(environ[number]) - begin) // every), environ[count]
+            except (ValueError, ZeroDivisionError):
+                raise UsageError(f"--part env: {number}={environ[number]} of {count}={environ[count]}?") from None
+    names = " or ".join(f"{number} and {count}" for number, count, *_ in ENVIRONMENT)
+    raise UsageError(f"--part env: neither {names} is set; give R/N.")
+
+
+def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bool = False) -> None:
+    """Make every N-th unit that is missing. Raise UsageError for a plan with a chain."""
+    require_independent_units(plan)
+    if is_finished(plan, overwrite):
+        return report_nothing_to_do(plan.options.output, reporter)
+    plan.hooks.require_ready()
+    paths = plan.locate()
+    held = lock.acquire(paths.root, paths.output, share)
+    try:
+        for folder in (paths.partial, paths.attempts, paths.store):
+            folder.mkdir(exist_ok=True)
+        _agree_on_plan(plan, paths, overwrite)
+        every = [(stage, unit) for stage in plan.stages for unit in stage.units]
+        missing = set(missing_units(plan, paths))
+        mine = [(stage, (unit,)) for stage, unit in every[share.number :: share.count] if unit in missing]
+        attempts.remove_dead_files(paths)
+        require_disk([(plan, paths, [unit for _, (unit,) in mine])])
+        stop = StopFlag()
+        with stop.handle_signals(), _open_runner(plan, paths, reporter, len(mine)) as runner:
+            report = partial(report_finished, plan.options.output, reporter)
+            run_units([OutputSchedule(plan, mine, runner, report)], reporter, stop)
+        remaining, units = missing_units(plan, paths), len(plan.units)
+        there = units - len(remaining)
+        reporter.event("part", part=str(share), made=len(mine), there=there, units=units)
+        then = "" if remaining else f": `ktconvert resume {paths.output}` puts the output together"
+        reporter.say(f"part {share}: {len(mine)} units made; {there} of {units} units of all parts are there{then}")
+    finally:
+        held.release()
+
+
+def missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
+    return [state.unit for state in unit_states(plan, paths) if not state.done]
+
+
+def require_all_shares(plan: Plan, paths: Paths) -> None:
+    """Raise OutputError, naming the missing units, if job shares have not made all units."""
+    missing = missing_units(plan, paths)
+    text = plan.options.part
+    if not missing or text is None:
+        return
+    count = parse_share(text, {}).count
+    numbers = sorted({number % count for number, unit in enumerate(plan.units) if unit in set(missing)})
+    names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+    parts = ", ".join(f"{number}/{count}" for number in numbers)
+    what = f"{len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}"
+    remedy = f"let these be finished, or make them here with `ktconvert resume {paths.output} --executor threads`"
+    raise OutputError(f"{paths.output}: {what}; {remedy}.")
+
+
+def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
+    """Save the plan, or compare it with the one that another process has saved. Raise OutputError, InputError."""
+    if not paths.plan.exists():
+        aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
+        publish.write_file(aside, documents.indented(plan.document(overwrite)))
+        try:
+            os.link(aside, paths.plan)
+        except FileExistsError:
+            pass
+        except OSError:  # no hard links: all processes write the same settings
+            aside.replace(paths.plan)
+        publish.sync_folder(paths.root)
+        aside.unlink(missing_ok=True)
+    old = read_plan(paths)
+    assert old is not None
+    dropped, touched = compare_plans(plan, old, overwrite)
+    if dropped:
+        why = f"other parts may rely on them; remove {paths.root} to start over"
+        raise OutputError(f"{paths.output}: was begun with other options or input, and {why}.")
+    if touched:
+        what = f"{', '.join(touched[:3])} was modified since the conversion began"
+        remedy = f"remove {paths.root} to start over"
+        raise InputError(f"{plan.options.input}: {what}; {remedy}.")
+
+
+@contextlib.contextmanager
+def _open_runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[ThreadRunner]:
+    """Start threads of this process that leave finished attempts."""
+    with open_pools(fit_threads([plan], reporter), units) as pools:
+        opened, run = OpenPlan(plan, paths, pools.packing, pools.window), secrets.token_hex(8)
+
+        def make(stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
+            reporter.at(unit.key)
+            reporter.event("start", output=str(paths.output), unit=unit.name)
+            attempt = make_attempt(opened, stage, unit, run, reporter)
+            if isinstance(attempt, KtconvertError):
+                raise attempt
+            return as_finished_unit(paths, attempt)
+
+        yield ThreadRunner(pools.units, pools.count, make)

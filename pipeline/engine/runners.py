@@ -1,0 +1,296 @@
+"""Runners, which make the units of a plan: threads of this process, or the workers of a concurrent.futures.Executor."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from msgspec import structs
+
+from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
+from ktconvert.layouts.files import publish
+from ktconvert.pipeline.engine import attempts
+from ktconvert.pipeline.engine.attempts import Attempt
+from ktconvert.pipeline.engine.journal import Failed, Lost, Start, Taken
+from ktconvert.pipeline.engine.paths import Paths
+from ktconvert.pipeline.engine.plan import tool_version
+from ktconvert.pipeline.engine.threads import open_pools
+from ktconvert.pipeline.engine.units import (
+    ChainPaths,
+    Context,
+    FinishedUnit,
+    MakePortions,
+    Portion,
+    Stage,
+    Unit,
+    Written,
+)
+from ktconvert.pipeline.engine.workdir import WorkDir
+from ktconvert.pipeline.engine.worker import DEATHS, Conversion, Reopen, Task, run_task
+from ktconvert.pipeline.report.progress import Reporter
+
+Result = TypeVar("Result")
+POLL_SECONDS = 1.0  # time between two readings of the records of attempts
+
+
+class Runner:
+    """Base of runners, which make units in any order, several at a time. limit: units that may be in flight."""
+
+    limit: int
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Any]:
+        """Start to make a unit."""
+        raise NotImplementedError
+
+    def collect(self, unit: Unit[Any], future: Future[Any]) -> FinishedUnit | None:
+        """Return the finished unit, or None if it must be submitted again. Raise what made it fail."""
+        finished: FinishedUnit = future.result()
+        return finished
+
+    def withdraw(self, unit: Unit[Any], future: Future[Any]) -> bool:
+        """Cancel a unit that nothing has begun. Return False if it was begun."""
+        return future.cancel()
+
+    def poll(self) -> None:
+        """Report news of units in flight. The loop calls it several times a second."""
+
+
+def report_finished(output: Path, reporter: Reporter, item: Unit[Any] | Portion, finished: FinishedUnit) -> None:
+    """Report a finished unit or portion to the user."""
+    name, seconds, worker = item.name, round(finished.seconds, 3), finished.worker
+    nbytes, stats = sum(w.nbytes for w in finished.result.files), finished.result.stats
+    reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **worker)
+    where = f" on {worker['host']}" if worker else ""
+    reporter.say(f"{output.name}: {name}: {finished.seconds:.2f} s{where}", level=1)
+
+
+class ThreadRunner(Runner):
+    """A runner with one thread of this process per unit in flight, which calls `make`."""
+
+    def __init__(
+        self, pool: ThreadPoolExecutor, limit: int, make: Callable[[Stage[Any], Unit[Any]], FinishedUnit]
+    ) -> None:
+        self._pool, self.limit, self._make = pool, limit, make
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[FinishedUnit]:
+        return self._pool.submit(self._make, stage, unit)
+
+
+@contextlib.contextmanager
+def open_thread_runners(
+    works: Sequence[WorkDir],
+    reporter: Reporter,
+    threads: int,
+    units: int,
+    make_portions: MakePortions | None = None,
+) -> Iterator[list[ThreadRunner]]:
+    """Start threads, and yield a runner for each output; all share the threads.
+
+    units          number of units to make
+    make_portions  as of Context, for a single output
+    """
+    with open_pools(threads, units) as pools:
+        context = Context(pools.packing, pools.window, reporter, make_portions=make_portions)
+        prefixes = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
+        yield [
+            ThreadRunner(pools.units, pools.count, partial(_make_unit, work, context, prefix))
+            for work, prefix in zip(works, prefixes, strict=True)
+        ]
+
+
+def _make_unit(work: WorkDir, context: Context, prefix: str, stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
+    begun = time.monotonic()
+    chain = _chain_paths(work, stage, unit) if stage.chain else None
+    work.journal.append(Start(unit=unit.name))
+    context.reporter.at(f"{prefix}{unit.key}")
+    context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
+    path = work.paths.partial / unit.stored_name
+    result = stage.run(unit, path, replace(context, chain=chain))
+    seconds = time.monotonic() - begun
+    # Hashed for a later run, which verifies these files before it continues the chain.
+    paths = [path for path in (chain.handover, chain.side) if path is not None] if chain is not None else []
+    chain_files = tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
+    return FinishedUnit(path, result, seconds, chain=chain, chain_files=chain_files)
+
+
+def _chain_paths(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> ChainPaths:
+    position = stage.units.index(unit)
+    # The name is random, because a worker of a dead run may wake up and must not find a file that is being written.
+    store, scratch = work.paths.store, work.paths.partial / f"{unit.name}.{secrets.token_hex(4)}"
+    scratch.mkdir()
+    earlier = stage.units[:position]
+    return ChainPaths(
+        previous=store / earlier[-1].handover_name if earlier and earlier[-1].handover_bytes else None,
+        handover=work.paths.partial / unit.handover_name if unit.handover_bytes else None,
+        scratch=scratch,
+        finished={
+            u.key: store / u.stored_name for u in (*earlier, unit) if u is not unit or u.fingerprint in work.finished
+        },
+        side=work.paths.partial / unit.side_name if unit.side_bytes else None,
+        side_files={u.key: store / u.side_name for u in earlier if u.side_bytes},
+    )
+
+
+class ExecutorRunner(Runner):
+    """A runner that sends units and portions to an executor's workers.
+
+    Workers see the source and the work directory under the same paths as this process, `reopen` the plan, and pack with
+    `threads` threads each (None: the CPUs that they may use).
+    """
+
+    limit = sys.maxsize  # free workers take the next unit; their number is unknown here
+
+    def __init__(
+        self, work: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
+    ) -> None:
+        self._work, self._reporter, self._executor = work, reporter, executor
+        self._run = work.new_token()
+        self._conversion = Conversion(str(work.paths.output), self._run, tool_version(), reopen, threads)
+        self._known: dict[str, Attempt] = {}  # attempts of this run, without results, which may be long
+        self._ended: set[str] = set()
+        self._retries: Counter[str] = Counter()
+        self._polled = 0.0
+        self._polling = threading.Lock()  # the thread that makes a unit collects its portions
+
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | KtconvertError]:
+        return self._submit(Task(self._conversion, unit.stage, unit.key, unit.fingerprint))
+
+    def _submit(self, task: Task) -> Future[Attempt | KtconvertError]:
+        try:
+            return self._executor.submit(run_task, task)
+        except Exception as error:  # the executor was closed, or is broken
+            broken: Future[Attempt | KtconvertError] = Future()
+            broken.set_exception(error)
+            return broken
+
+    def make_portions(self, portions: Sequence[Portion]) -> Generator[FinishedUnit, None, None]:
+        """Make portions of one unit, as Context has it.
+
+        Attempts stay until all portions were consumed, for a coordinator that resumes after this one.
+        """
+
+        def submit(portion: Portion) -> Future[Attempt | KtconvertError]:
+            return self._submit(
+                Task(self._conversion, portion.stage, portion.unit_key, portion.unit_fingerprint, portion)
+            )
+
+        futures = [submit(portion) for portion in portions]
+        try:
+            for n, portion in enumerate(portions):
+                while (finished := self._collect(portion, futures[n])) is None:
+                    futures[n] = submit(portion)
+                self._work.journal.append(Taken(unit=portion.name, **finished.worker))
+                report_finished(self._work.paths.output, self._reporter, portion, finished)
+                yield finished
+        finally:
+            for future in futures:
+                future.cancel()
+        for attempt in (each for portion in portions for each in attempts.read(self._work.paths, portion)):
+            if attempt.ended is not None:
+                attempts.forget(self._work.paths, attempt)
+
+    def collect(self, unit: Unit[Any], future: Future[Any]) -> FinishedUnit | None:
+        finished = self._collect(unit, future)
+        if finished is not None:
+            self._reporter.advance(unit.bytes_in)
+        return finished
+
+    def _collect(self, item: Unit[Any] | Portion, future: Future[Any]) -> FinishedUnit | None:
+        """Return what a worker made, or None if workers died with it, perhaps for another reason. Raise failures."""
+        try:
+            attempt: Attempt = result_of(future, item.name, f"`ktconvert resume {self._work.paths.output}`")
+        except WorkerLostError as error:
+            by_executor = future.exception() is not None  # otherwise a worker counted the deaths
+            if by_executor and self._retries[item.fingerprint] < DEATHS:
+                self._retries[item.fingerprint] += 1
+                return None
+            self._mark_lost(item)
+            raise WorkerLostError(f"{item.name}: {error}" if by_executor else str(error)) from error
+        for text in attempt.warnings:
+            self._reporter.warn(text)
+        self._mark_lost(item, attempt)
+        self._reporter.worker(attempt.worker, None)
+        return as_finished_unit(self._work.paths, attempt)
+
+    def withdraw(self, unit: Unit[Any], future: Future[Any]) -> bool:
+        self._read_attempts()
+        begun = any(a.fingerprint == unit.fingerprint and a.failure is None for a in [*self._known.values()])
+        return not begun and future.cancel()
+
+    def poll(self) -> None:
+        if time.monotonic() - self._polled >= POLL_SECONDS:
+            self._read_attempts()
+
+    def _read_attempts(self) -> None:
+        with self._polling:
+            self._polled = time.monotonic()
+            for attempt in attempts.read(self._work.paths, known=self._ended):
+                if attempt.ended is not None:
+                    self._ended.add(attempt.name)
+                if attempt.run != self._run:
+                    continue
+                known = self._known.get(attempt.name)
+                self._known[attempt.name] = structs.replace(attempt, result=None)
+                if known is None:
+                    self._note(attempt.start_record())
+                    self._reporter.at(attempt.unit)
+                    self._reporter.worker(attempt.worker, attempt.unit)
+                if attempt.failure is not None:
+                    self._note(attempt.failure_record(), why=attempt.failure)
+                    self._reporter.worker(attempt.worker, None)
+
+    def _mark_lost(self, item: Unit[Any] | Portion, finished: Attempt | None = None) -> None:
+        """Record that all other attempts at an item are useless now: it is finished, or is given up."""
+        self._read_attempts()
+        for attempt in attempts.read(self._work.paths, item):
+            if (finished is None or attempt.name != finished.name) and attempt.failure is None:
+                self._note(attempt.loss_record())
+                self._reporter.worker(attempt.worker, None)
+
+    def _note(self, record: Start | Failed | Lost, **why: str) -> None:
+        """Add a record to the journal, and report it."""
+        self._work.journal.append(record)
+        about = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
+        kind = str(record.__struct_config__.tag)
+        self._reporter.event(kind, output=str(self._work.paths.output), **about, **why)
+
+
+def result_of(future: Future[Result | KtconvertError], what: str, remedy: str) -> Result:
+    """Return the result of a task. Raise its failure, or KtconvertError if the executor lost the task."""
+    try:
+        error = future.exception()  # not result(): it would mix up Ctrl-C here with what a worker raised
+    except CancelledError as cancelled:
+        error = cancelled
+    if isinstance(error, KtconvertError):
+        raise error
+    if error is not None:
+        raise KtconvertError(
+            f"{what}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
+            f"scheduler run, then {remedy}."
+        ) from error
+    result = future.result()
+    if isinstance(result, KtconvertError):
+        raise result
+    return result
+
+
+def as_finished_unit(paths: Paths, attempt: Attempt) -> FinishedUnit:
+    """Return a finished attempt as a unit to be published. Raise ResourceError if its files are not visible here."""
+    if not attempt.is_whole(paths):
+        raise ResourceError(
+            f"{paths.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
+            "see that the file systems of both hosts are the same one, then resume."
+        )
+    assert attempt.ended is not None
+    seconds = max(0.0, attempt.ended - attempt.began)  # clocks may differ
+    return FinishedUnit(paths.partial / attempt.name, attempt.require_result(), seconds, attempt.process_fields)
