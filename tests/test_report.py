@@ -273,7 +273,7 @@ def test_the_page_is_written_whole_or_not_at_all(output, tmp_path):
 def test_the_templates_are_in_the_package(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
-    here = tmp_path / "ktconvert" / "pipeline" / "ui"
+    here = tmp_path / "ktconvert" / "pipeline" / "report"
     assert {p.name for p in TEMPLATES.iterdir() if p.suffix in (".html", ".css")} < {p.name for p in here.iterdir()}
 
 

@@ -295,7 +295,7 @@ def test_the_model_has_one_name(server, client, example):
             assert post(server, path, body | name).json()["model"] == listed.id
         wrong = post(server, path, {**body, "model": f"{listed.id}@main"})
         assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
-    with pytest.raises(openai.NotFoundError, match="answers for"):
+    with pytest.raises(openai.NotFoundError, match="answers only for"):
         client.models.retrieve("another")
     assert '"ready"' in post(server, "/load_model", {"model": listed.id}).text  # by which `transformers chat` begins
 
