@@ -1,5 +1,7 @@
-"""What the small files of a model say (config.json, generation_config.json, the tokenizer's) in every command that builds
-the model: settings beside predictions change nothing, and a wrong value is one sentence that names the file."""
+"""Tests of config.json, generation_config.json and tokenizer files, in every command that builds a model.
+
+Training settings change nothing, and a wrong value is reported in one sentence that names the file.
+"""
 
 import copy
 import json

@@ -222,7 +222,7 @@ def test_calls_in_the_wrong_order_are_rejected() -> None:
     assert all(torch.equal(*pair) for pair in zip(found, one.backward(gradient), strict=True))
 
 
-def test_maps_masks_and_dropout_affect_the_results() -> None:
+def test_autograd_maps_masks_and_dropout_match_plain_calls() -> None:
     given = load_file(GOLDEN / "inputs.safetensors")
     x, ids, weights, gradient = (given[name] for name in ("x", "expert_ids", "weights", "grad_output"))
     one, _ = trained("AMXINT8_SFT")
@@ -254,7 +254,7 @@ def test_maps_masks_and_dropout_affect_the_results() -> None:
     assert not torch.equal(dropping.forward(x, ids, weights), out)
 
 
-def test_the_wrapper_has_the_names_of_kt_kernel() -> None:
+def test_unsupported_methods_and_settings_are_rejected() -> None:
     for method in TRAINING:
         if method in TRAINED:
             assert wrapper(method).method == method
@@ -272,7 +272,7 @@ def test_the_wrapper_has_the_names_of_kt_kernel() -> None:
 
 
 def test_converted_files_can_be_trained(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    """The files of `ktconvert cpu`, also transposed ones, which are used, hold the same weights as the wrapper."""
+    """The files of `ktconvert cpu`, and the transposed ones that it writes, equal those of the wrapper and are used."""
     stacked = dict(zip(("gate", "up", "down"), golden_weights(4, 256, 256), strict=True))
     source = write_qwen(tmp_path / "in", {0: stacked})
     options = ("--quant-method", "int8", "--threadpool-count", 1, "--no-merge-safetensor", "--save-backward-weights")

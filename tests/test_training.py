@@ -121,7 +121,7 @@ def test_every_instruction_set_gives_the_same_bits_for_integers() -> None:
         assert all(torch.equal(one, two) for one, two in zip(tensors, found["scalar"], strict=True)), isa
 
 
-def test_experts_without_lora_or_tokens_compute() -> None:
+def test_gradients_without_lora_or_tokens_match_the_reference() -> None:
     hidden, ids, weights, gradient = inputs(6)
     step = TrainingPass.create(experts("BF16"), hidden, ids, weights, None, 1.0)
     out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), None, 1.0, gradient)
@@ -136,7 +136,7 @@ def test_experts_without_lora_or_tokens_compute() -> None:
 
 
 @pytest.mark.parametrize("rank", [1, 5, 16, 40, 64])
-def test_every_rank_computes(rank: int) -> None:
+def test_gradients_of_every_rank_match_the_reference(rank: int) -> None:
     hidden, ids, weights, gradient = inputs(12)
     for dtype in (torch.bfloat16, torch.float32):
         lora = factors(dtype, rank)
@@ -273,7 +273,7 @@ def test_lora_of_wrong_shapes_is_rejected(changes: dict[str, torch.Tensor], mess
         compute_with_lora(experts("BF16"), hidden, ids, weights, factors()._replace(**changes), SCALING)
 
 
-def test_outputs_without_gradient_have_none() -> None:
+def test_unsupported_gradients_are_rejected() -> None:
     hidden, ids, weights, _ = inputs(4)
     rng = np.random.default_rng(0)
     bits = [
