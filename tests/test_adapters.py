@@ -221,7 +221,7 @@ def test_experts_with_some_projections_compute_as_in_peft(part, models, tmp_path
     found = logits(load_adapter(ours(), folder, "model"))
     assert error(found, logits(plain())) > 0.03
     assert error(found, logits(folded(plain(), folder))) < 0.012
-    if part not in ("gate of each", "scalings"):  # PEFT 0.21 leaves patterns out where it stacks experts
+    if part not in ("gate of each", "scalings"):  # PEFT 0.21 ignores patterns for stacked experts
         assert error(found, logits(PeftModel.from_pretrained(plain(), folder))) < 0.012
 
 

@@ -30,7 +30,7 @@ from ktconvert.pipeline.models import evaluate, loading  # noqa: E402
 WINDOWS, WINDOW = 3, 128
 Reports = dict[str, dict[str, Any]]  # by method
 
-# Bounds of what a method costs: mean divergence, top-1 agreement, relative error of each layer.
+# Bounds for each method: mean divergence, top-1 agreement, relative error of each layer.
 METHODS = {
     "int8": ((0, 0.003), (0.98, 1.01), (0.005, 0.03)),
     "int4": ((0.003, 0.03), (0.88, 0.98), (0.05, 0.2)),
@@ -40,7 +40,7 @@ METHODS = {
 
 @pytest.fixture(scope="module")
 def text(example: Path) -> Path:
-    """Text that the bundled model was not trained on."""
+    """Return a text that the bundled model was not trained on."""
     return example.parent / "heldout.txt"
 
 
@@ -130,7 +130,7 @@ def test_eval_prints_a_table_and_draws_a_plot(
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for content in (text.read_bytes(), publish.MARK.encode()):  # our own pictures are no exception
+    for content in (text.read_bytes(), publish.MARK.encode()):  # also if it is a plot of ours
         (tmp_path / "t.svg").write_bytes(content)
         said = sentence(example, converted["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
         assert said[0] == 2 and "--text is the same file" in said[1]
@@ -161,7 +161,7 @@ def test_eval_fails_for_predictions_that_are_not_finite(
 
     def broken(self: Experts, *arguments: Any, **rest: Any) -> Any:
         out = forward(self, *arguments, **rest)
-        out[5:6] = 0x7FC0  # not of the two tokens on which every model is tried
+        out[5:6] = 0x7FC0  # not one of the two tokens that loading computes
         return out
 
     monkeypatch.setattr(Experts, "forward", broken)
@@ -190,7 +190,7 @@ def test_compare_logits_matches_hand_computed_values() -> None:
     assert one.divergence == pytest.approx(0.25 * math.log(2))
     assert one.original[:3] == pytest.approx(-p) and one.converted[:3] == pytest.approx(-q)
     assert not one.agree.any()
-    # A constant changes no distribution; a token that cannot come adds nothing.
+    # A constant does not change a distribution; a token with probability 0 adds nothing.
     shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
     one = evaluate.compare_logits(shifted, shifted + 7, torch.tensor([0, 1]))
     assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all() and np.isfinite(one.original).all()

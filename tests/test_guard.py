@@ -24,7 +24,7 @@ from rig.safetensors import write_file
 
 pytest.importorskip("peft")
 
-READS = {"status", "verify", "inspect", "bench", "experts", "resume"}  # an argument called output is not written to
+READS = {"status", "verify", "inspect", "bench", "experts", "resume"}  # commands that only read their argument `output`
 RTN = ("--quant-method", "RTN", "--quant-type", "W4A16")
 SHORT = ("--num-calibration-samples", 1, "--max-sequence-length", 16)
 # command -> its arguments, with the names of inputs (of `place`) and OUT

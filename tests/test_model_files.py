@@ -28,10 +28,10 @@ SETTINGS = dict.fromkeys(("output_router_logits", "output_attentions", "output_h
 SETTINGS |= {"use_cache": False, "return_dict": False}
 FEW = ("--num-calibration-samples", 2, "--max-sequence-length", 32, "--cpuinfer-threads", 1, "--force-cpu", "-q")
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
-# What takes the place of any value; DELETED: nothing does.
+# Replacements of a value; DELETED removes it.
 DELETED = "DELETED"
 VALUES = (None, True, 0, 1, -1, 1.5, 1e9, 10**9, 1 << 63, float("nan"), "", "x", [], [1], {}, {"a": 1}, DELETED)
-FIRST = 40  # members of an object, such as a vocabulary, of which only the first one is changed
+FIRST = 40  # members; of a larger object, such as a vocabulary, only the first one is changed
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
             layer = int(name.split("layers.")[1].split(".")[0])
             tensors[name] = Tensor("F32", (32,), biases[layer].numpy().tobytes())
         for name in [name for name in tensors if name.endswith("block_sparse_moe.gate.weight")]:
-            bits = tensors[name].bits.astype(np.uint32) << 16  # published in float32, too
+            bits = tensors[name].bits.astype(np.uint32) << 16  # also stored in float32
             tensors[name] = Tensor("F32", tensors[name].shape, (bits.view(np.float32) * 1.001).tobytes())
 
     edit_file(model / "model.safetensors", publish)
@@ -208,7 +208,7 @@ def refused_or_done(words: tuple[object, ...], model: Path) -> bool:
 
 
 FIXED: list[tuple[str, str, Any, str]] = [
-    # file, key, value, what is said of it
+    # file, key, value, the message
     ("config.json", "hidden_size", "x", "transformers cannot load it: Validation error for field 'hidden_size': "),
     ("config.json", "num_experts_per_tok", 0, "num_experts_per_tok is 0, and a layer has 8 experts; "),
     ("config.json", "num_experts_per_tok", 99, "num_experts_per_tok is 99, and a layer has 8 experts; "),

@@ -125,7 +125,7 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
         model, tokenizer, inputs, max_new_tokens=3, temperature=0, emit=notes.append
     )
     assert "".join(notes) == text_said and (speed.prompt, speed.new) == (3, 3)
-    assert model.config.text_config.output_router_logits is False  # left over from training
+    assert model.config.text_config.output_router_logits is False  # a setting for training
 
 
 REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
@@ -222,7 +222,7 @@ def test_chunked_prefill_does_not_change_the_logits(family, window, monkeypatch)
 
 EVAL = ("eval", "{model}", "--text", "{text}")
 MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
-    # words, the package that is missing, what needs it, the extra
+    # arguments, the missing package, the feature that needs it, the extra
     (("run", "{model}", "--prompt", "x"), "transformers", "`ktconvert run`", "run"),
     (("serve", "{model}"), "uvicorn", "`ktconvert serve`", "serve"),
     ((*EVAL, "--cpu-weights", "{model}"), "transformers", "`ktconvert eval`", "run"),

@@ -27,7 +27,7 @@ serving = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 BASE = "small"
 SAID = "import os"
 ANSWER = 12  # tokens
-# Adapters of several targets, ranks and scalings; the last one is made of the unconverted model.
+# Adapters with several targets, ranks and scalings; the last one is trained on the original model.
 SETTINGS: dict[str, dict[str, Any]] = {
     "both": {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "experts"]},
     "experts": {"r": 8, "target_modules": ["experts"], "use_rslora": True},
@@ -220,7 +220,7 @@ def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):
 CHANGES = "changes the model's own weights, with which others are answered; save it as plain LoRA"
 
 
-@pytest.mark.filterwarnings("ignore:Unexpected keyword")  # of LoRA for IA3
+@pytest.mark.filterwarnings("ignore:Unexpected keyword")  # IA3 gets arguments of LoRA
 @pytest.mark.parametrize(
     ("settings", "config", "why"),
     [

@@ -32,9 +32,9 @@ serving = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 WORDS = "import os"
 SAID = [{"role": "user", "content": WORDS}]
 ANSWER = 12  # tokens
-LONG = 900  # tokens, of a context of 1024
+LONG = 900  # tokens; the context has 1024
 
-# Chat templates of several families: how they begin and end what is said.
+# Chat templates of several families, which begin and end messages differently.
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -88,7 +88,7 @@ def test_an_answer_has_only_generated_text(name, example, alone, tmp_path):
     model = with_template(example, tmp_path / "model", TEMPLATES[name])
     loaded, tokenizer = alone
     tokenizer.chat_template = TEMPLATES[name]
-    # What looks like the beginning of an answer is the user's where the template writes another one.
+    # If the template writes another beginning, text that looks like the beginning of an answer is the user's.
     with served(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
             inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": said}])
@@ -302,7 +302,7 @@ def test_serve_reports_a_used_port_before_loading(example, tmp_path):
 
 
 def test_serve_rejects_an_incomplete_model(example, tmp_path):
-    """As `run` does: no weight is random."""
+    """As `run` does: it fills no weight with random numbers."""
     model = shutil.copytree(example, tmp_path / "model")
     edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
     expected = "lacks 1 tensors of the model that config.json describes, such as model.norm.weight; compare both with the release"

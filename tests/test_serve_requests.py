@@ -54,7 +54,7 @@ def reply(**more: Any) -> dict[str, Any]:
     return {"input": "import os", "max_output_tokens": 4, **more}
 
 
-# Values that a field cannot have, by path; the answer names the field.
+# Invalid values of fields, by path; the error names the field.
 FIELDS: dict[str, dict[str, list[Any]]] = {
     CHAT: {
         "messages": [[], "import os", [{"role": "user", "content": LONG}]],
@@ -80,7 +80,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "ignore_eos": [True],
         "verbosity": ["low"],
         "stream": ["yes"],
-        "tools": [[{"type": "function", "function": {"name": "f"}}]],  # its template knows none
+        "tools": [[{"type": "function", "function": {"name": "f"}}]],  # its template does not support tools
         "generation_config": ['{"max_new_tokens": 1000000}'],
         "stream_options": [{"include_usage": True}],
         "store": [True],
@@ -109,7 +109,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
 
 
 REFUSED: list[tuple[str, Any, str | None]] = [
-    # path, body, the parameter that the answer names
+    # path, body, the parameter that the error names
     *((path, body, None) for path in (CHAT, TEXT, RESPONSES) for body in ({}, [], b'{"a')),
     *((CHAT, body, None) for body in (b"", b"[" * 100_000, b'{"messages": [{"role": "user", "content": "\\ud800"}]}')),
     (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', None),
@@ -143,7 +143,7 @@ REFUSED: list[tuple[str, Any, str | None]] = [
 ]
 
 
-# What OpenAI's clients, LangChain, LiteLLM, Open WebUI, Continue, Cline and the AI SDK send without effect on the answer.
+# Fields without effect that OpenAI's clients, LangChain, LiteLLM, Open WebUI, Continue, Cline and the AI SDK send.
 NOTES = {"id": "m1", "name": "me", "cache_control": {"type": "ephemeral"}, "provider_specific_fields": {"a": 1}}
 PART = {"type": "text", "text": "import os", "cache_control": {"type": "ephemeral"}}
 THOUGHT = {"reasoning": "so", "reasoning_content": "so", "reasoning_details": [{}], "thinking_blocks": [{}]}
@@ -270,7 +270,7 @@ def test_a_prompt_beyond_the_context_is_rejected(server, path, body):
     assert error["code"] == "context_length_exceeded"
     assert f" {CONTEXT}," in error["message"] and any(int(n) > CONTEXT for n in re.findall(r"\d+", error["message"]))
     longer = json.loads(json.dumps(long).replace(r"import os\n", r"import os\n" * 30))
-    error = post(server, path, longer).json()["error"]  # of which no more is read than is needed to say so
+    error = post(server, path, longer).json()["error"]  # only the beginning is tokenized
     assert f" more than {2 * CONTEXT} " in error["message"] and error["code"] == "context_length_exceeded"
     full = {"messages": [{"role": "user", "content": "import os\n" * 300}]} if path == CHAT else {"prompt": [5] * 1000}
     usage = post(server, path, {**full, "max_tokens": 1_000_000, "temperature": 0}).json()["usage"]
@@ -297,7 +297,9 @@ def test_the_model_has_one_name(server, client, example):
         assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
     with pytest.raises(openai.NotFoundError, match="answers only for"):
         client.models.retrieve("another")
-    assert '"ready"' in post(server, "/load_model", {"model": listed.id}).text  # by which `transformers chat` begins
+    assert (
+        '"ready"' in post(server, "/load_model", {"model": listed.id}).text
+    )  # the first request of `transformers chat`
 
 
 def said(client: Any, **more: Any) -> str:
@@ -311,12 +313,12 @@ def test_sampling_parameters_change_the_text(client):
     """A temperature samples, although the bundled model's generation_config does not set do_sample."""
     greedy = said(client)
     assert said(client, temperature=openai.NOT_GIVEN) == greedy
-    for fewer in ({"max_tokens": openai.NOT_GIVEN}, {}):  # the smaller one counts
+    for fewer in ({"max_tokens": openai.NOT_GIVEN}, {}):  # the smaller limit applies
         assert 0 < len(said(client, max_completion_tokens=3, **fewer)) < len(greedy) / 2
     sampled = {said(client, temperature=1.5, seed=seed) for seed in range(3)}
     assert len(sampled) == 3
     assert said(client, temperature=1.5, seed=1) == said(client, temperature=1.5, seed=1) != greedy
-    # Of the likeliest token alone there is one choice.
+    # With only the likeliest token there is no other choice.
     for one in ({"top_p": 0}, {"extra_body": {"top_k": 1}}, {"extra_body": {"min_p": 1.0}}):
         assert said(client, temperature=2, **one) == greedy
     assert said(client, temperature=1e-30) == greedy  # clamped: logits divided by it would overflow
@@ -332,7 +334,7 @@ def test_penalties_and_biases_change_the_text(server, client):
     forced = said(client, max_tokens=4, logit_bias={"100": 100})
     assert len(forced) % 4 == 0 and forced == forced[: len(forced) // 4] * 4
     assert said(client, max_tokens=4, logit_bias={"0": 100}) != forced
-    for tokens in (1, 2):  # one token could be read off the pass that gives its probability
+    for tokens in (1, 2):  # one token may come from the pass that computes its log probability
         body = text(max_tokens=tokens, logprobs=0, temperature=0, logit_bias={"100": 100})
         assert post(server, TEXT, body).json()["choices"][0]["text"] == forced[: len(forced) // 4] * tokens
 
@@ -371,7 +373,7 @@ def test_prompts_may_be_lists_and_token_ids(client, example):
         assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 24
         echoed = [c.text for c in complete(several, echo=True).choices]
         assert echoed == [text + more for text, more in zip(texts, alone, strict=True)]
-    assert complete([5] * 4).usage.prompt_tokens == 4  # as they are, whatever their text would be cut into
+    assert complete([5] * 4).usage.prompt_tokens == 4  # the ids are used as they are
 
 
 @pytest.mark.parametrize("new", [0, 1, 6])
@@ -472,7 +474,7 @@ def test_too_many_requests_get_a_503(server, monkeypatch):
     """The next one is told to come again."""
     monkeypatch.setattr(application, "MAX_ACTIVE", 2)
     refused: list[Any] = []
-    server.until(lambda: not server.application.active)  # what a client of another test has left
+    server.until(lambda: not server.application.active)  # wait for requests of earlier tests
     server.passes.clear()
     with server.waiting(1, lambda: bool(refused)), ThreadPoolExecutor(2) as others:
         answers = [others.submit(post, server, TEXT, text()) for _ in range(2)]
@@ -543,7 +545,7 @@ def test_messages_reach_the_chat_template(example, tmp_path):
             for body, prompt in cases:
                 answer = post(running, path, body).json()
                 assert answer["usage"][name] == len(tokenizer(prompt)["input_ids"]), (body, answer)
-        for name in ("role", "m", "messages", "loop"):  # no settings of the template's own
+        for name in ("role", "m", "messages", "loop"):  # variables that the template sets itself
             refused = post(running, CHAT, chat(chat_template_kwargs={name: "a"}))
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == f"chat_template_kwargs.{name}"

@@ -31,8 +31,8 @@ PEER = {
     "AMXINT8_SFT_SkipLoRA": (2.03e-2, 2.10e-2, 1.45e-2),
     "AMXINT8_SFT_T2": (1.82e-2, 1.83e-2, 1.81e-2, 1.21e-2, 1.27e-2, 1.28e-2, 1.20e-2, 1.23e-2, 1.23e-2),
 }
-# Where the arithmetic is kt-kernel's: all but the sum over a token's rows, and with several parts what is rounded for
-# each of them; with integers and without transposes of their own, what no transposed weight reaches.
+# Results with kt-kernel's arithmetic: all but the sum over a token's rows and, with several NUMA slices, values that are
+# rounded for each slice; with integers and without stored transposes, results that need no transposed weight.
 SAME = [name for name in NAMES if name != "grad_input"]
 SAME_IN_PARTS = [name for name in SAME if name not in ("grad_gate_lora_a", "grad_up_lora_a")]
 SAME_INTEGERS = ["output", "grad_weights", "grad_down_lora_a", "grad_down_lora_b"]
@@ -94,7 +94,7 @@ def test_results_equal_those_of_kt_kernel(case: str, share: bool | None) -> None
     for name, want, theirs in zip(found, expected, PEER[case], strict=True):
         if name in same:
             assert distance(found[name], golden[name]) < CLOSE, name
-        # The table has three digits; with two parts q is rounded once, not for each, by luck to the other side.
+        # The table has three digits; with two slices q is rounded once, not for each, here to the other side.
         assert distance(found[name], want) < (1.06 if two else 1.03) * theirs, name
 
 
@@ -166,7 +166,7 @@ def test_gradients_accumulate_within_a_window(method: str) -> None:
     one.release_authoritative_optimizer_grads()
     assert all(parameter.grad is None for parameter in lora)
     assert all(torch.equal(one, again) for one, again in zip(first, step(), strict=True))
-    torch.optim.SGD(lora, lr=0.1).step()  # in place; A and B are both the new ones
+    torch.optim.SGD(lora, lr=0.1).step()  # in place: A and B both change
     torch.optim.SGD(lora).zero_grad()
     changed = one.forward(given["x"], given["expert_ids"], given["weights"], save_for_backward=False)
     other, _ = trained(method)
@@ -213,7 +213,7 @@ def test_calls_in_the_wrong_order_are_rejected() -> None:
     with pytest.raises(ValueError, match="grad_output must have the shape of the last forward"):
         one.backward(gradient[:3])
     assert all(torch.equal(*pair) for pair in zip(found, one.backward(gradient), strict=True))
-    # The last forward that was saved counts, and its own inputs, whatever becomes of the caller's.
+    # backward uses the last saved forward, with a copy of its inputs.
     one.forward(x[:3], ids[:3], weights[:3])
     mine = x.clone()
     one.forward(mine, ids, weights)

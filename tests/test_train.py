@@ -327,7 +327,7 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     memory = json.loads(dry.stdout)["bytes"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
     assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
-    alone = cli(*order, "--json", env={"TQDM_DELAY": "1000000000"})  # started afresh, not forked
+    alone = cli(*order, "--json", env={"TQDM_DELAY": "1000000000"})  # a new process, not a fork
     events = [json.loads(line) for line in alone.stdout.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
@@ -442,7 +442,7 @@ def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     output, _ = copy_of(begun[0], tmp_path)
     stopped = read_status(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
-    assert journal.find_killed_run(journal.read(locate(output).journal)) is not None  # it had said that it runs
+    assert journal.find_killed_run(journal.read(locate(output).journal)) is not None  # the journal says that it runs
     with pytest.raises(OutputError, match="holds an unfinished training, which `ktconvert status` describes"):
         restore_options(output, read_plan(locate(output)))  # as `inspect` does
     with WorkDir(locate(output)) as work, record_run(work):

@@ -18,7 +18,7 @@ from rig import isas
 from rig.training import decoded, define, differentiated, distance
 
 E, H, WIDTH, K, RANK, SCALING = 5, 256, 384, 2, 8, 2.0
-# Of the gradients to float64 with the weights as they are decoded: BF16 roundings, and int8 activations.
+# Bounds of the distance to float64 gradients with the decoded weights: BF16 rounding, and int8 activations.
 BOUNDS = {"BF16": 8e-3, "MXFP4": 8e-3, "FP8": 8e-3, "RAWINT4": 8e-3, "AMXINT8": 2.5e-2, "AMXINT4": 2.5e-2}
 
 
@@ -224,7 +224,7 @@ def test_dropout_is_elementwise_and_only_in_training() -> None:
     assert not torch.equal(first, call(dropout=0.5))
     torch.manual_seed(1)
     assert torch.equal(first, call(dropout=0.5))
-    # LoRA of down alone, which is linear: the mean over many masks is what no mask gives.
+    # LoRA of down only, which is linear: the mean over many masks equals the result without a mask.
     only = Lora(*(tensor * (name in ("down_a", "down_b")) for name, tensor in lora._asdict().items()))
     base = compute_with_lora(one, hidden, ids, weights).float()
     share = compute_with_lora(one, hidden, ids, weights, only, SCALING).float() - base

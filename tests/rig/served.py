@@ -1,4 +1,4 @@
-"""The server on a free port, for real clients: in a process of its own, or in this one, where what it computes is seen."""
+"""A server on a free port for real clients: in a process of its own, or in this process, where tests watch it."""
 
 import json
 import random
@@ -20,11 +20,11 @@ import pytest
 
 from ktconvert.pipeline.models.loading import ModelChoice
 
-PATIENCE = 300  # seconds; only what never happens takes so long
+PATIENCE = 300  # seconds, for events that do happen
 
 
 def free_port() -> int:
-    """Of this machine, below those that Linux gives to whoever asks for any: it is still free when a server starts."""
+    """Return a free port outside the range from which Linux assigns ports, so that it stays free until a server starts."""
     while True:
         port = random.randrange(10_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -33,7 +33,10 @@ def free_port() -> int:
 
 @contextmanager
 def started(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """`ktconvert serve` once it answers, and its address; as a shell's background job, with SIGINT ignored. log: what it says."""
+    """Start `ktconvert serve` as a background job of a shell, with SIGINT ignored; yield the process and its address.
+
+    log: file for its output.
+    """
     port = free_port()
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
@@ -54,7 +57,7 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
         try:
             urllib.request.urlopen(url, timeout=5).close()
             return
-        except OSError:  # nobody listens yet, or has no time for an answer
+        except OSError:  # not listening yet, or too busy to answer
             time.sleep(0.2)
     pytest.fail(f"the server did not come up:\n{log.read_text()}")
 
@@ -87,7 +90,7 @@ class Served:
 
     @contextmanager
     def waiting(self, after: int, happened: Callable[[], bool]) -> Iterator[None]:
-        """After so many passes through the model, none begins before something has happened."""
+        """Block passes through the model after the first `after` ones, until something has happened."""
 
         def wait(*_: Any) -> None:
             if len(self.passes) >= after:
@@ -150,7 +153,7 @@ def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Itera
 
 
 def with_template(example: Path, to: Path, template: str | None) -> Path:
-    """A copy of the model whose tokenizer has this chat template, or none."""
+    """Return a copy of the model whose tokenizer has this chat template, or none."""
     shutil.copytree(example, to)
     settings = to / "tokenizer_config.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
