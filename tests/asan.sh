@@ -28,5 +28,5 @@ on_asan -m pytest -q -p no:cacheprovider tests/test_kernels.py tests/test_scale_
 OUT=build/asan-emulated PRELOAD=$libasan \
     KTCONVERT_CFLAGS="-fsanitize=address --param asan-instrumentation-with-call-threshold=0 -fno-omit-frame-pointer -g -O1" \
     sh tests/emulated.sh "$python" -q tests/test_gemm.py tests/test_gemm_bf16.py \
-    tests/test_runtime.py::test_blocks_of_tokens_with_remainders \
+    tests/test_runtime.py::test_incomplete_token_blocks_compute \
     tests/test_runtime.py::test_experts_side_by_side_with_remainders -k "amx or avxvnni"

@@ -8,9 +8,9 @@ set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py tests/test_runtime.py::test_exact_mode_has_kt_kernels_bits \
+[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py tests/test_runtime.py::test_exact_mode_gives_the_bits_of_kt_kernel \
     tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits \
-    tests/test_runtime.py::test_blocks_of_tokens_with_remainders \
+    tests/test_runtime.py::test_incomplete_token_blocks_compute \
     tests/test_forward_bf16.py::test_neither_threads_nor_the_batch_change_a_bit \
     tests/test_from_checkpoint.py::test_at_least_as_close_to_float64_as_kt_kernel tests/test_training.py::test_gradients_are_close_to_float64 \
     -k "(amx or avxvnni or AMXINT) and not (scalar or avx2 or avx512) and not (avxvnni and (bf16 or FP8 or MXFP4))"

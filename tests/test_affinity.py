@@ -106,7 +106,9 @@ def openmp() -> Path:
 
 @TWO_CPUS
 @pytest.mark.parametrize(("first", "bind"), [("", {"OMP_PROC_BIND": "true"}), (OURS_FIRST, {})])
-def test_a_caller_that_openmp_bound(first: str, bind: dict[str, str], openmp: Path, unbound: Any) -> None:
+def test_threads_use_all_cpus_if_openmp_bound_the_caller(
+    first: str, bind: dict[str, str], openmp: Path, unbound: Any
+) -> None:
     env = {"OMP_PLACES": "threads", **bind}
     bound = "assert len(cpus_of(0)) == 1, cpus_of(0)\n"
     assert run(first + OPENMP + bound + WORKERS, openmp, **env) == unbound
@@ -116,7 +118,7 @@ def test_a_caller_that_openmp_bound(first: str, bind: dict[str, str], openmp: Pa
 
 
 @TWO_CPUS
-def test_a_caller_that_bound_itself(unbound: Any) -> None:
+def test_threads_use_all_cpus_if_the_caller_bound_itself(unbound: Any) -> None:
     assert run(WORKERS, under=("taskset", "-c", SECOND)) == [[[SECOND]] * 3, 1]  # that is all that there is
     bind = f"os.sched_setaffinity(0, [{FIRST}])\n"
     assert run(OURS_FIRST + bind + WORKERS) == unbound
@@ -137,7 +139,7 @@ def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[
     return [[sorted(place) for place in group] for group in groups]
 
 
-def test_threads_are_spread_by_cores(tmp_path: Path) -> None:
+def test_threads_are_divided_by_cores(tmp_path: Path) -> None:
     root = nodes(tmp_path, "0-2", "3")
     for number, expected in enumerate(([[[0]]], [[[0]], [[3]]], [[[0], [1]], [[3]]], [[[0], [1], [2]], [[3]]]), 1):
         assert places(root, range(4), number) == expected
@@ -197,7 +199,7 @@ print(json.dumps([({SECOND},) in came, sorted(bound), cpus_of(0)]))
 
 
 @TWO_CPUS
-def test_threads_that_were_moved_go_back_between_forwards(two_nodes: Path) -> None:
+def test_moved_threads_return_between_forwards(two_nodes: Path) -> None:
     script = f"""
 workers = started(lambda: Pool([1, 2]))
 experts = Experts.from_bf16(*layer, parts=2, pool=made)
@@ -219,7 +221,7 @@ print(json.dumps(shown))
 
 
 @TWO_CPUS
-def test_a_group_takes_over_what_another_leaves(two_nodes: Path) -> None:
+def test_a_group_takes_over_remaining_work_of_another(two_nodes: Path) -> None:
     """The only thread of node 1 stands still in a signal handler; those of node 0 do its part, with equal results."""
     script = """
 import ctypes, signal

@@ -42,7 +42,7 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
     isa=st.sampled_from(kernels.available_isas()),
 )
 @settings(max_examples=25)
-def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+def test_blocks_equal_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
     values = bits((n, k), seed)
     codes = np.empty(n * k, np.uint16)
     with isas.using(isa):
@@ -52,7 +52,7 @@ def test_blocks_are_those_of_the_definition(n: int, k: int, seed: int, turned: b
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 96), (544, 1856), (288, 3616)])
-def test_element_is_where_the_format_says(n: int, k: int) -> None:
+def test_each_element_has_the_documented_position(n: int, k: int) -> None:
     """bytes.md's formula, for every element."""
     r, c = np.arange(n)[:, None], np.arange(k)[None, :]
     nb, kb = r // 256 * 256, c // 1792 * 1792
@@ -64,7 +64,7 @@ def test_element_is_where_the_format_says(n: int, k: int) -> None:
     assert (floats.to_blocks(positions)[at] == positions).all()
 
 
-def test_what_is_refused_before_it_is_packed() -> None:
+def test_unsupported_weights_are_rejected_before_packing() -> None:
     for row in (0, 255, 256, 287):
         values = np.ones((288, 96), np.float32)
         values[row, 95] = np.inf
@@ -100,7 +100,7 @@ def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, byte
     return files
 
 
-def test_golden_files_come_out(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+def test_files_equal_golden_files(tmp_path: Path, cli: Any, write_qwen: Any) -> None:
     golden = bits_of(read_file(GOLDEN))
     source = write_qwen(tmp_path / "in", {0: {p: golden[f"in.{p}"] for p in PROJECTIONS}})
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, *OPTIONS)
@@ -112,7 +112,7 @@ def test_golden_files_come_out(tmp_path: Path, cli: Any, write_qwen: Any) -> Non
 
 
 @pytest.mark.parametrize(("parts", "dtype"), [(1, "BF16"), (2, "F32"), (4, "BF16")])
-def test_parts_are_those_of_the_definition(
+def test_slices_equal_the_definition(
     parts: int, dtype: str, tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
 ) -> None:
     """Rows beyond a block of 256 and columns beyond one of 1792; verified alone and against the source."""
@@ -145,7 +145,7 @@ def output(source: Path, cli: Any) -> Path:
     return out
 
 
-def test_a_folder_is_described(source: Path, output: Path, cli: Any) -> None:
+def test_inspect_describes_a_folder(source: Path, output: Path, cli: Any) -> None:
     about = json.loads(cli("inspect", output, "--json").stdout)
     assert (about["method"], about["numa"], about["hidden"], about["intermediate"]) == ("AMXBF16", 2, 96, 64)
     assert about["complete"] and about["backward"] and about["arrangement"] == "loose" and about["tensors"] == 48
@@ -160,7 +160,7 @@ def test_a_folder_is_described(source: Path, output: Path, cli: Any) -> None:
     assert plan["bytes_out"] == sum(map(len, kt_files(output).values()))
 
 
-def test_kt_kernels_own_folder_is_read(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
+def test_folders_of_kt_kernel_can_be_read(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
     """Without manifest and config, the files show only the product of hidden size and width."""
     for layer in (0, 1):
         shutil.copytree(output / f"_layer_{layer}", tmp_path / "kt" / f"_layer_{layer}")

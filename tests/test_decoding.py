@@ -62,7 +62,7 @@ def same(matrix: Matrix, expected: Any = None) -> None:
 @pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_layouts_zero_points_and_orders_of_columns(kind: str, zeros: bool, order: bool) -> None:
+def test_layouts_zero_points_and_column_orders_decode(kind: str, zeros: bool, order: bool) -> None:
     """Stages hold 1024 columns of 4 bits, 512 of 8; panels have 32 rows, AWQ's words 8."""
     for n, k, group in ((8, 8, 8), (32, 64, 32), (40, 1104, 16), (72, 2056, 128), (16, 24, 7)):
         same(linear(kind, n, k, group, zeros=zeros, order=order))
@@ -71,7 +71,7 @@ def test_layouts_zero_points_and_orders_of_columns(kind: str, zeros: bool, order
             same(linear(kind, n, k, group))
 
 
-def test_codes_are_those_that_were_packed() -> None:
+def test_unpacked_codes_equal_the_packed_ones() -> None:
     """The definition itself: known codes, put into words one by one."""
     rng = np.random.default_rng(3)
     for bits, kind in ((4, "int4_words"), (8, "int8_words"), (4, "int4_awq")):
@@ -87,7 +87,7 @@ def test_codes_are_those_that_were_packed() -> None:
         assert (packed.signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
 
 
-def test_zero_points_borrow_from_their_neighbours() -> None:
+def test_adjacent_zero_points_borrow() -> None:
     """GPTQ's first format stores each word of zero points less 0x11111111, or 0x01010101, as a whole."""
     for bits, one in ((4, 0x11111111), (8, 0x01010101)):
         points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
@@ -100,7 +100,7 @@ def test_zero_points_borrow_from_their_neighbours() -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
 @pytest.mark.parametrize("kind", ["int4", "int8", "int8_signed", "fp4_e2m1", "fp8_e4m3"])
-def test_every_code_times_scales_of_every_size(kind: str, order: bool) -> None:
+def test_every_code_decodes_with_scales_of_every_size(kind: str, order: bool) -> None:
     """Scales that are no numbers too: what comes is the definition's."""
     codes = np.tile(np.arange(256, dtype=np.uint8), (16, 1))
     scales = [1, 0.3, 1e-4, -2.5, 1e-38, 1e-36, 1e-41, 3e38, -1e36, 0, -0.0, np.inf, -np.inf, np.nan, 2**-149, 2**127]
@@ -120,7 +120,7 @@ def refused_at(matrix: Matrix) -> tuple[int, int]:
     return caught.value.row, caught.value.column
 
 
-def test_a_value_that_overflows_is_refused_with_its_place() -> None:
+def test_an_overflowing_value_is_rejected_with_its_position() -> None:
     matrix = linear("int4", 128, 128, 32, scales=np.full((128, 4), 1e-3, np.float32))
     assert matrix.scales is not None
     matrix.scales[40, 2] = 3e38
@@ -147,7 +147,7 @@ def ugly(name: str, rows: int, columns: int, seed: int = 0) -> Any:
 
 @pytest.mark.usefixtures("isa")
 @every_block
-def test_blocks_are_gguf_pys(name: str) -> None:
+def test_blocks_equal_those_of_gguf_py(name: str) -> None:
     """Also all bytes, so that every code of 4, 5, 6 or 8 bits meets every packed scale of a K-quant."""
     for rows, columns in ((1, 256), (3, 512), (40, 1280)):
         same(Matrix(ugly(name, rows, columns, rows), GGML[name]))
@@ -156,7 +156,7 @@ def test_blocks_are_gguf_pys(name: str) -> None:
 
 
 @every_block
-def test_a_scale_that_is_no_number_is_refused_with_its_place(name: str) -> None:
+def test_a_nan_scale_is_rejected_with_its_position(name: str) -> None:
     kind = GGML[name]
     stored = blocks(name, 128, 512)
     block = stored[40].reshape(-1, kind.items)[256 // kind.columns]
@@ -198,7 +198,7 @@ def test_any_slice_finds_its_codes_and_scales(
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", [*KINDS, *GGML])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_as_their_values_are(kind: str, bits: int) -> None:
+def test_stored_weights_quantize_like_their_decoded_values(kind: str, bits: int) -> None:
     """And packed, in one pass, also of a part that begins inside a block or a group; groups, too."""
     scales = np.exp(np.random.default_rng(1).uniform(-9, -3, (256, 16))).astype(np.float32)
     whole = linear(kind, 256, 512, 32, scales=scales, zeros=kind != "int4", order=bits == 4)

@@ -81,7 +81,9 @@ def pools() -> list[Pool]:
 
 @pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-def test_instruction_sets_give_the_scalar_kernels_bits(pools: list[Pool], shape: tuple[int, ...], exact: bool) -> None:
+def test_instruction_sets_give_the_bits_of_scalar_kernels(
+    pools: list[Pool], shape: tuple[int, ...], exact: bool
+) -> None:
     *sizes, tokens, topk = shape
     call = rows(tokens, sizes[1], 1), *routes(tokens, topk, 2)
     layers = [Experts(layer(*sizes), exact=exact, pool=pool) for pool in pools]

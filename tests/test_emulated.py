@@ -39,7 +39,7 @@ def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
 @pytest.mark.parametrize("bits", [8, 4])
-def test_amx_fetches_each_line_of_the_weights_once(tmp_path: Path, bits: int) -> None:
+def test_amx_reads_each_cache_line_of_the_weights_once(tmp_path: Path, bits: int) -> None:
     """The call that reads a line fetches it, or the call before does so while it multiplies."""
     if "avx512vnni" not in kernels.available_isas():
         pytest.skip("this machine has no avx512vnni, with which codes are unpacked")

@@ -38,7 +38,7 @@ tables = arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 40)), elem
 
 
 @given(counts=tables, data=st.data())
-def test_of_each_layer(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
+def test_most_used_experts_of_each_layer_are_hot(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
     """So many of each layer that has experts; of equals the first are hot."""
     number = data.draw(st.integers(0, counts.shape[1]))
     mask = hot_experts.most_used_per_layer(counts, number)
@@ -50,7 +50,7 @@ def test_of_each_layer(counts: npt.NDArray[np.int64], data: st.DataObject) -> No
 
 @settings(deadline=None)
 @given(counts=tables, data=st.data())
-def test_of_all_layers(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
+def test_most_used_experts_of_all_layers_are_hot(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
     """So many in all, none of a layer without experts, and no cold one has more tokens than a hot one."""
     pytest.importorskip("torch")
     there = counts.any(axis=1)
@@ -84,7 +84,7 @@ def cases() -> dict[str, npt.NDArray[np.int64]]:
     }
 
 
-def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
+def test_kt_kernel_selects_the_same_experts(tmp_path: Path, peer_python: str) -> None:
     """generate_gpu_experts_masks itself, ties included."""
     pytest.importorskip("torch")
     np.savez(tmp_path / "in.npz", **cases())  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ def test_kt_kernel_chooses_the_same(tmp_path: Path, peer_python: str) -> None:
         np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
 
 
-def test_the_mask_is_what_run_reads(tmp_path: Path) -> None:
+def test_run_reads_the_mask(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
     done = here("experts", statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
     assert done.exception is None, done.exception
@@ -126,7 +126,7 @@ def test_json_and_total(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG\r"), (".svg", b"<?xml"), (".pdf", b"%PDF-")])
-def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
+def test_the_plot_is_written(tmp_path: Path, suffix: str, begins: bytes) -> None:
     """It is replaced by another one, also behind a link, but nobody else's file is, nor the mask."""
     pytest.importorskip("matplotlib")
     picture, link = tmp_path / f"experts{suffix}", tmp_path / f"link{suffix}"
@@ -155,7 +155,7 @@ def test_the_picture(tmp_path: Path, suffix: str, begins: bytes) -> None:
         (("--total", 1, "--plot", "x.txt"), "--plot x.txt"),
     ],
 )
-def test_what_cannot_be_chosen(tmp_path: Path, options: tuple[object, ...], words: str) -> None:
+def test_wrong_choices_are_rejected(tmp_path: Path, options: tuple[object, ...], words: str) -> None:
     output = tmp_path / "mask.safetensors"
     code, text = sentence(statistics(tmp_path / "s"), "--output", output, *options)
     assert code == 2 and words in text and not output.exists()
@@ -169,7 +169,7 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert here("experts", *words, "--num-gpu-experts", 1).exception is None
 
 
-def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
+def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
     folder = statistics(tmp_path / "s")
     theirs = tmp_path / "theirs.safetensors"
     write_file(theirs, {hot_experts.MASK_NAME: ("BOOL", np.zeros((3, 4), np.uint8))})
@@ -193,7 +193,7 @@ def test_nothing_but_a_mask_is_replaced(tmp_path: Path) -> None:
         *((COUNTS, "counts", size, "") for size in (0, 5, -1, None)),
     ],
 )
-def test_statistics_that_are_none(tmp_path: Path, counts: Any, name: str, dtype: Any, words: str) -> None:
+def test_invalid_statistics_are_rejected(tmp_path: Path, counts: Any, name: str, dtype: Any, words: str) -> None:
     """Others, and files that were cut short or are missing."""
     folder = statistics(tmp_path / "s", counts, name, dtype if isinstance(dtype, str) else "I64")
     path = folder / "counts.safetensors"

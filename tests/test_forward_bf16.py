@@ -75,7 +75,7 @@ def test_neither_threads_nor_the_batch_change_a_bit(name: str, pools: list[Pool]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_more_tokens_than_a_kernel_takes_at_a_time(name: str) -> None:
+def test_more_tokens_than_a_kernel_call_takes_compute(name: str) -> None:
     """Blocks of 256 tokens of an expert, and panels of the output's columns."""
     case = Case(name, hidden=512, width=128, experts=2, tokens=150)
     expected = np.tile(case.run(), (20, 1))
@@ -85,7 +85,7 @@ def test_more_tokens_than_a_kernel_takes_at_a_time(name: str) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", FORMATS)
-def test_infinity_and_nan_stay_in_their_token(name: str) -> None:
+def test_inf_and_nan_affect_only_their_token(name: str) -> None:
     case = Case(name, hidden=128, width=128, experts=2, tokens=14)
     clean = case.run()
     for bad in (0x7F80, 0xFF80, 0x7FC0):
@@ -95,7 +95,7 @@ def test_infinity_and_nan_stay_in_their_token(name: str) -> None:
         assert np.isnan(floats.from_bits(out[5])).all()
 
 
-def test_large_values_of_one_token_and_exact_mode() -> None:
+def test_large_values_of_a_token_affect_no_other_token() -> None:
     """An outlier rounds nothing but itself; `exact` has no meaning for BF16 activations."""
     case = Case("BF16", hidden=128, width=128, tokens=4)
     case.hidden[1, 5] = floats.to_bits(np.array([3000.0]))[0]
@@ -119,7 +119,7 @@ def test_experts_packed_on_the_spot_have_no_loose_files(random_experts: Any, tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_what_an_output_says_of_itself_must_be_true(output: Path, tmp_path: Path) -> None:
+def test_wrong_metadata_of_an_output_is_rejected(output: Path, tmp_path: Path) -> None:
     """Wrong dtypes and shapes, even of the right number of bytes."""
     key = "blk.0.ffn_gate_exps.2.numa.1.codes"
     other = {"BF16": "F16", "F8_E4M3": "U8", "U8": "I8"}
@@ -145,7 +145,7 @@ NO_SCALES = [
 
 
 @pytest.mark.parametrize(("name", "bad", "what"), NO_SCALES)
-def test_scales_that_are_no_numbers(name: str, bad: bytes, what: str, tmp_path: Path, packed_example: Any) -> None:
+def test_invalid_scales_are_rejected(name: str, bad: bytes, what: str, tmp_path: Path, packed_example: Any) -> None:
     shutil.copytree(packed_example(name.lower()), tmp_path / "out")
     shard = min((tmp_path / "out").glob("*.safetensors"))
     start = data_start(shard) + header_of(shard)["blk.0.ffn_down_exps.5.numa.0.scales"]["data_offsets"][0]

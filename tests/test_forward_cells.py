@@ -41,7 +41,7 @@ def cell(modules: Modules, **sides: list[dict[str, Any]]) -> Any:
     return cells.Cell(**known, **sizes, **rest)
 
 
-def test_quiet_calls_are_compared_with_quiet_ones(modules: Modules) -> None:
+def test_quiet_calls_are_compared_with_quiet_calls(modules: Modules) -> None:
     """Ours were mostly busy, theirs mostly quiet: the ratio is of 3 to 2, whatever the medians of all say."""
     assert modules["forward_cells"].best_probe([0.5] + [1.0] * 50 + [2.0] * 100) == 1.0, "one of a hundred may be wrong"
     ours = [turn([0.002, 0.004, 0.004, 0.004], [1.0, 1.0, 2.0, 2.0, 2.0])]
@@ -59,7 +59,7 @@ def test_quiet_calls_are_compared_with_quiet_ones(modules: Modules) -> None:
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
 @pytest.mark.parametrize("own", [True, False])
-def test_real_probes(modules: Modules, tmp_path: Path, own: bool) -> None:
+def test_measured_probes_are_classified(modules: Modules, tmp_path: Path, own: bool) -> None:
     """In a thread that computes itself, and for a thread beside it; calls are timed in between."""
     library = modules["state"].build(FOLDER / "state.c", tmp_path)
     calls: list[int] = []

@@ -50,7 +50,7 @@ def test_at_least_as_close_to_float64_as_kt_kernel(golden: tuple[Native, Path], 
     assert distance(out, layer.truth) < min(NEAR_FLOAT64, distance(layer.kt_kernel, layer.truth))
 
 
-def test_memory_is_near_that_of_the_file(golden: tuple[Native, Path]) -> None:
+def test_memory_is_close_to_the_size_of_the_file(golden: tuple[Native, Path]) -> None:
     layer, path = golden
     stored = sum(len(tensor.data) for name, tensor in layer.tensors.items() if not name.endswith("weight_shape"))
     assert stored <= Experts.load(path, 0).nbytes <= 1.04 * stored  # GPTQ's scales become float32
@@ -74,7 +74,7 @@ ACTIVATIONS = [
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("name", "limit", "alpha"), ACTIVATIONS)
-def test_other_activations(name: str, limit: float, alpha: float, pool: Pool, tmp_path: Path) -> None:
+def test_other_activations_compute(name: str, limit: float, alpha: float, pool: Pool, tmp_path: Path) -> None:
     layer = native.read(name)
     # Scales without a fraction: powers of two, which leave weights that BF16 holds.
     exponents = {"F32": (np.uint32, 0xFF800000), "BF16": (np.uint16, 0xFF80), "F16": (np.uint16, 0xFC00)}
@@ -104,7 +104,7 @@ NO_ACTIVATION = [
 
 
 @pytest.mark.parametrize(("name", "swiglu", "message"), NO_ACTIVATION)
-def test_activations_that_a_method_does_not_have(name: str, swiglu: Any, message: str, tmp_path: Path) -> None:
+def test_unsupported_activations_are_rejected(name: str, swiglu: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         Experts.load(native.read(name).write(tmp_path), 0, **swiglu)
 
@@ -144,7 +144,9 @@ UNFIT = [
 
 
 @pytest.mark.parametrize(("options", "message"), UNFIT)
-def test_what_does_not_fit_the_checkpoint_is_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_arguments_that_contradict_the_checkpoint_are_rejected(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     path = native.read("BF16_default").write(tmp_path)
     with pytest.raises(UnsupportedError, match=message):
         Experts.load(path, **{"layer": 0} | options)
@@ -181,7 +183,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize(("name", "ending", "change", "message"), DAMAGES)
-def test_damaged_tensors_are_refused(
+def test_damaged_tensors_are_rejected(
     name: str, ending: str, change: Callable[[Tensor], Tensor | None], message: str, tmp_path: Path
 ) -> None:
     layer = native.read(name)
@@ -192,7 +194,7 @@ def test_damaged_tensors_are_refused(
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
-def test_the_scale_of_a_whole_weight_must_not_make_numbers_infinite(tmp_path: Path) -> None:
+def test_a_weight_scale_that_causes_infinity_is_rejected(tmp_path: Path) -> None:
     """Though its products with the scales of groups are finite: 2^0 times 2^126, and a code 6."""
     (layer, _), key = nvfp4(tmp_path), "model.layers.0.mlp.experts.1.up_proj.weight"
     tensors = layer.tensors
@@ -211,7 +213,9 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("family", "config", "message"), OTHERS)
-def test_experts_that_compute_something_else(family: str, config: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_experts_with_a_different_computation_are_rejected(
+    family: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     layer = native.read("BF16_default")
     tensors = layer.tensors
     if family == "llama4":
@@ -231,7 +235,7 @@ NO_METHOD = {
 
 
 @pytest.mark.parametrize("kind", NO_METHOD)
-def test_what_no_method_has_is_refused_by_its_fields(kind: str, tmp_path: Path) -> None:
+def test_unsupported_weights_are_described_and_rejected(kind: str, tmp_path: Path) -> None:
     path, _ = encodings.write(kind, tmp_path / "model")
     message = re.escape(f"layer 0 are {NO_METHOD[kind]}, which no method of this runtime computes")
     with pytest.raises(UnsupportedError, match=message):
@@ -251,7 +255,7 @@ def of_gptq(folder: Path, group: int, **config: Any) -> tuple[Path, Any]:
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint_format": None}])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_each_group_of_gptq(group: int, config: dict[str, Any], tmp_path: Path) -> None:
+def test_each_gptq_group_size_computes(group: int, config: dict[str, Any], tmp_path: Path) -> None:
     path, values = of_gptq(tmp_path / "a", group, **config)
     experts = Experts.load(path, 0, method="GPTQ_INT4")
     assert experts.method == "GPTQ_INT4"
@@ -267,7 +271,9 @@ NO_GPTQ = [
 
 
 @pytest.mark.parametrize(("role", "change", "message"), NO_GPTQ)
-def test_gptq_that_is_not_what_its_config_says(role: str, change: Any, message: str, tmp_path: Path) -> None:
+def test_gptq_tensors_that_contradict_the_config_are_rejected(
+    role: str, change: Any, message: str, tmp_path: Path
+) -> None:
     path, _ = of_gptq(tmp_path / "model", 128)
     file, name = path / "model.safetensors", f"model.layers.0.mlp.experts.1.up_proj.{role}"
     tensors = read_file(file)
@@ -282,7 +288,7 @@ STORED["ct NVFP4"] = "NVFP4"
 
 
 @pytest.mark.parametrize("kind", STORED)
-def test_other_storage_of_the_same_numbers(kind: str, tmp_path: Path) -> None:
+def test_other_encodings_of_the_same_numbers_give_the_same_result(kind: str, tmp_path: Path) -> None:
     """The same as from a checkpoint of BF16 with these values."""
     path, values = encodings.write(kind, tmp_path / "a")
     experts = Experts.load(path, 0)
@@ -298,7 +304,7 @@ def require_the_same(experts: Experts, exact: Experts) -> None:
     assert distance(experts.forward(*call), floats.from_bits(exact.forward(*call))) < 2 * NEAR_FLOAT64
 
 
-def test_a_file_that_was_written_again_is_read_again(tmp_path: Path) -> None:
+def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
     layer = native.read("BF16_default")
     path = layer.write(tmp_path)
     with pytest.raises(UnsupportedError, match="holds no experts in layer 1"):

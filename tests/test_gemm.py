@@ -64,7 +64,7 @@ def test_sums_are_exact(isa: str, bits: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 9, 12, 13, 17, 33, 40, 128, 150])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_more_tokens_than_the_tiles_were_made_for(bits: int, m: int) -> None:
+def test_more_tokens_than_fit_into_tiles_compute(bits: int, m: int) -> None:
     """Rows of remainders come on top of an expert's tokens: up to twice as many."""
     n, k = 128, 1408
     rng = np.random.default_rng(m)

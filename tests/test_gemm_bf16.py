@@ -124,7 +124,7 @@ def case(name: str, n: int, k: int, form: str = "pairs") -> tuple[Weight, Any, A
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
-def test_sums_are_those_of_the_definition(isa: str, name: str, n: int, k: int) -> None:
+def test_sums_equal_the_definition(isa: str, name: str, n: int, k: int) -> None:
     form = form_of(isa, name)
     near = 3e-5 if form == "integers" else 1e-6
     weight, activations, expected = case(name, n, k, form)
@@ -140,7 +140,7 @@ def test_sums_are_those_of_the_definition(isa: str, name: str, n: int, k: int) -
 
 
 @pytest.mark.parametrize("m", [1, 16, 19, 40])
-def test_subnormal_numbers_are_zero(isa: str, m: int) -> None:
+def test_subnormal_numbers_count_as_zero(isa: str, m: int) -> None:
     """Of activations and BF16 weights; and so are sums that become subnormal."""
     rng = np.random.default_rng(m)
     n, k = 64, 160
@@ -160,7 +160,7 @@ def test_subnormal_numbers_are_zero(isa: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [7, 14])
-def test_integers_of_activations_of_any_size(isa: str, m: int) -> None:
+def test_integer_weights_accept_activations_of_any_size(isa: str, m: int) -> None:
     """Rows of the largest, of the smallest, with outliers; what is no number makes its token NaN, and no other."""
     weight, rng = floats.random("RAWINT4", 64, 352), np.random.default_rng(m)
     small = -90 if isa == "amx" else -112  # tdpbf16ps takes products below 2^-126 for 0, one by one
@@ -176,7 +176,7 @@ def test_integers_of_activations_of_any_size(isa: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_lie_anywhere(isa: str, name: str) -> None:
+def test_weights_may_have_any_alignment(isa: str, name: str) -> None:
     """Codes and E8M0 scales begin at odd addresses, float32 scales at multiples of 4."""
     weight, activations = floats.random(name, 128, 256), floats.activations(3, 256)
     moved = [np.concatenate([np.zeros(n, np.uint8), x])[n:] for n, x in ((1, weight.codes), (4, weight.scales))]
@@ -184,7 +184,7 @@ def test_weights_lie_anywhere(isa: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 6, 20])
-def test_e8m0_scales_at_both_ends(isa: str, m: int) -> None:
+def test_smallest_and_largest_e8m0_scales_compute(isa: str, m: int) -> None:
     """2^-127 is no normal float32, 2^127 is the largest power of two: results are right wherever they are normal."""
     n, k = 64, 128
     rng = np.random.default_rng(m)
@@ -200,7 +200,7 @@ def test_e8m0_scales_at_both_ends(isa: str, m: int) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 20])
-def test_a_subnormal_scale_of_fp8_counts_0(isa: str, m: int) -> None:
+def test_a_subnormal_fp8_scale_counts_as_zero(isa: str, m: int) -> None:
     """The largest one; 2^-126 is a scale."""
     codes, activations = np.full((128, 128), 0x38, np.uint8), floats.to_bits(np.full((m, 128), 2.0**40))
     for least in (2.0**-126, np.nextafter(np.float32(2.0**-126), np.float32(0))):
@@ -209,7 +209,7 @@ def test_a_subnormal_scale_of_fp8_counts_0(isa: str, m: int) -> None:
             assert (out == (0 if least < 2.0**-126 else 2.0 ** (40 + 7 - 126))).all(), name
 
 
-def test_codes_that_are_no_number_give_none(isa: str) -> None:
+def test_nan_codes_give_nan(isa: str) -> None:
     """None is written; a file that was damaged afterwards does not give plausible numbers."""
     codes = np.full((128, 128), 0x38, np.uint8)
     codes[9, 70], codes[20, 3] = 0x7F, 0xFF

@@ -59,7 +59,7 @@ def digest(outs: npt.NDArray[np.uint8]) -> str:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", RANKS)
-def test_kt_kernels_bytes(name: str, parts: int, tmp_path: Path) -> None:
+def test_buffers_equal_those_of_kt_kernel(name: str, parts: int, tmp_path: Path) -> None:
     layer = native.read(name)
     moe = wrapper(layer.write(tmp_path), layer.method, parts)
     moe.load_weights()
@@ -69,7 +69,7 @@ def test_kt_kernels_bytes(name: str, parts: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_kt_kernel_writes_them(parts: int, peer_python: str, tmp_path: Path) -> None:
+def test_kt_kernel_writes_the_golden_buffers(parts: int, peer_python: str, tmp_path: Path) -> None:
     if "avx512" not in kernels.available_isas():
         pytest.skip("kt-kernel has no FP8_PERCHANNEL on a CPU without AVX-512")
     runs: dict[str, dict[str, Any]] = {}
@@ -83,7 +83,7 @@ def test_kt_kernel_writes_them(parts: int, peer_python: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("ranks", RANKS["MXFP8_m3"])
-def test_mxfp8_is_written_as_the_checkpoint_stores_it(ranks: int, tmp_path: Path) -> None:
+def test_mxfp8_buffers_equal_the_checkpoint(ranks: int, tmp_path: Path) -> None:
     layer = native.read("MXFP8_m3")
     moe = wrapper(layer.write(tmp_path), "MXFP8", parts=2)
     moe.load_weights()
@@ -98,7 +98,7 @@ def test_mxfp8_is_written_as_the_checkpoint_stores_it(ranks: int, tmp_path: Path
                     np.testing.assert_array_equal(of_expert[kind, rank, : len(expected)], expected)
 
 
-def test_an_expert_is_what_it_computes_with(tmp_path: Path) -> None:
+def test_buffers_hold_the_weights_that_the_runtime_uses(tmp_path: Path) -> None:
     """By the map, as in kt-kernel; from tensors, too."""
     layer = native.read("BF16_default")
     path = layer.write(tmp_path)
@@ -123,7 +123,7 @@ def test_an_expert_is_what_it_computes_with(tmp_path: Path) -> None:
         ((4, 0), "gpu_tp_count is 4"),
     ],
 )
-def test_what_cannot_be_written(arguments: Sequence[int], message: str, tmp_path: Path) -> None:
+def test_wrong_arguments_are_rejected(arguments: Sequence[int], message: str, tmp_path: Path) -> None:
     layer = native.read("FP8_default")
     moe = wrapper(layer.write(tmp_path), "FP8")
     with pytest.raises(RuntimeError, match="layer 0 has no weights: call load_weights"):
@@ -139,7 +139,7 @@ def test_what_cannot_be_written(arguments: Sequence[int], message: str, tmp_path
     moe.sync_write_weight_scale_to_buffer()  # nothing was submitted
 
 
-def test_methods_that_no_gpu_reads(tmp_path: Path) -> None:
+def test_methods_without_gpu_layout_are_rejected(tmp_path: Path) -> None:
     layer = native.read("GPTQ_INT4_default")
     moe = wrapper(layer.write(tmp_path), "GPTQ_INT4")
     moe.load_weights()

@@ -59,14 +59,14 @@ def assert_same(a: tuple[Any, Any], b: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize(
     ("n", "k", "group"), [(40, 384, 128), (33, 256, 32), (16, 128, 64), (20, 320, 160), (1, 128, 128)]
 )
-def test_kernels_are_the_definition(bits: int, rounding: str, n: int, k: int, group: int) -> None:
+def test_kernels_equal_the_definition(bits: int, rounding: str, n: int, k: int, group: int) -> None:
     for bf16 in (ugly(n, k), any_bits(np.random.default_rng(n), (n, k))):
         assert_same(ours(bits, bf16, group=group, rounding=rounding), expected(bits, group, bf16, rounding))
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("bits", "rounding"), RULES)
-def test_every_value_over_every_scale(bits: int, rounding: str) -> None:
+def test_every_quotient_rounds_like_the_definition(bits: int, rounding: str) -> None:
     """All 32640 finite magnitudes as a group's largest, of either sign or of one, and values around every tie."""
     top = np.arange(0x7F80, dtype=np.uint16)
     steps = np.linspace(-1, 1, 31, dtype=np.float32)
@@ -88,7 +88,7 @@ def test_every_value_over_every_scale(bits: int, rounding: str) -> None:
     turned=st.booleans(),
     seed=st.integers(0, 2**16),
 )
-def test_any_shape_encoding_and_orientation(
+def test_kernels_accept_any_shape_encoding_and_orientation(
     n: int, count: int, group: int, rule: tuple[int, str], kind: str, turned: bool, seed: int
 ) -> None:
     bits, rounding = rule
@@ -115,7 +115,7 @@ def test_any_shape_encoding_and_orientation(
 
 
 @pytest.mark.usefixtures("isa")
-def test_a_slice_of_a_fused_tensor() -> None:
+def test_slices_of_fused_tensors_quantize() -> None:
     """gate and up of a fused expert that is stored input-major [H, 2I], at any address; and a slice of rows."""
     fused = ugly(256, 263, seed=5)
     for offset in (0, 1, 16, 63):
@@ -127,7 +127,7 @@ def test_a_slice_of_a_fused_tensor() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_words_come_back(bits: int) -> None:
+def test_packed_words_unpack(bits: int) -> None:
     half = 2 ** (bits - 1)
     codes = np.random.default_rng(0).integers(-half, half, (5, 256)).astype(np.int8)
     words = packed.pack_words(bits, codes)
@@ -143,7 +143,7 @@ def test_words_come_back(bits: int) -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("bits", BITS)
-def test_non_finite_is_refused_with_its_place(bits: int, turned: bool) -> None:
+def test_non_finite_values_are_rejected_with_their_position(bits: int, turned: bool) -> None:
     for value in (0x7F80, 0xFF80, 0x7FC0, 0xFFFF):
         for row, column in ((0, 0), (31, 255), (32, 128), (39, 17)):
             bf16 = any_bits(np.random.default_rng(3), (40, 256))
@@ -157,7 +157,7 @@ def test_non_finite_is_refused_with_its_place(bits: int, turned: bool) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", GROUP_GRIDS)
-def test_equals_the_librarys_golden_bytes(name: str) -> None:
+def test_results_equal_golden_bytes_of_the_library(name: str) -> None:
     quantizer = GROUP_GRIDS[name]
     tensors = load_file(GOLDEN / f"gpu_{name.lower()}.v{quantizer.version}.rtn.safetensors")
     bf16, stored = tensors["in.weight"], (tensors["weight_packed"], tensors["weight_scale"])

@@ -96,7 +96,7 @@ def computed(module: Any, hidden: Any, ids: Any, weights: Any, dequantized: bool
 
 
 @each_family
-def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
+def test_loading_misses_no_tensor_and_reads_no_expert_tensor(case: Case) -> None:
     assert [word for word in ("experts", "MISSING", "UNEXPECTED") if word in case.stderr] == []
     theirs, ours = experts_of(case.original), experts_of(case.ours)
     assert [m.layer for m in ours.values()] == list(theirs) == list(ours)
@@ -106,7 +106,7 @@ def test_nothing_is_missing_and_no_expert_was_loaded(case: Case) -> None:
 
 
 @each_family
-def test_each_layer_computes_what_transformers_computes(case: Case) -> None:
+def test_each_layer_agrees_with_transformers(case: Case) -> None:
     theirs = experts_of(case.original)
     for layer, (hidden, ids, weights, out) in heard(case.ours, IDS).items():
         assert out.dtype == hidden.dtype
@@ -117,7 +117,7 @@ def test_each_layer_computes_what_transformers_computes(case: Case) -> None:
 
 
 @each_family
-def test_the_model_says_what_the_original_says(case: Case) -> None:
+def test_the_model_generates_like_the_original(case: Case) -> None:
     """Medians: where two experts are equally likely a small error may choose the other one."""
     want, got = logits(case.original, IDS), logits(case.ours, IDS)
     experts = experts_of(case.original).values()
@@ -134,7 +134,7 @@ qwen = pytest.mark.parametrize("case", CASES[:1], indirect=True, ids=["qwen3_moe
 mixtral = pytest.mark.parametrize("case", [("mixtral", False, 1)], indirect=True, ids=["mixtral"])
 
 
-def test_ids_beyond_the_experts_give_back_what_they_get(tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_identity_experts_return_their_input(tmp_path: Path, cli: Callable[..., Any]) -> None:
     """LongCat-Flash routes tokens to experts that compute nothing."""
     sizes = {"expert_ffn_hidden_size": WIDTH, "ffn_hidden_size": 256, "n_routed_experts": EXPERTS, "zero_expert_num": 4}
     own = {**COMMON, **MLA, **sizes, "num_layers": 1, "num_hidden_layers": 2, "moe_topk": 4, "head_dim": 16}
@@ -151,7 +151,7 @@ def test_ids_beyond_the_experts_give_back_what_they_get(tmp_path: Path, cli: Cal
 
 
 @qwen
-def test_float32_and_batches(case: Case) -> None:
+def test_float32_models_and_batches_compute(case: Case) -> None:
     """The model may run in another dtype than the experts; a batch gives what its rows give."""
     model = load(case.model, case.weights).to(torch.float32)
     assert "layer=1, AMXINT8, experts=8, hidden=128, intermediate=128" in str(model)
@@ -163,7 +163,7 @@ def test_float32_and_batches(case: Case) -> None:
 
 
 @mixtral
-def test_the_config_file_may_name_the_experts(case: Case, tmp_path: Path) -> None:
+def test_config_json_can_name_the_experts(case: Case, tmp_path: Path) -> None:
     """A config.json with our quantization_config is enough; programs that know nothing of us then load the model."""
     shutil.copytree(case.model, tmp_path / "model")
     stored.configure(tmp_path / "model", quantization_config=KTConvertConfig(cpu_weights=case.weights).to_dict())
@@ -171,7 +171,7 @@ def test_the_config_file_may_name_the_experts(case: Case, tmp_path: Path) -> Non
 
 
 @qwen
-def test_experts_that_are_not_the_models(case: Case, tmp_path: Path, cli: Callable[..., Any]) -> None:
+def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, cli: Callable[..., Any]) -> None:
     cli("cpu", "-i", case.model, "-o", tmp_path / "one", "--threadpool-count", 1, "--layers", 1)
     other = make("qwen3_moe", False, tmp_path / "other", num_experts=4)
     for model, weights, words in (
@@ -194,7 +194,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "config", "why"), REFUSED)
-def test_experts_that_compute_something_else(family: str, config: dict[str, Any], why: str) -> None:
+def test_experts_with_a_different_computation_are_rejected(family: str, config: dict[str, Any], why: str) -> None:
     with torch.device("meta"):
         made = transformers.AutoConfig.for_model(family, **{**COMMON, **config})
         model = transformers.AutoModelForCausalLM.from_config(made)
@@ -203,7 +203,7 @@ def test_experts_that_compute_something_else(family: str, config: dict[str, Any]
     assert "load it without cpu_weights" in str(refused.value)
 
 
-def test_of_two_stacks_the_known_one_counts() -> None:
+def test_the_known_one_of_two_layer_stacks_is_found() -> None:
     """Qwen3-Omni has a talker beside the thinker; only the thinker's experts are converted."""
     with torch.device("meta"):
         thinker, talker = (

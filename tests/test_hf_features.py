@@ -66,7 +66,7 @@ def gradients(model: Any, **settings: Any) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in found]
 
 
-def test_gradients_are_close_to_transformers_own(example: Path, weights: Path) -> None:
+def test_gradients_are_close_to_those_of_transformers(example: Path, weights: Path) -> None:
     """Of hidden states and routing weights, through all layers; the same bits under either kind of checkpoint."""
     original = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.bfloat16)
     model = loaded(example, weights)
@@ -87,7 +87,7 @@ def test_hot_experts_have_no_gradient(example: Path, weights: Path) -> None:
         assert "\n" not in str(refused.value) and "torch.no_grad()" in str(refused.value)
 
 
-def test_what_no_gradient_needs_is_left_alone(model: Any) -> None:
+def test_tensors_without_gradient_stay_without(model: Any) -> None:
     """Nothing is refused before a gradient would be wrong."""
     want = logits(model)
     with torch.inference_mode():
@@ -105,7 +105,7 @@ def test_what_no_gradient_needs_is_left_alone(model: Any) -> None:
 
 
 @pytest.mark.long
-def test_compiled_to_machine_code_and_generating(example: Path, weights: Path) -> None:
+def test_a_compiled_model_generates(example: Path, weights: Path) -> None:
     """In float32, where fused operations round as single ones do, up to the order of sums."""
     for options in ({}, {"num_gpu_experts": 3}):
         torch._dynamo.reset()
@@ -120,7 +120,7 @@ def test_compiled_to_machine_code_and_generating(example: Path, weights: Path) -
     assert torch.equal(model.generate(**prompt), want)
 
 
-def test_layers_that_are_compiled_one_by_one_share_their_code(model: Any) -> None:
+def test_layers_compiled_separately_share_code(model: Any) -> None:
     """Otherwise a model of many layers would reach torch's limit of recompilations."""
     torch._dynamo.reset()
     graphs: list[Any] = []
@@ -136,7 +136,7 @@ def test_layers_that_are_compiled_one_by_one_share_their_code(model: Any) -> Non
     assert len(graphs) == 1
 
 
-def test_experts_compiled(model: Any) -> None:
+def test_compiled_experts_compute(model: Any) -> None:
     """Any number of tokens. The passes that a training step compiles work; backward of hot experts is the sentence."""
     torch._dynamo.reset()
     module = experts_of(model)[1]
@@ -176,7 +176,7 @@ with torch.no_grad():
 """
 
 
-def test_exported_saved_and_run_elsewhere(example: Path, weights: Path, tmp_path: Path) -> None:
+def test_an_exported_program_runs_in_another_process(example: Path, weights: Path, tmp_path: Path) -> None:
     model = loaded(example, weights)
     with torch.no_grad():
         program = torch.export.export(model, (IDS,), {"use_cache": False}, strict=False)
@@ -190,7 +190,7 @@ def test_exported_saved_and_run_elsewhere(example: Path, weights: Path, tmp_path
     assert re.match(rf"no experts are loaded as 'layer 0 of {weights}.*' in this process", done.stdout)
 
 
-def test_a_recorded_program_takes_no_other_directory(weights: Path, tmp_path: Path) -> None:
+def test_a_recorded_program_rejects_a_different_directory(weights: Path, tmp_path: Path) -> None:
     """Whatever the directories are called: also by bytes that are no UTF-8."""
     for one, other in (("out #1", "out #2"), ("out #2", "out"), ("out", "out #2"), ("\udcff #2", "\udcff #3")):
         for name in (one, other):
@@ -212,7 +212,7 @@ def test_a_recorded_program_takes_no_other_directory(weights: Path, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
-def test_a_trace_holds_no_constants(model: Any) -> None:
+def test_a_trace_has_no_constants(model: Any) -> None:
     """torch.jit.trace would keep what the experts gave for the example; it is used with other tokens here."""
 
     class Logits(torch.nn.Module):
@@ -246,7 +246,7 @@ def test_a_copy_shares_the_weights(model: Any) -> None:
     assert torch.equal(torch.compile(module, backend="eager", fullgraph=True)(*arguments), module(*arguments))
 
 
-def test_pickling_is_one_sentence(model: Any, weights: Path) -> None:
+def test_pickling_fails_with_one_sentence(model: Any, weights: Path) -> None:
     saved = io.BytesIO()
     sentence = rf"layer 0 of {re.escape(str(weights))} cannot be pickled .*: .* save the path"
     for save in (pickle.dumps, lambda x: torch.save(x, saved), lambda x: pickle.dumps(experts_of(x)[0].experts)):
@@ -261,7 +261,7 @@ def test_pickling_is_one_sentence(model: Any, weights: Path) -> None:
     assert model.load_state_dict(torch.load(saved)).missing_keys == []
 
 
-def test_threads_are_not_copied_and_not_pickled(weights: Path) -> None:
+def test_pools_are_neither_copied_nor_pickled(weights: Path) -> None:
     wrapper = KTMoEWrapper(0, 8, 2, 256, 256, None, 1, 1, str(weights), 64, method="AMXINT8")
     wrapper.load_weights()
     copied = copy.deepcopy(wrapper)
@@ -273,7 +273,7 @@ def test_threads_are_not_copied_and_not_pickled(weights: Path) -> None:
         pickle.dumps(wrapper)
 
 
-def test_save_pretrained_and_dequantize_say_what_to_do(model: Any, weights: Path, tmp_path: Path) -> None:
+def test_save_pretrained_and_dequantize_name_the_remedy(model: Any, weights: Path, tmp_path: Path) -> None:
     with pytest.raises(NotImplementedError, match="load the original model without KTConvertConfig"):
         model.dequantize()
     with pytest.raises(ValueError, match="not serializable: its experts are in") as refused:

@@ -54,7 +54,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
     return {name: convert(cli, example, root / name, *options) for name, options in OUTPUTS.items()}
 
 
-def test_without_ktconvert_it_fails(outputs: dict[str, Path]) -> None:
+def test_loading_without_ktconvert_fails(outputs: dict[str, Path]) -> None:
     """By what config.json says, the same in each; with it, experts alone are one sentence."""
     for path in outputs.values():
         assert json.loads((path / "config.json").read_text())["transformers_weights"] == cpu_card.NO_FILE
@@ -78,14 +78,14 @@ def assert_same(output: Path, source: Path, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["copied", "kept"])
-def test_with_ktconvert_it_is_the_model_with_these_experts(name: str, outputs: dict[str, Path], example: Path) -> None:
+def test_loading_with_ktconvert_uses_the_converted_experts(name: str, outputs: dict[str, Path], example: Path) -> None:
     assert_same(outputs[name], example)
     names = [{n for n in read_folder(p) if "experts" not in n and "_exps" not in n} for p in (example, outputs[name])]
     assert (names[0] == names[1]) == (name == "kept")
     assert ("it is a whole model" in (outputs[name] / "README.md").read_text()) == (name == "kept")
 
 
-def test_a_quantized_trunk_is_not_taken_for_numbers(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_quantized_non_expert_tensors_are_rejected(outputs: dict[str, Path], tmp_path: Path) -> None:
     output = Path(shutil.copytree(outputs["kept"], tmp_path / "out"))
     name = "model.layers.0.self_attn.q_proj.weight"
 
@@ -100,7 +100,7 @@ def test_a_quantized_trunk_is_not_taken_for_numbers(outputs: dict[str, Path], tm
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
-def test_the_original_is_named(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
+def test_the_message_names_the_original_model(cli: Callable[..., Any], example: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(example, tmp_path / "source"))
     stored.configure(source, _name_or_path="org/tiny")
     output = convert(cli, source, tmp_path / "out")
@@ -120,7 +120,7 @@ def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callab
     assert ours.config.quantization_config.cpu_weights == str(output)
 
 
-def test_missing_other_weights_are_not_invented(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_missing_non_expert_tensors_are_rejected(outputs: dict[str, Path], tmp_path: Path) -> None:
     output = Path(shutil.copytree(outputs["copied"], tmp_path / "out"))
     lost = ("blk.1.self_attn.q_norm.weight", "norm.weight")
     for path in output.glob("*.safetensors"):
@@ -129,14 +129,14 @@ def test_missing_other_weights_are_not_invented(outputs: dict[str, Path], tmp_pa
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
-def test_other_experts_than_those_beside_it_are_refused(outputs: dict[str, Path]) -> None:
+def test_experts_of_a_different_directory_are_rejected(outputs: dict[str, Path]) -> None:
     other = KTConvertConfig(cpu_weights=outputs["experts alone"])
     sentence = f"{outputs['copied']}: has converted experts of its own; leave out cpu_weights"
     with pytest.raises(UsageError, match=f"^{re.escape(sentence)}$"):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["copied"], quantization_config=other)
 
 
-def test_options_for_an_output(outputs: dict[str, Path], example: Path, tmp_path: Path) -> None:
+def test_options_apply_to_an_output(outputs: dict[str, Path], example: Path, tmp_path: Path) -> None:
     """Those of KTConvertConfig, given as for any other model."""
     options = {"threads": 1, "exact": True, "memory": "copy", "num_gpu_experts": 2, "gpu_experts": example}
     named = complete(outputs["kept"], quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options))

@@ -68,7 +68,7 @@ def find_functions(elf: ELFFile, isas: Collection[str]) -> Iterator[tuple[str, s
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 only")
-def test_only_functions_of_an_instruction_set_use_it() -> None:
+def test_only_functions_declared_for_an_instruction_set_use_it() -> None:
     sets, seen, wrong, covered = read_allowed_features(), set[str](), list[str](), 0
     path = os.environ.get("KTCONVERT_EXTENSION") or _ktq.__file__
     with Path(path).open("rb") as file:

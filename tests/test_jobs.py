@@ -48,7 +48,7 @@ def run(script: str, preload: Path | None = None) -> str:
     return printed(SLOW_LAYER + script, preload=preload)
 
 
-def test_a_job_keeps_what_it_reads():
+def test_a_job_keeps_its_experts_alive():
     run("""
 job = experts.submit(*call, out=out)
 experts.close()
@@ -62,7 +62,7 @@ assert np.array_equal(out, expected)
 """)
 
 
-def test_closed_experts_and_pools_refuse():
+def test_closed_experts_and_pools_reject_calls():
     out = run("""
 job = experts.submit(*call, out=out)
 pool.close()
@@ -140,7 +140,7 @@ in_child(work)
     run(script, shims.build(tmp_path, "slow", slow))
 
 
-def test_threads_that_could_not_be_started_are_tried_again():
+def test_failed_thread_starts_are_retried():
     run("""
 import resource
 
@@ -161,7 +161,7 @@ in_child(work)
 """)
 
 
-def test_ids_that_change_meanwhile_do_no_harm(tmp_path):
+def test_ids_that_change_during_a_job_do_no_harm(tmp_path):
     """They are read once. The shim changes them while a forward sorts what it read: a second look
     would find more tokens."""
     changing = """

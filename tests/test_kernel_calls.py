@@ -144,12 +144,12 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("call", "words"), BAD)
-def test_wrong_arguments_are_refused(call, words):
+def test_wrong_arguments_are_rejected(call, words):
     with pytest.raises(ValueError, match=words):
         call()
 
 
-def test_isa_can_be_chosen():
+def test_the_instruction_set_can_be_chosen():
     assert kernels.available_isas()[0] == "scalar"
     for name in isas.each():
         assert kernels.isa() == name
@@ -162,7 +162,7 @@ def test_isa_can_be_chosen():
             kernels.set_isa(name)
 
 
-def test_every_family_ends_in_scalar():
+def test_every_kernel_family_ends_with_scalar():
     families: dict[str, list[int]] = {}
     for family, name in kernels.KERNELS:
         families.setdefault(family, []).append(kernels.ISAS.index(name))
@@ -218,7 +218,7 @@ with tempfile.NamedTemporaryFile() as file:
         ("default", -7, "", ""),
     ],
 )
-def test_sigbus_of_others_goes_where_it_went_before(disposition, code, output, text):
+def test_foreign_sigbus_keeps_its_disposition(disposition, code, output, text):
     ran = python(FOREIGN_SIGBUS, disposition)
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, output, text)
 
@@ -251,6 +251,6 @@ def test_any_number_of_files_can_be_mapped(tmp_path):
     ("whose", "code", "text"),
     [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
 )
-def test_unreadable_page_is_explained(whose, code, text):
+def test_an_unreadable_page_is_explained(whose, code, text):
     ran = python(SIGBUS_PROGRAM, whose)
     assert (ran.returncode, ran.stderr) == (code, text)

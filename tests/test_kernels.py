@@ -108,7 +108,7 @@ def defined(bits: int, n: int, k: int, kind: str) -> tuple[Any, Any]:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("bits", "n", "k"), SIZES)
-def test_every_kernel_is_the_definition(bits, n, k, kind):
+def test_every_kernel_equals_the_definition(bits, n, k, kind):
     values, options = source(kind, n, k, block=(48, 80))
     for stored in (values, transposed(values)):
         assert_same(quantize_pack(bits, stored, kind, **options), defined(bits, n, k, kind))
@@ -116,7 +116,7 @@ def test_every_kernel_is_the_definition(bits, n, k, kind):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", [4, 8])
-def test_any_exponent(bits):
+def test_kernels_accept_any_exponent(bits):
     """Rows over all magnitudes a BF16 can have, so that each special case of the scale meets each value."""
     rng = np.random.default_rng(3)
     bits16 = rng.integers(0, 0x7F80, (256, 256)).astype(np.uint16)
@@ -127,7 +127,7 @@ def test_any_exponent(bits):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("offset", [0, 1, 16, 63])
-def test_any_alignment(offset):
+def test_kernels_accept_any_alignment(offset):
     """Tensors begin where their file says, and a slice of columns begins anywhere."""
     n, k = 128, 256
     x = to_kind(ugly(n, k + 64), "bf16")
@@ -142,7 +142,7 @@ def test_any_alignment(offset):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("block", [(1, 1), (1, 10**6), (10**6, 10**6), (128, 128), (33, 50), (64, 1)])
 @pytest.mark.parametrize("order", ["rows", "columns"])
-def test_any_block_of_scales(block, order):
+def test_kernels_accept_any_scale_block(block, order):
     """Slices of a linear with a grid of scales: they find theirs by their origin."""
     values, options = source("fp8_e4m3", 200, 333, block)
     if order == "columns":
@@ -157,7 +157,7 @@ def test_any_block_of_scales(block, order):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("order", ["rows", "columns"])
-def test_decode_any_shape(kind, order):
+def test_kernels_decode_any_shape(kind, order):
     for n, k in ((1, 1), (1, 77), (31, 1), (33, 65), (64, 127), (40, 300)):
         x = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
         values, options = source(kind, n, k, (16, 24), x)
@@ -208,7 +208,7 @@ NON_FINITE = {
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("order", ["rows", "columns"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_non_finite_is_refused_with_its_place(kind, order):
+def test_non_finite_values_are_rejected_with_their_position(kind, order):
     n, k = 128, 256
     clean = np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
     for i, bad in enumerate(NON_FINITE[kind]):
@@ -239,7 +239,7 @@ def sums_in_order(x: Any, y: Any) -> list[float]:
 
 
 @pytest.mark.usefixtures("isa")
-def test_dequantize_and_error_sums_are_the_definition():
+def test_dequantize_and_error_sums_equal_the_definition():
     for bits, n, k in SIZES:
         values = to_kind(ugly(n, k), "bf16")
         weight, scale = quantize_pack(bits, values, "bf16")
@@ -279,7 +279,7 @@ def test_flushing_subnormals_changes_nothing():
 
 
 @pytest.mark.usefixtures("isa")
-def test_every_amax_gives_the_specified_scale():
+def test_every_largest_value_gives_the_specified_scale():
     """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is the float32 division by 112."""
     amax = np.arange(0x7F80, dtype=np.uint16)
     x = reference.bf16_to_f32(amax)
@@ -319,7 +319,7 @@ def pack_codes(bits: int, codes: Any, offset: int = 0) -> Any:
 @pytest.mark.parametrize("bits", [4, 8])
 @relaxed
 @given(data=st.data())
-def test_every_instruction_set_packs_as_defined(bits, data):
+def test_every_instruction_set_packs_like_the_definition(bits, data):
     """Any size, any distance between rows, any alignment; and what was packed is unpacked."""
     rows, columns = kernels.GEOMETRIES[bits]
     n = rows * data.draw(st.integers(1, 3), "row blocks")
@@ -336,7 +336,7 @@ def test_every_instruction_set_packs_as_defined(bits, data):
 @pytest.mark.parametrize("bits", [4, 8])
 @relaxed
 @given(data=st.data())
-def test_a_code_out_of_range_is_named(bits, data):
+def test_a_code_out_of_range_is_reported_with_its_position(bits, data):
     n, k, largest = 256, 3840, LARGEST[bits]
     codes = random_codes(bits, n, k, 3)
     illegal = st.sampled_from([code for code in range(-128, 128) if abs(code) > largest])

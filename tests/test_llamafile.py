@@ -69,7 +69,7 @@ def forward(experts: Experts, given: Native) -> Any:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("types", MIXES, ids="-".join)
-def test_it_is_close_to_float64(types, pool, tmp_path):
+def test_results_are_close_to_float64(types, pool, tmp_path):
     given = layer(made(tmp_path / "m.gguf", types))
     whole, cut = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 2))
     assert whole.method == "LLAMAFILE" and cut.parts == 2
@@ -79,7 +79,7 @@ def test_it_is_close_to_float64(types, pool, tmp_path):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_it_is_closer_to_float64_than_kt_kernel(kind, pool):
+def test_results_are_closer_to_float64_than_kt_kernel(kind, pool):
     stored = read_file(GOLDEN / f"gguf_{kind}.safetensors")
     inputs = [stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights")]
     truth, theirs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
@@ -109,7 +109,7 @@ def test_instruction_sets_give_the_same_sums(isa, kind):
 
 
 @pytest.mark.parametrize("names", ["experts apart", "gate and up in one"])
-def test_other_names(names, pool, tmp_path):
+def test_other_tensor_names_give_the_same_results(names, pool, tmp_path):
     types = ("Q4_K", "Q4_K", "Q6_K")
     tensors = made(tmp_path / "m.gguf", types)
     expected = forward(Experts.load(tmp_path / "m.gguf", 0, pool=pool), given := layer(tensors))
@@ -125,7 +125,7 @@ def test_other_names(names, pool, tmp_path):
         np.testing.assert_array_equal(forward(Experts.load(place, 0, pool=pool), given), expected)
 
 
-def test_memory_is_near_that_of_the_file(tmp_path):
+def test_memory_is_close_to_the_size_of_the_file(tmp_path):
     for kind in TYPES:
         tensors = made(tmp_path / f"{kind}.gguf", (kind,) * 3)
         stored = sum(x.nbytes for name, (_, x) in tensors.items() if "_exps" in name)
@@ -133,7 +133,7 @@ def test_memory_is_near_that_of_the_file(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["IQ4_XS", "Q3_K", "Q5_0", "F32"])
-def test_other_types_are_refused_by_name(kind, tmp_path):
+def test_other_types_are_rejected_by_name(kind, tmp_path):
     made(tmp_path / "m.gguf", ("Q4_K", "Q4_K", kind))
     message = f"m.gguf: the experts of layer 0 are Q4_K and {kind}, which no method of this runtime computes; convert"
     with pytest.raises(UnsupportedError, match=message):
@@ -141,7 +141,7 @@ def test_other_types_are_refused_by_name(kind, tmp_path):
 
 
 @pytest.mark.parametrize(("width", "unit"), [(768, 256), (384, 128)])
-def test_parts_are_whole_units(width, unit, tmp_path, monkeypatch):
+def test_slices_are_multiples_of_the_unit(width, unit, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "I", width)
     made(tmp_path / "m.gguf", ("Q4_0",) * 3)
     assert Experts.load(tmp_path / "m.gguf", 0, parts=2).packed.grid.widths == (2 * unit, unit)
@@ -151,7 +151,7 @@ def test_parts_are_whole_units(width, unit, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "MXFP4", "BF16", "F16"])
-def test_numbers_that_are_not_finite(kind, tmp_path):
+def test_non_finite_scales_are_rejected(kind, tmp_path):
     types = ("Q8_0", "Q8_0", kind)
     stored = gguf.model([types], experts=E, hidden=H, width=I)["blk.0.ffn_down_exps.weight"][1].copy()
     bad = {"MXFP4": [255, 0x11], "BF16": [0x80, 0x7F]}.get(kind, [0, 0x7C])
@@ -163,7 +163,7 @@ def test_numbers_that_are_not_finite(kind, tmp_path):
         Experts.load(tmp_path / "m.gguf", 0)
 
 
-def test_run_and_eval_compute_with_it(example, tmp_path):
+def test_run_and_eval_compute_gguf_experts(example, tmp_path):
     """The bundled model's experts, in types that differ by tensor and layer."""
     stored, tensors = read_file(example / "model.safetensors"), {}
     for number, part in itertools.product(range(2), ("gate", "up", "down")):

@@ -31,7 +31,7 @@ def two_sockets(root: Path) -> Path:
     return tree(root, files)
 
 
-def test_two_sockets(tmp_path):
+def test_hyperthreads_and_nodes_without_cpus_do_not_count(tmp_path):
     """Hyperthreads are no cores; nodes count that have CPUs, and there is a pool for each that has a thread."""
     root = two_sockets(tmp_path)
     assert machine.physical_cores(root, range(16)) == 8 and machine.physical_cores(root, [0, 8, 1]) == 2
@@ -65,7 +65,7 @@ def four_nodes(root: Path, allowed: str = "0-3") -> Path:
     return tree(root, files)
 
 
-def test_memory_of_nodes(tmp_path):
+def test_memory_of_nodes_is_read(tmp_path):
     root = four_nodes(tmp_path)
     assert machine.memory_nodes(root) == (0, 2, 3)
     assert machine.node_memory_available(root) == {node: (node << 30) + (11 << 10) for node in (0, 2, 3)}
@@ -87,7 +87,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("files", [{}, BROKEN], ids=["empty", "broken files"])
-def test_an_empty_machine_still_answers(tmp_path, files):
+def test_missing_files_give_defaults(tmp_path, files):
     tree(tmp_path, files)
     assert machine.usable_cpus(tmp_path, [0, 1, 2]) == machine.physical_cores(tmp_path, [0, 1, 2]) == 3
     assert machine.usable_cpus(tmp_path, []) == 1
@@ -102,7 +102,7 @@ def test_an_empty_machine_still_answers(tmp_path, files):
     assert machine.cpu_flags(tmp_path) == frozenset()
 
 
-def test_cgroup_v2_the_tightest_level_counts(tmp_path):
+def test_the_tightest_cgroup_v2_level_counts(tmp_path):
     group = {
         "user.slice/cpu.max": "150000 100000\n",
         "user.slice/job/cpu.max": "max 100000\n",
@@ -125,7 +125,7 @@ def test_cgroup_v2_the_tightest_level_counts(tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["/", "/docker/abc"], ids=["host view", "mounted from the container's own group"])
-def test_cgroup_v1(tmp_path, inside):
+def test_cgroup_v1_limits_are_read(tmp_path, inside):
     own = "/docker/abc".removeprefix(inside.rstrip("/")).strip("/")
     memory, cpu = (f"sys/fs/cgroup/{name}/{own}".rstrip("/") for name in ("memory", "cpu"))
     root = tree(
@@ -147,7 +147,7 @@ def test_cgroup_v1(tmp_path, inside):
     assert machine.usable_cpus(root, range(16)) == 4 and machine.oom_kills(root) == 3
 
 
-def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
+def test_unlimited_cgroup_v1_and_hidden_paths_have_no_limit(tmp_path):
     files = {"proc/self/cgroup": "5:memory:/../other\n4:cpu:/\n", "proc/vmstat": "oom_kill 77\n"}
     files["proc/self/mountinfo"] = "".join(V1.format(inside="/", name=name) for name in ("cpu", "memory"))
     group = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
@@ -157,14 +157,14 @@ def test_unlimited_v1_and_a_path_outside_the_namespace(tmp_path):
     assert machine.oom_kills(root) == 77  # no counter of its own: the machine's
 
 
-def test_cpu_name_and_flags(tmp_path):
+def test_cpu_name_and_flags_are_read(tmp_path):
     text = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"
     root = tree(tmp_path, {"proc/cpuinfo": text})
     assert machine.cpu_name(root) == "AMD EPYC"
     assert machine.cpu_flags(root) == {"fpu", "avx2", "avx512f"}
 
 
-def test_mount_points(tmp_path):
+def test_mount_points_are_found(tmp_path):
     target = tmp_path / "with space"
     target.mkdir()
     escaped = str(target).replace(" ", r"\040")
@@ -178,13 +178,13 @@ def test_mount_points(tmp_path):
     assert machine.is_mount_point(Path("/proc"))
 
 
-def test_this_machine():
+def test_this_machine_has_plausible_values():
     assert 1 <= machine.physical_cores() <= machine.usable_cpus() <= len(os.sched_getaffinity(0))
     assert 0 < machine.memory_available() <= machine.memory_total()
     assert 0 < machine.rss() <= machine.peak_rss() + (1 << 20) and machine.cpu_name()
 
 
-def test_names_of_the_machine(tmp_path, monkeypatch):
+def test_host_name_and_boot_id_are_read(tmp_path, monkeypatch):
     assert machine.host() == os.uname().nodename
     monkeypatch.setenv("KTCONVERT_HOST", " rack 3\tnode\n7 ")
     assert machine.host() == "rack-3-node-7"
@@ -194,7 +194,7 @@ def test_names_of_the_machine(tmp_path, monkeypatch):
     assert (machine.boot_id(root), machine.boot_id(tmp_path / "none")) == ("5f3c-9", "unknown")
 
 
-def test_which_processes_live():
+def test_live_processes_are_told_from_dead_ones():
     own = os.getpid()
     start = machine.process_start(own)
     assert start > 0 and machine.process_alive(own)

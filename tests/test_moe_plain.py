@@ -47,7 +47,7 @@ def quantized(bits: int, values: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_codes_are_rounded_halves_away_from_zero(bits):
+def test_codes_round_halves_away_from_zero(bits):
     """The formula in fractions."""
     values = difficult(128, 128)
     codes, scales = reference.quantize_plain(bits, values)
@@ -63,7 +63,7 @@ def test_codes_are_rounded_halves_away_from_zero(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_the_order_is_that_of_kt_kernels_source(bits):
+def test_the_order_equals_that_of_kt_kernel(bits):
     n, k = 16, 128
     codes = np.random.default_rng(0).integers(-7, 8, (n, k)).astype(np.int8)
     weight = amx.pack_plain(bits, codes)
@@ -79,7 +79,7 @@ def test_the_order_is_that_of_kt_kernels_source(bits):
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_every_isa_equals_the_definition(bits):
+def test_every_instruction_set_equals_the_definition(bits):
     for n, k in ((128, 128), (128, 384)):
         values = difficult(n, k)
         codes, scales = reference.quantize_plain(bits, values)
@@ -92,7 +92,7 @@ def test_every_isa_equals_the_definition(bits):
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", BITS)
-def test_what_is_not_finite_is_named(bits):
+def test_non_finite_values_are_reported_with_their_position(bits):
     values = difficult(128, 128)
     values[70, 9] = 0x7F80
     with pytest.raises(kernels.NonFinite) as caught:
@@ -122,7 +122,7 @@ def forward(experts: Experts) -> Any:
     return experts.forward(hidden, ids, weights)
 
 
-def test_outputs_hold_the_definition(source, made, cli):
+def test_outputs_equal_the_definition(source, made, cli):
     method, loose, merged = made
     bits = FORMATS[method].encoding.grid.bits
     stored, weights = bits_of(read_folder(merged)), bits_of(read_folder(source))
@@ -142,7 +142,7 @@ def test_outputs_hold_the_definition(source, made, cli):
     cli("verify", merged, "--quant-method", "int8", code=6)
 
 
-def test_it_is_computed_as_the_codes_say(source, made):
+def test_results_follow_from_the_codes(source, made):
     """From files as from tensors, and by the arithmetic of AMXINT4 and AMXINT8."""
     method, loose, merged = made
     weights = bits_of(read_folder(source))
@@ -163,14 +163,14 @@ def test_it_is_computed_as_the_codes_say(source, made):
         expected.save(loose / "saved")
 
 
-def test_another_number_of_parts(source, made, tmp_path, cli):
+def test_resplit_keeps_the_method(source, made, tmp_path, cli):
     method, _, merged = made
     cli("resplit", merged, tmp_path / "one", "--threadpool-count", 1)
     cli("verify", tmp_path / "one", "--against", source, "--run")
     assert json.loads(cli("inspect", tmp_path / "one", "--json").stdout)["method"] == method
 
 
-def test_without_a_manifest_the_bytes_are_opaque(made, tmp_path, cli):
+def test_bytes_without_a_manifest_are_opaque(made, tmp_path, cli):
     """They may be in AOCL's order."""
     method, *folders = made
     for number, folder in enumerate(folders):
@@ -186,7 +186,7 @@ def test_without_a_manifest_the_bytes_are_opaque(made, tmp_path, cli):
         Experts.load(tmp_path / "merged", 0)
 
 
-def test_a_code_that_is_none_is_named(made, tmp_path):
+def test_an_invalid_code_is_reported_with_its_position(made, tmp_path):
     method, loose, _ = made
     shutil.copytree(loose, tmp_path / "loose")
     file = next((tmp_path / "loose" / "_layer_0" / "_numa_1").glob(f"{method}_up_1_*_quant_.kt"))
@@ -196,7 +196,7 @@ def test_a_code_that_is_none_is_named(made, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_only_the_plain_layout_is_written(method, source, tmp_path, cli):
+def test_only_the_plain_layout_can_be_written(method, source, tmp_path, cli):
     def refused(code: int, *options: object) -> str:
         said = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code).stderr
         return said

@@ -97,7 +97,7 @@ def blocks(draw: st.DrawFn) -> Bits:
     method=st.sampled_from(list(MULTIPLES)), n=st.integers(1, 5), k=st.integers(1, 5), turned=st.booleans(), isa=ISAS,
     make=st.sampled_from((any_bits, near_each_other, plain)), data=st.data(),
 )  # fmt: skip
-def test_every_kernel_is_the_definition(method, n, k, turned, isa, make, data):
+def test_every_kernel_equals_the_definition(method, n, k, turned, isa, make, data):
     rng, unit = np.random.default_rng(data.draw(st.integers(0, 99))), MULTIPLES[method]
     values = make((n * unit, k * unit), rng)
     if method == "MXFP4":
@@ -115,7 +115,7 @@ def test_every_kernel_is_the_definition(method, n, k, turned, isa, make, data):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "f32", "fp8_e4m3"])
 @pytest.mark.parametrize("grid", FLOAT_GRIDS.values(), ids=lambda grid: grid.name)
-def test_golden_bytes(grid, kind):
+def test_results_equal_golden_bytes(grid, kind):
     """Red after a change to the numbers: raise the grid's version and run `make golden`."""
     if not (path := FOLDER / f"{grid.name}.v{grid.version}.{kind}.safetensors").exists():
         pytest.skip(f"{grid.name} has no golden file of this kind")
@@ -138,7 +138,7 @@ def quantized(form: Any, matrix: Matrix) -> list[Bits]:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("method", MULTIPLES)
 @pytest.mark.parametrize("row", [0, 15, 31, 32, 127, 128, 255])
-def test_numbers_that_are_not_finite_are_named(method, row):
+def test_non_finite_numbers_are_reported_with_their_position(method, row):
     values = np.ones((256, 256), np.float32)
     values[row, 191] = np.nan
     values[255, 3] = np.inf
@@ -147,7 +147,7 @@ def test_numbers_that_are_not_finite_are_named(method, row):
     assert (raised.value.row, raised.value.column) == (row, 3 if row == 255 else 191)
 
 
-def test_element_is_where_the_format_says():
+def test_each_element_has_the_documented_position():
     """bytes.md's formulas, element by element."""
     n, k = 64, 96
     rng = np.random.default_rng(0)
@@ -168,7 +168,7 @@ def test_element_is_where_the_format_says():
     assert (fp4.exponents_from_panels(scales.reshape(2, -1)) == exponents).all()
 
 
-def test_codes_are_the_nearest_with_ties_to_even():
+def test_codes_round_to_nearest_even():
     """As torch has it, between all neighbours; and what is larger than 448 becomes that."""
     torch = pytest.importorskip("torch")
     grid = E4M3[:127].astype(np.float64)
@@ -210,7 +210,7 @@ def written(matrix: Matrix) -> npt.NDArray[np.float32]:
     return form.decode(out, *matrix.shape)
 
 
-def test_scales_that_are_not_positive_lose_no_number():
+def test_nonpositive_scales_keep_all_values():
     codes, scales = stored_fp8(256, 256, 1)
     scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
     numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
@@ -218,7 +218,7 @@ def test_scales_that_are_not_positive_lose_no_number():
     assert (numbers.view(np.uint32) == expected.view(np.uint32)).all()
 
 
-def test_kept_numbers_must_be_finite():
+def test_kept_values_must_be_finite():
     codes, scales = stored_fp8(256, 256, 1)
     scales[1, 1] = 3e38
     codes[128:, 128:] = 0
@@ -231,7 +231,7 @@ def test_kept_numbers_must_be_finite():
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
-def test_scales_that_make_numbers_infinite(name):
+def test_scales_that_cause_infinity_are_rejected(name):
     """Only with the codes of their own block, here the second of the second row."""
     codes, scales = stored_fp8(256, 384, 1)
     form = FORMATS[name].encoding
@@ -247,7 +247,7 @@ def test_scales_that_make_numbers_infinite(name):
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
-def test_scales_that_are_not_positive_or_large_take_memory_for_some_rows(name):
+def test_unusual_scales_need_memory_for_a_few_rows(name):
     form, (n, k) = FORMATS[name].encoding, (1024, 1024)
     codes, scales = stored_fp8(n, k, 1)
     codes[:128, :128] = 0x38  # 1
@@ -269,7 +269,7 @@ def peak_memory(run: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_memory_of_mxfp4_is_that_of_some_rows():
+def test_mxfp4_needs_memory_for_a_few_rows():
     """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
     form, values = fp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
     out = quantized(form, Matrix(values, BF16))
@@ -298,7 +298,7 @@ def stored_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
     columns=st.sampled_from(((0, 320), (64, 256), (256, 320))),
     isa=ISAS,
 )
-def test_codes_and_exponents_stay(kind, seed, rows, columns, isa):
+def test_codes_and_exponents_are_kept(kind, seed, rows, columns, isa):
     rng = np.random.default_rng(seed)
     codes, exponents = rng.integers(0, 16, (128, 320), np.uint8), rng.integers(0, 255, (128, 10), np.uint8)
     exponents[7], exponents[9] = 0, 254
@@ -337,7 +337,7 @@ def codes_alone(nan: int) -> None:
         *((codes_alone, (nan,)) for nan in (0x7F, 0xFF)),
     ],
 )
-def test_what_is_kept_must_be_finite(call, how):
+def test_kept_codes_must_be_finite(call, how):
     with pytest.raises(kernels.NonFinite) as raised:
         call(*how)
     assert (raised.value.row, raised.value.column) == (130, 77)
@@ -350,7 +350,7 @@ def test_what_is_kept_must_be_finite(call, how):
     isa=ISAS,
     rest=st.booleans(),
 )
-def test_codes_alone_are_put_into_panels(n, k, start, isa, rest):
+def test_codes_without_scales_are_put_into_panels(n, k, start, isa, rest):
     """Also columns of a wider matrix, from any address on."""
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7

@@ -107,18 +107,18 @@ def test_weights_prefer_the_node_of_the_pool(plain):
 @pytest.mark.parametrize(
     ("mode", "policy"), [(MPOL_PREFERRED, "prefer:0"), (MPOL_BIND, "bind:0"), (MPOL_INTERLEAVE, "interleave:0")]
 )
-def test_a_policy_that_the_user_set_stays(mode, policy, shim, output, plain):
+def test_a_policy_of_the_user_is_kept(mode, policy, shim, output, plain):
     assert loaded(shim, output, MEMBIND=mode) == ([policy] * 3, [], plain[2])
 
 
 @pytest.mark.parametrize(("deny", "call"), [("0", "mbind"), ("1", "get_mempolicy")])
-def test_a_kernel_that_refuses_is_reported_once(deny, call, shim, output, plain):
+def test_denied_placement_is_reported_once(deny, call, shim, output, plain):
     policies, [reported], out = loaded(shim, output, DENY=deny)
     assert (policies, out) == (["default"] * 3, plain[2])
     assert "(mbind: Operation not permitted;" in reported and "--cap-add SYS_NICE" in reported
 
 
-def test_doctor_reports_a_kernel_that_refuses(shim, cli):
+def test_doctor_reports_denied_placement(shim, cli):
     code = (
         "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
@@ -130,7 +130,7 @@ def test_doctor_reports_a_kernel_that_refuses(shim, cli):
 
 @needs_mbind
 @pytest.mark.parametrize(("mode", "is_bound"), [(MPOL_PREFERRED, False), (MPOL_BIND, True)])
-def test_memory_that_is_bound_to_a_node_is_that_nodes(mode, is_bound, shim):
+def test_bound_memory_counts_only_its_node(mode, is_bound, shim):
     code = """
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import weights
@@ -152,7 +152,7 @@ print(weights.memory_available() == 1 << 20)
         (3, (0, 1), [(0,), (1,), (0,)]),
     ],
 )
-def test_parts_belong_to_the_nodes_of_their_threads(parts, nodes, homes, monkeypatch):
+def test_slices_belong_to_the_nodes_of_their_threads(parts, nodes, homes, monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: tuple(range(4)))
     assert [placement.slice_nodes(part, parts, nodes) for part in range(parts)] == homes
 

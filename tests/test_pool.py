@@ -33,7 +33,7 @@ def call() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("nodes", [[10_000], [-1], [0, 0], [], "0", ["0"], [0.0]], ids=str)
-def test_nodes_that_are_none(nodes):
+def test_invalid_nodes_are_rejected(nodes):
     with pytest.raises(ValueError, match=re.escape(f"some of {list(machine.numa_nodes())}, not {nodes!r}")):
         Pool(2, numa_nodes=nodes)
 
@@ -90,7 +90,7 @@ print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
     assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
 
 
-def test_a_mapped_file_that_is_cut_short_is_an_error_of_the_forward(packed_example, tmp_path):
+def test_a_truncated_mapped_file_is_an_error_of_the_forward(packed_example, tmp_path):
     """Outside of the commands: the process goes on, and layers in other files compute as before."""
     out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
     shard = out / "model-00001-of-00002.safetensors"
@@ -188,6 +188,6 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("program", "sentence"), ENDS, ids=["pool", "bandwidth"])
-def test_the_runtime_ends_without_threads(program, sentence, few):
+def test_the_runtime_fails_cleanly_without_threads(program, sentence, few):
     done = python(f"from ktconvert.native_quant.{program}", **few, MOST_THREADS="1")
     assert done.returncode == 1 and sentence in done.stderr

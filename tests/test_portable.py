@@ -68,7 +68,7 @@ assert all(isa == "scalar" for _, isa in kernels.KERNELS) and kernels.KERNELS
 """
 
 
-def test_another_architecture_converts_to_the_same_bytes(tmp_path):
+def test_a_different_architecture_converts_to_the_same_bytes(tmp_path):
     """Builds csrc/arch/generic, for a processor without kernels of its own; headers of x86 are unavailable."""
     absent = tmp_path / "absent"
     absent.mkdir()

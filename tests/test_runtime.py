@@ -100,7 +100,7 @@ def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArr
     return floats.forward(lambda expert, projection: linears[projection, expert], x, ids, weights)
 
 
-def test_exact_mode_has_kt_kernels_bits(golden, isa, pools):
+def test_exact_mode_gives_the_bits_of_kt_kernel(golden, isa, pools):
     for pool in pools:
         np.testing.assert_array_equal(golden.call(exact=True, pool=pool), golden.out)
 
@@ -117,7 +117,7 @@ LIMITS = [
 
 
 @pytest.mark.parametrize(("weights", "limit"), LIMITS)
-def test_the_weight_decides_which_rows_have_a_remainder(weights, limit, random_experts):
+def test_weights_determine_the_rows_with_remainder(weights, limit, random_experts):
     """limit: the mean square of a row's codes below which it has one; alone, 144."""
     tokens, hidden, width = 700, 128, 512
     layer = random_experts(2, hidden, width)
@@ -160,7 +160,7 @@ def test_every_instruction_set_and_pool_gives_the_same_bits(method, tokens, exac
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_blocks_of_tokens_with_remainders(method, isa, random_experts):
+def test_incomplete_token_blocks_compute(method, isa, random_experts):
     """So many tokens for one expert that a kernel gets them in several calls, and an outlier in each row of h."""
     layer = random_experts(2, 128, 128)
     for name in ("gate", "up"):
@@ -180,7 +180,7 @@ def test_blocks_of_tokens_with_remainders(method, isa, random_experts):
     assert distance(together[:100], truth) < 0.8 * distance(rounded[:100], truth)  # remainders were added
 
 
-def test_long_batches_are_cut_in_passes_and_panels(make):
+def test_long_batches_are_split_into_passes_and_panels(make):
     experts, x, ids, weights = make(experts=4, hidden=512, width=64, tokens=200, topk=4)
     many = 500  # 400,000 rows of (token, expert): several passes; 128 columns of y at a time
     expected = np.tile(experts.forward(x, ids, weights), (many, 1))
@@ -190,7 +190,7 @@ def test_long_batches_are_cut_in_passes_and_panels(make):
 
 @pytest.mark.parametrize("bad", [0x7F80, 0xFF80, 0x7FC0, 0x7F81])
 @pytest.mark.parametrize("exact", [False, True])
-def test_infinity_and_nan_stay_in_their_token(bad, exact, make, isa):
+def test_inf_and_nan_affect_only_their_token(bad, exact, make, isa):
     experts, x, ids, weights = make(tokens=6, exact=exact)
     clean = experts.forward(x, ids, weights)
     x[2, 17] = bad
@@ -199,14 +199,14 @@ def test_infinity_and_nan_stay_in_their_token(bad, exact, make, isa):
     assert np.isnan(floats.from_bits(out[2])).all()
 
 
-def test_an_expert_named_twice_counts_twice(make):
+def test_a_duplicate_expert_counts_twice(make):
     experts, x, ids, weights = make(tokens=2, topk=2)
     twice = experts.forward(x, np.repeat(ids[:, :1], 2, 1), np.full_like(weights, 0.5))
     once = experts.forward(x, ids[:, :1].copy(), np.ones_like(weights[:, :1]))
     np.testing.assert_array_equal(twice, once)
 
 
-def test_arrays_that_do_not_fit_are_refused(make):
+def test_inconsistent_arrays_are_rejected(make):
     experts, x, ids, weights = make()
     shapes = (x[:, :-64], ids, weights), (x[:-1], ids, weights), (x, ids[:, :1], weights)
     dtypes = (x.view(np.int16), ids, weights), (x, ids.astype(np.int32), weights), (x, ids, weights.astype(np.float64))
@@ -219,7 +219,7 @@ def test_arrays_that_do_not_fit_are_refused(make):
         Experts(experts.packed, order=np.arange(7))
 
 
-def test_as_many_parts_and_experts_per_token_as_a_forward_takes(make):
+def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     rng = np.random.default_rng(3)
 
     def experts(parts: int, groups: int = 1) -> Experts:
@@ -238,7 +238,7 @@ def test_as_many_parts_and_experts_per_token_as_a_forward_takes(make):
         one.forward(x, np.zeros((1, 4097), np.int64), np.zeros((1, 4097), np.float32))
 
 
-def test_subnormals_of_the_caller_stay(make):
+def test_the_subnormal_mode_of_the_caller_stays(make):
     experts, x, ids, weights = make()
     experts.forward(x, ids, weights)
     tiny = np.array([1e-40], np.float32)

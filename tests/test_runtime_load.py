@@ -46,7 +46,7 @@ def call() -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("method", ["int4", "int8"])
-def test_every_form_and_memory_gives_the_same(method, outputs, call):
+def test_every_form_and_memory_mode_gives_the_same_results(method, outputs, call):
     results = [
         Experts.load(outputs[method, form], 1, memory=memory).forward(*call)
         for form in ("merged", "loose")
@@ -56,7 +56,7 @@ def test_every_form_and_memory_gives_the_same(method, outputs, call):
         np.testing.assert_array_equal(other, results[0])
 
 
-def test_what_is_loaded_says_what_it_is(outputs):
+def test_loaded_experts_have_their_properties(outputs):
     assert open_converted(outputs["int4", "merged"]).layers == open_converted(outputs["int8", "loose"]).layers == [0, 1]
     sizes = {"num_experts": 8, "hidden": 256, "intermediate": 256}
     with Experts.load(outputs["int8", "loose"], 0, method="AMXINT8", **sizes) as experts:
@@ -65,7 +65,7 @@ def test_what_is_loaded_says_what_it_is(outputs):
         assert experts.nbytes == 8 * 3 * 256 * 256 + 8 * 4 * (256 + 256 + 2 * 256)
 
 
-def test_a_saved_layer_is_the_loose_layer(outputs, tmp_path, read_tree):
+def test_a_saved_layer_equals_the_loose_layer(outputs, tmp_path, read_tree):
     experts = Experts.load(outputs["int4", "merged"], 1)
     experts.save(tmp_path)
     experts.save(tmp_path)  # again: takes the old one's place
@@ -73,7 +73,7 @@ def test_a_saved_layer_is_the_loose_layer(outputs, tmp_path, read_tree):
     assert [path.name for path in tmp_path.iterdir()] == ["_layer_1"]
 
 
-def test_another_number_of_parts_is_reported_once(outputs, damaged):
+def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
     with pytest.warns(UserWarning, match="made for 2 NUMA parts, run with 1"):
         Experts.load(damaged, 0, parts=1)
     with warnings.catch_warnings():
@@ -94,7 +94,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG)
-def test_another_model_is_refused(wrong, sentence, outputs):
+def test_experts_of_a_different_model_are_rejected(wrong, sentence, outputs):
     with pytest.raises(UnsupportedError, match=sentence):
         Experts.load(outputs["int4", "merged"], **{"layer": 0, **wrong})
 
@@ -142,7 +142,7 @@ HARMS: list[tuple[Callable[[Path], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("harm", "form", "sentence"), HARMS)
-def test_damage_is_one_sentence(harm, form, sentence, outputs, tmp_path):
+def test_damage_is_reported_in_one_sentence(harm, form, sentence, outputs, tmp_path):
     """And the other layer is whole."""
     out = shutil.copytree(outputs["int8", form], tmp_path / "out")
     (out / "manifest.json").unlink()
@@ -153,14 +153,14 @@ def test_damage_is_one_sentence(harm, form, sentence, outputs, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "value"), [("method", "AMXINT8"), ("num_experts", "9"), ("activation", "gelu")])
-def test_a_header_that_says_something_else(name, value, damaged):
+def test_contradictory_headers_are_rejected(name, value, damaged):
     edit_header(shard_of(damaged), lambda header: header["__metadata__"].update({name: value}))
     with pytest.raises(UnsupportedError, match=f"{name} {value}"):
         Experts.load(damaged, 0)
 
 
 @pytest.mark.parametrize(("name", "value"), [("activation", "gelu"), ("activation", "situ"), ("weights_on", "input")])
-def test_loose_files_whose_manifest_says_something_else(name, value, outputs, tmp_path):
+def test_contradictory_manifests_of_loose_files_are_rejected(name, value, outputs, tmp_path):
     shutil.copytree(outputs["int8", "loose"], tmp_path / "out")
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
     about["model"][name] = value
@@ -169,7 +169,7 @@ def test_loose_files_whose_manifest_says_something_else(name, value, outputs, tm
         Experts.load(tmp_path / "out", 0)
 
 
-def test_a_shard_that_was_written_again_in_place(damaged):
+def test_a_shard_rewritten_in_place_is_read_again(damaged):
     """After a layer was loaded from it: its header is not the one that was read then."""
     loaded = Experts.load(damaged, 0)
     shard = shard_of(damaged)
@@ -181,13 +181,13 @@ def test_a_shard_that_was_written_again_in_place(damaged):
     assert Experts.load(damaged, 0).nbytes == loaded.nbytes
 
 
-def test_what_holds_no_weights(tmp_path):
+def test_directories_without_weights_are_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UnsupportedError, match=str(path)):
             Experts.load(path, 0)
 
 
-def test_weights_that_cannot_be_packed(random_experts):
+def test_invalid_weights_are_rejected(random_experts):
     layer = random_experts(2, 256, 128)
     arrays = [layer[name] for name in ("gate", "up", "down")]
     with pytest.raises(KeyError):
@@ -202,7 +202,7 @@ def test_weights_that_cannot_be_packed(random_experts):
 
 
 @pytest.mark.parametrize("fails", [3, 1])
-def test_the_first_items_exception_is_raised_and_no_item_begins_after_it(fails):
+def test_the_first_exception_is_raised_and_stops_further_items(fails):
     """With two threads not that of the thread that failed first: here item 1 fails while item 0 is still at work."""
     second_failed, begun = threading.Event(), []
 

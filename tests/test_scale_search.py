@@ -48,7 +48,7 @@ def both_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("grid", ROW_GRIDS)
-def test_golden_bytes(grid: str) -> None:
+def test_results_equal_golden_bytes(grid: str) -> None:
     """Red after a change to the numbers: raise the version of MSE and run `make golden`. Also rows of zeros, of one
     element, of 1e-20, constant ones, outliers, -0 and ties, as kt-kernel was given them.
     """
@@ -108,7 +108,9 @@ def rows(rng: np.random.Generator, n: int, k: int, kind: str) -> Any:
 @pytest.mark.parametrize("grid", GRIDS)
 @settings(deadline=None, max_examples=30)
 @given(seed=SEEDS, n=st.integers(1, 40), k=st.sampled_from([64, 128, 192, 384]), kind=KINDS_OF_ROWS, data=st.data())
-def test_every_instruction_set_is_the_definition(grid: str, seed: int, n: int, k: int, kind: str, data: Any) -> None:
+def test_every_instruction_set_equals_the_definition(
+    grid: str, seed: int, n: int, k: int, kind: str, data: Any
+) -> None:
     """Some groups are zeros, alone or together; rows lie apart, at odd addresses."""
     rng, how = np.random.default_rng(seed), data.draw(st.sampled_from(["moments", *IMPORTANCES]))
     bf16 = rows(rng, n, k, kind)
@@ -133,7 +135,7 @@ def errors(bf16: Any, numbers: Any, weights: Any, group: int) -> Any:
 @pytest.mark.parametrize("name", FORMS)
 @settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, weighted=st.sampled_from(list(IMPORTANCES)))
-def test_no_error_is_larger_than_by_the_largest_value(name: str, seed: int, weighted: str) -> None:
+def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, weighted: str) -> None:
     """In the error that is made small, whichever importance; and what is packed is what was chosen."""
     rng, form = np.random.default_rng(seed), FORMS[name]
     n, k = 128, 128
@@ -163,7 +165,7 @@ def test_no_error_is_larger_than_by_the_largest_value(name: str, seed: int, weig
 
 
 @pytest.mark.parametrize(("grid", "most"), [("int4", 0.93), ("int8", 1.0), ("mxfp4", 0.95), ("rawint4", 0.7)])
-def test_outputs_have_less_error_in_the_metric_of_second_moments(grid: str, most: float) -> None:
+def test_second_moments_reduce_the_error_of_outputs(grid: str, most: float) -> None:
     """Sums of e M eT beside those of the search without the metric; more columns than are multiplied at once."""
     rng, k = np.random.default_rng(4), 576
     bf16 = reference.f32_to_bf16(rng.standard_normal((64, k)).astype(np.float32))
@@ -180,7 +182,7 @@ def test_outputs_have_less_error_in_the_metric_of_second_moments(grid: str, most
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
-def test_encodings_are_decoded_some_rows_at_a_time(bits: int, kind: str) -> None:
+def test_encodings_are_decoded_a_few_rows_at_a_time(bits: int, kind: str) -> None:
     """Also where columns are contiguous: as for the matrices of fine-tuning."""
     form, n, k = ROWS[bits], 384, 128
     for turn in (np.asarray, transposed):
@@ -194,7 +196,7 @@ def test_encodings_are_decoded_some_rows_at_a_time(bits: int, kind: str) -> None
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("bad", [0x7F80, 0xFFC1])
-def test_what_is_not_finite_is_named(name: str, bad: int) -> None:
+def test_non_finite_values_are_reported_with_their_position(name: str, bad: int) -> None:
     bf16, form = np.full((256, 128), 0x3F80, np.uint16), FORMS[name]
     bf16[150, 9] = bad
     for choice in (ABSMAX, MSE):

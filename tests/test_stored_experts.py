@@ -54,7 +54,7 @@ def logits(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_model_with_its_own_experts(method, models, example):
+def test_a_model_computes_with_its_stored_experts(method, models, example):
     """Near what transformers computes with the same numbers: in FP8 it dequantizes them, of others it has BF16 only."""
     own = loaded(models[method], threads=2)
     modules = [module for module in own.modules() if isinstance(module, RoutedExperts)]
@@ -66,7 +66,7 @@ def test_a_model_with_its_own_experts(method, models, example):
     assert float((logits(own) - theirs).norm() / theirs.norm()) < (0.02 if method in ("BF16", "FP8") else 0.15)
 
 
-def test_the_quantization_of_a_model_gives_way(models):
+def test_the_quantization_setting_of_a_model_is_overridden(models):
     """It need not be taken out of its config, wherever that has it."""
     for options in ({}, {"cpu_weights": models["BF16"]}):
         want = logits(loaded(models["FP8"], **options))
@@ -82,7 +82,7 @@ some = pytest.mark.parametrize("method", ["FP8", *(pytest.param(m, marks=pytest.
 
 
 @some
-def test_run_needs_the_model_alone(method, models):
+def test_run_needs_only_the_model(method, models):
     options = ("--prompt", "def add(", "--max-new-tokens", 6, "--threads", 1)
     done = call(run, models[method], *options)
     assert done.exit_code == 0 and "note" not in done.stderr, done.exception
@@ -91,7 +91,7 @@ def test_run_needs_the_model_alone(method, models):
     assert done.stdout == named.stdout == by_torch.stdout
 
 
-def test_what_the_runtime_cannot_compute_is_left_to_transformers(example, tmp_path):
+def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
     """run says so; --cpu-weights and verify refuse it."""
     model = stored.model(example, tmp_path / "gelu", "BF16")
     stored.configure(model, hidden_act="gelu")
@@ -134,7 +134,7 @@ def test_verify_computes_a_layer(method, models):
 
 
 @pytest.mark.parametrize("method", ["fp8", "rawint4"])
-def test_layouts_of_kt_kernel_are_checkpoints(method, models, tmp_path, cli):
+def test_outputs_in_native_formats_count_as_checkpoints(method, models, tmp_path, cli):
     """What `cpu --layout kt` writes is experts alone: with another model, in parts, and in verify with its other checks."""
     out = tmp_path / "out"
     cli("cpu", "-i", models["BF16"], "-o", out, "--layout", "kt", "--quant-method", method)
@@ -166,7 +166,7 @@ FAULTS: list[tuple[Callable[[Path], None], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("break_", "kind", "why"), FAULTS, ids=["cut", "two"])
-def test_damage_is_one_sentence(break_, kind, why, models, example, tmp_path, monkeypatch):
+def test_damage_is_reported_in_one_sentence(break_, kind, why, models, example, tmp_path, monkeypatch):
     """By each command, and nothing is computed."""
     model = stored.model(example, tmp_path / "model", "BF16")
     break_(model)
@@ -188,7 +188,7 @@ def test_damage_is_one_sentence(break_, kind, why, models, example, tmp_path, mo
         assert re.search(why, str(error)) and "\n" not in str(error) and str(model) in str(error)
 
 
-def test_a_model_that_transformers_cannot_dequantize(models, example, tmp_path):
+def test_models_that_transformers_cannot_dequantize_are_rejected(models, example, tmp_path):
     """Codes are never taken for numbers."""
     model = stored.model(example, tmp_path / "model", "FP8")
     stored.configure(model, quantization_config={"quant_method": "other"})
@@ -215,7 +215,7 @@ def limited(folder: Path, layers: int = 1, **config: Any) -> Path:
     return layer.write(folder, tensors, **V4, num_experts_per_tok=2, num_hidden_layers=layers, **config)
 
 
-def test_limits_may_differ_from_layer_to_layer(tmp_path, cli):
+def test_layers_may_have_different_limits(tmp_path, cli):
     """From the checkpoint and from what it is converted into; as Step-3.5 lists them, 0 for none."""
     model, limits = limited(tmp_path / "in", layers=3, swiglu_limits=[0.25, 0, 0.5]), (0.25, 0.0, 0.5)
     cli("cpu", "-i", model, "-o", tmp_path / "numa", "--quant-method", "mxfp4", "--threadpool-count", 2)
@@ -238,7 +238,7 @@ def test_limits_may_differ_from_layer_to_layer(tmp_path, cli):
 
 
 @pytest.mark.parametrize("limit", ["7", -1, [1, "x"], float("nan"), True, {"a": 1}])
-def test_a_limit_that_is_no_number(limit, tmp_path):
+def test_invalid_limits_are_rejected(limit, tmp_path):
     model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
     with pytest.raises(InputError, match="swiglu_limit must be a number from 0 on for layer 1, not"):
         open_experts(model).swiglu_of(1)
@@ -251,7 +251,7 @@ def limited_experts(family: str, **config: Any) -> Any:
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes))
 
 
-def test_experts_with_a_limit_take_the_place_of_the_same(tmp_path):
+def test_only_modules_with_the_same_limit_are_replaced(tmp_path):
     from ktconvert.native_quant.runtime.methods import Swiglu
 
     model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)

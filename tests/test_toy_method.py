@@ -70,7 +70,7 @@ def layers(tmp_path: Path) -> tuple[native.Native, Path, Path]:
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_it_computes(parts, toy, layers):
+def test_the_toy_method_computes(parts, toy, layers):
     layer, rows, whole = layers
     expected = Experts.load(rows, 0, parts=parts).forward(layer.hidden, layer.ids, layer.weights)
     experts = Experts.load(whole, 0, parts=parts)
@@ -78,13 +78,13 @@ def test_it_computes(parts, toy, layers):
     np.testing.assert_array_equal(experts.forward(layer.hidden, layer.ids, layer.weights), expected)
 
 
-def test_commands_know_it(toy, layers):
+def test_commands_know_the_toy_method(toy, layers):
     document = json.loads(CliRunner().invoke(bench, [str(layers[2]), "--tokens", "1", "--json"]).stdout)
     assert (document["method"], document["weights"], document["activations"]) == (toy.name, toy.weights, "BF16")
     assert toy.name in describe_extension().methods
 
 
-def test_what_it_cannot_do_is_said(toy, layers):
+def test_unsupported_settings_are_rejected(toy, layers):
     _, rows, whole = layers
     with pytest.raises(ValueError, match=r"swiglu_limit=7\.0 must be 0 for method='FP8_PERTENSOR'"):
         Experts.load(whole, 0, swiglu_limit=7.0)
@@ -95,27 +95,27 @@ def test_what_it_cannot_do_is_said(toy, layers):
         wrapper.load_weights_from_tensors(*[torch.zeros((2, 256, 256))] * 3)
 
 
-def test_without_its_row_it_is_refused(layers):
+def test_weights_without_a_row_are_rejected(layers):
     with pytest.raises(UnsupportedError, match="a scale for each 256 x 256, which no method of this runtime computes"):
         Experts.load(layers[2], 0)
     with pytest.raises(ValueError, match="Unknown method 'FP8_PERTENSOR'"):
         KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(layers[2]), 512, method=TOY.name)
 
 
-def test_a_row_that_is_not_what_c_computes_is_refused(monkeypatch, layers):
+def test_a_row_that_contradicts_c_is_rejected(monkeypatch, layers):
     """Before C reads past the end of an array."""
     monkeypatch.setitem(METHODS, TOY.name, replace(TOY, number=lib.KTQ_FORMAT_BF16))
     with pytest.raises(ValueError, match=r"a part \[256, 256\] of FP8_PERTENSOR has 131072 bytes, not 66560"):
         Experts.load(layers[2], 0)
 
 
-def test_every_number_of_c_is_a_row():
+def test_every_format_number_of_c_has_a_row():
     numbers = {name: getattr(lib, name) for name in dir(lib) if name.startswith("KTQ_FORMAT_")}
     assert {row.number for row in ROWS} == set(numbers.values())
 
 
 @pytest.mark.parametrize("method", ROWS, ids=LABELS)
-def test_a_row_says_what_c_reads(method):
+def test_rows_have_the_sizes_of_c(method):
     codes, scales = ffi.new("int64_t *"), ffi.new("int64_t *")
     for n, k in ((1, 1), (2, 3), (6, 1)):
         shape = method.multiple * n, method.multiple * k
@@ -131,7 +131,7 @@ def test_a_row_says_what_c_reads(method):
     assert lib.ktq_weight_bytes(method.number, method.multiple, too_many, codes, scales) == lib.KTQ_EINVAL
 
 
-def test_outputs_hold_the_encodings_of_the_rows():
+def test_output_formats_have_the_encodings_of_the_rows():
     in_parts = {fmt.name: fmt.encoding for fmt in FORMATS.values() if fmt.can_resplit}
     held = {name: method for name, method in METHODS.items() if method.encoding is not None}
     assert in_parts.keys() == held.keys()
@@ -140,7 +140,7 @@ def test_outputs_hold_the_encodings_of_the_rows():
         assert method.encoding is not None or (method.reads and method.write)
 
 
-def test_the_page_shows_the_rows():
+def test_the_page_lists_the_rows():
     lines = [line.strip("| ").split(" | ") for line in METHODS_PAGE.read_text().splitlines() if line.startswith("| `")]
     shown = {cells[0].replace("`", ""): cells[1:] for cells in lines}
 

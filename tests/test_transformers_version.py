@@ -54,7 +54,7 @@ def test_the_pages_name_the_tested_versions(page):
         *((new, newer) for new in (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", "10.0")),
     ],
 )
-def test_what_is_said(version, said, tmp_path, monkeypatch):
+def test_messages_name_the_remedy(version, said, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(claim(tmp_path, version))
     for sentence in (refusal, newer):
         assert (sentence() is not None) == (sentence is said)
@@ -67,7 +67,7 @@ def test_what_is_said(version, said, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command", [("run", "--prompt", "x"), ("serve",), ("eval", "--cpu-weights", "nowhere", "--text", "nothing")]
 )
-def test_an_older_one_is_refused_before_it_is_imported(command, cli, example, tmp_path):
+def test_an_older_version_is_rejected_before_its_import(command, cli, example, tmp_path):
     claim(tmp_path, "5.16.1")
     (tmp_path / "transformers.py").write_text("raise SystemExit('transformers was imported')\n")
     name, *options = command
@@ -75,7 +75,7 @@ def test_an_older_one_is_refused_before_it_is_imported(command, cli, example, tm
     assert (done.stdout, done.stderr) == ("", f"ktconvert: {TOO_OLD}\n")
 
 
-def test_a_newer_one_is_used_with_a_warning(cli, tmp_path):
+def test_a_newer_version_causes_a_warning(cli, tmp_path):
     claim(tmp_path / "path", "10.0")
     nowhere = tmp_path / "nowhere"
     done = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
@@ -84,7 +84,7 @@ def test_a_newer_one_is_used_with_a_warning(cli, tmp_path):
     assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id"
 
 
-def test_from_python_too(tmp_path, monkeypatch):
+def test_python_imports_check_the_version(tmp_path, monkeypatch):
     """Without KTConvertConfig no model is loaded with our experts."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(claim(tmp_path / "older", "5.16.1"))
@@ -96,7 +96,7 @@ def test_from_python_too(tmp_path, monkeypatch):
     assert [warning.filename for warning in warned] == [__file__]  # where it was asked for
 
 
-def test_verify_does_without(example, tmp_path, monkeypatch):
+def test_verify_works_without_transformers(example, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
     made(gpu, "-i", example, "-o", tmp_path / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
     monkeypatch.syspath_prepend(claim(tmp_path / "path", "5.16.1"))

@@ -46,7 +46,7 @@ def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weight
     return torch.from_numpy(out).view(torch.bfloat16)
 
 
-def test_signature_is_kt_kernels():
+def test_the_signature_equals_that_of_kt_kernel():
     ours, theirs = (inspect.signature(each).parameters for each in (KTMoEWrapper, kt_kernel))
     assert list(ours) == list(theirs)
     for name, parameter in theirs.items():
@@ -54,7 +54,7 @@ def test_signature_is_kt_kernels():
             assert ours[name].default == parameter.default, name
 
 
-def test_mask_may_be_left_out_and_nothing_else(packed_example):
+def test_only_the_mask_may_be_omitted(packed_example):
     given = {"layer_idx": 0, "num_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256}
     given |= {"moe_intermediate_size": 256, "threadpool_count": 1, "chunked_prefill_size": 512, "method": "AMXINT8"}
     threads = {"cpuinfer_threads": 2, "weight_path": "x"}
@@ -81,7 +81,7 @@ def test_forward_gives_the_bits_of_experts(packed_example, method, parts):
             assert same(wrapper.sync_forward(batch[0], None), want)
 
 
-def test_any_dtype_shape_and_stride(packed_example):
+def test_any_dtype_shape_and_stride_computes(packed_example):
     wrapper = loaded(packed_example("int8", 1))
     hidden, ids, weights = inputs(12)
     want = wrapper.forward(hidden, ids, weights)
@@ -95,7 +95,7 @@ def test_any_dtype_shape_and_stride(packed_example):
     assert same(wrapper.forward(wide[:, ::2], ids.T.contiguous().T, weights), want)
 
 
-def test_outputs_are_the_callers_own(packed_example):
+def test_outputs_are_new_tensors(packed_example):
     wrapper = loaded(packed_example("int8", 1))
     first, second = inputs(4, seed=1), inputs(4, seed=2)
     kept = wrapper.forward(*first)
@@ -108,7 +108,7 @@ def test_outputs_are_the_callers_own(packed_example):
     assert same(wrapper.sync_forward(first[0]), copy)
 
 
-def test_masked_experts_add_nothing_also_after_the_mask_changes(packed_example):
+def test_masked_experts_add_nothing_even_after_a_change_of_the_mask(packed_example):
     path = packed_example("int8", 1)
     hidden, ids, weights = inputs(20)
     mask = torch.zeros(EXPERTS, dtype=torch.bool)
@@ -129,7 +129,7 @@ def test_masked_experts_add_nothing_also_after_the_mask_changes(packed_example):
     assert not everything.forward(hidden, torch.tensor([[-1, EXPERTS]] * 20), weights).any()
 
 
-def test_another_number_of_parts_may_be_refused(packed_example, monkeypatch):
+def test_a_different_number_of_slices_can_be_rejected(packed_example, monkeypatch):
     monkeypatch.setattr(KTMoEWrapper, "strict", True)
     with pytest.raises(KtconvertError, match="made for 2 NUMA parts"):
         loaded(packed_example("int4", 2), method="AMXINT4", threadpool_count=1)
@@ -137,7 +137,7 @@ def test_another_number_of_parts_may_be_refused(packed_example, monkeypatch):
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("method", ["int4", "int8"])
-def test_online_weights_are_the_converters(tmp_path, packed_example, stacked, method, parts):
+def test_packed_tensors_equal_converted_files(tmp_path, packed_example, stacked, method, parts):
     loose, name = packed_example(method, parts, "--no-merge-safetensor"), f"AMX{method.upper()}"
     batch = inputs(5)
     for layer in (0, 1):
@@ -151,7 +151,7 @@ def test_online_weights_are_the_converters(tmp_path, packed_example, stacked, me
     assert ours == theirs and len(ours) == 2 * EXPERTS * 3 * parts * 2
 
 
-def test_physical_experts_compute_with_their_logical_ones(tmp_path, packed_example, stacked):
+def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, stacked):
     order = torch.tensor([3, 1, 0, 7, 6, 5, 2, 4])
     hidden, ids, weights = inputs(20)
     want = loaded(packed_example("int8", 1)).forward(hidden, order[ids], weights)
@@ -228,7 +228,7 @@ def test_deferred_experts_reach_the_next_layer(packed_example, way, defer, token
         plain.left = [None, None]
 
 
-def test_what_is_left_is_added_once_and_only_by_the_next_layer(packed_example):
+def test_deferred_experts_are_added_once_and_only_by_the_next_layer(packed_example):
     path = packed_example("int8", 1)
     batch = inputs(4)
     first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
@@ -271,7 +271,7 @@ def test_models_do_not_mix(packed_example, way, order):
     del unused
 
 
-def test_a_layer_that_takes_the_place_of_another(packed_example):
+def test_a_new_wrapper_replaces_one_of_its_layer(packed_example):
     path, batch = packed_example("int8", 1), inputs(4)
     first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
     alone = second.forward(*batch)
@@ -321,12 +321,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "error", "sentence"), WRONG)
-def test_arguments_that_cannot_be(changed, error, sentence):
+def test_impossible_arguments_are_rejected(changed, error, sentence):
     with pytest.raises(error, match=sentence):
         make(**changed)
 
 
-def test_threadpool_count_takes_nodes_that_the_process_may_use(monkeypatch):
+def test_threadpool_count_selects_nodes_of_the_process(monkeypatch):
     cpu = min(machine.affinity())
     monkeypatch.setattr(machine, "node_cpus", lambda *_: {1: (cpu,), 3: (cpu,), 4: (cpu,)})
     nodes = {count: make(cpuinfer_threads=4, threadpool_count=count)._pool.nodes for count in (1, 2, 3, 4)}
@@ -334,7 +334,7 @@ def test_threadpool_count_takes_nodes_that_the_process_may_use(monkeypatch):
     assert make(cpuinfer_threads=4, threadpool_count=2, numa_nodes=[4, 1])._pool.nodes == (4, 1)
 
 
-def test_calls_out_of_order_and_of_wrong_shape(packed_example, stacked):
+def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stacked):
     empty, wrapper = make(), loaded(packed_example("int8", 1))
     hidden, ids, weights = inputs(4)
     for call in (empty.forward, empty.submit_forward):
@@ -354,7 +354,7 @@ def test_calls_out_of_order_and_of_wrong_shape(packed_example, stacked):
         wrapper.submit_write_weight_scale_to_buffer(1, 0, [0], [0], [0], [0])
 
 
-def test_gpu_experts_masks():
+def test_masks_select_the_most_used_experts():
     frequency = torch.tensor([[0.1, 0.5, 0.3, 0.8], [0.2, 0.4, 0.9, 0.1]])
     masks = generate_gpu_experts_masks(frequency, 3)
     assert masks.dtype == torch.bool and masks.tolist() == [[False, True, False, True], [False, False, True, False]]
@@ -366,7 +366,7 @@ def python(program: str, **environment: str) -> programs.Done:
     return programs.python(program, **clean | environment)
 
 
-def test_kt_kernel_by_its_own_name():
+def test_kt_kernel_can_be_imported_by_name():
     done = python(
         "import importlib.util, sys\n"
         "from ktconvert.native_quant import install_as_kt_kernel, KTMoEWrapper as ours\n"
@@ -389,7 +389,7 @@ def test_kt_kernel_by_its_own_name():
     assert "CPUInfer" in second and "kt_kernel.utils" in third
 
 
-def test_the_real_package_keeps_its_submodules_and_its_extension(tmp_path):
+def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
     """A stand-in for it is installed, whose own __init__ must not run and whose extension is loaded when it is used."""
     files = {
         "__init__.py": "raise RuntimeError('the real package was imported')",
@@ -420,7 +420,7 @@ def test_the_real_package_keeps_its_submodules_and_its_extension(tmp_path):
     assert done.stdout.splitlines() == ["kt", f"True {tmp_path / 'kt_kernel' / '__init__.py'}"], done.stderr
 
 
-def test_names_are_imported_when_they_are_used():
+def test_names_are_imported_at_first_use():
     """And the real kt_kernel is not replaced."""
     done = python(
         "import sys, types, ktconvert.native_quant as nq\n"
@@ -439,7 +439,7 @@ def test_names_are_imported_when_they_are_used():
 SHOW = "from ktconvert.native_quant import kernels; print(kernels.isa()); kernels.isa()"
 
 
-def test_environment_chooses_the_instruction_set():
+def test_the_environment_selects_the_instruction_set():
     unknown = "ValueError: KTCONVERT_ISA: 'sse9' is not a known instruction set"
     assert unknown in python(SHOW, KTCONVERT_ISA="sse9").stderr
     done = python(SHOW, KTCONVERT_ISA="")

@@ -106,7 +106,7 @@ def test_stream_gives_the_bits_of_the_cpu(folder, stream, defer):
         assert all(map(same, stream.run(wrappers, batch), want))
 
 
-def test_order_of_what_is_launched(folder, stream):
+def test_the_order_of_launches_is_fixed(folder, stream):
     stream.run(model(folder, 1), inputs(3, 0))
     functions, jobs = [f for f, _ in stream.log], [j for _, j in stream.log]
     assert functions == [SUBMIT, SUBMIT, WAIT, SUBMIT, WAIT]  # now, late, now; now
@@ -121,7 +121,7 @@ def test_layers_with_their_own_threads_wait_for_each_other(folder, stream):
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
-def test_models_of_one_directory_take_turns(folder, stream):
+def test_models_of_one_directory_do_not_mix_on_a_stream(folder, stream):
     """Layer by layer, both submitted before either result is taken."""
     models, batches = [model(folder, 1), model(folder, 1)], [inputs(5, 1), inputs(5, 2)]
     want = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
@@ -136,7 +136,7 @@ def test_models_of_one_directory_take_turns(folder, stream):
 
 
 @pytest.mark.filterwarnings("ignore:layer 0 of .* defers experts")
-def test_an_uncollected_deferred_job_is_awaited(folder, stream):
+def test_a_deferred_job_without_a_next_layer_is_awaited(folder, stream):
     first = model(folder, 1)[:1]
     batch = inputs(5, 3)
     want = run(first, batch)
@@ -146,7 +146,7 @@ def test_an_uncollected_deferred_job_is_awaited(folder, stream):
 
 
 @pytest.mark.parametrize("defer", [0, 1])
-def test_what_a_graph_recorded_runs_again(folder, stream, defer):
+def test_a_recorded_graph_can_be_replayed(folder, stream, defer):
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     stream.run(wrappers, inputs(4, 0))
@@ -170,7 +170,7 @@ def test_what_a_graph_recorded_runs_again(folder, stream, defer):
     assert list(buffers_of(wrappers[1]).kept.values()) == [buffers]  # another size did not take their place
 
 
-def test_only_the_last_size_is_kept_unless_it_is_captured(folder, stream):
+def test_only_captured_sizes_and_the_last_are_kept(folder, stream):
     KTMoEWrapper.set_capture_batch_sizes([2, 4])
     assert KTMoEWrapper.get_capture_batch_sizes() == [2, 4]
     wrappers = model(folder, 0)
@@ -202,7 +202,7 @@ def on_gpu(batch: Batch) -> Batch:
 
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
-def test_gpu_tensors(folder, defer):
+def test_gpu_tensors_compute(folder, defer):
     wrappers = model(folder, defer)
     for tokens in (1, 4, 40):
         batch = inputs(tokens, tokens)
@@ -213,7 +213,7 @@ def test_gpu_tensors(folder, defer):
 
 @gpu
 @pytest.mark.parametrize("name", ["number", "stream", "none"])
-def test_order_on_a_stream(folder, name):
+def test_forwards_keep_the_order_of_a_stream(folder, name):
     """What comes before on the stream is seen, what comes after waits, though the host does not."""
     wrapper = model(folder, 0)[0]
     batch = inputs(16, 5)
@@ -236,7 +236,7 @@ def test_order_on_a_stream(folder, name):
 
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
-def test_graph_capture(folder, defer):
+def test_forwards_can_be_captured(folder, defer):
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     hidden, ids, weights = on_gpu(inputs(4, 0))
