@@ -83,9 +83,9 @@ def read_text(path: Path) -> str:
 
 
 def cut_windows(
-    choice: loading.ModelChoice, text: str, source: Path, window: int, most: int | None, skip: int = 0
+    choice: loading.ModelChoice, text: str, source: Path, window: int, max_windows: int | None, skip: int = 0
 ) -> Windows:
-    """Return the tokens of a text in windows: at most `most` after the first `skip`.
+    """Return the tokens of a text in windows: at most `max_windows` after the first `skip`.
 
     window: tokens of each. Raises InputError if no window remains, UsageError for windows longer than the model can
     read.
@@ -105,7 +105,7 @@ def cut_windows(
         few = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
         remedy = "give a longer text, or a smaller --window" + (" or --skip-windows" if skip else "")
         raise InputError(f"{source}: has {len(ids)} tokens, which is {few}: {remedy}.")
-    first, count = skip * window, min(count, most or count)
+    first, count = skip * window, min(count, max_windows or count)
     last = first + count * window
     return Windows(ids[first:last].reshape(count, window), first, len(ids) - last)
 

@@ -205,8 +205,8 @@ def _run(plan: Plan, training: Training) -> None:
         folder = work.paths.partial / adapter.name
         stats = write_adapter(training.options, work.paths.store / checkpoints[-1].stored_name, folder)
         result = structs.replace(_describe_files(adapter, folder), stats=stats)
-        made = FinishedUnit(folder, result, time.monotonic() - start_time)
-        publish_unit(plan, work, training.reporter, adapter, made)
+        finished = FinishedUnit(folder, result, time.monotonic() - start_time)
+        publish_unit(plan, work, training.reporter, adapter, finished)
     work.journal.append(journal.Start(unit="assemble"))
     assemble(replace(plan, read_once=True), work)
 
@@ -250,8 +250,8 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> Plan:
 
     def publish_checkpoint(step: int, folder: Path) -> None:
         unit = by_step[step]
-        made = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
-        publish_unit(plan, work, reporter, unit, made)
+        finished = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
+        publish_unit(plan, work, reporter, unit, finished)
         for old in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT_CHECKPOINTS)]:
             publish.remove_tree(work.paths.store / old.stored_name)
         begin_next(step)

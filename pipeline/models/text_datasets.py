@@ -88,12 +88,12 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
     silence_libraries()
     with _preserve_settings(tokenizer), tempfile.TemporaryDirectory(prefix="ktconvert-") as cache:
         for file in files:
-            most = options.num_calibration_samples - len(rows)
+            limit = options.num_calibration_samples - len(rows)
             if file_kind(file) == "text":
                 lines = (row["text"] for row in read_rows(file, cache))
-                rows += _cut_text(lines, tokenizer, options.max_sequence_length, most)
+                rows += _cut_text(lines, tokenizer, options.max_sequence_length, limit)
             else:
-                rows += _encode_rows(read_rows(file, cache, most), tokenizer, options.max_sequence_length, str(file))
+                rows += _encode_rows(read_rows(file, cache, limit), tokenizer, options.max_sequence_length, str(file))
             if len(rows) >= options.num_calibration_samples:
                 break
         if not files:
@@ -110,14 +110,14 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
     return kept
 
 
-def _cut_text(lines: Iterable[str], tokenizer: Any, max_length: int, most: int) -> list[Ids]:
-    """Return at most `most` consecutive samples of max_length tokens of a text. Reads no more lines than they need."""
+def _cut_text(lines: Iterable[str], tokenizer: Any, max_length: int, limit: int) -> list[Ids]:
+    """Return at most `limit` consecutive samples of max_length tokens of a text. Reads no more lines than they need."""
     ids: list[int] = []
     for chunk in _split_text(lines):
         ids += tokenizer(chunk, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) >= most * max_length:
+        if len(ids) >= limit * max_length:
             break
-    starts = range(0, len(ids), max_length)[:most]
+    starts = range(0, len(ids), max_length)[:limit]
     return [np.array(ids[start : start + max_length], dtype=np.int64) for start in starts]
 
 
@@ -244,8 +244,8 @@ def select_split(files: Sequence[Path], split: str) -> Sequence[Path]:
     return files
 
 
-def read_rows(file: Path, cache: str, most: int | None = None) -> Iterator[Row]:
-    """Yield at most `most` rows of a local file; the rows of a text file are its lines.
+def read_rows(file: Path, cache: str, limit: int | None = None) -> Iterator[Row]:
+    """Yield at most `limit` rows of a local file; the rows of a text file are its lines.
 
     cache: directory for `datasets`. Raises InputError for a file that cannot be read.
     """
@@ -256,21 +256,21 @@ def read_rows(file: Path, cache: str, most: int | None = None) -> Iterator[Row]:
         if file.stat().st_size == 0:
             return
         if kind == "json":
-            _require_objects(file, most)
+            _require_objects(file, limit)
         files = [glob.escape(str(file.absolute()))]
         options = {"data_files": files, "split": "train", "streaming": True, "cache_dir": cache, **LOADER_OPTIONS[kind]}
         rows = datasets.load_dataset(kind, **options)
-        yield from rows if most is None else rows.take(most)
+        yield from rows if limit is None else rows.take(limit)
     except Exception as error:  # each library below raises errors of its own
         raise InputError(f"{file}: cannot be read as {kind} ({first_line(error)}); repair it") from error
 
 
-def _require_objects(file: Path, most: int | None) -> None:
+def _require_objects(file: Path, limit: int | None) -> None:
     """Raise ValueError for rows that are no JSON objects or are nested deeply: they would crash pyarrow.
 
-    Checks as much of the file as `datasets` reads for `most` rows.
+    Checks as much of the file as `datasets` reads for `limit` rows.
     """
-    remaining, extra = most, 0  # rows to check; bytes after them
+    remaining, extra = limit, 0  # rows to check; bytes after them
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -308,8 +308,10 @@ def _require_rows(value: Any) -> None:
         documents.require_plain(row)
 
 
-def read_hub_rows(dataset: str, split: str, most: int, cache: str, note: Callable[[str], None] | None) -> Iterable[Row]:
-    """Return the first `most` rows of a split of a data set of the hub.
+def read_hub_rows(
+    dataset: str, split: str, limit: int, cache: str, note: Callable[[str], None] | None
+) -> Iterable[Row]:
+    """Return the first `limit` rows of a split of a data set of the hub.
 
     They come from the cache of `datasets` or a download, else from a snapshot of `hf download`, which `datasets` does
     not search for. Raises InputError or ResourceError.
@@ -321,12 +323,12 @@ def read_hub_rows(dataset: str, split: str, most: int, cache: str, note: Callabl
     if note:
         note(f"{dataset}: searching the local cache and the hub")
     try:
-        cached: Iterable[Row] = datasets.load_dataset(dataset, split=f"{split}[:{most}]")
+        cached: Iterable[Row] = datasets.load_dataset(dataset, split=f"{split}[:{limit}]")
         return cached
     except Exception as error:  # each library below raises errors of its own
         try:
             folder = snapshot_download(dataset, repo_type="dataset", local_files_only=True, cache_dir=cache_root())
-            return list(datasets.load_dataset(folder, split=split, streaming=True, cache_dir=cache).take(most))
+            return list(datasets.load_dataset(folder, split=split, streaming=True, cache_dir=cache).take(limit))
         except LocalEntryNotFoundError:
             raise _hub_error(dataset, error) from error
         except Exception as second:

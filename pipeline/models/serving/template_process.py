@@ -64,10 +64,10 @@ class TemplateProcess:
         """Return the text of a chat. job: from `encode_render_job`. Raises TemplateError."""
         return await self._run(job)
 
-    async def _run(self, job: bytes, where: bytes = IN_FORK) -> str:
+    async def _run(self, job: bytes, mode: bytes = IN_FORK) -> str:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._send_socket(theirs, where)
+            self._send_socket(theirs, mode)
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             writer.write(job)
@@ -84,14 +84,14 @@ class TemplateProcess:
             raise TemplateError(reply[1:].decode())
         return reply[1:].decode()
 
-    def _send_socket(self, connection: socket.socket, where: bytes) -> None:
+    def _send_socket(self, connection: socket.socket, mode: bytes) -> None:
         try:
-            socket.send_fds(self._control, [where], [connection.fileno()])
+            socket.send_fds(self._control, [mode], [connection.fileno()])
         except ConnectionError:  # the process was killed
             self._control.close()
             self._process.wait()
             self._start()
-            socket.send_fds(self._control, [where], [connection.fileno()])
+            socket.send_fds(self._control, [mode], [connection.fileno()])
 
 
 shared_process = functools.cache(TemplateProcess)
@@ -119,11 +119,11 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes ended forks
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     while True:
-        where, connections, _, _ = socket.recv_fds(control, 1, 1)
-        if not where:
+        mode, connections, _, _ = socket.recv_fds(control, 1, 1)
+        if not mode:
             return
         with socket.socket(fileno=connections[0]) as connection:
-            if where == IN_PROCESS:
+            if mode == IN_PROCESS:
                 _run_job(connection, [find_variables])
             elif os.fork() == 0:
                 control.close()
