@@ -1,10 +1,10 @@
-"""Converts mixture-of-experts checkpoints into expert weights for the CPU and the GPU, and computes with them.
+"""Conversion of mixture-of-experts checkpoints into expert weights for the CPU and the GPU, and inference with them.
 
-What `__all__` names is what programs may rely on: CHANGELOG.md says what changes, and before 1.0 only a new minor
-version takes something away. Every other module is private, whatever its name. (This file is pipeline/api/__init__.py
-in the repository, and nothing is imported before it is used: converting needs no torch.)
+Only the names in `__all__` are public: CHANGELOG.md lists changes, and before 1.0 only a new minor version removes
+names. Every other module is private. (In the repository, this file is pipeline/api/__init__.py. Modules are imported
+when they are used: converting needs no torch.)
 
-The command line's options are keyword arguments, with underscores; their defaults are the same:
+Options of the command line are keyword arguments with underscores, and have the same defaults:
 
 >>> import ktconvert
 >>> (plan,) = ktconvert.plan("cpu", input="model", output="model-int8", quant_method="int8", threadpool_count=1)
@@ -16,13 +16,13 @@ The command line's options are keyword arguments, with underscores; their defaul
 >>> report.sentence is None, [check.name for check in report.checks][-2:]
 (True, ['hashes', 'source'])
 
-A failure that the command line explains in a sentence is a KtconvertError with that sentence and its exit code:
+Failures raise KtconvertError with the sentence and the exit code of the command line:
 
 >>> ktconvert.plan("cpu", input="nowhere", output="out")
 Traceback (most recent call last):
 ktconvert.layouts.errors.InputError: ...
 
-KTMoEWrapper computes one layer's experts with torch, in place of kt-kernel's class of that name:
+KTMoEWrapper computes one layer's experts with torch, as kt-kernel's class of the same name does:
 
 >>> import torch
 >>> experts = ktconvert.KTMoEWrapper(
@@ -35,7 +35,7 @@ KTMoEWrapper computes one layer's experts with torch, in place of kt-kernel's cl
 >>> experts.forward(hidden, ids, torch.full((3, 2), 0.5), None).shape
 torch.Size([3, 256])
 
-KTConvertConfig puts converted experts into a model of transformers:
+KTConvertConfig loads converted experts into a model of transformers:
 
 >>> from transformers import AutoModelForCausalLM
 >>> config = ktconvert.KTConvertConfig(cpu_weights="model-int8", threads=1)
@@ -71,14 +71,13 @@ _MODULES = {
 
 
 def plan(command: str, /, **options: Any) -> list[Plan]:
-    """What `ktconvert COMMAND` would write, from headers alone; nothing is written.
+    """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
-    command  cpu, gpu, calibrate, dequantize, merge or resplit
-    options  those of its --help: input, output, quant_method ...
-    Returns a plan for each output. Its `facts` are what the output is (method, sizes, layers), `notes` what is worth
-    knowing, `units` the files of weights.
-    Raises ValueError for an option or value that the command does not have, KtconvertError for an input that cannot be
-    converted so.
+    command  cpu, gpu, calibrate, dequantize, merge, merge-adapter or resplit
+    options  the options of its --help: input, output, quant_method ...
+    Returns a plan for each output: `facts` describe the output (method, sizes, layers), `notes` are remarks, `units`
+    are the files of weights.
+    Raises ValueError for unknown options and values, KtconvertError for an input that cannot be converted so.
     """
     from ktconvert.pipeline.plans import commands
 
@@ -88,13 +87,13 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
 
 
 def convert(command: str, /, *, executor: Executor | None = None, **options: Any) -> list[Path]:
-    """Do what `ktconvert COMMAND` does: plan, make what is missing, and let each output appear whole.
+    """Run `ktconvert COMMAND`: plan, make missing units, and publish each output in one step.
 
     executor  any concurrent.futures.Executor whose workers see input and output under the same paths; None: threads of
               this process
-    options   as for plan; with quiet=True, warnings alone are printed
-    Returns the directories of the outputs. Raises what plan raises, and KtconvertError where the work fails; the same
-    call then goes on where it stopped.
+    options   as for plan; with quiet=True, only warnings are printed
+    Returns the directories of the outputs. Raises the errors of plan, and KtconvertError if the work fails; the same
+    call then resumes it.
     """
     from ktconvert.pipeline.plans import commands
 
@@ -116,12 +115,12 @@ def verify(
     """Check an output, as `ktconvert verify` does.
 
     against       the source (path or hub id), whose experts are quantized again, or another output
-    quant_method  the method that it must have, and numa the number of NUMA parts; None: any
-    full          measure the error of every expert, not of 8 per layer
+    quant_method  the required format, and numa the required number of NUMA slices; None: any
+    full          measure the error of every expert, not only of 8 per layer
     threads       None: the CPUs that this process may use
-    Returns a report. Its `sentence` is None where all is well, else what is wrong and what to do; `problems` are all of
-    them, `checks` what each check found, `notes` what is worth knowing.
-    Raises KtconvertError for what is no output, and ValueError for a method that does not exist.
+    Returns a report. `sentence` is None if no check failed, else the first problem and its remedy; `problems` lists all
+    problems, `checks` the result of each check, `notes` remarks.
+    Raises KtconvertError if the path holds no output, ValueError for an unknown method.
     """
     from pathlib import Path
 
