@@ -14,7 +14,7 @@ from rig import stored
 from rig.safetensors import edit_file, read_folder
 
 
-def test_other_spellings(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
+def test_options_accept_underscores_and_capitals(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
     cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", "int8", "--threadpool-count", 1)
     words = ("--Output", tmp_path / "b", "--QUANT_METHOD", "INT8", "--threadpool_count", 1, "--input-type", "BF16")
     done = cli("CPU", "--input_path", example, *words, "--LAYERS", "ALL", "--EXECUTOR", "Threads:1", "-q")
@@ -22,7 +22,7 @@ def test_other_spellings(tmp_path: Path, cli: Any, example: Path, read_tree: Any
     assert done.stdout == done.stderr == ""  # -q
 
 
-def test_flags_that_mean_nothing_here_are_noted(tmp_path: Path, cli: Any, example: Path) -> None:
+def test_ignored_options_give_a_note(tmp_path: Path, cli: Any, example: Path) -> None:
     flags = ("--gpu", "--fp8-expert-batch 4", "--profile", "--cpuinfer-threads 4096")
     done = cli("cpu", "-i", example, "-o", tmp_path / "a", *" ".join(flags).split())
     for flag in flags:
@@ -30,12 +30,12 @@ def test_flags_that_mean_nothing_here_are_noted(tmp_path: Path, cli: Any, exampl
 
 
 @pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
-def test_methods_that_kt_kernel_has_and_we_have_not(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
+def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)
     assert "int4 (AMXINT4) and int8 (AMXINT8)" in done.stderr
 
 
-def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, example: Path) -> None:
+def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     done = cli("cpu", "-i", example, "-o", out, "--dry-run")
     assert re.search(r"source -> experts: .* 2 units, 2 to run", done.stdout)
@@ -65,14 +65,14 @@ def test_dry_run_writes_nothing_and_tells_the_graph(tmp_path: Path, cli: Any, ex
         (["nonsense"], 2),
     ],
 )
-def test_refusals_are_one_sentence(arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path) -> None:
+def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path) -> None:
     done = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
     assert done.stdout == ""
     assert done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_version_and_help(cli: Any) -> None:
+def test_version_and_help_print_versions_and_commands(cli: Any) -> None:
     lines = cli("--version").stdout.splitlines()
     heads = ["ktconvert", "Python", "platform", "build", "instruction", "torch", "kt-kernel"]
     assert [line.split()[0] for line in lines] == heads
@@ -86,7 +86,7 @@ def test_version_and_help(cli: Any) -> None:
         assert "Examples:" in cli(command, "--help").stdout, command
 
 
-def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, cli: Any, example: Path) -> None:
+def test_hub_id_resolves_to_the_local_cache(tmp_path: Path, cli: Any, example: Path) -> None:
     repo, commit = tmp_path / "hub" / "models--org--tiny", "0123456789abcdef0123456789abcdef01234567"
     shutil.copytree(example, repo / "snapshots" / commit)
     (repo / "refs").mkdir()
@@ -100,7 +100,9 @@ def test_a_hub_id_is_found_in_the_local_cache(tmp_path: Path, cli: Any, example:
     assert "HF_HUB_OFFLINE" in cli("cpu", "-i", "org/absent", "-o", tmp_path / "x", env=env, code=5).stderr
 
 
-def test_an_architecture_of_the_users_own(tmp_path: Path, cli: Any, example: Path, packed_example: Any) -> None:
+def test_arch_file_describes_an_unknown_architecture(
+    tmp_path: Path, cli: Any, example: Path, packed_example: Any
+) -> None:
     source = stored.model(example, tmp_path / "in", "BF16")
     stored.configure(source, model_type="mine", architectures=["Mine"])
 
@@ -120,7 +122,7 @@ def test_an_architecture_of_the_users_own(tmp_path: Path, cli: Any, example: Pat
 
 
 @pytest.mark.parametrize("option", ["--version", "--help"])
-def test_what_needs_no_numpy_does_not_import_it(option: str) -> None:
+def test_version_and_help_do_not_import_numpy(option: str) -> None:
     program = (
         "import sys; from ktconvert.pipeline.cli import main\n"
         f"sys.argv = ['ktconvert', {option!r}]\n"

@@ -44,7 +44,7 @@ IN_THE_WAY = {
 }
 
 
-def test_nothing_is_in_the_way_of_a_good_server() -> None:
+def test_good_server_has_no_warnings() -> None:
     assert list(warnings(SERVER)) == []
     assert SERVER.kt_flags == {"--kt-cpuinfer": 96, "--kt-threadpool-count": 2}
     assert dict(machine_rows(SERVER))["AMX"] == "permitted"
@@ -53,14 +53,14 @@ def test_nothing_is_in_the_way_of_a_good_server() -> None:
 
 
 @pytest.mark.parametrize("what", IN_THE_WAY)
-def test_each_problem_is_reported_in_a_sentence(what: str) -> None:
+def test_each_problem_gives_a_sentence(what: str) -> None:
     change, expected = IN_THE_WAY[what]
     facts = replace(SERVER, **change)
     for sentence, part in zip(warnings(facts), expected, strict=True):
         assert part in sentence and sentence.endswith(".")
 
 
-def test_for_programs(tmp_path: Path, cli: Any) -> None:
+def test_json_describes_this_machine(tmp_path: Path, cli: Any) -> None:
     """The real command; a wrong setting is reported."""
     said = cli("doctor", "--disk", tmp_path).stdout
     assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in said and machine.cpu_name() in said
@@ -76,7 +76,7 @@ def test_for_programs(tmp_path: Path, cli: Any) -> None:
     assert "does not exist" in cli("doctor", "--disk", tmp_path / "absent", code=2).stderr
 
 
-def test_the_kernel_and_cpuinfo_agree_on_avx() -> None:
+def test_extension_and_cpuinfo_agree_on_avx() -> None:
     # The C side asks CPUID and XCR0, the kernel prints its own view; they are two ways to the same answer.
     flags = machine.cpu_flags()
     if flags:
@@ -84,7 +84,7 @@ def test_the_kernel_and_cpuinfo_agree_on_avx() -> None:
 
 
 @pytest.mark.parametrize("limit", [1 << 20, 9 << 20])
-def test_a_file_size_limit_is_kept(tmp_path: Path, limit: int) -> None:
+def test_measuring_keeps_the_file_size_limit(tmp_path: Path, limit: int) -> None:
     code = "from pathlib import Path; from ktconvert.pipeline.cli.doctor import *; import sys; package_versions()\n"
     code += "print(measure_disk(Path('.')), 'torch' in sys.modules)"
     kept: Any = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
@@ -105,7 +105,7 @@ NODES_HERE = {  # pools, nodes of this process, of the machine -> what the plan 
 
 
 @pytest.mark.parametrize("counts", NODES_HERE)
-def test_doctor_plan_and_inspect_count_the_same_nodes(
+def test_doctor_plan_and_inspect_report_the_same_nodes(
     counts: tuple[int, int, int], tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools, nodes, present = counts

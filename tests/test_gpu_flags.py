@@ -91,7 +91,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 ON_ONE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from ktconvert.pipeline.cli import main; main()"
 
 
-def test_gptq(hub: dict[str, str], tmp_path: Path, example: Path) -> None:
+def test_gptq_example_of_kt_kernel_runs(hub: dict[str, str], tmp_path: Path, example: Path) -> None:
     for package in ("llmcompressor", "datasets", "transformers"):
         pytest.importorskip(package)
     output = tmp_path / "out"
@@ -107,7 +107,7 @@ def test_gptq(hub: dict[str, str], tmp_path: Path, example: Path) -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path) -> None:
+def test_examples_mean_the_same_as_in_kt_kernel(name: str, tmp_path: Path) -> None:
     """Options that a line names have its values, all others the script's defaults; hyphens are no other option."""
     words = words_of(EXAMPLES[name], tmp_path / "model", tmp_path / "out")
     options = parsed(*words)
@@ -123,7 +123,7 @@ def test_every_example_means_here_what_it_means_there(name: str, tmp_path: Path)
         assert options[option] is None if value is None else str(options[option]) == str(value), option
 
 
-def test_several_patterns_after_one_flag_and_the_flag_repeated() -> None:
+def test_ignore_patterns_may_follow_one_flag_or_repeat_it() -> None:
     for words in (
         ["--ignore_patterns", "a", "re:b.*", "--quant_type", "W4A16"],
         ["--ignore-patterns", "a", "--ignore-patterns=re:b.*", "--quant-type", "W4A16"],

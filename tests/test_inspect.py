@@ -39,7 +39,7 @@ def convert(source: Path, output: Path, *options: object) -> Result:
     return CliRunner().invoke(cpu, ["-i", str(source), "-o", str(output), "-q", *map(str, options)])
 
 
-def test_a_checkpoint(example, cli):
+def test_checkpoint_is_described(example, cli):
     report = look(example)
     assert report["kind"] == "checkpoint" and report["architecture"].startswith("Qwen3-MoE")
     assert (report["experts"], report["hidden"], report["intermediate"]) == ([8], [256], [256])
@@ -55,7 +55,7 @@ def test_a_checkpoint(example, cli):
     assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
 
 
-def test_the_ready_line_runs_and_makes_what_was_predicted(example, tmp_path, cli, monkeypatch):
+def test_printed_command_makes_the_predicted_output(example, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [line for line in cli("inspect", example).stdout.splitlines() if line.startswith("ktconvert cpu ")]
     assert lines == look(example)["convert"] and len(lines) == len(formats_of("cpu"))
@@ -68,7 +68,7 @@ def test_the_ready_line_runs_and_makes_what_was_predicted(example, tmp_path, cli
     assert all(sizes[each["method"], each["numa"]] == each["expert_bytes"] for each in found)
 
 
-def test_dense_layers_mtp_and_shared_experts(tmp_path, write_qwen, random_experts):
+def test_dense_layers_mtp_and_shared_experts_are_reported(tmp_path, write_qwen, random_experts):
     folder = write_qwen(
         tmp_path / "model", {n: random_experts(2, 192, 192, n) for n in (1, 2)}, num_hidden_layers=2, n_shared_experts=1
     )
@@ -83,7 +83,7 @@ def test_dense_layers_mtp_and_shared_experts(tmp_path, write_qwen, random_expert
     assert "int4 (AMXINT4)" in output and "not possible" in output and "layers 2: 6 expert tensors, left out" in output
 
 
-def test_a_dense_model(tmp_path, write_safetensors, cli):
+def test_dense_model_is_refused_with_a_reason(tmp_path, write_safetensors, cli):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1}')
     stored = {"model.layers.0.mlp.gate_proj.weight": ("BF16", np.zeros((8, 8), np.uint16))}
     write_safetensors(tmp_path / "model.safetensors", stored)
@@ -94,7 +94,7 @@ def test_a_dense_model(tmp_path, write_safetensors, cli):
 
 
 @pytest.mark.parametrize("options", [[], ["--no-merge-safetensor", "--quant-method", "int8"]])
-def test_an_output(options, tmp_path, example, cli):
+def test_output_is_described(options, tmp_path, example, cli):
     output = tmp_path / "out"
     assert convert(example, output, *options).exit_code == 0
     report = look(output)
@@ -110,7 +110,7 @@ def test_an_output(options, tmp_path, example, cli):
     assert not report["complete"] and report["problems"] and "no: " in cli("inspect", output).stdout
 
 
-def test_an_unfinished_conversion(tmp_path, write_qwen, random_experts, cli):
+def test_unfinished_conversion_is_described(tmp_path, write_qwen, random_experts, cli):
     """Layer 1 is truncated: layer 0 is finished and kept."""
     layers = {n: random_experts(2, 128, 128, n) for n in (0, 1)}
     layers[1]["down"][1, 5, 6] = BF16_NAN

@@ -75,20 +75,20 @@ def wholes(source: Path) -> dict[str, Path]:
         ([*mapped("0=bf16"), "--scale", "imatrix"], "needs the importance of inputs"),
     ],
 )
-def test_what_cannot_be_mapped(options, says, source, tmp_path):
+def test_invalid_maps_are_refused(options, says, source, tmp_path):
     done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
     assert getattr(done.exception, "exit_code", None) == 2 and says in str(done.exception), done.exception
     assert not (tmp_path / "out").exists()
 
 
-def test_a_method_that_cannot_hold_its_layer(source, tmp_path):
+def test_method_that_cannot_hold_its_layer_is_refused(source, tmp_path):
     options = (*mapped("0-3=bf16", "4=int8"), "--quant-method", "bf16", "--threadpool-count", 8)
     done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
     assert isinstance(done.exception, UnsupportedError)
     assert "AMXINT8 cannot hold this model in 8 NUMA parts" in str(done.exception), done.exception
 
 
-def test_the_plan_says_it_all(source, tmp_path):
+def test_plan_lists_the_methods_of_layers(source, tmp_path):
     done = ok("cpu", "-i", source, "-o", tmp_path / "out", *mapped(*MAP), "--scale", "mse", "--dry-run")
     listed = "AMXINT8: layers 0; MXFP4: layers 1; AMXINT4: layers 2; FP8: layers 3; BF16: layers 4"
     assert f"kt-kernel loads none of it ({listed})" in done.output.replace("\n", " ")
@@ -118,7 +118,7 @@ def test_inspect_and_the_card_list_the_methods(mix):
     assert json.loads((mix / "config.json").read_text())["quantization_config"]["methods"] == about["methods"]
 
 
-def test_it_is_verified(mix, source, tmp_path):
+def test_verify_accepts_a_mixed_output(mix, source, tmp_path):
     """Against its source, against itself, and by computing a layer of each method; with the page."""
     report = accepted(mix, "--against", source, "--run", "--full", "--report", tmp_path / "page.html")
     assert "the same bytes" in row(report, "source")["result"]
@@ -128,14 +128,14 @@ def test_it_is_verified(mix, source, tmp_path):
     accepted(mix, "--against", mix)
 
 
-def test_without_a_manifest_shards_say_the_methods(mix, source, tmp_path):
+def test_methods_are_read_from_shards_without_a_manifest(mix, source, tmp_path):
     shutil.copytree(mix, tmp_path / "out")
     (tmp_path / "out" / "manifest.json").unlink()
     assert accepted(tmp_path / "out", "--against", source)["methods"]["FP8"] == "3"
 
 
 @pytest.mark.parametrize("scale", ["mse", "imatrix"])
-def test_a_choice_of_scales_works_where_a_method_has_it(scale, packed_example, example):
+def test_scale_applies_to_layers_whose_method_has_it(scale, packed_example, example):
     """And layers of other methods are what they are without it."""
     given = ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf")) if scale == "imatrix" else ()
     out = packed_example("int4", 2, *mapped("1=fp8"), "--scale", scale, *given)
@@ -184,7 +184,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_named(damage, mix, tmp_path):
+def test_verify_names_damaged_layers(damage, mix, tmp_path):
     out, (edit, says) = shutil.copytree(mix, tmp_path / "out"), DAMAGE[damage]
     edit(out)
     report = verified(out)
@@ -201,7 +201,7 @@ def test_resplit_rearranges_each_layer_by_its_method(mix, source, tmp_path):
 
 
 @pytest.mark.parametrize("layer", METHODS)
-def test_a_layer_computes_what_it_does_in_an_output_of_its_method(layer, mix, wholes):
+def test_layer_computes_the_same_as_in_an_output_of_its_method(layer, mix, wholes):
     rng = np.random.default_rng(layer)
     ids, weights = np.array([[0, 1]] * 3), rng.random((3, 2), np.float32)
     hidden = conversion.bf16(rng, 3, conversion.HIDDEN)
@@ -213,7 +213,7 @@ def test_a_layer_computes_what_it_does_in_an_output_of_its_method(layer, mix, wh
     assert np.any(outs[0]) and np.array_equal(*outs)
 
 
-def test_another_method_than_the_layers_is_refused(mix):
+def test_loading_a_layer_with_a_wrong_method_is_refused(mix):
     pytest.importorskip("torch")
     from ktconvert.native_quant import KTMoEWrapper
 
@@ -224,7 +224,7 @@ def test_another_method_than_the_layers_is_refused(mix):
         KTMoEWrapper(1, *sizes, None, 2, 2, str(mix), 512, method="AMXINT4").load_weights()
 
 
-def test_eval_says_all_methods(packed_example, example):
+def test_eval_lists_all_methods(packed_example, example):
     pytest.importorskip("transformers")
     two = packed_example("int4", 1, *mapped("1=int8"))
     given = ("--text", example.parent / "heldout.txt", "--window", 32, "--max-windows", 1)

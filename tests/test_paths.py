@@ -35,7 +35,7 @@ PATHS = [(name, each) for name, each in EVERY if isinstance(each.type, FilePath 
 TEXTS = [(n, each) for n, each in EVERY if each.type.name == "text" and not isinstance(each.type, PathOrHubId)]
 
 
-def test_every_command_takes_a_path():
+def test_path_options_exist_in_every_command():
     assert {name for name, _ in PATHS} == set(COMMANDS) - {"version"}
 
 
@@ -49,7 +49,7 @@ NO_PATHS = {
 
 @pytest.mark.parametrize("typed", NO_PATHS)
 @pytest.mark.parametrize(("name", "wrong"), PATHS, ids=lambda x: getattr(x, "name", x))
-def test_what_can_be_no_path_is_refused(name, wrong, typed, tmp_path, monkeypatch):
+def test_invalid_paths_are_refused(name, wrong, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
     done = here(*words(name, wrong, typed))
@@ -57,7 +57,7 @@ def test_what_can_be_no_path_is_refused(name, wrong, typed, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
 
 
-def test_bytes_are_no_text(tmp_path, monkeypatch):
+def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     """Any file may be called so; what is no path, is written into JSON or given to a tokenizer."""
     monkeypatch.chdir(tmp_path)
     for name, text in TEXTS:
@@ -71,7 +71,7 @@ NOWHERE += [("gpu -i EXAMPLE -o / --quant-method RTN", 2), ("verify .work", 3)]
 
 
 @pytest.mark.parametrize(("line", "code"), NOWHERE)
-def test_an_output_whose_folder_takes_no_work_directory(line, code, example, tmp_path, monkeypatch):
+def test_output_needs_a_folder_for_its_work_directory(line, code, example, tmp_path, monkeypatch):
     (tmp_path / "here" / ".work").mkdir(parents=True)
     (tmp_path / "here" / ".work" / "plan.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "here")

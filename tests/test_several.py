@@ -37,7 +37,7 @@ def require_equal(folder: Path, wanted: dict[str, conversion.Tree]) -> None:
         assert conversion.differing(conversion.tree(folder / name), files) == []
 
 
-def test_each_is_what_it_is_alone_and_all_go_through_the_layers_together(source, alone, tmp_path):
+def test_outputs_equal_single_conversions_and_share_reads(source, alone, tmp_path):
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
     assert done.returncode == 0, done.stderr
     require_equal(tmp_path, alone)
@@ -50,7 +50,7 @@ def test_each_is_what_it_is_alone_and_all_go_through_the_layers_together(source,
     assert begin["total_bytes"] == 3 * 3 * 2 * 3 * 2 * conversion.HIDDEN * conversion.WIDTH
 
 
-def test_what_is_finished_stays_and_the_others_are_made(source, alone, tmp_path):
+def test_finished_outputs_stay_and_missing_ones_are_made(source, alone, tmp_path):
     done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
     assert done.exit_code == 0, done.output
     before = conversion.identity(tmp_path / "out-int8")
@@ -61,7 +61,7 @@ def test_what_is_finished_stays_and_the_others_are_made(source, alone, tmp_path)
     require_equal(tmp_path, alone)
 
 
-def test_the_input_is_hashed_once(source, tmp_path):
+def test_input_is_hashed_once(source, tmp_path):
     asked = {"input": source, "output": tmp_path / "out", "quant_method": "int4,int8", "verify_inputs": True}
     hashed: list[int] = []
     plans = commands.make_plans(commands.make_options("cpu", **asked), hashed.append)
@@ -69,7 +69,7 @@ def test_the_input_is_hashed_once(source, tmp_path):
     assert all(file.sha256 for plan in plans for file in plan.source if file.name.endswith(".safetensors"))
 
 
-def test_with_an_executor(source, alone, tmp_path):
+def test_executor_makes_the_same_outputs(source, alone, tmp_path):
     order = commands.make_options("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
     with ProcessPoolExecutor(2) as executor:
         assert commands.run(commands.make_plans(order), executor)
@@ -92,7 +92,7 @@ IMPOSSIBLE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("dry", [False, True], ids=["run", "dry run"])
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_where_one_is_impossible_nothing_is_written(case, dry, source, tmp_path):
+def test_one_impossible_output_prevents_all_writes(case, dry, source, tmp_path):
     options, code, words = IMPOSSIBLE[case]
     more = ["--dry-run"] if dry else []
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *options, *more)
@@ -128,7 +128,7 @@ def in_use(folder: Path, source: Path) -> None:
         (in_use, 7, "out-rawint4"),
     ],
 )
-def test_where_one_is_in_the_way_nothing_is_begun(prepare, code, word, source, tmp_path):
+def test_one_existing_output_prevents_all_work(prepare, code, word, source, tmp_path):
     folder = tmp_path / "outputs"
     folder.mkdir()
     prepare(folder, source)
@@ -138,7 +138,7 @@ def test_where_one_is_in_the_way_nothing_is_begun(prepare, code, word, source, t
     assert conversion.tree(folder) == before
 
 
-def test_the_disk_has_to_hold_all(source, tmp_path, monkeypatch):
+def test_disk_must_hold_all_outputs(source, tmp_path, monkeypatch):
     """There is room for each of them, and not for all."""
     command = ("cpu", "-i", source, "-o", tmp_path / "out")
     done = conversion.here(*command, *TOGETHER, "--dry-run", "--json")

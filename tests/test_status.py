@@ -22,17 +22,17 @@ def status(bench: Bench, *options: str, code: int = 0) -> Any:
     return json.loads(done.stderr) if code == 0 else done.stderr  # the rig joins both streams
 
 
-def test_nothing_was_begun(bench):
+def test_output_that_was_not_begun_is_refused(bench):
     assert "no conversion into it was begun" in status(bench, code=OutputError.exit_code)
 
 
-def test_a_finished_output(bench):
+def test_finished_output_is_reported(bench):
     assert bench.cpu().returncode == 0
     assert status(bench) == {"output": str(bench.output), "state": "finished"}
     assert bench.run("status", bench.output, "--watch").stderr == f"{bench.output} is finished\n"
 
 
-def test_a_conversion_that_was_killed(bench):
+def test_killed_conversion_is_stopped(bench):
     bench.stop_after(2)
     found = status(bench)
     assert (found["state"], found["done"], found["units"], found["making"]) == ("stopped", 2, 3, [])
@@ -42,7 +42,7 @@ def test_a_conversion_that_was_killed(bench):
     assert bench.run("resume", bench.output).returncode == 0
 
 
-def test_a_part_between_two_units(bench):
+def test_job_share_between_two_units_is_running(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
     held = lock.acquire(bench.work, bench.output, lock.JobShare(1, 2))
     assert status(bench)["state"] == "running"
@@ -50,7 +50,7 @@ def test_a_part_between_two_units(bench):
     assert status(bench)["state"] == "stopped"
 
 
-def test_files_that_hold_anything(bench):
+def test_any_file_content_is_printed_safely(bench):
     bench.stop_after(1)
     book = bench.work / "journal.jsonl"
     process = {"pid": 1, "host": "\x1b[2J", "boot": "", "start": 1, "namespace": ""}
@@ -65,7 +65,7 @@ def test_files_that_hold_anything(bench):
 
 
 @pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "has_active_shares")])
-def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module, name):
+def test_conversion_may_end_while_status_reads_it(bench, monkeypatch, module, name):
     """Between the first file that is read and the next ones, which are gone then."""
     bench.stop_after(2)
     read = getattr(module, name)
@@ -80,7 +80,7 @@ def test_a_conversion_that_ends_while_it_is_looked_at(bench, monkeypatch, module
 
 
 @pytest.mark.parametrize("then", ["it goes on", "it is killed"])
-def test_a_conversion_that_runs(bench, then):
+def test_running_conversion_is_reported(bench, then):
     """It stands still while it makes a unit."""
     line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
     stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
@@ -111,7 +111,7 @@ def test_a_conversion_that_runs(bench, then):
         running.wait()
 
 
-def test_why_a_run_and_a_part_ended(bench):
+def test_reasons_of_failed_runs_and_job_shares_are_reported(bench):
     shard = bench.source / SHARD
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x80\x7f")  # the last weight of layer 1 is infinite
     assert bench.cpu().returncode == 5 and "layer 1" in status(bench)["ended"]

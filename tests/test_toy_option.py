@@ -37,20 +37,20 @@ def ktconvert(*words: object) -> Result:
     return CliRunner().invoke(group, ["cpu", *map(str, words)])
 
 
-def test_help_and_types():
+def test_help_lists_the_option_and_values_are_checked():
     shown = " ".join(ktconvert("--help").output.split())
     assert "--toy INTEGER RANGE Integer of toys. [default: 3; x>=1]" in shown
     done = ktconvert("-i", "a", "-o", "b", "--toy", 0)
     assert done.exit_code == 2 and "--toy" in done.output
 
 
-def test_another_value_is_another_conversion(example, tmp_path):
+def test_different_values_have_different_fingerprints(example, tmp_path):
     plans = [make_plan(make_options("cpu", input=example, output=tmp_path / "out", toy=toy)) for toy in (3, 3, 4)]
     three, again, four = ([unit.fingerprint for unit in plan.units] for plan in plans)
     assert three == again and not set(three) & set(four) and plans[2].document().settings["toy"] == 4
 
 
-def test_it_is_kept_and_compared(example, tmp_path):
+def test_manifest_records_the_value_and_resume_compares_it(example, tmp_path):
     out = tmp_path / "out"
     assert ktconvert("-q", "-i", example, "-o", out, "--layers", 0, "--toy", 5).exception is None
     assert json.loads((out / "manifest.json").read_bytes())["settings"]["toy"] == 5
@@ -58,7 +58,7 @@ def test_it_is_kept_and_compared(example, tmp_path):
     assert isinstance(refused, OutputError) and "--toy was 5, is 3" in str(refused)
 
 
-def test_a_saved_plan_has_it(example, tmp_path):
+def test_saved_plan_restores_the_value(example, tmp_path):
     out = tmp_path / "out"
     paths = locate(out)
     paths.root.mkdir()
@@ -75,13 +75,13 @@ def test_a_saved_plan_has_it(example, tmp_path):
         restore_options(out, saved)
 
 
-def test_names_and_values_of_the_api_are_checked(tmp_path):
+def test_api_checks_names_and_values(tmp_path):
     for wrong, words in (({"toys": 1}, "no option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
         with pytest.raises(ValueError, match=words):
             make_options("cpu", input="a", output=tmp_path, **wrong)
 
 
-def test_misspelt_names_of_settings_are_errors():
+def test_with_values_rejects_misspelt_names():
     options = make_options("cpu", input="a", output="b")
     for wrong in ({"toys": 1}, {"gptq": 1}):
         with pytest.raises(TypeError, match=f"ToyOptions has no option {next(iter(wrong))}"):
