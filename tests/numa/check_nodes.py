@@ -32,7 +32,7 @@ def test_doctor_counts_cores_and_nodes(variant):
 
 
 @pytest.mark.on("two", "four")
-def test_doctor_plan_and_inspect_count_the_same_nodes(variant):
+def test_doctor_plan_and_inspect_report_the_same_nodes(variant):
     cpus = variant.cpus(1)
     assert doctor(cpus=cpus)["kt_flags"]["--kt-threadpool-count"] == 1
     options = ("-i", EXAMPLE, "-o", SHM / "out", "--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
