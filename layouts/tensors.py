@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PROJECTIONS = ("gate", "up", "down")  # the linears of an expert
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs.parts import PROJECTIONS, ExpertGrid
+from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool

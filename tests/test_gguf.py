@@ -14,9 +14,10 @@ import pytest
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, parts_of, read_header
-from ktconvert.layouts.checkpoints.moe_model import PROJECTIONS, MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
 from rig import conversion, floats, gguf, golden, killpoint

@@ -36,7 +36,6 @@ from ktconvert.native_quant.matrix import BF16, Matrix, decode
 from ktconvert.quantizers import equalizing
 from ktconvert.quantizers.equalizing import Exponents
 
-PROJECTIONS = ("gate", "up", "down")
 MOST_NAMES = 4  # of different tensors in one sentence
 EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 

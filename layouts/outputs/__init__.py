@@ -12,8 +12,8 @@ from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format as Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA, PLAIN
-from ktconvert.layouts.outputs.parts import PROJECTIONS as PROJECTIONS
 from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.tensors import PROJECTIONS as PROJECTIONS
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 UNTRIED = (

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ktconvert.layouts.outputs.format import Card
+from ktconvert.layouts.tensors import PROJECTIONS
 
 # Where a checkpoint says how it is quantized: keys of config.json, and files beside it that loaders look for.
 CONFIG_KEYS = ("quantization_config", "compression_config")
@@ -70,7 +71,6 @@ def model_card(
     return ("\n".join(lines) + "\n").encode()
 
 
-PROJECTIONS = ("gate", "up", "down")
 ERROR = """## Error
 
 Measured on one expert of each shard against the source in BF16 \

@@ -12,7 +12,8 @@ from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
-from ktconvert.layouts.outputs.parts import PROJECTIONS, Place, part_shape
+from ktconvert.layouts.outputs.parts import Place, part_shape
+from ktconvert.layouts.tensors import PROJECTIONS
 
 # For experts that the source stores together and whose family has no known names for single ones.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS, MOST_LAYERS
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.quantizers import Matrix
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-PROJECTIONS = ("gate", "up", "down")
 MOST_PARTS = 1 << 10  # the NUMA nodes that Linux knows
 
 

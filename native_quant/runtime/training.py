@@ -13,7 +13,6 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
 
 CPU = torch.device("cpu")
-PROJECTIONS = ("gate", "up", "down")
 
 
 class Lora(NamedTuple):
