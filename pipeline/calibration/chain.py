@@ -177,11 +177,18 @@ def run_portion(
 
 @contextmanager
 def _prepare_run(key: str, chain: Chain) -> Iterator[None]:
+    """Set torch's threads; turn its various out-of-memory errors into a ResourceError that names the unit."""
     import torch
 
     torch.set_num_threads(chain.machine["threads"])
-    with _explain_memory_errors(key, chain.memory_remedies):
+    try:
         yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ResourceError(
+            f"{key}: not enough memory. {chain.memory_remedies} Then resume, or start again with --overwrite."
+        ) from error
 
 
 def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisitor]) -> None:
@@ -203,19 +210,6 @@ def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisit
     with layer_inputs:
         run = LayerRun(work.model, lm, work.layer, lengths, experts_at_once)
         run_expert_layer(run, visitors, layer_inputs, paths.scratch, paths.handover, workers)
-
-
-@contextmanager
-def _explain_memory_errors(key: str, remedies: str) -> Iterator[None]:
-    """Turn torch's various out-of-memory errors into a ResourceError that names the unit."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise ResourceError(
-            f"{key}: not enough memory. {remedies} Then resume, or start again with --overwrite."
-        ) from error
 
 
 def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:

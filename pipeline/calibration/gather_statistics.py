@@ -193,7 +193,7 @@ class ClosingWork:
 
     document    entries of statistics.json that are known before anything is computed (folder.Document)
     write_file  writes the unit's file to a path
-    in_output        whether statistics are the output itself; else they are side files of the chain's units
+    in_output   whether statistics are the output itself; else they are side files of the chain's units
     """
 
     chain: chain.Chain
