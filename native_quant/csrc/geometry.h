@@ -21,7 +21,7 @@ typedef struct {
     int unit;
 } kt_geometry;
 
-/* By bits. Another layout is another row. */
+/* Indexed by bits. A new layout is a new row. */
 static const kt_geometry kt_geometries[] = {
     [4] = {128, 128, 16},
     [8] = {64, 64, 1},
@@ -71,7 +71,7 @@ static inline int64_t kt_first_block_bytes(int bits, int64_t k) {
     return (k < KT_K_BLOCK ? k : KT_K_BLOCK) * KT_PANEL_ROWS * bits / 8;
 }
 
-/* Where the half tiles of rows row .. row + 15 begin, of the column block that begins at `first`; KT_TILE_BYTES apart.
+/* The half tiles of rows row .. row + 15, in the column block that begins at `first`; KT_TILE_BYTES apart.
  */
 static inline uint8_t *kt_half_tiles(int bits, uint8_t *weight, int64_t k, int64_t row, int64_t first) {
     kt_panel panel = kt_panel_of(bits, weight, k, row / KT_PANEL_ROWS);

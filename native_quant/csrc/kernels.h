@@ -134,7 +134,7 @@ static inline float kt_zero_of(const kt_codes *row, int64_t group) {
     return row->zeros ? row->zeros[group] : (float)(1 << (row->bits - 1));
 }
 
-/* Where the columns of the row's group number `group` end. */
+/* The end of the columns of the row's group number `group`. */
 static inline int64_t kt_end_of_group(const kt_codes *row, int64_t group) {
     int64_t end = (group + 1) * row->group - row->first;
     return end < row->columns ? end : row->columns;
@@ -184,11 +184,11 @@ typedef struct {
 } kt_tiling;
 enum { KT_MOST_TILE_ROWS = 16, KT_LEAST_TOKENS = 144, KT_MOST_TOKENS = 512 };
 
-/* How an instruction set wants the activations of m tokens that are multiplied by the same weights. */
+/* The tiling that an instruction set needs for the activations of m tokens that share weights. */
 typedef kt_tiling kt_tiling_fn(int bits, int64_t m);
 
-/* Where the columns of token t, counted from the first tile, begin in tiles of `rows` tokens; each 64 columns of it are
-   rows * 64 bytes apart. */
+/* The place of the columns of token t, counted from the first tile, in tiles of `rows` tokens; each 64 columns of it
+   are rows * 64 bytes apart. */
 static inline int64_t kt_in_tiles(int64_t rows, int64_t k, int64_t t) {
     return t / rows * rows * k + t % rows * 64;
 }
@@ -236,7 +236,7 @@ typedef float kt_quantize_row_fn(int is_bf16, const void *x, int64_t k, int64_t 
 typedef void kt_remainder_fn(const float *x, int64_t k, float scale, float step, kt_code_row q, int8_t *q2,
                              int32_t *sums);
 
-/* What becomes of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit:
+/* Outputs of 32 columns of dot products of m tokens: y = token_scale[t] * (row_scale[r] * (unit * acc)). unit:
    what kt_gemm_fn returned. exact: what kt-kernel rounds to BF16 is rounded to BF16. out[t * out_pitch + r]:
    float32. */
 typedef struct {

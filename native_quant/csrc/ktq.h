@@ -15,7 +15,7 @@
 
 /* cdef begin */
 
-/* What a function returns; ktq_strerror has the sentences. */
+/* Error codes; ktq_strerror describes them. */
 enum {
     KTQ_OK,
     KTQ_EINVAL,
@@ -74,7 +74,7 @@ typedef struct {
     const int32_t *group_of;
 } ktq_source;
 
-/* What n and k of a packed weight are multiples of, by the bits of its codes; 0: no weight is packed with this many. */
+/* n and k of a packed weight are multiples of these, by the bits of its codes; 0: unsupported bits. */
 int64_t ktq_block_rows(int bits);
 int64_t ktq_tile_columns(int bits);
 
@@ -155,7 +155,7 @@ int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, con
 int ktq_descend(int least, int most, int precision, int64_t n, int64_t k, int64_t group, const float *hessian,
                 const float *diagonal, const float *scale, int8_t *codes, float *gradient, int64_t *changed);
 
-/* What n and k of a weight in panels of 32 rows (bytes.md, Panels) are multiples of. */
+/* n and k of a weight in panels of 32 rows (bytes.md, Panels) are multiples of these. */
 enum { KTQ_BF16_MULTIPLE = 32, KTQ_MXFP4_MULTIPLE = 64, KTQ_FP8_MULTIPLE = 128 };
 
 /* The order of codes: that of panels, or row after row. BF16 also has that of kt-kernel: row blocks of 256 rows, column
@@ -263,7 +263,7 @@ enum {
 };
 enum { KTQ_K_COLUMNS = 128, KTQ_K_SCALE_BYTES = 2 + 2 + 4 + 4, KTQ_Q6_K_SCALE_BYTES = 2 + 8 };
 enum { KTQ_NVFP4_HEADER = 64 };
-/* Of a layer; experts of a token; the hidden size and the columns of a part: int32 sums hold 255 * 127 per column. */
+/* Limits: experts of a layer and of a token; hidden size and columns of a part (int32 sums: 255 * 127 per column). */
 enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096, KTQ_MOST_COLUMNS = 65536 };
 
 /* The bytes of the codes and of the scales that a forward reads of a weight [n, k]. KTQ_EINVAL: there is no such
@@ -348,9 +348,9 @@ int ktq_train_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, 
 int ktq_train_backward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call, const ktq_lora *lora,
                        const ktq_kept *kept, const ktq_gradients *gradients);
 
-/* How a tensor in memory becomes rows of items: from panels (bytes.md, Panels), numbers of one byte or of two; bytes of
-   two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes, or of
-   one, for each row of a panel, group after group; the latter as E8M0, to BF16. Or plain rows of bytes. */
+/* Ways to turn a tensor in memory into rows of items: from panels (bytes.md, Panels), numbers of one byte or of two;
+   bytes of two codes each, as in MXFP4, or with the highest bit of each flipped, as offset binary; scales of two bytes,
+   or of one, for each row of a panel, group after group; the latter as E8M0, to BF16. Or plain rows of bytes. */
 enum {
     KTQ_PANEL_BYTES,
     KTQ_PANEL_HALVES,

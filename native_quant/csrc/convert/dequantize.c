@@ -6,7 +6,7 @@
 
 enum { TILE_COLUMNS_MAX = 128, LANES = 8 };
 
-/* Where the tiles of row r begin, in the column block that begins at c. */
+/* The tiles of row r, in the column block that begins at c. */
 static const uint8_t *tiles_at(int bits, int64_t k, const uint8_t *weight, int64_t r, int64_t c) {
     kt_panel panel = kt_panel_of(bits, weight, k, r / KT_PANEL_ROWS);
     return kt_panel_tiles(bits, &panel, k, c);

@@ -1,4 +1,4 @@
-/* What the 16 codes of FP4 E2M1 stand for (OCP Microscaling Formats 1.0): sign, 2 exponent bits (bias 1), 1 fraction
+/* The values of the 16 codes of FP4 E2M1 (OCP Microscaling Formats 1.0): sign, 2 exponent bits (bias 1), 1 fraction
  * bit. */
 #ifndef KT_E2M1_H
 #define KT_E2M1_H

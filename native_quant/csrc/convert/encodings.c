@@ -1,4 +1,4 @@
-/* What is known of the encodings of a source (ktq.h), and whether a source is one. */
+/* Properties of the encodings of a source (ktq.h), and the check of a source. */
 #include "kernels.h"
 
 int kt_column_bits(int kind) {

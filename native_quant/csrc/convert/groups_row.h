@@ -5,7 +5,7 @@
 #include "bf16.h"
 #include "kernels.h"
 
-/* What a group of zeros gets, or one whose scale rounds to zero: the distance of 1 to the next BF16. */
+/* The scale of a group of zeros, or of one whose scale rounds to zero: the distance of 1 to the next BF16. */
 #define KT_EMPTY_SCALE 0x1p-7f
 
 /* The value of largest magnitude: the negative one of two. */

@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-/* Of 32 rows at a time: 16 KiB of stack, which stay in L1. */
+/* Codes of 32 rows at a time: 16 KiB of stack, which stay in L1. */
 enum { STAGE_BYTES = 512, WORD_BYTES = 4, AWQ_ROWS = 8, LANES = 4 };
 
 static int64_t minimum(int64_t a, int64_t b) {

@@ -13,7 +13,7 @@ int kt_has_mxfp4(const ktq_source *source) {
            source->first_column % KT_GROUP_COLUMNS == 0;
 }
 
-/* Of a float32 scale that is 2^(e-127), e; else NO_EXPONENT. */
+/* Returns e for a float32 scale that is 2^(e-127), else NO_EXPONENT. */
 static int exponent_of(float scale) {
     uint32_t bits = kt_bits(scale);
     if (bits == 0x400000) return 0; /* 2^-127, subnormal */

@@ -1,4 +1,4 @@
-/* What the kernels of MXFP4 share (numerics.md, section 9). */
+/* Shared by the kernels of MXFP4 (numerics.md, section 9). */
 #ifndef KT_PACK_MXFP4_H
 #define KT_PACK_MXFP4_H
 

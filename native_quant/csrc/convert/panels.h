@@ -1,4 +1,4 @@
-/* What the packers of panels of 32 rows share (bytes.md, Panels). */
+/* Shared by the packers of panels of 32 rows (bytes.md, Panels). */
 #ifndef KT_PANELS_H
 #define KT_PANELS_H
 

@@ -49,7 +49,7 @@ static void store_candidates(const kt_kernels *kernels, const kt_scale_search *s
     }
 }
 
-/* Of each row, twice the products of its values and its codes, and the squares of its codes, in the metric. */
+/* Computes for each row, in the metric, twice the products of its values and codes, and the squares of its codes. */
 static void measure_tried(const kt_kernels *kernels, const kt_moments *moments, int64_t k, int rows,
                           const float *vectors, float products[][TRIED], float squares[][TRIED]) {
     _Alignas(64) float panel[DEPTH * KT_SUM_LANES], sums[ROWS][KT_TOGETHER][KT_SUM_LANES];

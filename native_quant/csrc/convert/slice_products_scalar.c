@@ -1,4 +1,4 @@
-/* What the errors of some columns take from others: the definition, a value at a time. */
+/* Subtracts the errors of some columns from others: the definition, a value at a time. */
 #include <math.h>
 
 #include "kernels.h"

@@ -98,7 +98,7 @@ static void scales_bf16(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
 }
 
-/* Of 128 columns of all rows. */
+/* The scales of 128 columns of all rows. */
 static void scales_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        float *scale) {
     (void)kernels;
@@ -134,7 +134,7 @@ static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel
     kernels->chunk_integers(panel->bits, codes_of(panel, first), NULL, columns, chunk);
 }
 
-/* In two's complement. */
+/* Codes in two's complement. */
 static void integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                      uint16_t *chunk) {
     kernels->chunk_int16(panel->bits, 1, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
@@ -159,7 +159,7 @@ static k_unit k_unit_of(const kt_bf16_panel *panel, int64_t bytes, int64_t first
                     columns < left ? columns : left};
 }
 
-/* Of Q4_K and Q5_K: the scales (0) or the least values (1). */
+/* For Q4_K and Q5_K: the scales (0) or the least values (1). */
 static void k_scales(int which, const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                      float *out) {
     for (int64_t end = first + columns; first < end;) {

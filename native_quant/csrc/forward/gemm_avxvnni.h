@@ -51,7 +51,7 @@ KT_INLINE KT_TARGET_AVXVNNI void tile_few(int tokens, const uint8_t *tile, const
     }
 }
 
-/* What kt_fetch_next does, but in turn from `ahead` on and from `half` bytes after it. */
+/* Like kt_fetch_next, but in turn from `ahead` on and from `half` bytes after it. */
 KT_INLINE void fetch_halves(int quad, const uint8_t **ahead, int64_t half, int64_t step) {
     if (quad % 2) return;
     _mm_prefetch((const char *)*ahead + quad % 4 / 2 * half, _MM_HINT_T1);

@@ -18,7 +18,7 @@ static float sum_of_products(const uint16_t *a, const uint8_t *chunk, int64_t r)
     return sum;
 }
 
-/* Of KT_SUM_COLUMNS columns from `first` on with a panel, whose sums are c. */
+/* Adds the products of KT_SUM_COLUMNS columns from `first` on with a panel, whose sums are c. */
 static void add_products(const kt_bf16_gemm *job, int64_t first, const uint8_t *chunk, const float *scale, float *c) {
     for (int64_t t = 0; t < job->m; t++)
         for (int64_t r = 0; r < KT_PANEL_ROWS; r++) {

@@ -1,4 +1,4 @@
-/* What products of int16 have in common on AVX-512, with VNNI and without: 24 of 32 registers hold sums. */
+/* Shared by the products of int16 on AVX-512, with and without VNNI: 24 of 32 registers hold sums. */
 #include "vectors_avx512.h"
 
 enum { BLOCK = 12 };

@@ -99,7 +99,7 @@ static void add(kt_group *group, kt_task task) {
     group->task[group->tasks++] = task;
 }
 
-/* How many of a bucket's panels one task takes: as many as give each thread about TASKS_PER_THREAD tasks. */
+/* The number of a bucket's panels in one task: as many as give each thread about TASKS_PER_THREAD tasks. */
 static int64_t panels_per_task(const kt_pass *pass, int64_t m, int64_t panels, int64_t threads, int64_t most) {
     double all = 0;
     for (int64_t b = 0; b < pass->buckets; b++) all += (double)panels * (double)(pass->bucket[b].m + PANEL_COST);

@@ -34,7 +34,7 @@ typedef struct {
     int64_t expert, first, m;
 } kt_bucket;
 
-/* Where a token and one of its experts meet. */
+/* A pair of a token and one of its experts. */
 typedef struct {
     int64_t row; /* of everything that has a row for each of them; -1: none */
     int64_t bucket;
@@ -153,7 +153,7 @@ static inline void kt_open_gaps(const kt_arena *arena) {
 }
 #define KT_TAKE(pointer, count) ((pointer) = kt_take(arena, (count), sizeof *(pointer)))
 
-/* What the tasks do with numbers. They wait and count in moe_tasks.c. */
+/* The arithmetic of the tasks. moe_tasks.c waits and counts. */
 struct kt_arithmetic {
     int64_t a_bytes, h_bytes; /* memory for a column of a row's activations, before and after gate and up */
     /* Memory for a group's rows. */

@@ -13,7 +13,7 @@ static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
         KT_TAKE(group->bf16.h_sums, group->parts * pass->rows * pass->width / KT_SUM_COLUMNS);
 }
 
-/* Of KT_SUM_COLUMNS activations, added up in halves: 16 sums of two, 8 of four ... */
+/* Adds up KT_SUM_COLUMNS activations in halves: 16 sums of two, 8 of four ... */
 static float sum_activations(const uint16_t *x) {
     float sum[KT_SUM_COLUMNS];
     for (int i = 0; i < KT_SUM_COLUMNS; i++) sum[i] = kt_from_bf16(x[i]);
@@ -73,7 +73,7 @@ static void apply_limits(const ktq_moe *moe, int64_t count, float *gate, float *
     }
 }
 
-/* Where the block of tokens that begins with a row begins in h, in a task's part of that width. */
+/* The place in h of the block of tokens that begins with a row, in a task's part of that width. */
 static int64_t h_row(const kt_pass *pass, const kt_task *task, int64_t row, int64_t width) {
     return kt_terms(pass->down) * (task->part * pass->rows * pass->width + row * width);
 }

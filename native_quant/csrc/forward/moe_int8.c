@@ -12,7 +12,7 @@ static int64_t column_blocks(int64_t k) {
     return kt_blocks(k, KT_K_BLOCK);
 }
 
-/* How the kernel wants the codes of a bucket: a call gets whole tiles. */
+/* The tiling that the kernel needs for the codes of a bucket: a call gets whole tiles. */
 static kt_tiling tiling_of(const kt_pass *pass, int64_t bucket) {
     kt_tiling tiling = pass->kernels->tiling(pass->gate->bits, pass->bucket[bucket].m);
     tiling.tokens -= tiling.tokens % tiling.rows;

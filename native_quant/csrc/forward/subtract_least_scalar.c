@@ -1,4 +1,4 @@
-/* What the least values of groups of columns make of sums of products. */
+/* Subtracts the least values of groups of columns, times sums of activations, from sums of products. */
 #include <math.h>
 
 #include "kernels.h"

@@ -22,7 +22,7 @@ typedef struct {
     int is_b, projection;
 } kt_factor;
 
-/* Of a bucket: rows first .. first + count - 1, or panels. Or tokens. */
+/* Rows first .. first + count - 1 of a bucket, or its panels, or tokens. */
 typedef struct {
     int64_t bucket, part, first, count;
 } kt_slice;

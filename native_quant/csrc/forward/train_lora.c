@@ -110,7 +110,7 @@ void kt_drop_floats(const kt_training *t, int projection, int64_t row, int64_t f
 
 /* --- the gradients of factors ------------------------------------------------------------------------------------- */
 
-/* What is summed over tokens: low rows (several of them: parts of down), times rows. terms: of a low number. */
+/* A sum over tokens: low rows (several of them: parts of down), times rows. terms: of a low number. */
 typedef struct {
     const uint16_t *low;
     int64_t count, pitch, terms;

@@ -1,4 +1,4 @@
-/* What training multiplies: rows by a layer's weights or their transposes, in BF16 or int8, and what becomes of it. */
+/* The products of training: rows times a layer's weights or their transposes, in BF16 or int8, and their rounding. */
 #include <string.h>
 
 #include "bf16.h"

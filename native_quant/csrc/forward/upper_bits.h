@@ -1,8 +1,8 @@
-/* Where the upper bits of codes of 5 and 6 bits are (ktq.h), in the vectors of a template. */
+/* The upper bits of codes of 5 and 6 bits (ktq.h), in the vectors of a template. */
 #ifndef KT_UPPER_BITS_H
 #define KT_UPPER_BITS_H
 
-/* Of the four lines of words number v, the first line's from bit 4 on; those of the next line follow. */
+/* The upper bits of the four lines of words number v: those of the first line begin at bit 4, the others follow. */
 TARGET static inline ints upper_bits(int bits, const uint8_t *words, int v) {
     if (bits == 6) {
         ints two = loadu_si(words + v / 2 * 64);

@@ -18,7 +18,7 @@ struct ktq_job {
     atomic_uint pending; /* 0: no; otherwise 1 + kt_pool_forks() where it was submitted */
 };
 
-/* Whether it is queued or running. In a forked child of the process that submitted it, it never runs. */
+/* Whether the job is queued or running. In a forked child of the process that submitted it, it never runs. */
 static int is_pending(ktq_job *job) {
     unsigned since = atomic_load(&job->pending);
     if (since == 0 || since == 1 + kt_pool_forks()) return since != 0;

@@ -1,4 +1,4 @@
-/* Where the runtime's threads run. */
+/* The CPUs of the runtime's threads. */
 #ifndef KT_PLACE_H
 #define KT_PLACE_H
 

@@ -9,7 +9,7 @@
 #include "cpu.h"
 #include "ktq.h"
 
-/* What every thread of a pool runs once per job; worker 0 is the caller. */
+/* The function that every thread of a pool runs once per job; worker 0 is the caller. */
 typedef void kt_work_fn(void *job, int group, int worker);
 
 int kt_pool_groups(const ktq_pool *pool);

@@ -1,4 +1,4 @@
-/* What every processor can run. */
+/* The instruction sets of a processor without kernels of its own: only scalar. */
 #include "kernels.h"
 
 unsigned kt_cpu_isas(void) {

@@ -23,7 +23,7 @@ static inline void kt_leave(kt_fp_state before) {
     fesetenv(&before);
 }
 
-/* In a loop that waits for another thread. */
+/* Pauses in a loop that waits for another thread. */
 static inline void kt_pause(void) {
 }
 

@@ -1,6 +1,6 @@
-/* What this CPU and this kernel can run. CPUID says what the CPU has, XCR0 which registers the kernel saves, and the
- * AMX tile registers must be asked for besides (Linux 5.16: arch_prctl ARCH_REQ_XCOMP_PERM, for the whole process). Bit
- * numbers: Intel SDM volume 2A, CPUID, and volume 1, 13.3 (XCR0). */
+/* The instruction sets that this CPU and this kernel support. CPUID tells what the CPU has, XCR0 which registers the
+ * kernel saves, and the AMX tile registers must be asked for besides (Linux 5.16: arch_prctl ARCH_REQ_XCOMP_PERM, for
+ * the whole process). Bit numbers: Intel SDM volume 2A, CPUID, and volume 1, 13.3 (XCR0). */
 #define _GNU_SOURCE /* syscall */
 #include <cpuid.h>
 #include <stdint.h>

@@ -24,7 +24,7 @@ static inline void kt_leave(kt_fp_state before) {
     __builtin_ia32_ldmxcsr(before);
 }
 
-/* In a loop that waits for another thread. */
+/* Pauses in a loop that waits for another thread. */
 static inline void kt_pause(void) {
     __builtin_ia32_pause();
 }

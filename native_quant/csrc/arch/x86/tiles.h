@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-/* What ldtilecfg reads (Intel SDM volume 1, 18.3). */
+/* The operand of ldtilecfg (Intel SDM volume 1, 18.3). */
 typedef struct {
     uint8_t palette, start_row, reserved[14];
     uint16_t row_bytes[16];

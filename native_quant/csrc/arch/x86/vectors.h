@@ -69,7 +69,7 @@
 #define store_si(p, x) SI(store)((void *)(p), x)
 #define storeu_si(p, x) SI(storeu)((void *)(p), x)
 
-/* Of half as many bytes. */
+/* The same for half as many bytes. */
 #define half_loadu(p) HALF_SI(loadu)((const void *)(p))
 #define half_and HALF_SI(and)
 #define half_or HALF_SI(or)

@@ -8,7 +8,7 @@
 
 #define TARGET KT_TARGET_AVX2
 #define KERNEL_OF(family) kt_##family##_avx2
-/* Of a vector: words of 32 bits, and bytes. How many vectors fit into registers. */
+/* The 32-bit words and the bytes of a vector; the number of vector registers. */
 enum { LANES = 8, VECTOR_BYTES = 32, REGISTERS = 16 };
 
 typedef __m256 floats;
@@ -65,7 +65,7 @@ TARGET static inline void store_epi16_epi8(void *p, ints x) {
     _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1)));
 }
 
-/* What was packed once, or twice, within 128 bits, in order; and what is then in order after unpacking. */
+/* Restores the order after packing once or twice within 128 bits, or prepares it for unpacking. */
 #define after_pack(x) _mm256_permute4x64_epi64(x, 0xd8)
 #define after_packs(x) _mm256_permutevar8x32_epi32(x, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7))
 #define before_unpack(x) _mm256_permute4x64_epi64(x, 0xd8)

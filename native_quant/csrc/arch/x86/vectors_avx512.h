@@ -8,7 +8,7 @@
 
 #define TARGET KT_TARGET_AVX512
 #define KERNEL_OF(family) kt_##family##_avx512
-/* Of a vector: words of 32 bits, and bytes. How many vectors fit into registers. */
+/* The 32-bit words and the bytes of a vector; the number of vector registers. */
 enum { LANES = 16, VECTOR_BYTES = 64, REGISTERS = 32 };
 
 typedef __m512 floats;
@@ -61,7 +61,7 @@ TARGET static inline ints load_strided(const uint8_t *p, int64_t stride) {
 /* 16 bits, -128 to 127, as bytes. */
 #define store_epi16_epi8(p, x) _mm256_storeu_si256((__m256i *)(p), _mm512_cvtepi16_epi8(x))
 
-/* What was packed once, or twice, within 128 bits, in order; and what is then in order after unpacking. */
+/* Restores the order after packing once or twice within 128 bits, or prepares it for unpacking. */
 #define after_pack(x) _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), x)
 #define after_packs(x) \
     _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), x)
