@@ -1,4 +1,4 @@
-"""What `import ktconvert` offers: each example of its docstring is run."""
+"""The public names of `import ktconvert`; each example of its docstring runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import pytest
 import ktconvert
 
 
-def test_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
-    """With the bundled model as `model`."""
+def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    """The bundled model is `model`."""
     (tmp_path / "model").symlink_to(example)
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testmod(ktconvert, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
@@ -29,7 +29,7 @@ def test_every_name_is_documented() -> None:
         assert getattr(ktconvert, name).__doc__, name
 
 
-def test_a_wrong_name_is_a_sentence(tmp_path: Path) -> None:
+def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no command 'convert': choose one of cpu, "):
         ktconvert.plan("convert")
     with pytest.raises(ValueError, match="there is no option ouput"):
@@ -40,8 +40,8 @@ def test_a_wrong_name_is_a_sentence(tmp_path: Path) -> None:
         ktconvert.nothing  # noqa: B018
 
 
-def test_the_version_stands_everywhere() -> None:
-    """It has one source, pipeline/__init__.py; CITATION.cff and CHANGELOG.md follow it."""
+def test_version_is_the_same_everywhere() -> None:
+    """The source is pipeline/__init__.py; CITATION.cff and CHANGELOG.md follow."""
     root = Path(__file__).resolve().parents[1]
     assert importlib.metadata.version("ktconvert") == ktconvert.__version__
     notes = [sys.executable, root / ".ci" / "release_notes.py"]

@@ -31,7 +31,7 @@ from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, click_parameters
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, option_fields
-from ktconvert.pipeline.report import events as ui_events
+from ktconvert.pipeline.report import events as report_events
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion, reference
 from rig.safetensors import write_file
@@ -204,14 +204,14 @@ def test_every_exit_code_is_documented() -> None:
 def schema() -> str:
     """docs/reference/events.schema.json."""
     draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "an event of ktconvert --json"}
-    return json.dumps(draft | msgspec.json.schema(ui_events.Line), indent=2) + "\n"
+    return json.dumps(draft | msgspec.json.schema(report_events.Event), indent=2) + "\n"
 
 
 def tables_of_events() -> str:
     """What docs/reference/json.md says of each event."""
-    definitions = msgspec.json.schema(ui_events.Line)["$defs"]
+    definitions = msgspec.json.schema(report_events.Event)["$defs"]
     parts = []
-    for kind, event in ui_events.KINDS.items():
+    for kind, event in report_events.EVENTS.items():
         about = definitions[event.__name__]
         parts.append(f"### `{kind}`\n\n{about['description']}\n\n| field | type | |\n|---|---|---|\n")
         for name, field in about["properties"].items():
@@ -296,7 +296,7 @@ def test_events_are_of_their_types(documents: dict[str, list[Any]]) -> None:
     kinds = {line["event"] for line in documents["events"]}
     assert {"note", "begin", "start", "done", "part", "finished", "hashed", "error"} <= kinds
     for line in documents["events"]:
-        event = msgspec.convert(line, ui_events.Line)
+        event = msgspec.convert(line, report_events.Event)
         assert {*line} - {"event"} <= {*event.__struct_fields__}, line
 
 

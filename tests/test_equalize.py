@@ -153,7 +153,7 @@ def test_verify_proves_it(way: str, source: Path, imatrix: Path, tmp_path: Path)
     plain, output = (convert(source, tmp_path / name, *options, *more) for name, more in PAIR.items())
     given = ("--imatrix", imatrix) if way == "imatrix" else ()
     report = accepted(output, "--against", source, "--full", *given)
-    assert "2 experts are equalized, up with the codes that it has otherwise" in row(report, "source")["result"]
+    assert "2 experts are equalized, up has the codes that it has without --equalize" in row(report, "source")["result"]
     assert report["equalized"] == [SCRAMBLED] and f"| equalized | {SCRAMBLED} |" in (output / "README.md").read_text()
     without = accepted(plain, "--against", source, "--full", *given)
     errors, before = ({(e["layer"], e["projection"]): e for e in each["errors"]} for each in (report, without))
@@ -230,7 +230,9 @@ def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(equalizing, "scale", scale)
     output = convert(source, tmp_path / "out", "--equalize")
-    assert "up of expert 0 of layer 0 has other codes than without --equalize" in refused(output, "--against", source)
+    assert "up of expert 0 of layer 0 has different codes than without --equalize" in refused(
+        output, "--against", source
+    )
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.cli.version.wheel_tag": "files of the installation",
     "ktconvert.pipeline.cli.eval.eval": "calls a read_text that has a row",
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
+    "ktconvert.pipeline.verify.file_checks._compare_readers": "headers that open_output has read before",
     "ktconvert.pipeline.engine.assemble.fill": "a file that the same run has written",
     "ktconvert.pipeline.models.fine_tuning.": "files that the same run has written; of another's, nothing is raised",
     "ktconvert.pipeline.plans.train._identity": "headers, which have rows",

@@ -16,7 +16,7 @@ from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights
 from ktconvert.pipeline.calibration.gptq_experts import GptqVisitor
 from ktconvert.pipeline.stages.quantize_experts import quantize
-from ktconvert.pipeline.verify.checks import ROWS, judge
+from ktconvert.pipeline.verify.expert_checks import ROWS, judge_calibrated
 from ktconvert.quantizers.choice import GPTQ
 from rig import reference, scale_search
 
@@ -189,15 +189,15 @@ def change_code(stored: list[Any], row: int, code: int) -> list[Any]:
 def test_verify_finds_illegal_codes_and_scales(linear: Any, whole: bool) -> None:
     """In any row, whether the whole linear is measured or only some rows."""
     matrix, stored, rounded = linear
-    assert judge(AMXINT4, matrix, stored, rounded, whole=whole)[2] == ""
+    assert judge_calibrated(AMXINT4, matrix, stored, rounded, whole=whole)[2] == ""
     sampled = np.unique(np.linspace(0, WIDTH - 1, ROWS).astype(int))
     for row in (0, int(np.setdiff1d(np.arange(WIDTH), sampled)[9]), WIDTH - 1):
-        assert judge(AMXINT4, matrix, change_code(stored, row, 7), rounded, whole=whole)[2] == ""
-        problem = judge(AMXINT4, matrix, change_code(stored, row, -8), rounded, whole=whole)[2]
+        assert judge_calibrated(AMXINT4, matrix, change_code(stored, row, 7), rounded, whole=whole)[2] == ""
+        problem = judge_calibrated(AMXINT4, matrix, change_code(stored, row, -8), rounded, whole=whole)[2]
         assert problem == "has a code outside -7 to 7", row
         scales = stored[1].view(np.float32).copy()
         scales[row] = np.nan
-        problem = judge(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, whole=whole)[2]
+        problem = judge_calibrated(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, whole=whole)[2]
         assert problem == "has a scale that is not finite", row
 
 
@@ -205,4 +205,4 @@ def test_verify_finds_codes_of_a_different_expert(linear: Any) -> None:
     matrix, _, rounded = linear
     other = [np.empty_like(tensor) for tensor in rounded]
     quantize(AMXINT4, GPTQ, Matrix(weights_of(np.random.default_rng(8), "gauss")["gate"], BF16), other)
-    assert "times as far as rounding to nearest" in judge(AMXINT4, matrix, other, rounded, whole=False)[2]
+    assert "times that of rounding to nearest" in judge_calibrated(AMXINT4, matrix, other, rounded, whole=False)[2]

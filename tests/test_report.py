@@ -1,4 +1,4 @@
-"""`ktconvert verify --report`: the page says what the JSON says, whatever the names are, and needs nothing else."""
+"""`ktconvert verify --report`: the page shows the values of the JSON, escapes names, and needs no other files."""
 
 import html
 import json
@@ -26,7 +26,7 @@ from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
-from ktconvert.pipeline.verify.page import MOST_TITLES, TEMPLATES, page, percent
+from ktconvert.pipeline.verify.page import MOST_TITLES, TEMPLATES, percent, render_page
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
 from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
@@ -40,12 +40,12 @@ FIRST = "model-00001-of-00002.safetensors"
 
 
 def plain(markup: str) -> str:
-    """What a reader sees of it."""
+    """Return the text of some markup."""
     return html.unescape(re.sub(r"<[^>]*>", "", markup))
 
 
 class Page:
-    """What a page holds: tables by the heading or title above them, titles of cells by heading and map, text."""
+    """A page: tables by the heading above them, titles of cells by heading and map, and text."""
 
     def __init__(self, text: str) -> None:
         self.tables: dict[str, list[list[str]]] = {}
@@ -67,7 +67,7 @@ class Page:
 
 
 def report(output: Path, at: Path, *options: object, code: int = 0) -> tuple[Page, dict[str, Any]]:
-    """The page and the JSON object of one run."""
+    """Return the page and the JSON object of one run."""
     done = CliRunner().invoke(verify, [str(output), "--json", "--report", str(at), *map(str, options)])
     assert done.exit_code == code, done.output
     text = at.read_text()
@@ -114,7 +114,7 @@ def against(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
     return made
 
 
-def test_against_the_source(against):
+def test_page_shows_the_errors_of_the_json(against):
     found, facts = against
     assert [r[:1] + r[2:] for r in found.tables["Checks"][1:]] == [[c["name"], c["result"]] for c in facts["checks"]]
     head, *rows = found.tables["Error against the source"]
@@ -136,8 +136,8 @@ def test_against_the_source(against):
     assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
 
 
-def test_the_worst_row(output, example, against):
-    """It is the one that the NumPy definition finds, counted in its part."""
+def test_worst_rows_are_those_of_the_numpy_definition(output, example, against):
+    """Rows are counted within their NUMA part."""
     found, _ = against
     source, packed = read_folder(example), read_folder(output)
     head, *rows = found.tables["Worst rows"]
@@ -158,7 +158,7 @@ def test_the_worst_row(output, example, against):
         assert (part, row, error) == (str(numa), str(at), percent(float(largest)))
 
 
-def test_scales_without_a_source(output, statistics, tmp_path):
+def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
     found, facts = report(output, tmp_path / "r.html", "--statistics", statistics)
     assert "Error against the source" not in found.words and facts["errors"] == []
     stored = read_folder(output)
@@ -179,7 +179,7 @@ def test_scales_without_a_source(output, statistics, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
-def test_other_outputs(method, options, example, tmp_path):
+def test_page_of_every_format(method, options, example, tmp_path):
     made(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
     assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
@@ -187,7 +187,7 @@ def test_other_outputs(method, options, example, tmp_path):
         assert set(found.maps["Error against the source", "up"].values()) == {"0 %"}
 
 
-def test_whole_models(example, tmp_path):
+def test_page_of_gpu_and_dequantized_models(example, tmp_path):
     made(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
     assert "NUMA part" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
@@ -197,8 +197,8 @@ def test_whole_models(example, tmp_path):
     assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
 
 
-def test_scales_of_each_form(random_experts):
-    """As many as the format has, and those by which it dequantizes: no number is larger than its scale allows."""
+def test_scale_values_bound_the_decoded_weights(random_experts):
+    """The number of scales is that of the format, and no decoded weight is larger than its scale allows."""
     bits = random_experts(1, 256, 256)["gate"][0]
     for name in ("AMXINT4", "AMXINT8", "MXFP4", "FP8", "KT_MXFP4", "KT_FP8", "W4A16", "W8A16"):
         form, most = FORMATS[name].encoding, {"MXFP4": 6.0, "FP8": 448.0}.get(name.removeprefix("KT_"))
@@ -212,7 +212,7 @@ def test_scales_of_each_form(random_experts):
         assert scales.size * (form.grid.group or 256) ** (2 if "FP8" in name else 1) == 256 * 256, name
 
 
-def test_names_are_text(output, tmp_path):
+def test_names_are_escaped_in_html(output, tmp_path):
     named = tmp_path / "<script>alert(1)<!--\"'&amp;"
     shutil.copytree(output, named)
     (named / "<img src=x onerror=alert(2)>.safetensors").touch()
@@ -222,7 +222,7 @@ def test_names_are_text(output, tmp_path):
     assert said and all(problem in found.words for problem in said) and facts["message"] in found.words
 
 
-def test_strange_scales(output, example, tmp_path):
+def test_invalid_scales_are_counted(output, example, tmp_path):
     damaged = Path(shutil.copytree(output, tmp_path / "damaged"))
     header, start = header_of(damaged / FIRST), data_start(damaged / FIRST)
     with (damaged / FIRST).open("r+b") as shard:
@@ -259,8 +259,8 @@ def test_refusals_come_before_any_work(output, statistics, tmp_path):
     assert page.read_text() == old and {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
 
 
-def test_the_page_is_written_whole_or_not_at_all(output, tmp_path):
-    """The system allows no file as large as the page: the old one stays, and nothing else is left."""
+def test_page_is_written_completely_or_not_at_all(output, tmp_path):
+    """If the system allows no file as large as the page, the old page stays and no other file is left."""
     page = tmp_path / "r.html"
     old = f"an older page, {publish.MARK}"
     page.write_text(old)
@@ -270,10 +270,10 @@ def test_the_page_is_written_whole_or_not_at_all(output, tmp_path):
     assert page.read_text() == old and [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_the_templates_are_in_the_package(tmp_path):
+def test_package_contains_the_templates(tmp_path):
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
     subprocess.run(command, check=True, capture_output=True, cwd=Path(__file__).parents[1])
-    here = tmp_path / "ktconvert" / "pipeline" / "report"
+    here = tmp_path / "ktconvert" / "pipeline" / "verify"
     assert {p.name for p in TEMPLATES.iterdir() if p.suffix in (".html", ".css")} < {p.name for p in here.iterdir()}
 
 
@@ -298,7 +298,7 @@ def large(whole: Report) -> Made:
         measure = replace(whole.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))
         assert whole.page_data is not None and whole.page_data.scales is not None
         data = PageData((), Scales(linears, whole.page_data.scales.counts), counts)
-        return page(replace(whole, measure=measure, errors=tuple(errors), page_data=data))
+        return render_page(replace(whole, measure=measure, errors=tuple(errors), page_data=data))
 
     return make
 
@@ -313,8 +313,8 @@ def test_pages_of_large_models_are_small(large):
     assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
 
 
-def test_in_a_browser(output, example, statistics, large, tmp_path):
-    """No error, no request, nothing wider than the window, text that stands out; light and dark, narrow and wide."""
+def test_browser_shows_the_page_without_errors(output, example, statistics, large, tmp_path):
+    """No errors, no requests, no overflow and legible text, in light and dark, narrow and wide windows."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     browser_at = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_at is None:
@@ -344,7 +344,7 @@ def test_in_a_browser(output, example, statistics, large, tmp_path):
         browser.close()
 
 
-# Texts that are too small, or whose contrast to what lies behind them is below 4.5 (WCAG AA).
+# Texts that are too small, or whose contrast to the background is below 4.5 (WCAG AA).
 LEGIBLE = """() => {
   const parse = c => c.match(/[\\d.]+/g).map(Number);
   const light = c => { const [r, g, b] = parse(c).map(v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);

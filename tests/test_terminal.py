@@ -1,4 +1,4 @@
-"""What is printed: strings that come from files reach no terminal raw, whoever prints them."""
+"""Strings from files never reach a terminal unescaped, whichever library prints them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BAD = "\x1b]0;PWNED\x07"
 
 
 def on_a_terminal(*words: object) -> bytes:
-    """All that a command prints on a terminal."""
+    """Return everything that a command prints on a terminal."""
     ours, theirs = pty.openpty()
     env = {**os.environ, "TERM": "xterm", "COLUMNS": "300"}
     with subprocess.Popen(
@@ -43,7 +43,7 @@ def on_a_terminal(*words: object) -> bytes:
 
 
 def test_names_in_files_are_escaped(example: Path, packed_example: Any, tmp_path: Path) -> None:
-    """Of a file, an architecture and a tensor."""
+    """Names of files, architectures and tensors."""
     model = shutil.copytree(example, tmp_path / "model")
     write_file(model / f"consolidated{BAD}.safetensors", {"a": ("F32", np.zeros(2, np.float32))})
     config = (model / "config.json").read_text()
@@ -60,7 +60,7 @@ def test_names_in_files_are_escaped(example: Path, packed_example: Any, tmp_path
         assert words[0] == "inspect" or rb"stray\x1b]0;PWNED\x07" in said, said
 
 
-def test_only_newlines_and_tabs_pass() -> None:
+def test_stream_passes_only_newlines_and_tabs() -> None:
     file = io.BytesIO()
     stream = EscapingStream(io.TextIOWrapper(file, "utf-8"))
     stream.write("".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000)))))
@@ -74,9 +74,9 @@ def test_only_newlines_and_tabs_pass() -> None:
     assert escape(escape(BAD)) == escape(BAD) == "\\x1b]0;PWNED\\x07"
 
 
-def test_no_way_to_print_leads_past_it() -> None:
-    """Files are written by layouts/files; what is styled goes below the stream, and is escaped before."""
-    past = re.compile(r"sys\.__std|\bos\.write\([12],(?! b\")|Console\((?!file=unescaped\()|unescaped\(")
+def test_all_output_passes_the_escaping_stream() -> None:
+    """layouts/files writes files; styled text goes to the stream below, and is escaped before."""
+    past = re.compile(r"sys\.__std|\bos\.write\([12],(?! b\")|Console\((?!file=raw_stream\()|raw_stream\(")
     found = {
         f"{path.relative_to(ROOT)}: {line.strip()}"
         for folder in FOLDERS

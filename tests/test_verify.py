@@ -1,5 +1,5 @@
-"""`ktconvert verify`, also with --run and with an executor's workers: a sound output passes, all damage is named, in our
-outputs and in kt-kernel's.
+"""`ktconvert verify`, also with --run and on workers: correct outputs pass, and damage is named, in our outputs and in
+those of kt-kernel.
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,9 +27,9 @@ from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.verify import item_checks
+from ktconvert.pipeline.verify import file_checks, item_checks
 from ktconvert.pipeline.verify.inputs import open_inputs
-from ktconvert.pipeline.verify.verify import document, verify
+from ktconvert.pipeline.verify.verify import report_document, verify
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion
 from rig.conversion import edit
@@ -50,29 +51,29 @@ def convert(source: Path, output: Path, *options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def conversions(packed_example: Callable[..., Path]) -> dict[str, Path]:
-    """The bundled model in both methods, merged and loose, for two NUMA nodes."""
+    """The bundled model as INT4 and INT8, merged and loose, for two NUMA nodes."""
     return in_forms(packed_example, SHAPES)
 
 
 @pytest.fixture
 def copy(conversions: dict[str, Path], tmp_path: Path) -> Copy:
-    """A copy of one of them that may be damaged."""
+    """A copy of a conversion, which may be damaged."""
     return lambda name: Path(shutil.copytree(conversions[name], tmp_path / name))
 
 
 def without_manifest(output: Path) -> Path:
-    """As kt-kernel's own outputs are."""
+    """Remove the manifest: outputs of kt-kernel have none."""
     (output / manifest.NAME).unlink()
     return output
 
 
 def weight_file(output: Path, pattern: str = "*_quant_.kt") -> Path:
-    """Some loose file of layer 1."""
+    """Return a loose file of layer 1."""
     return next(iter(sorted((output / "_layer_1" / "_numa_1").glob(pattern))))
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_a_conversion_is_what_its_source_gives(name, conversions, example):
+def test_conversion_matches_its_source(name, conversions, example):
     report = accepted(conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
@@ -86,9 +87,9 @@ def test_a_conversion_is_what_its_source_gives(name, conversions, example):
     assert report["worst"][0]["relative_error"] == max(e["worst_relative_error"] for e in errors.values())
 
 
-def test_one_json_object_and_an_exit_code(conversions, copy, example, cli):
+def test_json_report_is_one_object_and_damage_gives_exit_code_6(conversions, copy, example, cli):
     said = cli("verify", conversions["int4-merged"], "--against", example).stdout
-    assert "verified" in said and "quantized again: the same bytes" in said and "worst experts" in said
+    assert "verified" in said and "quantized again, same bytes" in said and "worst experts" in said
     assert cli("verify", conversions["int4-merged"], "-q").stdout == ""
     output = copy("int4-merged")
     edit(output / FIRST, -1)
@@ -100,7 +101,7 @@ def test_one_json_object_and_an_exit_code(conversions, copy, example, cli):
 
 @pytest.mark.parametrize("options", [["--save-backward-weights"], ["--max-shard-size", "100KB", "--non-experts", "copy"], ["--layers", "1"],
                                      ["--threadpool-count", 1], ["--no-merge-safetensor", "--save-backward-weights"]])  # fmt: skip
-def test_every_way_to_convert(options, tmp_path, example):
+def test_every_conversion_option_verifies(options, tmp_path, example):
     output = convert(example, tmp_path / "out", *options)
     report = accepted(output, "--against", example)
     assert report["backward"] == ("--save-backward-weights" in options)
@@ -108,7 +109,7 @@ def test_every_way_to_convert(options, tmp_path, example):
 
 
 @pytest.mark.parametrize(("name", "at", "what"), [("int4-merged", 70_000, "weight"), ("int8-merged", -100, "scale")])
-def test_a_flipped_byte_in_a_shard(name, at, what, copy, example, conversions):
+def test_flipped_byte_in_a_shard_is_found(name, at, what, copy, example, conversions):
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
     edit(output / FIRST, at)
@@ -134,7 +135,7 @@ def _cut(path: Path) -> None:
 
 
 def _lose_tensor(output: Path) -> None:
-    """A shard that is whole and listed, but lacks a matrix: as kt-kernel's loader would crash on."""
+    """Remove a matrix from a shard and the index: kt-kernel's loader would crash."""
     edit_file(output / FIRST, lambda tensors: tensors.pop(LOST))
     edit_json(output / INDEX, lambda index: (index["weight_map"].pop(LOST), index["metadata"].update(total_size=0)))
 
@@ -159,7 +160,7 @@ def _map(output: Path, **change: Any) -> None:
     edit_json(output / INDEX, lambda index: index["weight_map"].update(change))
 
 
-# What is damaged -> the output, how, and what its sentence says where there is no manifest, as in kt-kernel's outputs.
+# Damage -> the output, a function that damages it, and words of the message if there is no manifest.
 IN_LAYER_1 = "blk.1.ffn_up_exps.2.numa.0.weight"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a loose file cut off": ("int8-loose", lambda o: _cut(weight_file(o)), "where its name says"),
@@ -198,7 +199,7 @@ def test_damage_is_named(which, copy):
     assert words in refused(without_manifest(output))
 
 
-def test_inspect_counts_the_same_codes(copy, cli):
+def test_inspect_reports_the_same_codes_as_verify(copy, cli):
     name, damage, words = DAMAGE["codes of -8"]
     output = copy(name)
     assert json.loads(cli("inspect", output, "--json").stdout)["codes"] is None  # the manifest vouches for them
@@ -210,7 +211,7 @@ def test_inspect_counts_the_same_codes(copy, cli):
 
 
 @pytest.mark.parametrize("name", ["int4-merged", "int8-loose"])
-def test_wrong_numa_and_wrong_method(name, conversions):
+def test_wrong_numa_or_method_is_refused(name, conversions):
     output, ours = conversions[name], formats_of("cpu")[name[:4]].name
     sentence = refused(output, "--numa", 1)
     assert "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
@@ -218,7 +219,7 @@ def test_wrong_numa_and_wrong_method(name, conversions):
     assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
 
 
-def test_a_changed_config(copy):
+def test_changed_config_is_found(copy):
     output = copy("int4-merged")
     path = output / "config.json"
     before = path.read_text()
@@ -239,16 +240,16 @@ LIES = [{"numa": 1}, {"method": "AMXINT8"}, {"experts": 9}, {"layers": [0, 1, 2]
 
 
 @pytest.mark.parametrize("change", [*LIES, {"layers": ["0"]}, {"scale": 5}, {"tool": {"version": 1}}])
-def test_a_manifest_that_says_otherwise(change, copy, example):
-    """Whatever the damage, no traceback."""
+def test_manifest_that_contradicts_the_tensors_is_refused(change, copy, example):
+    """No damage causes a traceback."""
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda whole: (whole if "tool" in change else whole["model"]).update(change))
     report = verified(output, "--against", example)
     assert report["message"] and (change not in LIES or problems(report, "tensors"))
 
 
-def test_a_manifest_that_was_changed(copy):
-    """What it says has a hash, too; white space does not matter."""
+def test_changed_manifest_is_found(copy):
+    """The contents of the manifest have a hash, too; white space does not matter."""
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda document: None)
     accepted(output)
@@ -257,10 +258,40 @@ def test_a_manifest_that_was_changed(copy):
     assert problem.startswith("manifest.json is not what was written")
 
 
-def test_a_foreign_file(copy, write_safetensors):
+def test_both_readers_must_read_the_same(copy, monkeypatch):
+    """Our parser reads the offset -0 as 0; the safetensors package refuses it."""
+    output = without_manifest(copy("int4-merged"))
+    raw = (output / FIRST).read_bytes()
+    stop = data_start(output / FIRST)
+    header = raw[8:stop].replace(b'"data_offsets":[0,', b'"data_offsets":[-0,')
+    if len(header) > stop - 8:
+        header = header.rstrip(b" ")
+    rewrite(output / FIRST, len(header).to_bytes(8, "little") + header + raw[stop:])
+    [problem] = problems(verified(output), "safetensors")
+    assert problem.startswith(f"{FIRST}: the safetensors package cannot read it (")
+    assert FIRST in refused(output)
+
+    output = copy("int8-merged")
+    first, *rest = file_checks.read_header(output / FIRST).entries
+
+    def misread(path: Path) -> Any:
+        entries = (replace(first, shape=(*first.shape, 1)), *rest[1:])
+        return SimpleNamespace(entries=entries if path.name == FIRST else original_reader(path).entries)
+
+    original_reader = file_checks.read_header
+    monkeypatch.setattr(file_checks, "read_header", misread)
+    shape = list(first.shape)
+    assert sorted(problems(verified(output), "safetensors")) == sorted([
+        f"{FIRST}: the safetensors package reads {first.name} as {first.dtype} {shape}, "
+        f"ktconvert as {first.dtype} {[*shape, 1]}",
+        f"{FIRST}: the safetensors package finds {rest[0].name}, ktconvert does not",
+    ])  # fmt: skip
+
+
+def test_foreign_files_are_reported(copy, write_safetensors):
     output = copy("int4-merged")
     (output / "notes.txt").write_text("mine")
-    assert accepted(output)["notes"] == ["not of the manifest: notes.txt"]
+    assert accepted(output)["notes"] == ["not in the manifest: notes.txt"]
     (output / "original").mkdir()
     write_safetensors(output / "original" / FIRST, {"x": ("F32", np.zeros(1, np.float32))})
     assert f"original/{FIRST} does not belong here" in refused(output)
@@ -270,7 +301,7 @@ def test_a_foreign_file(copy, write_safetensors):
     assert f"{stray.name} does not belong here" in refused(output)
 
 
-def test_a_flipped_byte_in_a_copied_tensor(tmp_path, example):
+def test_flipped_byte_in_a_copied_tensor_is_found(tmp_path, example):
     output = without_manifest(convert(example, tmp_path / "out", "--non-experts", "copy"))
     accepted(output, "--against", example)
     shard = output / "model-00003-of-00003.safetensors"
@@ -279,7 +310,7 @@ def test_a_flipped_byte_in_a_copied_tensor(tmp_path, example):
     assert shard.name in problem and "differs from" in problem and "at byte 1" in problem
 
 
-def test_another_source(conversions, tmp_path, write_qwen, random_experts):
+def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_experts):
     def against(name: str, experts: int, width: int, layers: int) -> dict[str, Any]:
         stored = {n: random_experts(experts, 256, width, n) for n in range(layers)}
         return verified(conversions["int8-merged"], "--against", write_qwen(tmp_path / name, stored))
@@ -287,14 +318,14 @@ def test_another_source(conversions, tmp_path, write_qwen, random_experts):
     report = against("same shape", 8, 256, 2)
     sentence = report["message"]
     assert "layer 0, expert 0, gate_proj, NUMA part 0, weight: byte 0 is" in sentence and "(and 191 more)" in sentence
-    assert any("not those that the manifest says" in note for note in report["notes"])
+    assert any("according to the manifest" in note for note in report["notes"])
     assert report["errors"][0]["relative_error"] > 0.5
     sentence = against("other shape", 4, 512, 2)["message"]
     assert "layer 0 has 8 experts of 256 x 256" in sentence and "has 4 of 256 x 512" in sentence
     assert any("layers 2 of" in problem for problem in problems(against("more layers", 8, 256, 3), "source"))
 
 
-def test_a_damaged_source_is_bad_input(conversions, tmp_path, example):
+def test_damaged_source_is_bad_input(conversions, tmp_path, example):
     source = Path(shutil.copytree(example, tmp_path / "source"))
     path, name = source / "model.safetensors", "model.layers.1.mlp.experts.3.down_proj.weight"
 
@@ -311,7 +342,7 @@ def test_a_damaged_source_is_bad_input(conversions, tmp_path, example):
     assert report["code"] == 5 and path.name in report["message"]
 
 
-def test_other_outputs(conversions, copy, tmp_path, example):
+def test_differences_from_a_second_output_are_named(conversions, copy, tmp_path, example):
     assert "AMXINT8 here, AMXINT4 in" in refused(conversions["int8-merged"], "--against", conversions["int4-loose"])
     one = convert(example, tmp_path / "one", "--layers", 0)
     report = verified(conversions["int4-merged"], "--against", one)
@@ -322,13 +353,13 @@ def test_other_outputs(conversions, copy, tmp_path, example):
     assert report["code"] == 5 and FIRST in report["message"]
 
 
-def test_what_is_no_output(tmp_path, example):
+def test_directory_without_an_output_is_refused(tmp_path, example):
     for path, code in ((example, 3), (tmp_path, 3), (example / "config.json", 3), (tmp_path / "nothing", 5)):
         report = verified(path)
         assert report["code"] == code and str(path) in report["message"]
 
 
-def test_an_unfinished_output(tmp_path):
+def test_unfinished_output_is_refused(tmp_path):
     for work in (tmp_path / "out.work", tmp_path / "mounted" / ".ktconvert"):
         work.mkdir(parents=True)
         (work / "plan.json").write_text("{}")
@@ -337,7 +368,7 @@ def test_an_unfinished_output(tmp_path):
 
 
 @pytest.mark.parametrize(("method", "case"), [("int4", "small_t2"), ("int8", "small_t2"), ("int8", "nodd2_t1")])
-def test_kt_kernels_own_bytes(method, case, tmp_path, write_safetensors, write_qwen):
+def test_outputs_of_kt_kernel_verify(method, case, tmp_path, write_safetensors, write_qwen):
     """The golden files, laid out as convert_cpu_weights.py and as merge_cpu_weights.py write them, and loose."""
     name = f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
     tensors = read_file(GOLDEN / name)
@@ -370,7 +401,7 @@ def test_kt_kernels_own_bytes(method, case, tmp_path, write_safetensors, write_q
 
 
 @pytest.mark.parametrize("name", SHAPES[:2])
-def test_a_conversion_computes(name, conversions):
+def test_run_computes_a_conversion(name, conversions):
     check = row(accepted(conversions[name], "--run"), "run")
     assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     assert all(words in check["result"] for words in ("(exact)", "(default)", f"at most {smoke.BOUND}"))
@@ -380,7 +411,7 @@ HUGE = [("int8-loose", "down", 3e38, "not finite"), ("int4-merged", "down", 1e9,
 
 
 @pytest.mark.parametrize(("name", "projection", "scale", "words"), HUGE)
-def test_a_huge_scale_is_found(name, projection, scale, words, copy):
+def test_huge_scale_is_found(name, projection, scale, words, copy):
     output = without_manifest(copy(name))
     tensor = open_output(output).tensors[Place(0, 5, projection, False, 1), "scale"]
     with (output / tensor.file).open("r+b") as file:
@@ -392,7 +423,7 @@ def test_a_huge_scale_is_found(name, projection, scale, words, copy):
     assert "convert it again" in report["message"]
 
 
-def test_what_kt_kernel_alone_can_compute(copy, cli):
+def test_run_refuses_methods_that_only_kt_kernel_computes(copy, cli):
     output = without_manifest(copy("int8-loose"))
     for path in output.rglob("*.kt"):
         path.rename(path.with_name(path.name.replace("INT8", "MOE_INT8")))
@@ -400,7 +431,7 @@ def test_what_kt_kernel_alone_can_compute(copy, cli):
 
 
 @pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])
-def test_a_runtime_that_computes_wrong_is_found(wrong, conversions, monkeypatch):
+def test_wrong_runtime_is_found(wrong, conversions, monkeypatch):
     forward = Experts.forward
 
     def broken(self: Experts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
@@ -442,11 +473,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reported(chosen: VerifyOptions, workers: Executor | None) -> str:
-    return json.dumps(document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
+    return json.dumps(report_document(verify(chosen, Reporter(verbosity=-1), workers, 1)), sort_keys=True)
 
 
 @pytest.mark.parametrize("which", OUTPUTS)
-def test_the_report_is_the_same(source, workers, tmp_path, cli, which):
+def test_workers_give_the_same_report(source, workers, tmp_path, cli, which):
     output = tmp_path / "out"
     command, *options = OUTPUTS[which]
     cli(command, "-i", source, "-o", output, *options)
@@ -460,7 +491,7 @@ def test_the_report_is_the_same(source, workers, tmp_path, cli, which):
     assert reported(replace(chosen, against=None), workers) == reported(replace(chosen, against=None), None)
 
 
-def test_against_another_output_and_of_a_dequantized_one(source, workers, tmp_path, cli):
+def test_workers_compare_outputs_and_dequantized_checkpoints(source, workers, tmp_path, cli):
     merged, loose, whole = tmp_path / "merged", tmp_path / "loose", tmp_path / "whole"
     cli("cpu", "-i", source, "-o", merged)
     cli("cpu", "-i", source, "-o", loose, "--no-merge-safetensor")
@@ -470,12 +501,12 @@ def test_against_another_output_and_of_a_dequantized_one(source, workers, tmp_pa
         assert reported(chosen, workers) == reported(chosen, None)
 
 
-def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
+def test_worker_with_different_files_is_refused(source, workers, tmp_path, cli):
     output, mine = tmp_path / "out", tmp_path / "mine"
     shutil.copytree(source, mine)
     cli("cpu", "-i", mine, "-o", output)
     opened = open_inputs(VerifyOptions(output=output, against=str(mine)))
-    order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.files, 1)
+    order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.identity, 1)
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert isinstance(failure, OutputError)
     assert f"host {os.uname().nodename}: ktconvert " in str(failure) and "0.0.0" in str(failure)
@@ -483,14 +514,14 @@ def test_a_worker_that_sees_something_else(source, workers, tmp_path, cli):
     order = replace(order, version=item_checks.tool_version())
     check = lambda _: None  # noqa: E731  # not a function of a module: it cannot travel
     with pytest.raises(KtconvertError, match="the executor has lost it"):
-        list(item_checks.by_workers(workers, check, "hashes", [1], [1]))
+        list(item_checks.check_on_workers(workers, check, "hashes", [1], [1]))
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert isinstance(failure, InputError)
     assert f"host {os.uname().nodename}: {mine}" in str(failure)
     opened.close()
 
 
-def test_a_worker_sees_what_was_put_in_place_since(tmp_path, cli):
+def test_worker_reads_replaced_files(tmp_path, cli):
     output, mine = tmp_path / "out", conversion.checkpoint(tmp_path / "mine", layers=1)
     cli("cpu", "-i", mine, "-o", output)
     chosen = VerifyOptions(output=output, against=str(mine), load=False)
@@ -504,7 +535,7 @@ def test_a_worker_sees_what_was_put_in_place_since(tmp_path, cli):
         assert reported(chosen, worker) == reported(chosen, None)
 
 
-def test_on_the_command_line(source, tmp_path, cli):
+def test_executor_option_gives_the_same_json(source, tmp_path, cli):
     output = tmp_path / "out"
     cli("cpu", "-i", source, "-o", output)
     line = ("verify", output, "--against", source, "--json")

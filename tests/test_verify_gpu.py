@@ -1,5 +1,4 @@
-"""`ktconvert verify` of outputs for the GPU: what is right passes, and what loaders would take
-without a word is found."""
+"""`ktconvert verify` of outputs for the GPU: correct outputs pass, and damage that loaders ignore is found."""
 
 import hashlib
 import json
@@ -47,12 +46,12 @@ def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[s
 
 @pytest.fixture
 def copy(converted: dict[str, Path], tmp_path: Path) -> Copy:
-    """One of them that may be changed."""
+    """A copy of a converted model, which may be changed."""
     return lambda kind: Path(shutil.copytree(converted[kind], tmp_path / kind))
 
 
-def test_an_output_without_its_manifest(copy):
-    """The sentence says what it is, and what is missing."""
+def test_output_without_its_manifest_is_refused(copy):
+    """The message says what the output is, and what is missing."""
     output = copy("W4A16")
     (output / "manifest.json").unlink()
     report = verified(output)
@@ -60,7 +59,7 @@ def test_an_output_without_its_manifest(copy):
 
 
 def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
-    """Change the tensors shard by shard, and make index and manifest fit, as another program would."""
+    """Change the tensors shard by shard, and make index and manifest match."""
     weight_map, total = {}, 0
     for shard in sorted(output.glob("*.safetensors")):
         edit_file(shard, change)
@@ -95,7 +94,7 @@ def blank(packed: bytes, columns: int = 200) -> bytes:
     return codes.tobytes()
 
 
-def nudged(packed: bytes) -> bytes:
+def nudge_codes(packed: bytes) -> bytes:
     """W8A16 codes, every fifth one step higher, as after some calibration."""
     codes = np.frombuffer(packed, np.uint8).copy()
     codes[::5] += codes[::5] < 255
@@ -104,12 +103,12 @@ def nudged(packed: bytes) -> bytes:
 
 @loads
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_was_rounded(kind, converted, example):
+def test_rounded_outputs_verify_and_predict_like_their_source(kind, converted, example):
     report = verified(converted[kind], "--against", example, "--quant-method", kind.lower())
     assert report["ok"] and report["notes"] == [], report["message"]
-    assert row(report, "options")["result"] == f"{kind}, as given"
-    assert row(report, "reload")["result"].startswith("Qwen3MoeForCausalLM has a place for every routed expert")
-    assert row(report, "source")["result"].startswith("144 tensors quantized again: the same bytes; 21 other")
+    assert row(report, "options")["result"] == f"{kind}, as requested"
+    assert row(report, "reload")["result"] == "every routed expert matches Qwen3MoeForCausalLM"
+    assert row(report, "source")["result"].startswith("144 tensors quantized again, same bytes; 21 non-expert")
     predictions = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
     assert low < predictions["kl"] < high and predictions["tokens"] == 4 * 127
@@ -119,7 +118,7 @@ def test_what_was_rounded(kind, converted, example):
 
 
 @loads
-def test_without_its_source_only_names_are_loaded(converted):
+def test_only_names_are_loaded_without_a_source(converted):
     report = verified(converted["W4A16"])
     assert report["ok"] and report["predictions"] is None
     assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
@@ -128,7 +127,7 @@ def test_without_its_source_only_names_are_loaded(converted):
 
 
 @loads
-def test_a_text_of_ones_own(converted, example, tmp_path):
+def test_predictions_are_compared_on_a_given_text(converted, example, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n" * 60)
     predictions = verified(converted["W8A16"], "--against", example, "--text", text)["predictions"]
@@ -140,7 +139,7 @@ def test_a_text_of_ones_own(converted, example, tmp_path):
 
 
 @loads
-def test_what_cannot_be_loaded_is_noted(copy, converted, example, monkeypatch):
+def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monkeypatch):
     output = copy("W4A16")
     edit_json(output / "config.json", lambda config: config.update(model_type="of_tomorrow", architectures=["X"]))
     report = verified(rewrite(output, lambda _: None))
@@ -156,7 +155,7 @@ def test_what_cannot_be_loaded_is_noted(copy, converted, example, monkeypatch):
     assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
 
 
-def test_another_method_and_numa_parts(converted):
+def test_wrong_method_or_numa_is_refused(converted):
     report = verified(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
     said = "--quant-method w8a16 was given, the weights have the sizes of W4A16"
     assert report["code"] == 6 and said in report["message"]
@@ -165,42 +164,42 @@ def test_another_method_and_numa_parts(converted):
     assert report["code"] == 2 and "has no NUMA parts" in report["message"]
 
 
-def all_nudged(tensors: Tensors) -> None:
+def nudge_all(tensors: Tensors) -> None:
     for name in tensors:
         if name.endswith("weight_packed"):
-            edit(name, nudged)(tensors)
+            edit(name, nudge_codes)(tensors)
 
 
-def test_codes_of_gptq_need_not_be_those_of_rounding(copy, example):
-    output = rewrite(copy("W8A16"), all_nudged)
+def test_gptq_codes_may_differ_from_rounding(copy, example):
+    output = rewrite(copy("W8A16"), nudge_all)
     assert len(problems(verified(output, "--against", example, "--no-load"), "source")) == 48, "it says that it is RTN"
     report = verified(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
     assert report["ok"], report["message"]
-    said = "48 linears have the scales of rounding to nearest, and errors of at most 1."
+    said = "48 linears with the scales of rounding to nearest and errors of at most 1."
     assert row(report, "source")["result"].startswith(said)
     assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
 
 
-def test_columns_that_calibration_never_saw_are_left_out(copy, example):
+def test_columns_without_calibration_do_not_count(copy, example):
     name = EXPERTS.format(1, 5, "up", "weight_packed")
     output = rewrite(copy("W8A16"), edit(name, partial(blank, columns=100)), quant_method="GPTQ")
     report = verified(output, "--against", example, "--no-load")
     assert report["ok"], report["message"]
-    assert "1 linears have columns that are all zeros: calibration never saw their inputs" in report["notes"]
+    assert "1 linear with columns that are all zeros: calibration never saw their inputs" in report["notes"]
 
 
 @pytest.mark.parametrize(
     ("suffix", "change", "words"),
     [
-        ("weight_packed", lambda raw: raw[4096:] + raw[:4096], "times as far as rounding to nearest"),
+        ("weight_packed", lambda raw: raw[4096:] + raw[:4096], "times that of rounding to nearest"),
         ("weight_packed", blank, "has zeros in 200 of 256 columns"),
         ("weight_scale", lambda raw: raw[2:] + raw[:2], "quantizing the source gives"),
     ],
     ids=["rows turned", "hardly calibrated", "scales turned"],
 )
 @pytest.mark.parametrize("expert", [0, 5])
-def test_a_wrong_expert_of_gptq(expert, suffix, change, words, copy, example):
-    """By itself it looks right: hashes, shapes and numbers."""
+def test_wrong_gptq_expert_is_found(expert, suffix, change, words, copy, example):
+    """Hashes, shapes and numbers are right; only the source tells the difference."""
     name = EXPERTS.format(1, expert, "up", suffix)
     output = rewrite(copy("W8A16"), edit(name, change), quant_method="GPTQ")
     assert verified(output, "--no-load")["ok"]
@@ -209,8 +208,8 @@ def test_a_wrong_expert_of_gptq(expert, suffix, change, words, copy, example):
     assert report["code"] == 6 and name in problem and words in problem
 
 
-def test_rows_are_enough_where_an_error_is_not_measured(tmp_path, write_qwen, random_experts):
-    """More than 8 experts: of the others, 64 rows are measured."""
+def test_64_rows_suffice_to_find_a_wrong_expert(tmp_path, write_qwen, random_experts):
+    """With more than 8 experts, 64 rows of each remaining expert are judged."""
     source = write_qwen(tmp_path / "source", {0: random_experts(16, 128, 128)})
     output = convert(source, tmp_path / "out", "W4A16")
     name = EXPERTS.format(0, 3, "down", "weight_packed")
@@ -221,8 +220,8 @@ def test_rows_are_enough_where_an_error_is_not_measured(tmp_path, write_qwen, ra
 
 
 @loads
-def test_experts_in_a_wrong_place(copy, example):
-    """Structure, hashes, names and numbers are right; the predictions are not, nor is the source."""
+def test_misplaced_experts_are_found(copy, example):
+    """Structure, hashes, names and numbers are right; predictions and the comparison with the source are not."""
     output = copy("W8A16")
     stored = read_folder(output)
 
@@ -239,13 +238,13 @@ def test_experts_in_a_wrong_place(copy, example):
     assert failed(report) == ["source", "predictions"]
     assert len(problems(report, "source")) == 24
     (problem,) = problems(report, "predictions")
-    assert problem.startswith("the output predicts something else than its source: KL divergence ")
+    assert problem.startswith("the output's predictions differ too much from its source's: KL divergence ")
     assert report["predictions"]["kl"] > 5 * report["predictions"]["bound"]
     assert report["predictions"]["top1_agreement"] < 0.6
 
 
 @loads
-def test_mixtral_with_the_usual_names(tmp_path):
+def test_names_that_transformers_ignores_are_found(tmp_path):
     """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
     source = families.make("mixtral", False, tmp_path / "source")
     output = convert(source, tmp_path / "out", "W4A16")
@@ -266,7 +265,7 @@ def test_mixtral_with_the_usual_names(tmp_path):
     assert any("has no place for model.layers.1." in p and "down_proj.weight_packed" in p for p in messages)
 
 
-def test_fp8_that_was_left(copy):
+def test_fp8_without_scales_is_found(copy):
     name = "model.layers.0.self_attn.q_proj.weight"
 
     def half(tensors: Tensors) -> None:
@@ -277,7 +276,7 @@ def test_fp8_that_was_left(copy):
     assert problem.startswith(name) and "without its scales" in problem
 
 
-def test_an_ignore_list_that_hits_experts(copy):
+def test_ignore_list_that_matches_experts_is_found(copy):
     output = copy("W4A16")
     hits = "hits model.layers.0.mlp.experts.7.up_proj, which is quantized"
     slow = ("re:(?:(?:.|..)*?)*[!#]", "the ignore list: the regular expression")
@@ -288,18 +287,18 @@ def test_an_ignore_list_that_hits_experts(copy):
 
 
 @loads
-def test_a_source_that_is_no_whole_model(tmp_path, write_qwen, random_experts):
-    """No attention: nothing of the conversion's."""
+def test_incomplete_source_gives_notes(tmp_path, write_qwen, random_experts):
+    """The source lacks attention: no fault of the conversion."""
     source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
     report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"] and report["predictions"] is None
     lacks = [note for note in report["notes"] if "transformers finds no tensor for " in note]
-    assert lacks and "the same as of the source" in lacks[0]
+    assert lacks and "the source has the same problem" in lacks[0]
     assert "predictions were not compared: the output cannot be loaded whole" in report["notes"]
 
 
 @loads
-def test_the_guards_after_a_conversion(copy):
+def test_require_sound_finds_damage_after_a_conversion(copy):
     output = copy("W4A16")
     require_sound(output)
     config = (output / "config.json").read_text()

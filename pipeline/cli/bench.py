@@ -15,7 +15,7 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import BenchOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import aligned, plural, size
+from ktconvert.pipeline.report.text import format_table, plural, size
 
 
 @command("bench", BenchOptions)
@@ -42,7 +42,7 @@ def bench(options: BenchOptions) -> None:
     if options.as_json:
         click.echo(json.dumps(document))
         return
-    click.echo("\n".join([*aligned(overview_rows(document)), "", *aligned(speed_rows(document)), ""]))
+    click.echo("\n".join([*format_table(overview_rows(document)), "", *format_table(speed_rows(document)), ""]))
     for note in document["notes"]:
         click.echo(f"note: {note}")
 

@@ -182,7 +182,7 @@ def convert(options: ConversionOptions) -> None:
     worker_threads = options.execution.cpuinfer_threads
     share = None if options.part is None else parse_share(options.part, os.environ)
     outputs = [with_values(each, cpuinfer_threads=threads) for each in outputs]
-    plans = [commands.build_plan(each, None if options.dry_run else reporter.hashed) for each in outputs]
+    plans = [commands.build_plan(each, None if options.dry_run else reporter.report_hash) for each in outputs]
     for note in _plan_notes(plans):
         reporter.note(note)
     if options.dry_run:
@@ -226,7 +226,7 @@ def resume_conversion(options: ResumeOptions) -> None:
         changes["allow_machine_change"] = True
     if any(each.name == "executor" for each in options_on_command_line(ResumeOptions)):
         changes["part"] = None  # the given backend finishes the missing job shares
-    plan = commands.make_plan(with_values(first, **changes), None if options.dry_run else reporter.hashed)
+    plan = commands.make_plan(with_values(first, **changes), None if options.dry_run else reporter.report_hash)
     if options.dry_run:
         require_compatible([plan], options.workers)
         as_json, with_workers = options.reporting.json_events, uses_workers(options.workers)

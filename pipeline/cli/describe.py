@@ -33,9 +33,9 @@ from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.plans.commands import make_plan, restore_options
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
-from ktconvert.pipeline.verify.contents import check_codes, codes_of_others
-from ktconvert.pipeline.verify.structure import check_structure, weights_whole
-from ktconvert.pipeline.verify.verify import Report, facts
+from ktconvert.pipeline.verify.file_checks import has_all_weights
+from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure, find_unverified_codes
+from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
 
 EXPLAINED = (1, 2, 4, 8)  # numbers of NUMA slices whose refusal is explained; few machines have others
@@ -156,7 +156,7 @@ def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
     return {
         "kind": "output",
         "path": str(path),
-        **facts(output, measured),
+        **describe_output(output, measured),
         "architecture": output.facts.get("architecture"),
         "activation": output.facts.get("activation"),
         "expert_dtypes": output.facts.get("dtypes"),
@@ -170,7 +170,7 @@ def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 def _find_misread_codes(output: Output, measured: Measure, reporter: Reporter) -> list[str] | None:
     """Return a sentence for each tensor with codes that kt-kernel misreads; None if there is nothing to read."""
-    if not weights_whole(output) or not (codes := codes_of_others(output, measured)):
+    if not has_all_weights(output) or not (codes := find_unverified_codes(output, measured)):
         return None
     reporter.begin(sum(tensor.nbytes for tensor in codes), 0)
     try:

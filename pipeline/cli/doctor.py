@@ -19,7 +19,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.version import package_version
 from ktconvert.pipeline.options.queries import DoctorOptions
-from ktconvert.pipeline.report.text import aligned, size
+from ktconvert.pipeline.report.text import format_table, size
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
 # Features by which ktconvert and kt-kernel choose their code, with the names of /proc/cpuinfo
@@ -269,7 +269,7 @@ def doctor(options: DoctorOptions) -> None:
     if options.as_json:
         click.echo(json.dumps({**asdict(this), "kt_flags": this.kt_flags, "warnings": sentences}))
         return
-    click.echo("\n".join(aligned(machine_rows(this))))
+    click.echo("\n".join(format_table(machine_rows(this))))
     flags = " ".join(f"{flag} {value}" for flag, value in this.kt_flags.items())
     pools = this.kt_flags["--kt-threadpool-count"]
     click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")

@@ -17,7 +17,7 @@ from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.threads import fit_threads
 from ktconvert.pipeline.engine.units import Status, Unit
-from ktconvert.pipeline.report.text import joined, plural, size
+from ktconvert.pipeline.report.text import join_values, plural, size
 
 LISTED = 12  # units shown at either end of a long list
 
@@ -64,7 +64,7 @@ def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
     """Return the plan as text."""
     facts = plan.facts
     known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
-    rows = [(key, joined(facts[key])) for key in known if key in facts]
+    rows = [(key, join_values(facts[key])) for key in known if key in facts]
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
     kind = "folders" if document["loose"] else "shards" if plan.has_index else "files"
     written = f"{size(document['bytes_out'])} in {document['shards']} {kind}"

@@ -28,7 +28,7 @@ def eval(options: EvalOptions) -> None:
     from ktconvert.pipeline.models import evaluate
     from ktconvert.pipeline.report.plots import plot_eval
     from ktconvert.pipeline.report.progress import Reporter
-    from ktconvert.pipeline.report.text import aligned, tokens
+    from ktconvert.pipeline.report.text import format_table, tokens
 
     gpu = options.gpu_weights
     if (options.cpu_weights is None) == (gpu is None):
@@ -58,4 +58,4 @@ def eval(options: EvalOptions) -> None:
         return
     layers = [("layer", "relative error of the experts' output")]
     layers += [(str(row["layer"]), f"{row['relative_error']:.4f}") for row in report["layers"]]
-    click.echo("\n".join([*aligned(evaluate.table_rows(report)), "", *aligned(layers)]))
+    click.echo("\n".join([*format_table(evaluate.table_rows(report)), "", *format_table(layers)]))

@@ -29,7 +29,7 @@ def experts(options: ExpertsOptions) -> None:
     from ktconvert.layouts.statistics.folder import read_folder_counts
     from ktconvert.native_quant.runtime import hot_experts
     from ktconvert.pipeline.report.plots import plot_experts
-    from ktconvert.pipeline.report.text import aligned
+    from ktconvert.pipeline.report.text import format_table
 
     each, total = options.num_gpu_experts, options.total
     if (each is None) == (total is None):
@@ -57,7 +57,7 @@ def experts(options: ExpertsOptions) -> None:
     }
     if options.plot is not None:
         plot_experts(options.plot, document)
-    click.echo(json.dumps(document) if options.as_json else "\n".join(aligned(coverage_rows(document))))
+    click.echo(json.dumps(document) if options.as_json else "\n".join(format_table(coverage_rows(document))))
 
 
 def coverage_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -15,8 +15,8 @@ from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.describe import describe_path
 from ktconvert.pipeline.options.queries import InspectOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import aligned, first_of, joined, size
-from ktconvert.pipeline.verify.verify import facts_rows
+from ktconvert.pipeline.report.text import format_table, join_values, size, summarize
+from ktconvert.pipeline.verify.verify import output_rows
 from ktconvert.quantizers import equalizing
 
 
@@ -42,7 +42,7 @@ def inspect(options: InspectOptions) -> None:
             click.echo(f"ktconvert: {refused}", err=True)
             sys.exit(UnsupportedError.exit_code)
         return
-    click.echo("\n".join(aligned(ROWS[document["kind"]](document))))
+    click.echo("\n".join(format_table(ROWS[document["kind"]](document))))
     for note in document.get("notes", []):
         click.echo(f"\nnote: {note}")
     lines = [*document.get("convert", []), *document.get("convert_gpu", []), *document.get("dequantize", [])]
@@ -56,12 +56,12 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     files = f"{document['shards']} {document['container']}, {document['tensors']} tensors"
     out = [
         ("checkpoint", document["path"]),
-        ("model type", joined(document["model_type"]) or "unknown (no config.json)"),
+        ("model type", join_values(document["model_type"]) or "unknown (no config.json)"),
         ("files", f"{files}, {size(document['total_bytes'])}"),
-        ("dtypes", joined([f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items()])),
+        ("dtypes", join_values([f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items()])),
     ]
     if document["ignored_files"]:
-        out.append(("ignored files", joined(document["ignored_files"][:5])))
+        out.append(("ignored files", join_values(document["ignored_files"][:5])))
     if "architecture" in document:
         out += _expert_rows(document)
     if "dequantize" in document:
@@ -79,10 +79,10 @@ def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("MoE layers", f"{len(document['moe_layers'])} ({ranges(document['moe_layers'])})"),
         ("dense layers", f"{len(dense)} ({ranges(dense)})" if dense else "none"),
         ("MTP", f"{of_mtp}{left_out} expert tensors, left out" if left_out else "none"),
-        ("experts", f"{joined(document['experts'])} per layer; shared experts: {shared}"),
-        ("hidden size", joined(document["hidden"])),
-        ("expert width", joined(document["intermediate"])),
-        ("expert dtypes", joined(document["expert_dtypes"])),
+        ("experts", f"{join_values(document['experts'])} per layer; shared experts: {shared}"),
+        ("hidden size", join_values(document["hidden"])),
+        ("expert width", join_values(document["intermediate"])),
+        ("expert dtypes", join_values(document["expert_dtypes"])),
         ("activation", f"{document['activation']}: {document['activation_formula']}"),
         ("routing weights", f"on the {document['weights_on']} of an expert"),
         ("routed experts", size(document["routed_bytes"])),
@@ -92,7 +92,7 @@ def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for method in document.get("methods", []):
         sizes = [size(nbytes) for nbytes in method["bytes"].values()]
-        what = f"NUMA slices {joined(method['legal'])}; {sizes[0]} of output" if sizes else "not possible"
+        what = f"NUMA slices {join_values(method['legal'])}; {sizes[0]} of output" if sizes else "not possible"
         out.append((f"{method['quant_method']} ({method['method']})", what))
         out += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
     for kind in document.get("gpu", []):
@@ -112,12 +112,12 @@ def _column_rows(layers: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     labels = (("architecture", "architecture"), ("activation", "activation"), ("made from", "expert_dtypes"))
-    out = facts_rows(document) + [(label, joined(document[name])) for label, name in labels if document[name]]
+    out = output_rows(document) + [(label, join_values(document[name])) for label, name in labels if document[name]]
     if document["codes"] is not None:
-        out.append(("codes", first_of(document["codes"]) or "all from -7 to 7"))
+        out.append(("codes", summarize(document["codes"]) or "all from -7 to 7"))
     how = "" if document["made_by"] else " --against SOURCE"
     yes = f"yes, by names and sizes; `ktconvert verify{how}` checks the bytes"
-    return [*out, ("complete", yes if document["complete"] else f"no: {first_of(document['problems'])}")]
+    return [*out, ("complete", yes if document["complete"] else f"no: {summarize(document['problems'])}")]
 
 
 def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
@@ -130,7 +130,7 @@ def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("command", f"ktconvert {document['command']} -i {document['input']}"),
         ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
         ("units", f"{document['units_done']}{of} finished{left}"),
-        *([("last run", f"died in {joined(document['died_in'])}")] if document["died_in"] else []),
+        *([("last run", f"died in {join_values(document['died_in'])}")] if document["died_in"] else []),
         *([] if known else [("source", document["source_problem"])]),
         ("resume with", document["resume"]),
     ]

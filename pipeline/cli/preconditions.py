@@ -64,9 +64,9 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
 
 def check_plot(path: Path | None) -> None:
     """Raise KtconvertError if no plot could be drawn and written to this file."""
-    from ktconvert.pipeline.report.plots import KINDS, require_matplotlib
+    from ktconvert.pipeline.report.plots import FORMATS, require_matplotlib
 
-    check_file("--plot", path, KINDS)
+    check_file("--plot", path, FORMATS)
     if path is not None:
         require_matplotlib()
 

@@ -73,7 +73,7 @@ def run(options: RunOptions) -> None:
 
 
 def _say(text: str) -> None:
-    stream = sys.stdout if sys.stdout.isatty() else terminal.unescaped(sys.stdout)
+    stream = sys.stdout if sys.stdout.isatty() else terminal.raw_stream(sys.stdout)
     stream.write(text)
     stream.flush()
 

@@ -25,8 +25,8 @@ from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import SavedPlan
 from ktconvert.pipeline.engine.units import Result
 from ktconvert.pipeline.options.queries import StatusOptions
-from ktconvert.pipeline.report.terminal import unescaped
-from ktconvert.pipeline.report.text import aligned, duration, plural, size
+from ktconvert.pipeline.report.terminal import raw_stream
+from ktconvert.pipeline.report.text import duration, format_table, plural, size
 
 LISTED = 12  # units that are listed
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"
@@ -48,7 +48,7 @@ def status(options: StatusOptions) -> None:
     from rich.text import Text
 
     output, watch, as_json = options.output, options.watch, options.as_json
-    console, shown = Console(file=unescaped(sys.stdout), highlight=False, soft_wrap=True), None
+    console, shown = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True), None
     alive = watch and not as_json and console.is_terminal
     with (
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
@@ -197,4 +197,4 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     if not rows:
         return []
     more = [f"  ... {len(rows) - LISTED} more"] if len(rows) > LISTED else []
-    return [*([title] if title else []), *aligned(rows[:LISTED], "  "), *more]
+    return [*([title] if title else []), *format_table(rows[:LISTED], "  "), *more]

@@ -35,7 +35,7 @@ def start(options: TrainOptions) -> None:
     from ktconvert.pipeline.models import fine_tuning, loading, trainer
     from ktconvert.pipeline.plans.commands import make_plan
     from ktconvert.pipeline.report.plots import require_matplotlib
-    from ktconvert.pipeline.report.text import aligned, size
+    from ktconvert.pipeline.report.text import format_table, size
 
     reporter, existing = options.reporting.reporter, options.existing
     existing.require_consistent()
@@ -43,7 +43,7 @@ def start(options: TrainOptions) -> None:
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
-    plan = make_plan(options, None if options.dry_run else reporter.hashed)
+    plan = make_plan(options, None if options.dry_run else reporter.report_hash)
     if is_finished(plan, existing.overwrite) and not options.dry_run:
         remove_work_directory(plan.locate())
         return report_nothing_to_do(options.output, reporter)
@@ -53,7 +53,7 @@ def start(options: TrainOptions) -> None:
     rows = [(what, size(nbytes)) for what, nbytes in memory.items()]
     if options.dry_run:
         if not options.reporting.json_events:
-            click.echo("\n".join(aligned(rows)))
+            click.echo("\n".join(format_table(rows)))
         return
     if existing.force_unlock:
         remove_lock(plan.locate(), reporter)

@@ -18,10 +18,10 @@ from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.engine.backends import open_backend
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.verify.checks import AGAIN, Check
-from ktconvert.pipeline.verify.page import page
-from ktconvert.pipeline.verify.structure import weights_whole
-from ktconvert.pipeline.verify.verify import Report, document, lines
+from ktconvert.pipeline.verify.checks import CONVERT_AGAIN, Check
+from ktconvert.pipeline.verify.file_checks import has_all_weights
+from ktconvert.pipeline.verify.page import render_page
+from ktconvert.pipeline.verify.verify import Report, report_document, report_lines
 from ktconvert.pipeline.verify.verify import verify as verify_output
 
 PAGES = (".html", ".htm")
@@ -61,14 +61,14 @@ def verify(options: VerifyOptions) -> None:
     if options.run:
         report.checks.append(run_check(report, threads))
     if options.report is not None:
-        publish.write_whole(options.report, page(report).encode("utf-8", "backslashreplace"))
+        publish.write_whole(options.report, render_page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {options.report}")
     for note in report.notes:
         reporter.note(note)
     if options.reporting.json_events:
-        click.echo(json.dumps(document(report)))
+        click.echo(json.dumps(report_document(report)))
     elif not options.reporting.quiet:
-        click.echo("\n".join(lines(report)))
+        click.echo("\n".join(report_lines(report)))
     if report.sentence is not None:
         if options.reporting.json_events:  # the report holds the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
@@ -82,7 +82,7 @@ def run_check(report: Report, threads: int) -> Check:
     Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
     output, measure = report.output, report.measure
-    if output.methods and (not weights_whole(output) or not measure.shapes):
+    if output.methods and (not has_all_weights(output) or not measure.shapes):
         return Check("run", "", ("nothing was computed: weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
@@ -108,5 +108,5 @@ def run_check(report: Report, threads: int) -> Check:
             f"relative error against float {errors}, at most {result.bound}"
         )
         problems += result.problems
-    remedy = f"{AGAIN}; if the check fails again, report it with the output of `ktconvert doctor`"
+    remedy = f"{CONVERT_AGAIN}; if the check fails again, report it with the output of `ktconvert doctor`"
     return Check("run", "; ".join(summaries), problems, remedy=remedy)

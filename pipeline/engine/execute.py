@@ -271,7 +271,7 @@ def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Repo
 
     def is_damaged(file: FileRecord) -> bool:
         good = has_content(*file)
-        reporter.hashed(file[1])
+        reporter.report_hash(file[1])
         return not good
 
     with ThreadPoolExecutor(threads, "hash", unbind_thread) as pool:

@@ -136,7 +136,7 @@ def _open_runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> It
         opened, run = OpenPlan(plan, paths, pools.packing, pools.window), secrets.token_hex(8)
 
         def make(stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
-            reporter.at(unit.key)
+            reporter.set_current(unit.key)
             reporter.event("start", output=str(paths.output), unit=unit.name)
             attempt = make_attempt(opened, stage, unit, run, reporter)
             if isinstance(attempt, KtconvertError):

@@ -182,7 +182,7 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
                         waiting.appendleft(sequence)
                         continue
                     sequence.output.publish(sequence.unit, finished)
-                    reporter.unit_done()
+                    reporter.finish_unit()
                     unfinished[id(sequence.output)] -= 1
                     finish_output(sequence.output)
                 except BaseException as error:

@@ -112,7 +112,7 @@ def _make_unit(work: WorkDir, context: Context, prefix: str, stage: Stage[Any], 
     begun = time.monotonic()
     chain = _chain_paths(work, stage, unit) if stage.chain else None
     work.journal.append(Start(unit=unit.name))
-    context.reporter.at(f"{prefix}{unit.key}")
+    context.reporter.set_current(f"{prefix}{unit.key}")
     context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
     path = work.paths.partial / unit.stored_name
     result = stage.run(unit, path, replace(context, chain=chain))
@@ -219,7 +219,7 @@ class ExecutorRunner(Runner):
         for text in attempt.warnings:
             self._reporter.warn(text)
         self._mark_lost(item, attempt)
-        self._reporter.worker(attempt.worker, None)
+        self._reporter.show_worker(attempt.worker, None)
         return as_finished_unit(self._work.paths, attempt)
 
     def withdraw(self, unit: Unit[Any], future: Future[Any]) -> bool:
@@ -243,11 +243,11 @@ class ExecutorRunner(Runner):
                 self._known[attempt.name] = structs.replace(attempt, result=None)
                 if known is None:
                     self._note(attempt.start_record())
-                    self._reporter.at(attempt.unit)
-                    self._reporter.worker(attempt.worker, attempt.unit)
+                    self._reporter.set_current(attempt.unit)
+                    self._reporter.show_worker(attempt.worker, attempt.unit)
                 if attempt.failure is not None:
                     self._note(attempt.failure_record(), why=attempt.failure)
-                    self._reporter.worker(attempt.worker, None)
+                    self._reporter.show_worker(attempt.worker, None)
 
     def _mark_lost(self, item: Unit[Any] | Portion, finished: Attempt | None = None) -> None:
         """Record that all other attempts at an item are useless now: it is finished, or is given up."""
@@ -255,7 +255,7 @@ class ExecutorRunner(Runner):
         for attempt in attempts.read(self._work.paths, item):
             if (finished is None or attempt.name != finished.name) and attempt.failure is None:
                 self._note(attempt.loss_record())
-                self._reporter.worker(attempt.worker, None)
+                self._reporter.show_worker(attempt.worker, None)
 
     def _note(self, record: Start | Failed | Lost, **why: str) -> None:
         """Add a record to the journal, and report it."""

@@ -138,8 +138,8 @@ class Progress:
             eta_seconds=round((self.steps - state.global_step) * self.tokens_per_step / rate),
         )
         if not self.reporter.json_events:
-            self.reporter.at(f"loss {logs['loss']:.4f}")
-            self.reporter.unit_done()
+            self.reporter.set_current(f"loss {logs['loss']:.4f}")
+            self.reporter.finish_unit()
             self.reporter.advance((state.global_step - self.step) * self.tokens_per_step)
         self.step = state.global_step
 

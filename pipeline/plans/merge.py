@@ -110,7 +110,7 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
     everything: the user named no layers, so output.config decides which must exist. Raises KtconvertError if there is
     nothing to merge, or if layers are incomplete, of several conversions, or not of output.config's model.
     """
-    from ktconvert.pipeline.verify.structure import check_tensors
+    from ktconvert.pipeline.verify.tensor_checks import check_tensors
 
     root = output.root
     if others := sorted(output.prefixes - {*MERGED}):

@@ -119,7 +119,7 @@ def _plan(options: ResplitOptions) -> Plan:
 def _open(root: Path) -> tuple[Output, Measure, Format]:
     """Return the output, its sizes and its format. Raises InputError or UnsupportedError if it cannot be rewritten."""
     from ktconvert.pipeline.verify.inputs import require_finished
-    from ktconvert.pipeline.verify.structure import check_structure
+    from ktconvert.pipeline.verify.tensor_checks import check_structure
 
     try:
         require_finished(root)

@@ -1,1 +1,1 @@
-"""What people and programs see: progress, plans, inspections, plots, the page of verify."""
+"""Output for people and programs: tables, plots, progress, and the events of --json."""

@@ -1,134 +1,159 @@
-"""The events that work reports with --json, one object per line: what each is called, and what its fields mean.
+"""Events of --json, one object per line: their names and the meaning of their fields.
 
-docs/reference/json.md and docs/reference/events.schema.json are made of these types (`python tests/test_docs.py`).
+`python tests/test_docs.py` writes docs/reference/json.md and docs/reference/events.schema.json from these types.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Union
+from typing import Annotated, Any, TypeAlias, get_args
 
 from msgspec import Meta, Struct
 
-Output = Annotated[str, Meta(description="the output's path")]
+Output = Annotated[str, Meta(description="path of the output")]
 Nbytes = Annotated[int, Meta(ge=0)]
 
 
-class AnyEvent(Struct, kw_only=True, omit_defaults=True, tag_field="event"):
+class BaseEvent(Struct, kw_only=True, omit_defaults=True, tag_field="event"):
     """One line. A field that is None is left out."""
 
 
-class NoteEvent(AnyEvent, tag="note"):
+class NoteEvent(BaseEvent, tag="note"):
     """Information that needs no action."""
 
     text: Annotated[str, Meta(description="one sentence")]
 
 
 class WarningEvent(NoteEvent, tag="warning"):
-    """A problem that needs attention; the work goes on."""
+    """A problem that needs attention; the command continues."""
 
 
-class HashedEvent(AnyEvent, tag="hashed"):
-    """A file was hashed before work begins: of the input (`--verify-inputs`), or of what an earlier run finished."""
+class HashedEvent(BaseEvent, tag="hashed"):
+    """A file was hashed before work begins: an input file (`--verify-inputs`), or a file of an earlier run."""
 
-    bytes: Annotated[Nbytes, Meta(description="its size")]
+    bytes: Annotated[Nbytes, Meta(description="size of the file")]
 
 
-class BeginEvent(AnyEvent, tag="begin"):
+class BeginEvent(BaseEvent, tag="begin"):
     """Work starts."""
 
-    total_bytes: Annotated[Nbytes, Meta(description="bytes of input, in all")]
-    done_bytes: Annotated[Nbytes, Meta(description="of these, what finished units account for")]
+    total_bytes: Annotated[Nbytes, Meta(description="bytes of input")]
+    done_bytes: Annotated[Nbytes, Meta(description="bytes of input that belong to finished units")]
 
 
-class StartEvent(AnyEvent, tag="start", kw_only=True):
-    """A unit is begun."""
+class BaseUnitEvent(BaseEvent, kw_only=True):
+    """Something happened to a unit."""
 
     output: Output
-    unit: Annotated[str, Meta(description="what is made, usually a layer: `stage.unit`")]
-    host: Annotated[str | None, Meta(description="with `--executor` or `--part`: the host that makes it")] = None
-    pid: Annotated[int | None, Meta(description="likewise: its process number there")] = None
-    attempt: Annotated[str | None, Meta(description="likewise: the name of the attempt")] = None
+    unit: Annotated[str, Meta(description="name of the unit, usually a layer: `stage.unit`")]
+
+
+class StartEvent(BaseUnitEvent, tag="start", kw_only=True):
+    """Work on a unit starts."""
+
+    host: Annotated[str | None, Meta(description="with `--executor` or `--part`: host of the worker")] = None
+    pid: Annotated[int | None, Meta(description="with `--executor` or `--part`: process ID of the worker")] = None
+    attempt: Annotated[str | None, Meta(description="with `--executor` or `--part`: name of the attempt")] = None
 
 
 class DoneEvent(StartEvent, tag="done", kw_only=True):
-    """A unit is finished and durable; or, with `--executor`, a layer has taken over a portion."""
+    """A unit is finished and durable; or, with `--executor`, a layer has accepted a finished portion."""
 
-    seconds: Annotated[float, Meta(description="how long it took")]
-    bytes: Annotated[Nbytes, Meta(description="of its files")]
-    stats: Annotated[dict[str, Any], Meta(description="what was measured on the way: [below](#stats)")]
-
-
-class FailedEvent(StartEvent, tag="failed", kw_only=True):
-    """With `--executor`: a worker could not make a unit."""
-
-    why: Annotated[str, Meta(description="the reason, in a sentence")]
+    seconds: Annotated[float, Meta(description="duration")]
+    bytes: Annotated[Nbytes, Meta(description="size of the unit's files")]
+    stats: Annotated[dict[str, Any], Meta(description="[statistics](#stats) of the unit")]
 
 
-class LostEvent(StartEvent, tag="lost"):
-    """With `--executor`: a worker died or stopped answering, and another one finished its unit; or it is given up."""
+class AttemptEvent(BaseUnitEvent, kw_only=True):
+    """Something happened to a worker's attempt at a unit."""
+
+    host: Annotated[str, Meta(description="host of the worker")]
+    pid: Annotated[int, Meta(description="process ID of the worker")]
+    attempt: Annotated[str, Meta(description="name of the attempt")]
 
 
-class ProgressEvent(AnyEvent, tag="progress"):
-    """About every ten seconds."""
+class FailedEvent(AttemptEvent, tag="failed", kw_only=True):
+    """A worker failed to finish a unit (only with `--executor`)."""
 
-    done_bytes: Annotated[Nbytes, Meta(description="bytes of input that are done, those of earlier runs included")]
-    total_bytes: Annotated[Nbytes, Meta(description="bytes of input, in all")]
-    bytes_per_second: Annotated[int, Meta(description="of input, on average in this run")]
-    eta_seconds: Annotated[int, Meta(description="time that is left at this rate")]
-    unit: Annotated[str, Meta(description="the unit that was begun last")]
-    units_done: Annotated[int, Meta(description="units that are finished")]
-    units: Annotated[int, Meta(description="units, in all")]
+    why: Annotated[str, Meta(description="the reason, in one sentence")]
+
+
+class LostEvent(AttemptEvent, tag="lost"):
+    """A worker died or does not answer (only with `--executor`); another worker finished its unit, or nobody can."""
+
+
+class ProgressEvent(BaseEvent, tag="progress"):
+    """Progress, about every ten seconds."""
+
+    done_bytes: Annotated[Nbytes, Meta(description="bytes of input that are done, including earlier runs")]
+    total_bytes: Annotated[Nbytes, Meta(description="bytes of input")]
+    bytes_per_second: Annotated[int, Meta(description="average speed of this run, in bytes of input")]
+    eta_seconds: Annotated[int, Meta(description="remaining time at this speed")]
+    unit: Annotated[str, Meta(description="the unit that started last")]
+    units_done: Annotated[int, Meta(description="number of finished units")]
+    units: Annotated[int, Meta(description="number of units")]
     rss: Annotated[Nbytes, Meta(description="resident memory of this process")]
 
 
-class PartEvent(AnyEvent, tag="part"):
-    """With `--part`, at the end."""
+class PartEvent(BaseEvent, tag="part"):
+    """The job share of this process is finished (only with `--part`)."""
 
     part: Annotated[str, Meta(description="R/N")]
-    made: Annotated[int, Meta(description="units that this process has made")]
-    there: Annotated[int, Meta(description="units of all parts that are there")]
-    units: Annotated[int, Meta(description="units of all parts")]
+    made: Annotated[int, Meta(description="number of units that this process converted")]
+    there: Annotated[int, Meta(description="number of finished units of all job shares")]
+    units: Annotated[int, Meta(description="number of units of all job shares")]
 
 
-class MemoryEvent(AnyEvent, tag="memory"):
-    """Of `train`, before the first step, and of its `--dry-run`: an estimate."""
+class MemoryEvent(BaseEvent, tag="memory"):
+    """An estimate of the memory that `train` needs; `--dry-run` prints it, too."""
 
-    bytes: Annotated[dict[str, int], Meta(description="beside the converted experts, by use, and `together`")]
-
-
-class StepEvent(AnyEvent, tag="step"):
-    """Of `train`: a step of the optimizer, or the loss of --eval-dataset after it."""
-
-    step: Annotated[int, Meta(description="its number, from 1")]
-    steps: Annotated[int, Meta(description="steps, in all")]
-    loss: Annotated[float | None, Meta(description="of the step's tokens")] = None
-    eval_loss: Annotated[float | None, Meta(description="of `--eval-dataset`, after the step")] = None
-    learning_rate: Annotated[float | None, Meta(description="of the step")] = None
-    tokens_per_second: Annotated[float | None, Meta(description="on average in this run")] = None
-    eta_seconds: Annotated[int | None, Meta(description="time that is left at this rate")] = None
+    bytes: Annotated[
+        dict[str, int], Meta(description="bytes by use, and their sum as `together`; without the converted experts")
+    ]
 
 
-class FinishedEvent(AnyEvent, tag="finished"):
+class StepEvent(BaseEvent, tag="step"):
+    """An optimizer step of `train`, or the loss on --eval-dataset after it."""
+
+    step: Annotated[int, Meta(description="number of the step, from 1")]
+    steps: Annotated[int, Meta(description="number of steps")]
+    loss: Annotated[float | None, Meta(description="loss on the step's tokens")] = None
+    eval_loss: Annotated[float | None, Meta(description="loss on `--eval-dataset` after the step")] = None
+    learning_rate: Annotated[float | None, Meta(description="learning rate of the step")] = None
+    tokens_per_second: Annotated[float | None, Meta(description="average speed of this run")] = None
+    eta_seconds: Annotated[int | None, Meta(description="remaining time at this speed")] = None
+
+
+class FinishedEvent(BaseEvent, tag="finished"):
     """The output is complete."""
 
     output: Output
-    bytes: Annotated[int | None, Meta(description="of the weights")] = None
-    seconds: Annotated[float | None, Meta(description="of this run")] = None
-    peak_rss: Annotated[int | None, Meta(description="the most resident memory of this process")] = None
-    nothing_to_do: Annotated[bool, Meta(description="true, instead of the others, if it was complete before")] = False
+    bytes: Annotated[int | None, Meta(description="size of the weights")] = None
+    seconds: Annotated[float | None, Meta(description="duration of this run")] = None
+    peak_rss: Annotated[int | None, Meta(description="largest resident memory of this process")] = None
+    nothing_to_do: Annotated[bool, Meta(description="true if the output was complete before")] = False
 
 
-class ErrorEvent(AnyEvent, tag="error"):
-    """The last line of a failure."""
+class ErrorEvent(BaseEvent, tag="error"):
+    """The command fails; this is the last line."""
 
-    message: Annotated[str, Meta(description="the sentence that stderr has")]
+    message: Annotated[str, Meta(description="the message that stderr shows")]
     exit_code: Annotated[int, Meta(description="see [Exit codes](exit-codes.md)")]
 
 
-# All of the above, by what they are called.
-KINDS: dict[str, type[AnyEvent]] = {
-    str(kind.__struct_config__.tag): kind
-    for kind in [*vars().values()]
-    if isinstance(kind, type) and issubclass(kind, AnyEvent) and kind is not AnyEvent
-}
-Line: Any = Union[tuple(KINDS.values())]  # noqa: UP007  # a type for msgspec
+Event: TypeAlias = (
+    NoteEvent
+    | WarningEvent
+    | HashedEvent
+    | BeginEvent
+    | StartEvent
+    | DoneEvent
+    | FailedEvent
+    | LostEvent
+    | ProgressEvent
+    | PartEvent
+    | MemoryEvent
+    | StepEvent
+    | FinishedEvent
+    | ErrorEvent
+)
+EVENTS: dict[str, type[Event]] = {str(event.__struct_config__.tag): event for event in get_args(Event)}

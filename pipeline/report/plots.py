@@ -1,4 +1,4 @@
-"""Pictures of what `bench`, `eval` and `experts` found, by matplotlib (extra `plot`), imported when it draws."""
+"""Plots for --plot of `bench`, `eval`, `experts` and `train`, by matplotlib (extra `plot`), which is imported late."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-KINDS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # ending -> what says in it who wrote it
-INK, MARK = "#1f5fa8", "#b5452c"  # what was measured; what it is compared with
+FORMATS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # ending -> metadata key that names the program
+MEASURED, REFERENCE = "#1f5fa8", "#b5452c"  # colours
 
 
 def require_matplotlib() -> None:
+    """Raise KtconvertError if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
 
 
 def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
-    """GB/s against the memory's, and tokens/s, over the batch size; `document`: the JSON of `ktconvert bench`."""
+    """Plot GB/s (with the memory's) and tokens/s over the batch size; document: the JSON of `ktconvert bench`."""
     figure = _figure(
         f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
         f"{document['isa']}, {plural(document['threads'], 'thread')}"
@@ -34,11 +35,11 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
     rows: Sequence[Mapping[str, Any]] = document["timings"]
     tokens = [row["tokens"] for row in rows]
     left, right = figure.subplots(1, 2)
-    left.plot(tokens, [row["bytes_per_second"] / 1e9 for row in rows], "o-", color=INK, label="expert weights")
-    left.axhline(document["memory_bytes_per_second"] / 1e9, color=MARK, linestyle="--", label="memory, read")
+    left.plot(tokens, [row["bytes_per_second"] / 1e9 for row in rows], "o-", color=MEASURED, label="expert weights")
+    left.axhline(document["memory_bytes_per_second"] / 1e9, color=REFERENCE, linestyle="--", label="memory, read")
     left.set(ylabel="GB/s", title="weights read, each expert once", ylim=(0, None))
     left.legend(frameon=False)
-    right.plot(tokens, [row["tokens_per_second"] for row in rows], "o-", color=INK)
+    right.plot(tokens, [row["tokens_per_second"] for row in rows], "o-", color=MEASURED)
     right.set(ylabel="tokens/s", yscale="log", title="through this layer")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
@@ -48,18 +49,18 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[float]) -> None:
-    """A histogram of each position's KL divergence, each layer's error; `document`: the JSON of `ktconvert eval`."""
+    """Plot a histogram of KL divergences, and each layer's error; document: the JSON of `ktconvert eval`."""
     figure = _figure(
         f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: "
         f"perplexity {document['perplexity']['converted']:.4g} against {document['perplexity']['original']:.4g}"
     )
     left, right = figure.subplots(1, 2)
-    least = 1e-9  # equal distributions stand at the left edge
+    least = 1e-9  # equal distributions are at the left edge
     low, high = (f(max(value, least) for value in divergences) for f in (min, max))
     steps = [low * (high / low) ** (i / 50) for i in range(51)] if high > low else [low / 2, low * 2]
-    left.hist([max(value, least) for value in divergences], bins=steps, color=INK)
+    left.hist([max(value, least) for value in divergences], bins=steps, color=MEASURED)
     for name, value, style in (("mean", document["kl"]["mean"], "--"), ("99 %", document["kl"]["p99"], ":")):
-        left.axvline(max(value, least), color=MARK, linestyle=style, label=f"{name} {value:.3g}")
+        left.axvline(max(value, least), color=REFERENCE, linestyle=style, label=f"{name} {value:.3g}")
     left.set(xscale="log", xlabel="KL divergence (nats)", ylabel="positions", title=f"{len(divergences)} positions")
     left.legend(frameon=False)
     errors = [row["relative_error"] for row in document["layers"]]
@@ -69,7 +70,7 @@ def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[flo
 
 
 def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
-    """Each layer's coverage, and how many experts are hot; `document`: the JSON document of `ktconvert experts`."""
+    """Plot each layer's coverage and number of hot experts; document: the JSON of `ktconvert experts`."""
     layers = document["layers"]
     hot = sum(len(row["hot"]) for row in layers)
     figure = _figure(
@@ -77,7 +78,7 @@ def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
         f"{document['coverage']:.1%} of routed tokens"
     )
     left, right = figure.subplots(1, 2)
-    left.axhline(100 * document["coverage"], color=MARK, linestyle="--", label="all layers")
+    left.axhline(100 * document["coverage"], color=REFERENCE, linestyle="--", label="all layers")
     coverage, counts = [100 * row["coverage"] for row in layers], [len(row["hot"]) for row in layers]
     _bars(left, layers, coverage, ylabel="% of routed tokens", title="go to hot experts", ylim=(0, 100))
     left.legend(frameon=False)
@@ -85,13 +86,13 @@ def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
     _save(figure, path)
 
 
-def plot_losses(path: Path, model: str, losses: Sequence[Any], measured: Sequence[Any]) -> None:
-    """The losses of a training over its steps: (step, loss) of the steps, and of other texts in between."""
+def plot_losses(path: Path, model: str, losses: Sequence[Any], eval_losses: Sequence[Any]) -> None:
+    """Plot the losses of a training: (step, loss) of training steps, and of evaluations between them."""
     figure = _figure(f"a LoRA adapter of {model}")
     axes = figure.subplots()
-    axes.plot(*zip(*losses, strict=True), "-", color=INK, linewidth=0.8, label="training")
-    if measured:
-        axes.plot(*zip(*measured, strict=True), "o-", color=MARK, label="other texts")
+    axes.plot(*zip(*losses, strict=True), "-", color=MEASURED, linewidth=0.8, label="training")
+    if eval_losses:
+        axes.plot(*zip(*eval_losses, strict=True), "o-", color=REFERENCE, label="other texts")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
     _save(figure, path)
@@ -99,7 +100,7 @@ def plot_losses(path: Path, model: str, losses: Sequence[Any], measured: Sequenc
 
 def _bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[float], **labels: Any) -> None:
     numbers = [row["layer"] for row in layers]
-    axes.bar(numbers, values, color=INK)
+    axes.bar(numbers, values, color=MEASURED)
     axes.set(xlabel="layer", **labels)
     if len(numbers) <= 20:
         axes.set_xticks(numbers)
@@ -116,5 +117,5 @@ def _figure(title: str) -> Figure:
 def _save(figure: Figure, path: Path) -> None:
     kind = path.suffix.lower()
     data = io.BytesIO()
-    figure.savefig(data, format=kind[1:], metadata={KINDS[kind]: publish.MARK})
+    figure.savefig(data, format=kind[1:], metadata={FORMATS[kind]: publish.MARK})
     publish.write_whole(path, data.getvalue())

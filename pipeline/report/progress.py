@@ -1,4 +1,4 @@
-"""What the user sees while work runs: a bar on a terminal, plain lines elsewhere, a JSON event per line with --json."""
+"""Progress of a command: a bar on a terminal, plain lines elsewhere, one JSON event per line with --json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.report import events
-from ktconvert.pipeline.report.terminal import escape, unescaped
+from ktconvert.pipeline.report.terminal import escape, raw_stream
 from ktconvert.pipeline.report.text import duration, size
 
 if TYPE_CHECKING:
@@ -24,29 +24,32 @@ LINE_EVERY = 10.0  # seconds between plain progress lines
 
 
 class Reporter:
-    """Human words to stderr, events to stdout; quiet leaves warnings only. Safe to call from several threads."""
+    """Messages on stderr and events on stdout; safe to call from several threads.
+
+    With a verbosity of -1 only warnings are printed, with -2 nothing.
+    """
 
     def __init__(self, *, json_events: bool = False, verbosity: int = 0) -> None:
         self.json_events, self.verbosity = json_events, verbosity
         self._lock = threading.Lock()
-        self._total = self._done = self._counted = 0
-        self._units = (0, 0)  # done, in all
-        self._begun = self._last_line = 0.0
-        self._where = ""
+        self._total = self._done = self._done_here = 0
+        self._units_done = self._units = 0
+        self._start = self._last_line = 0.0
+        self._current = ""
         self._amount: Callable[[float], str] = size
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._workers: dict[str, TaskID] = {}
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One machine-readable line, with --json: of a kind of events.KINDS, with its fields."""
+        """Print an event with --json: its name in events.EVENTS, and its fields."""
         if self.json_events:
             with self._lock:
-                sys.stdout.write(json.dumps(msgspec.to_builtins(events.KINDS[kind](**fields))) + "\n")
+                sys.stdout.write(json.dumps(msgspec.to_builtins(events.EVENTS[kind](**fields))) + "\n")
                 sys.stdout.flush()
 
     def say(self, text: str, level: int = 0) -> None:
-        """A line for people; level 1 only with -v, level -1 also with -q."""
+        """Print a line for people; level 1 only with -v, level -1 also with -q."""
         if level <= self.verbosity:
             text = escape(text)
             with self._lock:
@@ -56,28 +59,33 @@ class Reporter:
                     print(text, file=sys.stderr, flush=True)
 
     def note(self, text: str) -> None:
+        """Print information that needs no action."""
         self.event("note", text=text)
         self.say(f"note: {text}")
 
     def warn(self, text: str) -> None:
-        """Something that the user should act on; also shown with -q."""
+        """Print a warning, also with -q."""
         self.event("warning", text=text)
         self.say(f"warning: {text}", level=-1)
 
-    def hashed(self, nbytes: int) -> None:
-        """Another file of so many bytes was hashed, before the work begins."""
+    def report_hash(self, nbytes: int) -> None:
+        """Report that a file of nbytes was hashed, before the work begins."""
         self.event("hashed", bytes=nbytes)
         self.say(f"hashed {size(nbytes)}", level=1)
 
     def begin(
         self, total_bytes: int, done_bytes: int, amount: Callable[[float], str] = size, units: tuple[int, int] = (0, 0)
     ) -> None:
-        """Progress starts: bytes of input in all, and those that finished units already account for. amount: says how
-        much, for what is counted need not be bytes; units: how many are done, and how many there are.
+        """Start to show progress.
+
+        total_bytes  bytes of input
+        done_bytes   bytes of input that belong to finished units
+        amount       formats a count; the unit need not be bytes
+        units        number of finished units, and of all units
         """
-        self._units, self._amount = units, amount
-        self._total, self._done, self._counted = total_bytes, done_bytes, 0
-        self._begun = self._last_line = time.monotonic()
+        (self._units_done, self._units), self._amount = units, amount
+        self._total, self._done, self._done_here = total_bytes, done_bytes, 0
+        self._start = self._last_line = time.monotonic()
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
         if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             return
@@ -85,45 +93,46 @@ class Reporter:
         from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
         from rich.text import Text
 
-        def done(task: Task) -> Text:
+        def amount_and_speed(task: Task) -> Text:
             speed = task.finished_speed or task.speed
             rate = "?" if speed is None else amount(speed)
             return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
 
-        class Known(ProgressColumn):
-            """A column that is empty for a worker elsewhere: how far it is, nobody knows."""
+        class LocalColumn(ProgressColumn):
+            """A column that is empty in a worker's row, since its progress is unknown."""
 
-            def __init__(self, text: Callable[[Task], RenderableType]) -> None:
+            def __init__(self, render_task: Callable[[Task], RenderableType]) -> None:
                 super().__init__()
-                self._text = text
+                self._render_task = render_task
 
             def render(self, task: Task) -> RenderableType:
-                return Text() if task.total is None else self._text(task)
+                return Text() if task.total is None else self._render_task(task)
 
-        columns = (Known(BarColumn()), Known(done), Known(TimeRemainingColumn()))
+        columns = (LocalColumn(BarColumn()), LocalColumn(amount_and_speed), LocalColumn(TimeRemainingColumn()))
         description, memory = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rss]}")
-        console = Console(file=unescaped(sys.stderr))
+        console = Console(file=raw_stream(sys.stderr))
         self._bar = Progress(
             description, *columns, memory, console=console, redirect_stdout=False, redirect_stderr=False
         )
         self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes, rss="")
         self._bar.start()
 
-    def at(self, unit: str) -> None:
-        self._where = unit
+    def set_current(self, unit: str) -> None:
+        """Set the unit that is shown as the current one."""
+        self._current = unit
 
-    def unit_done(self) -> None:
+    def finish_unit(self) -> None:
+        """Count one more finished unit."""
         with self._lock:
-            self._units = (self._units[0] + 1, self._units[1])
+            self._units_done += 1
             if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, description=self._at())
+                self._bar.update(self._task, description=self._status())
 
-    def _at(self) -> str:
-        done, units = self._units
-        return escape(f"{done}/{units} {self._where}" if units else self._where)
+    def _status(self) -> str:
+        return escape(f"{self._units_done}/{self._units} {self._current}" if self._units else self._current)
 
-    def worker(self, name: str, unit: str | None) -> None:
-        """Which unit a worker elsewhere is making; None: it has ended. A line each on a terminal."""
+    def show_worker(self, name: str, unit: str | None) -> None:
+        """Show the unit of a remote worker, in a row of its own on a terminal; None: the worker is idle."""
         with self._lock:
             if self._bar is None:
                 return
@@ -132,17 +141,20 @@ class Reporter:
             self._bar.update(self._workers[name], description=escape(f"{name}: {unit or 'idle'}"))
 
     def advance(self, nbytes: int) -> None:
+        """Add bytes of input that are done; off a terminal, print a line or an event every LINE_EVERY seconds."""
         with self._lock:
             self._done += nbytes
-            self._counted += nbytes
+            self._done_here += nbytes
             if self._bar is not None and self._task is not None:
-                self._bar.update(self._task, advance=nbytes, description=self._at(), rss=f"RSS {size(machine.rss())}")
+                self._bar.update(
+                    self._task, advance=nbytes, description=self._status(), rss=f"RSS {size(machine.rss())}"
+                )
                 return
             now = time.monotonic()
             if now - self._last_line < LINE_EVERY:
                 return
             self._last_line = now
-        rate = self._counted / max(now - self._begun, 1e-9)
+        rate = self._done_here / max(now - self._start, 1e-9)
         eta = (self._total - self._done) / rate if rate else 0.0
         self.event(
             "progress",
@@ -150,22 +162,23 @@ class Reporter:
             total_bytes=self._total,
             bytes_per_second=round(rate),
             eta_seconds=round(eta),
-            unit=self._where,
-            units_done=self._units[0],
-            units=self._units[1],
+            unit=self._current,
+            units_done=self._units_done,
+            units=self._units,
             rss=machine.rss(),
         )
         share = 100 * self._done / max(self._total, 1)
         self.say(
             f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
-            f"ETA {duration(eta)}  {self._at()}  RSS {size(machine.rss())}"
+            f"ETA {duration(eta)}  {self._status()}  RSS {size(machine.rss())}"
         )
 
     def end(self) -> None:
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def rate(self) -> tuple[int, float]:
-        """Input bytes done in this run, and the seconds since begin."""
-        return self._counted, time.monotonic() - self._begun
+        """Return the bytes of input that this run has done, and the seconds since begin()."""
+        return self._done_here, time.monotonic() - self._start

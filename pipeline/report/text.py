@@ -9,7 +9,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def size(nbytes: float) -> str:
-    """Bytes: 1.5 GiB."""
+    """Return a number of bytes as text: 1.5 GiB."""
     step = 0
     while abs(nbytes) >= 1024 and step < len(UNITS) - 1:
         nbytes /= 1024
@@ -18,12 +18,12 @@ def size(nbytes: float) -> str:
 
 
 def tokens(count: float) -> str:
-    """512 tokens."""
+    """Return a number of tokens as text: 512 tokens."""
     return f"{count:.0f} tokens"
 
 
 def duration(seconds: float) -> str:
-    """Seconds: 3 min 05 s."""
+    """Return a duration as text: 3 min 05 s."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s"
@@ -33,30 +33,35 @@ def duration(seconds: float) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """1 file, 2 files."""
+    """Return a count with its noun: 1 file, 2 files."""
     return f"{count} {noun}{'s' if count != 1 else ''}"
 
 
-def joined(value: Any) -> str:
-    """A list with commas; anything else as it is."""
+def join_values(value: Any) -> str:
+    """Return a list's values with commas between them, and any other value as it is."""
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    """Rows of a table, each column as wide as its widest cell; the last one runs on."""
+def format_table(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """Return the lines of a table.
+
+    Each column is as wide as its widest cell, except for a row's last cell, which may be longer than its column. Rows
+    may have different lengths. A table with a heading has it as its first row.
+    """
     widths = [max((len(row[i]) for row in rows if i < len(row) - 1), default=0) for i in range(max(map(len, rows)))]
     return [indent + "  ".join(f"{cell:<{widths[i]}}" for i, cell in enumerate(row)).rstrip() for row in rows]
 
 
-def first_of(problems: Sequence[str]) -> str:
-    """The first of some problems, and how many more there are; "" of none."""
+def summarize(problems: Sequence[str]) -> str:
+    """Return the first problem and the number of the others; "" if there is no problem."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return problems[0] + more if problems else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what another library's exception says, without its full stop; if it ends with a colon,
-    with the line after it.
+    """Return the first line of an exception of another library, without its full stop.
+
+    If that line ends with a colon, the next line follows it.
     """
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 1 + lines[0].endswith(":")]).rstrip(".")

@@ -1,1 +1,1 @@
-"""`ktconvert verify`: what is checked (structure, hashes, source, another output), and how it is reported."""
+"""Checks of `ktconvert verify` (structure, hashes, source, second output), and their report."""

@@ -1,4 +1,4 @@
-"""What `ktconvert verify` is given, opened: an output, and the source or other output that it is compared with."""
+"""Inputs of `ktconvert verify`: an output, and the source or second output to compare it with."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
-DECODED = Measure(decoded.METHOD, None, 1, False, {})  # of what `dequantize` wrote: no experts in one of our forms
+DECODED = Measure(decoded.METHOD, None, 1, False, {})  # an output of `dequantize`: it has no converted experts
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """An output, and what it is compared with: another output, or its source and the model of that, equalized if the
-    output is; no model where the output is a checkpoint without experts of ours.
+    """An output, and what to compare it with.
+
+    other    a second output
+    source   the output's source; model: its model, equalized if the output is; None for an output of `dequantize`
+    imatrix  input statistics that the output was made with
     """
 
     options: VerifyOptions
@@ -39,13 +42,13 @@ class Inputs:
     imatrix: InputStatistics | None = None
 
     @property
-    def files(self) -> tuple[tuple[str, int, str], ...]:
-        """What tells these files from others: names, sizes, hashes of the source's headers; loose files as one."""
-        found = [] if self.source is None else [(s.name, s.size, s.header_sha256) for s in self.source.shards]
+    def identity(self) -> tuple[tuple[str, int, str], ...]:
+        """Name, size and header hash of each file (no hash for outputs), by which workers recognize the same files."""
+        files = [] if self.source is None else [(s.name, s.size, s.header_sha256) for s in self.source.shards]
         for each in filter(None, (self.output, self.other)):
-            found += [(name, (each.root / name).stat().st_size, "") for name in each.shards]
-            found.append((str(each.root), sum(stored.nbytes for stored in each.tensors.values()), ""))
-        return tuple(found)
+            files += [(name, (each.root / name).stat().st_size, "") for name in each.shards]
+            files.append((str(each.root), sum(stored.nbytes for stored in each.tensors.values()), ""))
+        return tuple(files)
 
     def close(self) -> None:
         if self.source is not None:
@@ -53,8 +56,10 @@ class Inputs:
 
 
 def open_inputs(options: VerifyOptions) -> Inputs:
-    """Open what is to be verified. Raises VerificationError for an unfinished output, UnsupportedError for what is no
-    output, InputError for a damaged source, UsageError for options that do not fit this output.
+    """Open the output and what to compare it with.
+
+    Raises VerificationError for an unfinished output, UnsupportedError for a directory that is no output, InputError
+    for a damaged source, UsageError for options that do not fit this output.
     """
     require_finished(options.output)
     if is_decoded(options.output):
@@ -69,8 +74,8 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     if options.against is None:
         return Inputs(options, output, measured, imatrix=_open_imatrix(options, output, None))
     path = Path(options.against).expanduser()
-    made_from_it = not output.whole and is_whole_model(path)  # `cpu` takes what `gpu` wrote
-    if (is_output(path) or locate(path).plan.exists()) and not made_from_it:
+    is_source = not output.whole and is_whole_model(path)  # `cpu` accepts an output of `gpu`
+    if (is_output(path) or locate(path).plan.exists()) and not is_source:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
     row = options.arch_row or output.settings.get("arch_row")
     source = open_checkpoint(options.against, options.revision)
@@ -83,7 +88,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
 
 
 def require_finished(path: Path) -> None:
-    """Raise VerificationError for a conversion that is not finished, InputError where there is nothing at all."""
+    """Raise VerificationError for a conversion that is not finished, InputError if the path does not exist."""
     paths = locate(path)
     if paths.plan.exists() and (paths.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
@@ -95,7 +100,7 @@ def require_finished(path: Path) -> None:
 
 
 def _open_other(path: Path) -> Output:
-    """The output to compare with; what is wrong with it is bad input."""
+    """Open the second output. Raises InputError if it is damaged."""
     require_finished(path)
     try:
         other = open_output(path)
@@ -107,27 +112,27 @@ def _open_other(path: Path) -> Output:
 
 
 def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None) -> InputStatistics | None:
-    """The statistics of inputs that the output was made with; None where it was made without, or there is no source."""
-    fact = next((name for name in (SecondMoments.manifest_key, Imatrix.manifest_key) if name in output.facts), None)
+    """Open the input statistics of the output; None if it was made without, or if there is no source."""
+    kind = next((name for name in (SecondMoments.manifest_key, Imatrix.manifest_key) if name in output.facts), None)
     path = options.importance.file
-    if fact is None and path is not None:
+    if kind is None and path is not None:
         if options.page_statistics is not None:
             return None
         remedy = "leave out --imatrix, and --statistics without --report"
-        raise UsageError(f"{output.root}: was made without statistics of inputs; {remedy}.")
-    if fact is None or model is None:
+        raise UsageError(f"{output.root}: was made without input statistics; {remedy}.")
+    if kind is None or model is None:
         return None
-    made_with = output.facts[fact]
+    made_with = output.facts[kind]
     if path is None:
-        either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if fact == Imatrix.manifest_key else ""
+        either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if kind == Imatrix.manifest_key else ""
         remedy = f"give {either}--statistics DIR, or leave out --against"
-        raise UsageError(
-            f"{output.root}: was made with statistics of inputs, and can be made again with them only: {remedy}."
-        )
-    inputs = open_model_imatrix(path, model) if fact == Imatrix.manifest_key else open_model_moments(path.parent, model)
-    if inputs.sha256 != made_with:
+        raise UsageError(f"{output.root}: was made with input statistics, which are needed to make it again; {remedy}.")
+    statistics = (
+        open_model_imatrix(path, model) if kind == Imatrix.manifest_key else open_model_moments(path.parent, model)
+    )
+    if statistics.sha256 != made_with:
         raise InputError(
-            f"{inputs.path}: is not the file that {output.root} was made with (its sha256 is {inputs.sha256[:12]}, the "
-            f"manifest says {made_with[:12]}); give that file."
+            f"{statistics.path}: is not the file that {output.root} was made with (its sha256 is "
+            f"{statistics.sha256[:12]}, the manifest says {made_with[:12]}); give that file."
         )
-    return inputs
+    return statistics

@@ -1,4 +1,4 @@
-"""Checks of one file, expert or tensor each: made by threads of this process, or by an executor's workers."""
+"""Checks of single files, experts and tensors, in threads of this process or on workers of an executor."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from ktconvert.pipeline.engine.threads import run_in_order
 from ktconvert.pipeline.engine.worker import CollectingReporter, failure_of, require_same_version, worker_threads
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.verify import against
+from ktconvert.pipeline.verify import against, expert_checks
 from ktconvert.pipeline.verify.checks import CheckItems
-from ktconvert.pipeline.verify.contents import hash_problem
+from ktconvert.pipeline.verify.file_checks import find_hash_problem
 from ktconvert.pipeline.verify.inputs import Inputs, open_inputs
 
-TASK_BYTES = 1 << 30  # that the items of a task are about
-AHEAD = 4  # items under way for each thread
+TASK_BYTES = 1 << 30  # to read for one task of a worker
+ITEMS_PER_THREAD = 4  # submitted at a time
 
 
 @dataclass(frozen=True)
 class ItemChecker:
-    """Checks an item (file, expert, tensor): a sentence, None if all is well; of an expert, figures, too."""
+    """State shared by the checks of ITEM_CHECKS; what needs headers only is computed once."""
 
     inputs: Inputs
     reporter: Reporter
 
     @cached_property
-    def comparison(self) -> against.Comparison:
-        return against.comparison(self.inputs)
+    def comparison(self) -> expert_checks.Comparison:
+        return expert_checks.create_comparison(self.inputs)
 
     @cached_property
-    def other_tensors(self) -> Mapping[str, OtherTensor]:
-        """Those of the source that are no routed experts, by their names in the output."""
-        return self.comparison.other_tensors if self.inputs.model else against.decoded_tensors(self.inputs)
+    def non_experts(self) -> Mapping[str, OtherTensor]:
+        """The expected non-expert tensors, by their names in the output."""
+        return self.comparison.non_experts if self.inputs.model else against.list_dequantized(self.inputs)
 
     @cached_property
     def other(self) -> Output:
@@ -55,58 +55,65 @@ class ItemChecker:
 
     @cached_property
     def pairs(self) -> Mapping[str, tuple[Any, Any]]:
-        return against.pairs(self.inputs.output, self.other)
+        return against.tensor_pairs(self.inputs.output, self.other)
 
 
+# Name of a check -> function that checks an item. It returns a problem or None; for an expert, ExpertFindings.
 ITEM_CHECKS: Mapping[str, Callable[[ItemChecker, Any], Any]] = {
-    "hashes": lambda checker, file: hash_problem(checker.inputs.output.root, file, checker.reporter),
-    "experts": lambda checker, item: against.compare_expert(checker.comparison, *item),
-    "other tensors": lambda checker, name: against.other_difference(checker.inputs, checker.other_tensors[name]),
-    "equal tensors": lambda checker, name: against.tensor_difference(
+    "hashes": lambda checker, file: find_hash_problem(checker.inputs.output.root, file, checker.reporter),
+    "experts": lambda checker, item: expert_checks.compare_expert(checker.comparison, *item),
+    "non-expert tensors": lambda checker, name: against.compare_non_expert(checker.inputs, checker.non_experts[name]),
+    "equal tensors": lambda checker, name: against.compare_tensor(
         checker.inputs.output, checker.other, name, *checker.pairs[name]
     ),
 }
 
 
-def check_items(inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None) -> CheckItems:
-    """By threads of this process, or by the workers of an executor, with so many threads each."""
+def create_check_items(
+    inputs: Inputs, reporter: Reporter, executor: Executor | None, threads: int | None
+) -> CheckItems:
+    """Return the function that checks items in threads of this process, or on an executor's workers.
+
+    threads  threads of each worker; None: the CPUs that it may use
+    """
     checker = ItemChecker(inputs, reporter)
-    task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.files, threads)
+    task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.identity, threads)
 
     def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         if executor is None:
-            found = by_threads(checker, inputs.options.threads, kind, items)
+            found = check_in_threads(checker, inputs.options.threads, kind, items)
         else:
-            found = by_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
-        for nbytes, (item, what) in zip(sizes, found, strict=True):
-            yield item, what
+            found = check_on_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
+        for nbytes, (item, finding) in zip(sizes, found, strict=True):
+            yield item, finding
             if kind == "experts":
-                reporter.at(f"layer {item[0]}")
-            if executor is not None or kind != "hashes":  # threads of this process report them while they hash
+                reporter.set_current(f"layer {item[0]}")
+            if executor is not None or kind != "hashes":  # threads of this process report progress while they hash
                 reporter.advance(nbytes)
 
     return check
 
 
-def by_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+def check_in_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield (item, finding) in order; kind: a name of ITEM_CHECKS."""
     with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=unbind_thread) as pool:
-        slots = list(range(AHEAD * threads))
+        slots = list(range(ITEMS_PER_THREAD * threads))
         for item, _, found in run_in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
             yield item, found
 
 
-def by_workers(
+def check_on_workers(
     executor: Executor, check: Callable[[Sequence[Any]], Any], kind: str, items: Sequence[Any], sizes: Sequence[int]
 ) -> Iterator[tuple[Any, Any]]:
-    """By an executor's workers, which call check(items), picklable, for about TASK_BYTES at a time."""
+    """Yield (item, finding) in order; workers call check(items), picklable, for about TASK_BYTES at a time."""
     groups = [items[start:stop] for start, stop in group_by_limit(sizes, TASK_BYTES)]
-    flying = deque((group, executor.submit(check, group)) for group in groups)
+    tasks = deque((group, executor.submit(check, group)) for group in groups)
     try:
-        while flying:
-            group, future = flying.popleft()
+        while tasks:
+            group, future = tasks.popleft()
             yield from zip(group, result_of(future, f"verifying {kind}", "verify again"), strict=True)
     finally:
-        for _, future in flying:
+        for _, future in tasks:
             future.cancel()
 
 
@@ -115,11 +122,11 @@ def by_workers(
 
 @dataclass(frozen=True)
 class WorkerTask:
-    """What a worker has to know.
+    """Description of a verification for workers.
 
-    run      another one each time, so that no worker checks files that it opened before
-    files    what it must see (Inputs.files)
-    threads  None: the CPUs that it may use
+    run      unique, so that no worker uses files that it opened for an earlier verification
+    files    Inputs.identity, which must be the same on the worker
+    threads  None: the CPUs that the worker may use
     """
 
     options: VerifyOptions
@@ -130,27 +137,30 @@ class WorkerTask:
 
 
 def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | KtconvertError:
-    """What was found of each item, in order. What is wrong with this host comes back as an error."""
+    """Return the finding of each item, in order; return an error if this host cannot check them."""
     try:
-        with _opening:
-            checker, threads = _opened(task)
-        return [found for _, found in by_threads(checker, threads, kind, items)]
+        with _open_lock:
+            checker, threads = _open_checker(task)
+        return [found for _, found in check_in_threads(checker, threads, kind, items)]
     except (KtconvertError, OSError, MemoryError) as error:
         return failure_of(error)
 
 
-_opening = threading.Lock()
+_open_lock = threading.Lock()
 
 
 @functools.lru_cache(1)
-def _opened(task: WorkerTask) -> tuple[ItemChecker, int]:
-    """Raises KtconvertError where this process does not see what the coordinator sees, or is another ktconvert."""
+def _open_checker(task: WorkerTask) -> tuple[ItemChecker, int]:
+    """Return the checker and its number of threads.
+
+    Raises KtconvertError if this process sees different files than the coordinator or runs a different ktconvert.
+    """
     require_same_version(task.version)
     inputs = open_inputs(task.options)
-    if inputs.files != task.files:
-        differing = sorted({name for name, *_ in set(inputs.files) ^ set(task.files)})
+    if inputs.identity != task.files:
+        different = sorted({name for name, *_ in set(inputs.identity) ^ set(task.files)})
         raise OutputError(
-            f"{', '.join(differing[:3])} of {task.options.output} or what it is compared with is another file here; "
-            "every host needs the same files at the same paths."
+            f"{', '.join(different[:3])} of {task.options.output} or its source differ here; every host needs the same "
+            "files at the same paths."
         )
     return ItemChecker(inputs, CollectingReporter()), worker_threads(task.threads)

@@ -1,4 +1,4 @@
-"""The report of `ktconvert verify` as one HTML page: nothing on it comes from elsewhere, and nothing runs."""
+"""HTML page of a verification: one file without scripts and without references to other files."""
 
 from __future__ import annotations
 
@@ -18,90 +18,93 @@ from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures
 from ktconvert.pipeline.verify.checks import ProjectionErrors
 from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, LinearScales, Scales, WorstRow
-from ktconvert.pipeline.verify.verify import Report, document, facts_rows
+from ktconvert.pipeline.verify.verify import Report, output_rows, report_document
 
 TEMPLATES = Path(__file__).parent
-SHOWN = 100  # problems listed per check; --json has them all
-LARGEST = 12  # linears with the largest scales
+SHOWN = 100  # problems per check; --json has all
+LARGEST = 12  # rows of the table of the largest scales
 MOST_BARS = 64
 COLOURS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to the largest
-STRANGE = "x"  # the class of a value that is not finite
-MOST_COLUMNS = 8  # of a map whose cells hold numbers
-MOST_WIDTH = 64  # columns of maps that stand next to each other
-WIDTH = 1.1  # of the colours of a map, at least: where all values are nearly equal, all colours are
-# Above so many cells on one page only the rows have titles: 100 bytes instead of 30 for each cell.
+NOT_SHOWN = "x"  # class of a value without a colour
+MOST_COLUMNS = 8  # of a map whose cells show numbers
+MOST_WIDTH = 64  # columns of maps that are side by side
+LEAST_RANGE = 1.1  # smallest ratio of the ends of a colour scale: nearly equal values get nearly equal colours
+# With more cells on a page, only rows have titles: a title takes 100 bytes instead of 30 for each cell.
 MOST_TITLES = 64_000
 
-# Parts of rows of tables; NUMA: of a column that only outputs with several NUMA parts have.
+# Cells of tables. Only outputs with several NUMA parts have the column NUMA.
 LINEAR, NUMA = "layer {0.layer}, expert {0.expert}, {0.projection}", "NUMA part"
 
 Row = tuple[str, ...]
 
 
 def percent(share: float) -> str:
-    """For people: 11.71 %."""
+    """Return a share as text: 11.71 %."""
     if not math.isfinite(share):
         return "not finite"
     return f"{100 * share:#.4g} %" if share else "0 %"
 
 
-def three(value: float) -> str:
-    """For a cell of a map: three digits, 12.0."""
+def three_digits(value: float) -> str:
+    """Return the text of a map's cell: three digits, 12.0."""
     return f"{value:#.3g}" if math.isfinite(value) and value else "0" if value == 0 else "?"
 
 
-def page(report: Report) -> str:
-    """The page. Its text is a function of the report alone."""
+def render_page(report: Report) -> str:
+    """Return the page. It depends only on the report."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     files, undefined = FileSystemLoader(TEMPLATES), StrictUndefined
-    where = Environment(loader=files, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
-    return where.get_template("page.html").render(_content(report)).lstrip()
+    environment = Environment(loader=files, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("page.html").render(_page_values(report)).lstrip()
 
 
-def _content(report: Report) -> dict[str, Any]:
-    facts, found = document(report), report.page_data
-    scales, counts = (None, None) if found is None else (found.scales, found.counts)
+def _page_values(report: Report) -> dict[str, Any]:
+    """Return the values of the template."""
+    document, data = report_document(report), report.page_data
+    scales, counts = (None, None) if data is None else (data.scales, data.counts)
     cells = sum(len(layer.experts) for layer in report.errors)
     cells += 0 if report.errors or scales is None else len(scales.linears)
     titles = cells + (0 if counts is None else counts.size) <= MOST_TITLES
     parts = report.measure.numa > 1
 
     def check_rows(state: Callable[[Any], str]) -> Iterator[Row]:
-        for check in facts["checks"]:
-            wrong = check["problems"]
-            yield check["name"], state(check), plural(len(wrong), "problem") if wrong else check["result"]
+        for check in document["checks"]:
+            problems = check["problems"]
+            yield check["name"], state(check), plural(len(problems), "problem") if problems else check["result"]
 
     return {
-        **facts,
-        "name": Path(facts["output"]).name,
-        "verdict": "verified" if facts["ok"] else "NOT verified",
+        **document,
+        "name": Path(document["output"]).name,
+        "verdict": "verified" if document["ok"] else "NOT verified",
         "generator": MARK,
         "shown": SHOWN,
         "parts": parts,
-        "maker": f"{facts['made_by']} {facts['command']}" if facts["made_by"] else "a program that left no manifest",
-        "tiles": list(_tiles(report, facts)),
+        "maker": f"{document['made_by']} {document['command']}"
+        if document["made_by"]
+        else "a program that left no manifest",
+        "tiles": list(_tiles(report, document)),
         "check_rows": check_rows,
-        "output_rows": facts_rows(facts),
+        "output_rows": output_rows(document),
         "errors": _errors(report, titles) if report.errors else None,
-        "worst_rows": _worst_rows(found.rows, parts) if found is not None and found.rows else None,
+        "worst_rows": _worst_rows(data.rows, parts) if data is not None and data.rows else None,
         "scales": _scales(scales, not report.errors, titles, parts) if scales is not None and scales.linears else None,
         "usage": None if counts is None else _usage(counts, list(report.measure.shapes), titles),
     }
 
 
-def _tiles(report: Report, facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The few numbers that one looks for first."""
-    yield "method", ", ".join(facts[name] for name in ("method", "scale") if name in facts)
-    if facts["layers"]:
-        experts = facts["experts"] if isinstance(facts["experts"], int) else "different numbers of"
-        yield f"layer{'s' * (len(facts['layers']) != 1)}, of {experts} experts", str(len(facts["layers"]))
+def _tiles(report: Report, document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (label, value) of the most important numbers."""
+    yield "method", ", ".join(document[name] for name in ("method", "scale") if name in document)
+    if document["layers"]:
+        experts = document["experts"] if isinstance(document["experts"], int) else "different numbers of"
+        yield f"layer{'s' * (len(document['layers']) != 1)}, of {experts} experts", str(len(document["layers"]))
     for projection in PROJECTIONS:
         if sums := [layer.sums for layer in report.errors if layer.projection == projection]:
             yield f"relative error, {projection}", percent(error_figures(np.sum(sums, axis=0))["relative_error"])
-    if facts["predictions"] is not None:
-        yield "KL divergence per token", f"{facts['predictions']['kl']:.4g}"
-    yield "checks passed", f"{sum(check['ok'] for check in facts['checks'])} of {len(facts['checks'])}"
+    if document["predictions"] is not None:
+        yield "KL divergence per token", f"{document['predictions']['kl']:.4g}"
+    yield "checks passed", f"{sum(check['ok'] for check in document['checks'])} of {len(document['checks'])}"
 
 
 def _errors(report: Report, titles: bool) -> dict[str, Any]:
@@ -111,18 +114,18 @@ def _errors(report: Report, titles: bool) -> dict[str, Any]:
     measured = max(len(layer.experts) for layer in report.errors)
     return {
         "measured": measured if measured < max(e for e, _, _ in report.measure.shapes.values()) else None,
-        "heat": heat_maps(maps, Scale("relative error", percent, lambda v: three(100 * v)), titles),
+        "heat": heat_maps(maps, ColourScale("relative error", percent, lambda v: three_digits(100 * v)), titles),
         "head": ("layer", *(projection + what for projection in PROJECTIONS for what in ("", ", cosine", ", worst"))),
         "rows": list(_layer_rows(report.errors)),
     }
 
 
 def _layer_rows(errors: Sequence[ProjectionErrors]) -> Iterator[Row]:
-    """A row for each layer: every projection's relative error, cosine, and worst expert with its error."""
+    """Yield a row for each layer: relative error, cosine, and worst expert with its error of every projection."""
     for layer, group in groupby(sorted(errors, key=lambda e: e.layer), key=lambda e: e.layer):
-        own = {e.projection: e for e in group}
+        by_projection = {e.projection: e for e in group}
         row = [str(layer)]
-        for error in map(own.get, PROJECTIONS):
+        for error in map(by_projection.get, PROJECTIONS):
             if error is None:
                 row += ["", "", ""]
                 continue
@@ -150,22 +153,22 @@ def _worst_rows(rows: Sequence[WorstRow], parts: bool) -> dict[str, Any]:
 
 
 def _scales(scales: Scales, medians: bool, titles: bool, parts: bool) -> dict[str, Any]:
-    """medians: whether the median of each expert is drawn, too."""
+    """Return the values for the scales; medians: whether to draw the median of each expert, too."""
     finite = [linear.median for linear in scales.linears if math.isfinite(linear.median)]
     power = math.floor(math.log10(min(finite))) if finite else 0
-    scale = Scale("median scale", lambda v: f"{v:.4g}", lambda v: three(v / 10.0**power), ratios=True)
+    scale = ColourScale("median scale", lambda v: f"{v:.4g}", lambda v: three_digits(v / 10.0**power), ratios=True)
     maps = {
         projection: {(s.layer, s.expert): s.median for s in scales.linears if s.projection == projection}
         for projection in PROJECTIONS
     }
     known = [linear for linear in scales.linears if math.isfinite(linear.largest)]
-    strange = {"zeros": scales.zeros, "others": scales.others}
+    not_drawn = {"zeros": scales.zeros, "others": scales.others}
 
     def ratio(s: LinearScales) -> str:
         return f"{s.largest / s.median:.3g}"
 
     return {
-        **{name: f"{n:,}" if scales.zeros or scales.others else "" for name, n in strange.items()},
+        **{name: f"{n:,}" if scales.zeros or scales.others else "" for name, n in not_drawn.items()},
         "histograms": list(_histograms(scales)),
         "power": power,
         "heat": heat_maps(maps, scale, titles) if medians else None,
@@ -178,7 +181,7 @@ def _scales(scales: Scales, medians: bool, titles: bool, parts: bool) -> dict[st
 
 
 def _histograms(scales: Scales) -> Iterator[dict[str, Any]]:
-    """One for each projection, with the same bins: as many as fit, at least those of the survey."""
+    """Yield a histogram for each projection, all with the same bins: at most MOST_BARS."""
     total = np.sum(list(scales.counts.values()), axis=0)
     if not total.any():
         return
@@ -189,39 +192,39 @@ def _histograms(scales: Scales) -> Iterator[dict[str, Any]]:
     first, last = int(used[0]) // each, int(used[-1]) // each + 1
     edges = [2.0 ** (bin * each / STEPS + LOWEST) for bin in range(first, last + 1)]
     for projection, counts in scales.counts.items():
-        own = np.add.reduceat(counts[first * each : last * each], np.arange(0, (last - first) * each, each))
-        yield histogram(projection, own.tolist(), edges)
+        merged = np.add.reduceat(counts[first * each : last * each], np.arange(0, (last - first) * each, each))
+        yield histogram(projection, merged.tolist(), edges)
 
 
 def _usage(counts: I64, known: Sequence[int], titles: bool) -> dict[str, Any]:
     layers = [n for n in known if n < len(counts) and counts[n].any()]
     shares = {n: counts[n] / counts[n].sum() for n in layers}
     cells = {(n, e): float(share) for n in layers for e, share in enumerate(shares[n])}
-    scale = Scale("part of the layer's tokens", percent, lambda v: three(100 * v))
+    scale = ColourScale("share of the layer's tokens", percent, lambda v: three_digits(100 * v))
 
     def row(layer: int) -> Row:
-        own = counts[layer]
-        most = f"{int(own.argmax())} ({percent(float(shares[layer].max()))})"
-        return str(layer), f"{int(own.sum()):,}", most, str(int((own == 0).sum()))
+        tokens = counts[layer]
+        most = f"{int(tokens.argmax())} ({percent(float(shares[layer].max()))})"
+        return str(layer), f"{int(tokens.sum()):,}", most, str(int((tokens == 0).sum()))
 
     heat = heat_maps({"routed tokens": cells}, scale, titles)
     return {"equal": percent(1 / counts.shape[1]), "heat": heat, "rows": [row(layer) for layer in layers]}
 
 
-# --- heat maps layers x experts, as tables with cells coloured by class, and histograms ----------
+# --- heat maps (layers x experts, as tables with coloured cells) and histograms ------------------
 
 
 Cells = Mapping[tuple[int, int], float]  # (layer, expert) -> value
 
 
 @dataclass(frozen=True)
-class Scale:
-    """What a map's values are.
+class ColourScale:
+    """Values of a heat map, and their colours.
 
-    label    what the legend calls them
-    text     a value, in titles and the legend
-    short    the same in a cell: four characters, if possible
-    ratios   whether equal ratios, not equal differences, have equal steps
+    label    name of the values in the legend
+    text     formats a value for titles and the legend
+    short    formats a value for a cell: four characters, if possible
+    ratios   whether the scale is logarithmic
     """
 
     label: str
@@ -230,31 +233,31 @@ class Scale:
     ratios: bool = False
 
     def is_shown(self, value: float) -> bool:
-        """Whether a value has a colour on the ramp."""
+        """Return whether a value has a colour."""
         return math.isfinite(value) and (value > 0 or not self.ratios)
 
     def step(self, value: float, low: float, high: float) -> str:
-        """The class of a value on a ramp from low to high."""
+        """Return the class of a value on a ramp from low to high."""
         if not self.is_shown(value):
-            return STRANGE
+            return NOT_SHOWN
         low, high, value = (math.log(each) if self.ratios else each for each in (low, high, value))
         share = (value - low) / (high - low) if high > low else 0.0
         return COLOURS[min(int(share * len(COLOURS)), len(COLOURS) - 1)]
 
 
-def heat_maps(maps: Mapping[str, Cells], scale: Scale, titles: bool) -> dict[str, Any]:
-    """One map per name, of the same layers and experts, and the legend. titles: of each cell, not of each row."""
+def heat_maps(maps: Mapping[str, Cells], scale: ColourScale, titles: bool) -> dict[str, Any]:
+    """Return one map per name, with the same layers and experts, and the legend; titles: whether cells have titles."""
     layers = sorted({layer for cells in maps.values() for layer, _ in cells})
     experts = sorted({expert for cells in maps.values() for _, expert in cells})
     numbers = len(experts) <= MOST_COLUMNS
     every = 1 << max(0, math.ceil(math.log2(max(len(experts), 1) / MOST_COLUMNS)))
     height = 22 if numbers or len(layers) <= 12 else 14 if len(layers) <= 32 else 7
     rows_per_head = max(1, 14 // height)
-    strange = any(not scale.is_shown(value) for cells in maps.values() for value in cells.values())
+    any_not_shown = any(not scale.is_shown(value) for cells in maps.values() for value in cells.values())
 
-    def drawn(name: str, cells: Cells) -> dict[str, Any]:
+    def build_map(name: str, cells: Cells) -> dict[str, Any]:
         shown = [value for value in cells.values() if scale.is_shown(value)]
-        low, high = (min(shown), max(max(shown), WIDTH * min(shown))) if shown else (1.0, 1.0)
+        low, high = (min(shown), max(max(shown), LEAST_RANGE * min(shown))) if shown else (1.0, 1.0)
 
         def cell(layer: int, expert: int) -> tuple[str, str, str] | None:
             if (value := cells.get((layer, expert))) is None:
@@ -288,14 +291,14 @@ def heat_maps(maps: Mapping[str, Cells], scale: Scale, titles: bool) -> dict[str
         "height": height,
         "steps": COLOURS,
         "heads": [(min(every, len(experts) - at), experts[at]) for at in range(0, len(experts), every)],
-        "strange": strange and ("not a positive number" if scale.ratios else "not a number"),
+        "not_shown": any_not_shown and ("not a positive number" if scale.ratios else "not a number"),
         "empty": any(len(cells) < len(layers) * len(experts) for cells in maps.values()),
-        "maps": [drawn(name, cells) for name, cells in maps.items()],
+        "maps": [build_map(name, cells) for name, cells in maps.items()],
     }
 
 
 def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> dict[str, Any]:
-    """Counts [n] between edges [n + 1]."""
+    """Return the histogram of counts [n] between edges [n + 1]."""
     most, total = max(counts, default=0), sum(counts)
     return {
         "name": name,

@@ -1,4 +1,4 @@
-"""What the page of `ktconvert verify` shows beyond the checks: worst rows of linears, all scales, use of experts."""
+"""Data of the page of `ktconvert verify` beyond the checks: worst rows of linears, all scales, use of experts."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ from ktconvert.native_quant.arrays import I64
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.threads import run_in_order
 from ktconvert.pipeline.stages.quantize_experts import unequalize
-from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst
+from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors, worst_linears
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers import SIGNED_GRIDS
 from ktconvert.quantizers.differences import source_values
 
-LINEARS = 12  # whose rows are looked at
-CHUNK = 64  # rows in memory as float64 at a time
+LINEARS = 12  # with the largest errors, whose rows are measured
+CHUNK_ROWS = 64  # rows in memory as float64 at a time
 STEPS = 16  # bins of scales for each power of two
-LOWEST = -150  # a power of two below every positive float32
+LOWEST = -150  # exponent of a power of two below every positive float32
 BINS = STEPS * (128 - LOWEST)
 
-# Of encodings that keep codes which BF16 would round: the source's own numbers.
-KEPT_VALUES = {"FP8": fp8.source_values, "RAWINT4": pack_quantized.source_values}
+# Encodings that keep codes which BF16 would round -> function that returns the source's exact numbers.
+EXACT_VALUES = {"FP8": fp8.source_values, "RAWINT4": pack_quantized.source_values}
 
 Linear = tuple[int, int, str]  # layer, expert, projection
 F32 = npt.NDArray[np.float32]
 
 
 class WorstRow(NamedTuple):
-    """A linear, and of its rows in each NUMA part the one with the largest ||x-y||/||x||."""
+    """The row of a linear with the largest ||x-y||/||x||, of all its NUMA parts."""
 
     linear: LinearError
     numa: int
@@ -55,8 +55,9 @@ class WorstRow(NamedTuple):
 
 
 class LinearScales(NamedTuple):
-    """The positive scales of one projection of one expert, in all its parts; numa and row: where the largest is, the
-    first row of those that share it. NaN and -1 where there is no positive scale.
+    """The positive scales of one projection of one expert, in all its NUMA parts.
+
+    numa and row are those of the first row with the largest scale. NaN and -1 if there is no positive scale.
     """
 
     layer: int
@@ -70,11 +71,11 @@ class LinearScales(NamedTuple):
 
 @dataclass(frozen=True)
 class Scales:
-    """Those of all experts.
+    """The scales of all experts.
 
-    linears    in the order of layers, experts and projections
-    counts     projection -> how many positive scales lie in each bin: bin i begins at 2^(i / STEPS + LOWEST)
-    zeros      how many scales are zero, others: negative, infinite or not a number
+    linears  in the order of layers, experts and projections
+    counts   projection -> number of positive scales in each bin; bin i begins at 2^(i / STEPS + LOWEST)
+    zeros    number of scales that are zero; others: negative, infinite or not a number
     """
 
     linears: list[LinearScales] = field(default_factory=list)
@@ -85,8 +86,11 @@ class Scales:
 
 @dataclass(frozen=True)
 class PageData:
-    """rows: of the linears with the largest errors, if errors were measured. scales: None where there are none. counts:
-    int64 [decoder layers, experts], None where no statistics were given.
+    """Data of the page.
+
+    rows    worst rows of the linears with the largest errors, if errors were measured
+    scales  None if the format has no scales
+    counts  routed tokens, int64 [decoder layers, experts]; None without statistics
     """
 
     rows: tuple[WorstRow, ...] = ()
@@ -94,14 +98,15 @@ class PageData:
     counts: I64 | None = None
 
 
-def page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts: I64 | None) -> PageData:
-    """All of it, of an output whose weight files are whole. Raises VerificationError if the disk cannot be read."""
+def collect_page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts: I64 | None) -> PageData:
+    """Collect the data of an output with all weight files. Raises VerificationError if the disk cannot be read."""
     output, measure, model = inputs.output, inputs.measure, inputs.model
-    rows = () if model is None else tuple(_worst_rows(output, measure, model, worst(errors, LINEARS)))
-    return PageData(rows, _scales(output, measure, inputs.options.threads), counts)
+    rows = () if model is None else tuple(_find_worst_rows(output, measure, model, worst_linears(errors, LINEARS)))
+    return PageData(rows, _read_scales(output, measure, inputs.options.threads), counts)
 
 
-def _parts(output: Output, measure: Measure, fmt: Format, linear: Linear) -> Iterator[Part]:
+def _parts_of_linear(measure: Measure, fmt: Format, linear: Linear) -> Iterator[Part]:
+    """Yield the NUMA parts of a linear that count for its error."""
     layer, expert, projection = linear
     _, hidden, intermediate = measure.shapes[layer]
     grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
@@ -109,7 +114,7 @@ def _parts(output: Output, measure: Measure, fmt: Format, linear: Linear) -> Ite
 
 
 def _read(output: Output, fmt: Format, part: Part, tensors: slice = slice(None)) -> list[Bytes]:
-    """Some of a part's tensors; none where one is missing or has another size."""
+    """Return some tensors of a NUMA part; an empty list if one is missing or has a wrong size."""
     expected = fmt.encoding.tensors(part.n, part.k)[tensors]
     stored = [output.tensors.get((part.place, tensor.name)) for tensor in expected]
     if any(s is None or s.nbytes != tensor.nbytes for s, tensor in zip(stored, expected, strict=True)):
@@ -120,61 +125,63 @@ def _read(output: Output, fmt: Format, part: Part, tensors: slice = slice(None))
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def _worst_rows(
+def _find_worst_rows(
     output: Output, measure: Measure, model: MoeModel, linears: Iterable[LinearError]
 ) -> Iterator[WorstRow]:
-    """For each of these linears; its parts are in memory one at a time, as float32."""
+    """Yield the worst row of each linear; one NUMA part at a time is in memory, as float32."""
     assert measure.fmt is not None
     whole_fmt = measure.fmt
     for linear in linears:
         fmt = whole_fmt.of_layer(linear.layer)
-        kept = KEPT_VALUES.get(fmt.encoding.name, source_values)
-        source = kept if fmt.encoding.is_exact(model) else source_values
+        exact = EXACT_VALUES.get(fmt.encoding.name, source_values)
+        read_source = exact if fmt.encoding.is_exact(model) else source_values
         found = []
-        for part in _parts(output, measure, fmt, linear[:3]):
+        for part in _parts_of_linear(measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, part)):
                 continue
             encoding, matrix = unequalize(model, fmt.encoding, part)
             values = encoding.decode(stored, part.n, part.k, slice(None))
-            chunks = [slice(start, min(start + CHUNK, part.n)) for start in range(0, part.n, CHUNK)]
-            errors = np.concatenate([_relative(source(matrix.rows(c.start, c.stop)), values[c]) for c in chunks])
+            chunks = [slice(start, min(start + CHUNK_ROWS, part.n)) for start in range(0, part.n, CHUNK_ROWS)]
+            errors = np.concatenate(
+                [_relative_errors(read_source(matrix.rows(c.start, c.stop)), values[c]) for c in chunks]
+            )
             row = int(np.argmax(errors))
             found.append(WorstRow(linear, part.numa, row, float(errors[row])))
         if found:
             yield max(found, key=lambda row: row.relative_error)
 
 
-def _relative(x: F32, y: F32) -> npt.NDArray[np.float64]:
-    """Each row's ||x-y||/||x||: float64 [rows]; of a row of zeros 0 or 1, as of linears."""
+def _relative_errors(x: F32, y: F32) -> npt.NDArray[np.float64]:
+    """Return ||x-y||/||x|| of each row, float64 [rows]; 0 or 1 for a row of zeros, as for linears."""
     wide = x.astype(np.float64)
-    norm, away = (np.sqrt(np.square(values).sum(axis=1)) for values in (wide, wide - y))
-    errors: npt.NDArray[np.float64] = np.divide(away, norm, out=(away > 0).astype(np.float64), where=norm > 0)
+    norm, error = (np.sqrt(np.square(values).sum(axis=1)) for values in (wide, wide - y))
+    errors: npt.NDArray[np.float64] = np.divide(error, norm, out=(error > 0).astype(np.float64), where=norm > 0)
     return errors
 
 
 # --- scales ---------------------------------------------------------------------------------------
 
 
-def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
-    """The scales of every expert, one expert per thread in memory; None where the format has none, or is not known."""
+def _read_scales(output: Output, measure: Measure, threads: int) -> Scales | None:
+    """Read the scales of every expert; None if the format has none or is unknown. Memory: one expert per thread."""
     if measure.fmt is None or all(fmt.encoding.scales is None for fmt in measure.fmt.formats):
         return None
-    of_layer = {
+    formats = {
         n: fmt
         for n, shape in measure.shapes.items()
         if (fmt := measure.fmt.of_layer(n)).encoding.scales and illegal_reason(fmt, [shape[1:]], measure.numa) is None
     }
-    linears = {place[:3] for place, _ in output.tensors if place.layer in of_layer}
+    linears = {place[:3] for place, _ in output.tensors if place.layer in formats}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
     found, zeros, others = [], 0, 0
     counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
 
     def read(linear: Linear, _slot: int) -> list[tuple[Part, F32]]:
-        fmt = of_layer[linear[0]]
-        size = np.abs if fmt.encoding.grid.name in SIGNED_GRIDS else np.asarray
+        fmt = formats[linear[0]]
+        magnitude = np.abs if fmt.encoding.grid.name in SIGNED_GRIDS else np.asarray
         return [
-            (part, size(scale_values(fmt.encoding, stored[0], part.n, part.k)))
-            for part in _parts(output, measure, fmt, linear)
+            (part, magnitude(scale_values(fmt.encoding, stored[0], part.n, part.k)))
+            for part in _parts_of_linear(measure, fmt, linear)
             if (stored := _read(output, fmt, part, slice(-1, None)))
         ]
 
@@ -184,15 +191,15 @@ def _scales(output: Output, measure: Measure, threads: int) -> Scales | None:
                 continue
             values = np.concatenate([scales.reshape(-1) for _, scales in parts])
             positive = values[np.isfinite(values) & (values > 0)]
-            none = int((values == 0).sum())
-            zeros, others = zeros + none, others + values.size - positive.size - none
+            zero = int((values == 0).sum())
+            zeros, others = zeros + zero, others + values.size - positive.size - zero
             bins = (STEPS * (np.log2(positive.astype(np.float64)) - LOWEST)).astype(np.int64)
             counts[linear[2]] += np.bincount(bins, minlength=BINS)
-            found.append(_of_linear(linear, positive, parts))
+            found.append(_summarize_scales(linear, positive, parts))
     return Scales(found, counts, zeros, others)
 
 
-def _of_linear(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]]) -> LinearScales:
+def _summarize_scales(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]]) -> LinearScales:
     if not positive.size:
         return LinearScales(*linear, np.nan, np.nan, -1, -1)
     largest = positive.max()
@@ -204,10 +211,11 @@ def _of_linear(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]])
 # --- use of experts -------------------------------------------------------------------------------
 
 
-def counts_for(folder: Path, measure: Measure, output: Output) -> I64 | None:
-    """How often each expert was routed to, int64 [decoder layers, experts], from a folder of statistics. None where it
-    has only the importance matrix that the output was made with. Raises InputError where they are damaged or of another
-    model, UsageError for an output without layers of experts.
+def read_counts(folder: Path, measure: Measure, output: Output) -> I64 | None:
+    """Read the routed tokens of each expert, int64 [decoder layers, experts], from a folder of statistics.
+
+    Returns None if it has only the importance matrix that the output was made with. Raises InputError if they are
+    damaged or belong to a different model, UsageError for an output without layers of experts.
     """
     root = output.root
     if not measure.shapes:

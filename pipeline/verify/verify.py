@@ -1,4 +1,4 @@
-"""`ktconvert verify`: an output is opened, checked, and reported."""
+"""`ktconvert verify`: check an output and report the results."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_s
 from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import aligned, first_of, joined, plural, size
-from ktconvert.pipeline.verify import against, contents, structure
-from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst
+from ktconvert.pipeline.report.text import format_table, join_values, plural, size, summarize
+from ktconvert.pipeline.verify import against, expert_checks, file_checks, tensor_checks
+from ktconvert.pipeline.verify.checks import Check, CheckItems, ProjectionErrors, worst_linears
 from ktconvert.pipeline.verify.inputs import DECODED, Inputs, open_inputs, require_finished
-from ktconvert.pipeline.verify.item_checks import check_items
-from ktconvert.pipeline.verify.page_data import PageData, counts_for, page_data
-from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, not_compared
+from ktconvert.pipeline.verify.item_checks import create_check_items
+from ktconvert.pipeline.verify.page_data import PageData, collect_page_data, read_counts
+from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, skip_predictions
 
-CHECKPOINT = "checkpoint"  # as it was released
-SHOWN = 10  # problems printed per check; --json has them all
+CHECKPOINT = "checkpoint"  # an unconverted one
+SHOWN = 10  # problems per check; --json has all
 ARRANGEMENTS = {
     "merged": "{shards} safetensors shards",
-    "native": "{shards} safetensors shards, as kt-kernel's native method reads them",
+    "native": "{shards} safetensors shards for kt-kernel's native methods",
     "loose": "loose .kt folders",
-    "pack-quantized": "a whole model for the GPU, pack-quantized, in {shards} safetensors shards",
-    CHECKPOINT: "a checkpoint, in {shards} safetensors shards",
-    decoded.ARRANGEMENT: "a whole checkpoint, not quantized, in {shards} safetensors shards",
+    "pack-quantized": "model for the GPU, pack-quantized, {shards} safetensors shards",
+    CHECKPOINT: "checkpoint, {shards} safetensors shards",
+    decoded.ARRANGEMENT: "checkpoint, not quantized, {shards} safetensors shards",
 }
 
 
 @dataclass
 class Report:
-    """The result. checks are in the order in which they were made; remarks: notes that are of no check."""
+    """The result of a verification. remarks: notes that belong to no check."""
 
     output: Output
     measure: Measure
@@ -62,84 +62,84 @@ class Report:
 
     @property
     def sentence(self) -> str | None:
-        """The first problem, how many more, and what to do; None where all is well."""
+        """The first problem, the number of others, and the remedy; None if there is no problem."""
         remedy = next((check.remedy for check in self.checks if check.problems), None)
-        return None if remedy is None else f"{self.output.root}: {first_of(self.problems)}; {remedy}."
+        return None if remedy is None else f"{self.output.root}: {summarize(self.problems)}; {remedy}."
 
 
 def verify(
     options: VerifyOptions, reporter: Reporter, executor: Executor | None = None, threads: int | None = None
 ) -> Report:
-    """Make all checks that the options name; what is wrong with the output is in the report.
+    """Check an output as the options say; the report holds its problems.
 
-    executor  whose workers read the files, with so many threads each (None: the CPUs that they may use); None: threads
-              of this process do
-    Raises what open_inputs raises, and KtconvertError where a worker cannot read.
+    executor  its workers read the files; None: threads of this process do
+    threads   threads of each worker; None: the CPUs that it may use
+    Raises the errors of open_inputs, and KtconvertError if a worker cannot read the files.
     """
     text, folder = None if options.text is None else read_text(options.text), options.page_statistics
     require_finished(options.output)
-    ours = is_decoded(options.output) or is_output(options.output)
-    if options.run and not ours and is_checkpoint(options.output):
+    converted = is_decoded(options.output) or is_output(options.output)
+    if options.run and not converted and is_checkpoint(options.output):
         return _open_checkpoint(options)
     with closing(open_inputs(options)) as inputs:
         output, measured = inputs.output, inputs.measure
-        counts = None if folder is None else counts_for(folder, measured, output)
-        report = Report(output, measured, structure.check_structure(output, measured), against=options.against)
-        readable = structure.weights_whole(output) and bool(output.methods)
+        counts = None if folder is None else read_counts(folder, measured, output)
+        report = Report(output, measured, tensor_checks.check_structure(output, measured), against=options.against)
+        readable = file_checks.has_all_weights(output) and bool(output.methods)
         try:
-            _check_contents(report, inputs, check_items(inputs, reporter, executor, threads), reporter)
+            _check_contents(report, inputs, create_check_items(inputs, reporter, executor, threads), reporter)
             if options.report is not None and readable:
-                report.page_data = page_data(inputs, report.errors, counts)
+                report.page_data = collect_page_data(inputs, report.errors, counts)
         finally:
             reporter.end()
-        wrong = any(check.problems for check in report.checks if check.name != "source")  # whatever its source says
-        if output.whole and readable and options.load and inputs.other is None and not wrong:
+        damaged = any(check.problems for check in report.checks if check.name != "source")
+        if output.whole and readable and options.load and inputs.other is None and not damaged:
             _check_loading(report, inputs, text, reporter)
     return report
 
 
 def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, reporter: Reporter) -> None:
-    """What is in the files, by itself and against others, while progress is reported."""
+    """Check the contents of the files, alone and against the source or second output, and show progress."""
     output, measured, options, checks = inputs.output, inputs.measure, inputs.options, report.checks
-    whole, bad, source = structure.weights_whole(output), structure.unreadable(output), inputs.source
-    files = [file for file in structure.listed_files(output) if file.name not in bad]
-    codes = contents.codes_of_others(output, measured) if whole else []
-    total = sum(file.size for file in files) + sum(tensor.nbytes for tensor in codes)
+    whole, damaged, source = file_checks.has_all_weights(output), file_checks.find_damaged_files(output), inputs.source
+    to_hash = [file for file in file_checks.manifest_files(output) if file.name not in damaged]
+    codes = tensor_checks.find_unverified_codes(output, measured) if whole else []
+    total = sum(file.size for file in to_hash) + sum(tensor.nbytes for tensor in codes)
     if inputs.other is not None:
         total += sum(stored.nbytes for stored in output.tensors.values())
     elif source is not None:
         total += against.source_bytes(inputs)
     reporter.begin(total, 0)
     if output.tensors and (options.numa is not None or options.method is not None):
-        checks.append(structure.check_options(measured, options.numa, options.method))
+        checks.append(tensor_checks.check_options(measured, options.numa, options.method))
     if whole and output.methods:
-        checks.append(contents.check_numbers(output, measured))
+        checks.append(tensor_checks.check_numbers(output, measured))
     if codes:
-        checks.append(contents.check_codes(output, codes, reporter))
+        checks.append(tensor_checks.check_codes(output, codes, reporter))
     if output.manifest is not None:
-        checks.append(contents.check_hashes(output.manifest, files, check_items))
+        checks.append(file_checks.check_hashes(output.manifest, to_hash, check_items))
     if inputs.other is not None:
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
     if source is not None and not whole:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
     elif source is not None:
         if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
-            made_of = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
-            if made_of != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the bytes may be equal
-                other = "its files are not those that the manifest says this output was made from"
-                report.remarks.append(f"{source.root}: {other}")
+            recorded = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
+            if recorded != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the weights may be equal
+                different = "its files are not those from which this output was made, according to the manifest"
+                report.remarks.append(f"{source.root}: {different}")
         if inputs.model is None:
-            checks.append(against.compare_decoded(inputs, check_items))
+            checks.append(against.compare_dequantized(inputs, check_items))
         else:
-            check, report.errors = against.compare_source(against.comparison(inputs), check_items)
+            check, report.errors = against.compare_source(expert_checks.create_comparison(inputs), check_items)
             checks.append(check)
 
 
 def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: Reporter) -> None:
-    """What transformers says of an output for the GPU: of its names, and of its predictions next to the source's."""
+    """Load an output for the GPU with transformers: check its names, and compare its predictions with the source's."""
     model, fmt = inputs.model, inputs.measure.fmt
-    compared = ", then the source and the output" if model else ""
-    reporter.say(f"transformers loads it: names first{compared}")
+    models = ", then the weights of source and output" if model else ""
+    reporter.say(f"loading names with transformers{models}")
     check, loadable = check_reload(inputs.output)
     report.checks.append(check)
     if model is None or fmt is None:
@@ -148,12 +148,12 @@ def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: R
         bits = fmt.encoding.grid.bits
         check, report.predictions = check_predictions(inputs.output, model, bits, text, inputs.options.threads)
     else:
-        check = not_compared("the output cannot be loaded whole")
+        check = skip_predictions("the output cannot be loaded whole")
     report.checks.append(check)
 
 
 def _open_checkpoint(options: VerifyOptions) -> Report:
-    """A checkpoint whose experts are to be computed as they are stored: what its headers tell."""
+    """Return the report of an unconverted checkpoint whose experts --run computes; reads headers only."""
     if options.numa is not None or options.method is not None or options.against is not None:
         raise UsageError(f"{options.output} is a checkpoint: leave out --numa, --quant-method and --against.")
     root = options.output
@@ -161,7 +161,7 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
     source.require_computable()
     shapes = {layer: source.shape_of(layer) for layer in source.layers}
     measured = Measure(source.rows_of(min(shapes))["gate"].name, None, 1, False, shapes)
-    found = f"{plural(len(shapes), 'layer')} with all their experts, none of another size"
+    found = f"{plural(len(shapes), 'layer')} with all experts, all of the expected size"
     return Report(open_decoded(root), measured, [Check("tensors", found)])
 
 
@@ -169,12 +169,14 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
 
 
 def require_sound(root: Path, *, load: bool = True) -> None:
-    """The guards after a conversion for the GPU: all of verify that needs neither source nor hashes; load: names in
-    transformers, too. Raises VerificationError with the first problem.
+    """Check a new output of `gpu`: all checks that need neither the source nor hashes.
+
+    load  whether to check names in transformers, too
+    Raises VerificationError with the first problem.
     """
     output = open_output(root)
     measured = measure(output)
-    checks = [*structure.check_structure(output, measured), contents.check_numbers(output, measured)]
+    checks = [*tensor_checks.check_structure(output, measured), tensor_checks.check_numbers(output, measured)]
     report = Report(output, measured, checks)
     if load and not report.problems:
         report.checks.append(check_reload(output)[0])
@@ -183,17 +185,17 @@ def require_sound(root: Path, *, load: bool = True) -> None:
 
 
 def require_decoded(root: Path) -> None:
-    """The same after `dequantize`. Raises VerificationError with the first problem."""
+    """Check a new output of `dequantize`. Raises VerificationError with the first problem."""
     output = open_decoded(root)
-    if problems := Report(output, DECODED, structure.check_structure(output, DECODED)).problems:
+    if problems := Report(output, DECODED, tensor_checks.check_structure(output, DECODED)).problems:
         raise VerificationError(f"{root}: {problems[0]}.")
 
 
-# --- for people and for programs -------------------------------------------------------------------
+# --- text and JSON --------------------------------------------------------------------------------
 
 
-def facts(output: Output, measure: Measure) -> dict[str, Any]:
-    """What an output is, by its bytes; who made it, by its manifest."""
+def describe_output(output: Output, measure: Measure) -> dict[str, Any]:
+    """Return a JSON object that describes an output: sizes by its bytes, and origin by its manifest."""
     manifest, bare = output.manifest, decoded.ARRANGEMENT if output.manifest else CHECKPOINT
     arrangement = "loose" if output.loose else formats_by_names(output)[0].arrangement.name if output.methods else bare
     return {
@@ -201,7 +203,7 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
         "made_by": f"ktconvert {manifest.tool.version}" if manifest else None,
         "command": manifest.command if manifest else None,
         "arrangement": arrangement,
-        **structure.sizes_of(measure),
+        **tensor_checks.model_sizes(measure),
         **{name: output.facts[name] for name in ("scale", "too_few_tokens", "equalized") if name in output.facts},
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
@@ -212,7 +214,8 @@ def facts(output: Output, measure: Measure) -> dict[str, Any]:
     }
 
 
-def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+def output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the table rows of describe_output's object."""
     maker = f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)"
     arrangement = document["arrangement"]
     rows = [("output", document["output"]), ("made by", maker)]
@@ -226,11 +229,11 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         *([("scales", document["scale"])] if "scale" in document else []),
         *([("too few tokens", "; ".join(document["too_few_tokens"]))] if "too_few_tokens" in document else []),
         *cpu_card.equalized(document),
-        *([("NUMA parts", joined(document["numa"]))] if arrangement in ("merged", "loose") else []),
+        *([("NUMA parts", join_values(document["numa"]))] if arrangement in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
-        ("experts", joined(document["experts"])),
-        ("hidden size", joined(document["hidden"] or "unknown")),
-        ("expert width", joined(document["intermediate"] or "unknown")),
+        ("experts", join_values(document["experts"])),
+        ("hidden size", join_values(document["hidden"] or "unknown")),
+        ("expert width", join_values(document["intermediate"] or "unknown")),
     ]
     if arrangement == CHECKPOINT:
         return [*rows, ("weights", others)]
@@ -242,10 +245,11 @@ def facts_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
-def document(report: Report) -> dict[str, Any]:
+def report_document(report: Report) -> dict[str, Any]:
+    """Return the JSON object that `verify --json` prints."""
     return {
         "event": "verified",
-        **facts(report.output, report.measure),
+        **describe_output(report.output, report.measure),
         "ok": not report.problems,
         "message": report.sentence,
         "against": report.against,
@@ -253,43 +257,46 @@ def document(report: Report) -> dict[str, Any]:
             {"name": c.name, "ok": not c.problems, "result": c.result, "problems": [*c.problems]} for c in report.checks
         ],
         "notes": list(report.notes),
-        "errors": [_finite(_figures(e)) for e in report.errors],
-        "worst": [_finite(e._asdict()) for e in worst(report.errors)],
+        "errors": [_replace_nan(_figures(e)) for e in report.errors],
+        "worst": [_replace_nan(e._asdict()) for e in worst_linears(report.errors)],
         "predictions": None if report.predictions is None else asdict(report.predictions),
     }
 
 
-def lines(report: Report) -> list[str]:
-    out = aligned(facts_rows(facts(report.output, report.measure)))
-    results = [plural(len(c.problems), "problem") if c.problems else f"ok: {c.result}" for c in report.checks]
-    named = zip([check.name for check in report.checks], results, strict=True)
-    out += ["", *aligned([("check", "result"), *named])]
+def report_lines(report: Report) -> list[str]:
+    """Return the lines that `verify` prints."""
+    out = format_table(output_rows(describe_output(report.output, report.measure)))
+    results = [
+        (check.name, plural(len(check.problems), "problem") if check.problems else f"ok ({check.result})")
+        for check in report.checks
+    ]
+    out += ["", *format_table([("check", "result"), *results])]
     for check in report.checks:
         if check.problems:
             out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:SHOWN])]
             if len(check.problems) > SHOWN:
-                out.append(f"  ... and {len(check.problems) - SHOWN} more (--json lists them all)")
+                out.append(f"  ... and {len(check.problems) - SHOWN} more (--json lists all)")
     if report.errors:
         rows: list[tuple[str, ...]] = [("layer", "projection", "relative error", "cosine", "worst expert")]
         for e in report.errors:
             error, cosine = f"{e.figures['relative_error']:.4f}", f"{e.figures['cosine']:.5f}"
-            own = f"{e.worst.expert} ({e.worst.relative_error:.4f})"
-            rows.append((str(e.layer), e.projection, error, cosine, own))
+            worst = f"{e.worst.expert} ({e.worst.relative_error:.4f})"
+            rows.append((str(e.layer), e.projection, error, cosine, worst))
         measured = len(report.errors[0].experts)
-        out += ["", f"error against the source in BF16, {measured} experts per layer", *aligned(rows)]
+        out += ["", f"error against the source in BF16, {measured} experts per layer", *format_table(rows)]
         rows = []
-        for w in worst(report.errors):
+        for w in worst_linears(report.errors):
             linear = f"layer {w.layer}, expert {w.expert}, {w.projection}_proj"
             rows.append((linear, f"{w.relative_error:.4f}", f"cosine {w.cosine:.5f}"))
-        out += ["", "worst experts", *aligned(rows, "  ")]
+        out += ["", "worst experts", *format_table(rows, "  ")]
     return [*out, "", "verified" if not report.problems else "NOT verified"]
 
 
 def _figures(e: ProjectionErrors) -> dict[str, Any]:
-    of_worst = {"worst_expert": e.worst.expert, "worst_relative_error": e.worst.relative_error}
-    return {"layer": e.layer, "projection": e.projection, "experts": len(e.experts), **e.figures, **of_worst}
+    worst = {"worst_expert": e.worst.expert, "worst_relative_error": e.worst.relative_error}
+    return {"layer": e.layer, "projection": e.projection, "experts": len(e.experts), **e.figures, **worst}
 
 
-def _finite(figures: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN."""
+def _replace_nan(figures: dict[str, Any]) -> dict[str, Any]:
+    """Replace NaN and Inf by None, since JSON has neither."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}

@@ -47,7 +47,7 @@ from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.authentication import read_api_key
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.plans.commands import make_options, make_plan, restore_options
-from ktconvert.pipeline.verify.structure import check_structure
+from ktconvert.pipeline.verify.tensor_checks import check_structure
 from rig import conversion, mutations
 from rig.files import touch
 from rig.safetensors import header_of, read_file, write_file

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ktconvert.pipeline.report.text import aligned
+from ktconvert.pipeline.report.text import format_table
 
 PROPERTY = "rates"  # of a test: the document's name, and what fuzzing.fuzz returned
 
@@ -24,4 +24,4 @@ def lines_of_rates(numbers: Sequence[Mapping[str, Any]]) -> list[str]:
         count = row["accepted"] + row["refused"]
         shares = (f"{row[key] / max(count, 1):.1%}" for key in ("refused", "accepted"))
         rows.append((row["document"], str(count), f"{count / max(row['seconds'], 1e-9):.0f}", *shares))
-    return aligned(rows)
+    return format_table(rows)

@@ -1,6 +1,7 @@
-"""Safetensors files read, written and edited by their specification alone: neither the library nor our own parser is
-asked. A file is 8 bytes that say how long its header is, the header (JSON: each tensor's dtype, shape and bytes), and
-the data.
+"""Safetensors files, read, written and edited by their specification, without the library or our own parser.
+
+A file is 8 bytes with the length of its header, the header (JSON: dtype, shape and bytes of each tensor), and the data.
+Every file that is read or written here is also read by the library and by our own parser: they must agree.
 """
 
 import json
@@ -45,6 +46,19 @@ def encode(header: Header | bytes, data: bytes = b"", length: int | None = None)
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
+def require_same_reading(path: Path) -> None:
+    """Assert that the safetensors package reads the same tensors as our parser; damage that ours refuses is skipped."""
+    from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+    from ktconvert.layouts.errors import KtconvertError
+    from ktconvert.pipeline.verify.file_checks import read_header_with_package
+
+    try:
+        ours = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path).entries}
+    except KtconvertError:
+        return
+    assert read_header_with_package(path) == ours, path
+
+
 def data_start(path: Path) -> int:
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
@@ -64,6 +78,7 @@ def metadata_of(path: Path) -> dict[str, str]:
 
 def read_file(path: Path) -> Tensors:
     """All tensors of a file, in the order of its header."""
+    require_same_reading(path)
     data, start = path.read_bytes(), data_start(path)
     return {
         name: Tensor(e["dtype"], tuple(e["shape"]), data[slice(*(start + at for at in e["data_offsets"]))])
@@ -105,6 +120,7 @@ def write_file(
         parts.append(tensor.data)
     text = json.dumps(table).encode()
     path.write_bytes(encode(text.ljust(math.ceil(len(text) / 8) * 8), b"".join(parts)))
+    require_same_reading(path)
     return path
 
 

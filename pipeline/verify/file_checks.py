@@ -1,0 +1,186 @@
+"""Checks of an output's files: presence and size, the index, a second reader of headers, and hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART, read_header
+from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import Manifest, OutputFile
+from ktconvert.layouts.outputs.measuring import Measure
+from ktconvert.layouts.outputs.output import Output, files_of
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import first_line, plural
+from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems
+
+LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
+WEIGHTS_OR_INDEX = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
+
+Header = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> dtype and shape
+
+
+def check_files(output: Output, _measure: Measure) -> Check:
+    """Check that every file of the manifest exists with its size and can be read, and that there is no extra file."""
+    notes: list[str] = []
+    listed = {file.name for file in manifest_files(output)}
+    problems = list(find_damaged_files(output).values())
+    extra = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
+    if not output.loose:
+        stale = sorted(name for name in {*listed, *extra} if LOOSE.search(name))
+        problems += [f"{name} is a loose weight file in an output of safetensors: move it elsewhere" for name in stale]
+        extra = [name for name in extra if name not in stale]
+    if output.manifest is not None:
+        foreign = [name for name in extra if WEIGHTS_OR_INDEX.search(name)]
+        if harmless := [name for name in extra if name not in foreign]:
+            more = f" and {len(harmless) - 3} more" if len(harmless) > 3 else ""
+            notes.append(f"not in the manifest: {', '.join(harmless[:3])}{more}")
+    else:
+        missing = "there is no manifest, as in kt-kernel's own outputs"
+        notes.append(f"{missing}: only --against SOURCE can check the contents")
+        foreign = _find_foreign_files(output)
+    problems += [f"{name} does not belong here, and kt-kernel may load it: move it elsewhere" for name in foreign]
+    count = len(listed) or len(output.shards) or len(output.tensors)
+    return Check("files", f"{plural(count, 'file')}, no extra files", problems, notes)
+
+
+def manifest_files(output: Output) -> tuple[OutputFile, ...]:
+    """Return the files that the manifest lists; none without a manifest."""
+    return () if output.manifest is None else output.manifest.files
+
+
+def find_damaged_files(output: Output) -> dict[str, str]:
+    """Return {file: problem} of files that are missing, cut off or damaged."""
+    problems = {}
+    for file in manifest_files(output):
+        path = output.root / file.name
+        if not path.is_file():
+            problems[file.name] = f"{file.name} is missing"
+        elif path.stat().st_size != file.size:
+            problems[file.name] = f"{file.name} has {path.stat().st_size} bytes, the manifest says {file.size}"
+    return output.damaged | problems
+
+
+def has_all_weights(output: Output) -> bool:
+    """Return whether every weight file exists and can be read, so that its contents can be checked."""
+    return not any(name.endswith((".safetensors", ".kt")) for name in find_damaged_files(output))
+
+
+def _find_foreign_files(output: Output) -> list[str]:
+    """Return weight files that do not belong to an output without a manifest."""
+    if output.loose:
+        known = {*output.damaged, *(s.file for s in output.tensors.values()), *(file for _, file, _ in output.strays)}
+        return [name for name in files_of(output.root) if name.endswith(".kt") and name not in known]
+    if output.weight_map is not None:
+        in_index = set(output.weight_map.values())
+        return [shard for shard in output.shards if shard not in in_index]
+    totals = {match[3] for shard in output.shards if (match := PART.fullmatch(shard))}
+    unfinished = [shard for shard in output.shards if "PLACEHOLDER" in shard]
+    if unfinished or len(totals) < 2:
+        return unfinished
+    return [s for s in output.shards if (m := PART.fullmatch(s)) and m[3] != max(totals)]
+
+
+def check_index(output: Output, _measure: Measure) -> Check | None:
+    """Check that the index names every tensor of every shard, no other tensor, and the total size."""
+    if output.loose or INDEX in output.damaged:
+        return None
+    if output.weight_map is None:  # if the manifest lists one, check_files reports it as missing
+        none = Check("index", "none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
+        return none if output.manifest is None else None
+    damaged, notes = find_damaged_files(output), list[str]()
+    missing = sorted(set(output.weight_map.values()) - {*output.shards, *damaged})
+    problems = [f"{INDEX} names {shard}, which is missing" for shard in missing]
+    stored = {s.name: s for s in (*output.tensors.values(), *output.others.values())}
+    for name, shard in output.weight_map.items():
+        if shard in damaged or shard not in output.shards:
+            continue
+        if name not in stored:
+            problems.append(f"{INDEX} names {name} in {shard}, which does not hold it")
+        elif stored[name].file != shard:
+            problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} holds it")
+    unnamed = stored.keys() - output.weight_map.keys()
+    problems += [f"{s.file} holds {name}, which {INDEX} does not name" for name, s in stored.items() if name in unnamed]
+    total = sum(s.nbytes for s in stored.values())
+    if output.total_size == 0 and output.manifest is None:
+        notes.append("the index gives no total size, as kt-kernel writes it")
+    elif output.total_size != total and not damaged and not problems:
+        problems.append(f"{INDEX} says total_size {output.total_size}, the shards hold {total} bytes")
+    return Check("index", f"{len(stored)} tensors, {total} bytes", problems, notes)
+
+
+# --- a second reader ------------------------------------------------------------------------------
+
+
+def check_safetensors(output: Output, _measure: Measure) -> Check | None:
+    """Check that the safetensors package reads the same names, dtypes and shapes from every shard as our own reader.
+
+    Reads headers only. Shards that our reader cannot read are left to check_files.
+    """
+    damaged = find_damaged_files(output)
+    shards = [shard for shard in output.shards if shard not in damaged]
+    if not shards:
+        return None
+    problems = [problem for shard in shards for problem in _compare_readers(output.root / shard, shard)]
+    return Check("safetensors", f"{plural(len(shards), 'shard')} read the same", problems)
+
+
+def _compare_readers(path: Path, shard: str) -> Iterator[str]:
+    ours: Header = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path).entries}
+    try:
+        theirs = read_header_with_package(path)
+    except (SafetensorError, OSError) as error:
+        yield f"{shard}: the safetensors package cannot read it ({first_line(error)})"
+        return
+    for name in sorted(ours.keys() | theirs.keys()):
+        if name not in theirs:
+            yield f"{shard}: the safetensors package does not find {name}"
+        elif name not in ours:
+            yield f"{shard}: the safetensors package finds {name}, ktconvert does not"
+        elif ours[name] != theirs[name]:
+            package, here = (f"{dtype} {list(shape)}" for dtype, shape in (theirs[name], ours[name]))
+            yield f"{shard}: the safetensors package reads {name} as {package}, ktconvert as {here}"
+
+
+def read_header_with_package(path: Path) -> Header:
+    """Return the tensors of a file as the safetensors package reads them; no data is read. Raises SafetensorError."""
+    with safe_open(path, framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # the file is not iterable
+        return {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+
+
+# --- hashes ---------------------------------------------------------------------------------------
+
+
+def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckItems) -> Check:
+    """Check the SHA-256 of these files of a manifest, and of the manifest itself."""
+    # The largest file first: otherwise one thread would hash it while the others are idle.
+    ordered = sorted(files, key=lambda file: -file.size)
+    found = check_items("hashes", ordered, [file.size for file in ordered])
+    problems = {file.name: problem for file, problem in found if problem is not None}
+    if (actual := manifest.actual_digest(listing)) != listing.sha256:
+        problems[manifest.NAME] = (
+            f"{manifest.NAME} is not what was written: the sha256 of its contents is {actual[:12]}, "
+            f"and it names {listing.sha256[:12]}"
+        )
+    result = f"{plural(len(files), 'file')} and {manifest.NAME} match"
+    return Check("hashes", result, tuple(problems[name] for name in sorted(problems)))
+
+
+def find_hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str | None:
+    """Return what is wrong with the bytes of a file; None if they are as they were written."""
+    digest = hashlib.sha256()
+    try:
+        with (root / file.name).open("rb") as data:
+            while chunk := data.read(CHUNK_BYTES):
+                digest.update(chunk)
+                reporter.advance(len(chunk))
+    except OSError as error:
+        return f"{file.name} cannot be read ({error.strerror})"
+    actual = digest.hexdigest()
+    figures = f"its sha256 is {actual[:12]}, the manifest says {file.sha256[:12]}"
+    return None if actual == file.sha256 else f"{file.name} is not what was written: {figures}"

@@ -1,0 +1,307 @@
+"""Checks of an output's tensors: names, dtypes and sizes from headers; and numbers and codes from their bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ktconvert.layouts.checkpoints import claims
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
+from ktconvert.layouts.checkpoints.match import unread_formats
+from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
+from ktconvert.layouts.outputs.card import ranges, unquantized
+from ktconvert.layouts.outputs.format import illegal_reason
+from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
+from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.outputs.parts import ExpertGrid, Place, part_shape
+from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural
+from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check
+from ktconvert.pipeline.verify.file_checks import check_files, check_index, check_safetensors, has_all_weights
+from ktconvert.quantizers.packed import lowest_codes
+
+# Largest number of NUMA slices that names and the manifest may imply: SLICES_PER_TENSOR for each tensor, or
+# SLICES_AT_LEAST. A complete output has three tensors or more for a slice, and a list of all slices that a damaged name
+# implies could fill the memory.
+SLICES_PER_TENSOR, SLICES_AT_LEAST = 4, 4096
+
+
+def list_expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
+    """Yield every layer that must exist and its number of experts, from manifest and bytes, whichever has more."""
+    facts = output.facts
+    parts = max(measure.numa, facts.get("numa", 0))
+    backward = bool(facts.get("backward", measure.backward))
+    forward = (measure.fmt or formats_by_names(output)[0]).forward
+    usual, recorded = _usual_shape(measure), facts.get("experts")
+    most = max([recorded if isinstance(recorded, int) else 0, *(e for e, _, _ in measure.shapes.values())])
+    for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
+        own = measure.shapes.get(layer, usual)
+        experts = own[0] if _may_vary_by_layer(output, "experts") else most
+        width = own[2] if _may_vary_by_layer(output, "intermediate") else usual[2]
+        yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
+
+
+def check_tensors(output: Output, measure: Measure) -> Check:
+    """Check that every tensor of every NUMA slice exists exactly once, with the dtype and shape of its format."""
+    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
+    problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
+    if not output.tensors:
+        return Check("tensors", "", (*problems, "no expert weights are here"))
+    if measure.method == "unknown":
+        _, hidden, intermediate = _usual_shape(measure)
+        names = [fmt.name for fmt in formats_by_names(output)]
+        none = f"fit neither {' nor '.join(names)}" if len(names) > 1 else f"do not fit {names[0]}"
+        problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
+    fmt = measure.fmt or formats_by_names(output)[0]
+    used: set[tuple[Place, str]] = set()
+    expected = list(list_expected_layers(output, measure))
+    implied, tensors = sum(experts * grid.numa for grid, experts in expected), len(output.tensors)
+    if implied > SLICES_AT_LEAST + SLICES_PER_TENSOR * tensors:
+        largest = max(output.tensors, key=lambda key: (key[0].expert + 1) * (key[0].numa + 1))
+        most = f"most of them are missing, or a name is damaged: {output.tensors[largest].name}"
+        problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied} parts of experts; {most}")
+        return Check("tensors", "", problems)
+    for grid, experts in expected:
+        own = fmt.of_layer(grid.layer)
+        for part in grid.all_parts(range(experts)):
+            for tensor in own.encoding.tensors(part.n, part.k):
+                key = part.place, tensor.name
+                used.add(key)
+                stored = output.tensors.get(key)
+                if stored is None:
+                    problems.append(f"{output.names.key(*key)} is missing ({output.names.describe(*key)})")
+                elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
+                    must = f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
+                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {must}")
+                elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
+                    here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
+                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {must}")
+    problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
+    problems += list(_find_size_conflicts(output, measure))
+    planned = output.facts.get("packed_linears")
+    weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].name for _, suffix in output.tensors)
+    if planned is not None and weights != planned:
+        problems.append(f"{weights} linears are quantized, the plan had {planned}")
+    return Check("tensors", f"{len(used)} tensors in {plural(len(measure.shapes), 'layer')}, no duplicates", problems)
+
+
+def _find_size_conflicts(output: Output, measure: Measure) -> Iterator[str]:
+    """Yield where the measured sizes contradict names of loose files, limits of the format, or the manifest."""
+    for prefix in sorted(output.prefixes):
+        if LOOSE_METHODS.get(prefix) != measure.method:
+            yield f"the files are called {prefix}, their sizes are those of {measure.method}"
+    _, hidden, intermediate = _usual_shape(measure)
+    for fmt in measure.fmt.formats if measure.fmt is not None and (hidden or intermediate) else ():
+        if reason := illegal_reason(fmt, [(hidden, intermediate)], measure.numa):
+            yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
+    for name, actual in model_sizes(measure).items():
+        recorded = output.facts.get(name)
+        one_or_more = [actual] if isinstance(recorded, list) and not isinstance(actual, list) else actual
+        if recorded not in (None, "not recorded", one_or_more):
+            yield f"the manifest says {name} {recorded}, the tensors have {actual}"
+
+
+def model_sizes(measure: Measure) -> dict[str, Any]:
+    """Return the measured method and sizes under the names that the manifest uses."""
+
+    def one_or_all(position: int) -> int | list[int]:
+        values = sorted({shape[position] for shape in measure.shapes.values()})
+        return values[0] if len(values) == 1 else values
+
+    return {
+        "method": measure.method,
+        **({} if measure.fmt is None else mixed.methods_of(measure.fmt, list(measure.shapes))),
+        "numa": measure.numa,
+        "experts": one_or_all(0),
+        "hidden": one_or_all(1),
+        "intermediate": one_or_all(2),
+        "backward": measure.backward,
+    }
+
+
+def check_metadata(output: Output, measure: Measure) -> Check | None:
+    """Check that the metadata of our shards match their tensors."""
+    ours = {shard: metadata for shard, metadata in output.metadata.items() if "ktconvert_format" in metadata}
+    if not ours:
+        return None
+    problems: list[str] = []
+    by_shard: dict[str, set[int]] = {}
+    for (place, _), stored in output.tensors.items():
+        by_shard.setdefault(stored.file, set()).add(place.layer)
+    for shard, metadata in ours.items():
+        expected = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
+        if "layer" in metadata and by_shard.get(shard):
+            layer = min(by_shard[shard])
+            expected |= {"method": measure.method_of(layer), "layer": str(layer)}
+            sizes = zip(("num_experts", "hidden_size", "moe_intermediate_size"), measure.shapes[layer], strict=True)
+            expected |= {name: str(size) for name, size in sizes}
+        problems += [
+            f"{shard}: its metadata says {name} {metadata.get(name)}, its tensors have {value}"
+            for name, value in expected.items()
+            if metadata.get(name) != value
+        ]
+    sources = {metadata.get("source") for metadata in ours.values()}
+    if len(sources) > 1:
+        problems.append(f"the metadata of the shards name {len(sources)} different sources")
+    return Check("metadata", f"{plural(len(ours), 'shard')} match", problems)
+
+
+def check_config(output: Output, measure: Measure) -> Check | None:
+    """Check experts and sizes against config.json next to the weights."""
+    config = output.config
+    if not config:
+        return None
+    problems, notes = list(claims.size_problems(config, measure.shapes)), []
+    architecture = str(output.facts.get("architecture"))
+    if (other := claims.other_family(config, architecture)) is not None:
+        problems.append(f"config.json is of {other}, and the manifest says that the experts are of {architecture}")
+    manifest = output.manifest
+    if manifest is None or (manifest.command == "merge" and manifest.settings.get("layers", "all") == "all"):
+        # Neither the checkpoint itself nor the user chose the layers, so the config decides.
+        problems += claims.layer_problems(config, list(measure.shapes))
+    limit = claims.num_layers(config) if manifest is None and measure.shapes else None
+    absent = [n for n in range(min(limit[1], MOST_LAYERS)) if n not in measure.shapes] if limit is not None else []
+    if limit is not None and absent:
+        notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
+    if measure.fmt is not None and not output.whole:
+        problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
+    return Check("config", "experts and sizes match config.json", problems, notes)
+
+
+def check_quantization(output: Output, measure: Measure) -> Check | None:
+    """Check that loaders of whole models find the quantization that they require in config.json."""
+    if measure.fmt is None or not output.whole:
+        return None
+    problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
+    return Check("quantization", f"{measure.method} in config.json", problems)
+
+
+def check_options(measure: Measure, numa: int | None, method: str | None) -> Check:
+    """Check the NUMA count and the method that the user intends to load; kt-kernel does not check them."""
+    fmt, here = measure.fmt, plural(measure.numa, "NUMA part")
+    problems = []
+    if numa is not None and numa != measure.numa:
+        problems.append(f"--numa {numa} was given, the weights are for {here}")
+    if method is not None and method != measure.method:
+        problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
+    if fmt is not None and fmt.arrangement.whole:
+        again = f"load it as {measure.method}, or convert again with another --quant-type"
+        return Check("options", f"{measure.method}, as requested", problems, remedy=again)
+    same = fmt is not None and fmt.can_resplit and method in (None, measure.method)
+    change = "rewrite it with `ktconvert resplit`" if same else "convert again"
+    serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
+    if fmt is not None and fmt.loose is None:
+        serve = f"load it as {measure.method}, {here}, or {change}"
+    return Check("options", f"{measure.method}, {here}, as requested", problems, remedy=serve)
+
+
+def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
+    """Check that an output of `dequantize` has as many tensors as the manifest says, no duplicate, and all decoded."""
+    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
+    planned = output.facts.get("tensors")
+    if planned != len(output.others):
+        problems.append(f"{len(output.others)} tensors exist, the plan had {planned}")
+    stored = unread_formats(output.others, output.others)
+    problems += [f"{info.name} in {info.file} is {what}, and was not decoded" for info, what in stored]
+    return Check("tensors", f"{plural(len(output.others), 'tensor')}, no duplicates", problems)
+
+
+def check_decoded_config(output: Output, _measure: Measure) -> Check:
+    """Check that config.json of an output of `dequantize` makes no loader look for quantized weights."""
+    quantized = unquantized(output.config) != output.config
+    problems = ("config.json still says that the model is quantized",) if quantized else ()
+    return Check("config", "not quantized", problems)
+
+
+# Checks that read no weights. They return None if they do not apply.
+StructureCheck = Callable[[Output, Measure], Check | None]
+FILE_CHECKS: tuple[StructureCheck, ...] = (check_files, check_index, check_safetensors)
+EXPERT_CHECKS: tuple[StructureCheck, ...] = (check_tensors, check_quantization, check_metadata, check_config)
+DECODED_CHECKS: tuple[StructureCheck, ...] = (check_decoded_tensors, check_metadata, check_decoded_config)
+
+
+def check_structure(output: Output, measure: Measure) -> list[Check]:
+    """Check the files of an output, and its tensors if every weight file can be read."""
+    rest = () if not has_all_weights(output) else EXPERT_CHECKS if output.methods else DECODED_CHECKS
+    return [check for each in (*FILE_CHECKS, *rest) if (check := each(output, measure)) is not None]
+
+
+def _usual_shape(measure: Measure) -> tuple[int, int, int]:
+    """Return the most frequent (experts, hidden, intermediate)."""
+    shapes = Counter(measure.shapes.values())
+    return max(shapes, key=shapes.__getitem__, default=(0, 0, 0))
+
+
+def _may_vary_by_layer(output: Output, fact: str) -> bool:
+    """Return whether manifest or config allow layers to differ in "experts" or "intermediate"."""
+    if isinstance(output.facts.get(fact), list):
+        return True
+    row = claims.family(output.config)
+    value = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None
+    return value is not None and isinstance(value[1], list)
+
+
+# --- numbers and codes ----------------------------------------------------------------------------
+
+
+def check_numbers(output: Output, measure: Measure) -> Check:
+    """Check that all numbers are values that quantizing finite weights can give."""
+    try:
+        problems = tuple(_find_bad_numbers(output, measure))
+    except VerificationError as error:
+        problems = (str(error),)
+    return Check("numbers", "no NaN or Inf", problems)
+
+
+def _find_bad_numbers(output: Output, measure: Measure) -> Iterator[str]:
+    """Yield bad numbers by the format of each layer; if none was measured, by the first whose names match."""
+    fmt = measure.fmt or formats_by_names(output)[0]
+    for place in dict.fromkeys(place for place, _ in output.tensors):
+        encoding = fmt.of_layer(place.layer).encoding
+        endings = suffixes(encoding)
+        _, hidden, intermediate = measure.shapes[place.layer]
+        n, k = part_shape(place.projection, hidden, intermediate, measure.numa)  # 0 if they are unknown
+        n, k = (k, n) if place.backward else (n, k)
+        if encoding.scales is not None and not n * k:
+            continue
+        stored = [output.tensors.get((place, suffix)) for suffix in endings]
+        if any(
+            s is None or s.dtype != t.dtype or (n * k and s.nbytes != t.nbytes)
+            for s, t in zip(stored, encoding.tensors(n, k), strict=True)
+        ):
+            continue  # check_tensors reports it
+        read = output.reader(place, endings)
+        for tensor, defect in zip(stored, encoding.defects, strict=True):
+            if defect is not None and tensor is not None and (problem := defect(read, n, k)):
+                yield f"{tensor.name} in {tensor.file}: {problem} ({output.names.describe(place, endings[-1])})"
+
+
+def find_unverified_codes(output: Output, measure: Measure) -> list[TensorInfo]:
+    """Return the tensors of an output without a manifest that hold codes of 4 bits from -7 to 7.
+
+    With a manifest they need no check: ktconvert packs no code of -8.
+    """
+    if output.manifest is not None or measure.fmt is None:
+        return []
+    encodings = {layer: measure.fmt.of_layer(layer).encoding for layer in {place.layer for place, _ in output.tensors}}
+    coded = {n: suffixes(e)[0] for n, e in encodings.items() if e.grid.bits == 4 and e.grid.per_row}
+    return [tensor for (place, suffix), tensor in output.tensors.items() if coded.get(place.layer) == suffix]
+
+
+def check_codes(output: Output, tensors: list[TensorInfo], reporter: Reporter) -> Check:
+    """Check that no code is -8, which kt-kernel's AMXINT4 reads as a different number (numerics.md, section 6b)."""
+    problems = []
+    for tensor in tensors:
+        count = 0
+        for start in range(0, tensor.nbytes, CHUNK_BYTES):
+            data = output.read(tensor, start, min(tensor.nbytes, start + CHUNK_BYTES))
+            count += lowest_codes(data)
+            reporter.advance(len(data))
+        if count:
+            problems.append(f"{tensor.name} in {tensor.file} has {count} codes of -8, which kt-kernel misreads")
+    return Check("codes", "all from -7 to 7", problems, remedy="convert the model again with `ktconvert cpu`")
