@@ -263,7 +263,7 @@ enum {
 };
 enum { KTQ_K_COLUMNS = 128, KTQ_K_SCALE_BYTES = 2 + 2 + 4 + 4, KTQ_Q6_K_SCALE_BYTES = 2 + 8 };
 enum { KTQ_NVFP4_HEADER = 64 };
-/* Limits: experts of a layer and of a token; hidden size and columns of a part (int32 sums: 255 * 127 per column). */
+/* Limits: parts of a layer, experts of a token, hidden size and columns of a part (int32 sums: 255 * 127 a column). */
 enum { KTQ_MOST_PARTS = 64, KTQ_MOST_TOPK = 4096, KTQ_MOST_COLUMNS = 65536 };
 
 /* The bytes of the codes and of the scales that a forward reads of a weight [n, k]. KTQ_EINVAL: there is no such
