@@ -110,7 +110,7 @@ class Attempts:
 
     def recorded(self, output: Path) -> set[str]:
         book = output.with_name("out.work") / "journal.jsonl"
-        done = journal.finished_units(journal.read(book)).values() if book.exists() else ()
+        done = journal.find_finished_units(journal.read(book)).values() if book.exists() else ()
         return {record.unit.removeprefix(f"{self.stage}.") for record in done}
 
     def within(self, unit: str) -> list[int]:

@@ -277,6 +277,19 @@ def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, ti
     setting.resumed(output)
 
 
+def test_verify_is_interrupted_while_it_waits_for_workers(setting: Setting, cluster: Cluster, tmp_path: Path) -> None:
+    from distributed import Client
+
+    command = [*conversion.KTCONVERT, "verify", setting.source.with_name("whole"), *at(cluster)]
+    process = subprocess.Popen(command, env={**os.environ, **cluster.env}, stderr=subprocess.PIPE, text=True)
+    with Client(cluster.address, timeout=conversion.TIMEOUT) as client:  # there is no worker to run its tasks
+        wait(lambda: client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks)) > 0)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=conversion.TIMEOUT)
+    assert process.returncode == 130, stderr
+    assert "the executor has lost it" not in stderr
+
+
 def tasks_of_workers(scheduler: str) -> list[int]:
     """How many tasks each worker has, those that it is to begin among them."""
     from distributed import Client

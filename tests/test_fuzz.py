@@ -151,7 +151,7 @@ def test_a_record_without_a_fingerprint(inputs: Inputs) -> None:
     path = inputs.work.journal
     with restored(path) as whole:
         path.write_bytes(whole.replace(b'"fingerprint"', b'"footprint"'))
-        assert journal.finished_units(journal.read(path)) == {}
+        assert journal.find_finished_units(journal.read(path)) == {}
         assert command("resume", inputs.broken, "--dry-run") == 0
 
 
@@ -160,7 +160,7 @@ def test_a_record_of_a_file_that_cannot_be(name: str, inputs: Inputs) -> None:
     path = inputs.work.journal
     with restored(path) as whole:
         path.write_bytes(whole.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
-        assert journal.finished_units(journal.read(path))
+        assert journal.find_finished_units(journal.read(path))
         assert command("resume", inputs.broken, "--dry-run") == 0
 
 

@@ -38,7 +38,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, numbe
     assert not output.exists()
     records = journal.read(tmp_path / "out.work/journal.jsonl")
     started = [r.unit for r in records if isinstance(r, journal.Start)]
-    assert sorted(r.unit for r in journal.finished_units(records).values()) == sorted(started)
+    assert sorted(r.unit for r in journal.find_finished_units(records).values()) == sorted(started)
     assert 0 < len(started) < 5 and isinstance(records[-1], journal.End)
     assert str(records[-1].why).startswith(f"stopped by {number.name}")
     done = conversion.ktconvert("resume", output)

@@ -1,10 +1,14 @@
 """Files and folders that appear on file systems which refuse what they could do without: direct
 writes, swaps of two names."""
 
+import errno
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from rig import shims
 from rig.programs import python
 
@@ -136,3 +140,18 @@ def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path):
     folder.mkdir()
     (folder / "gone").touch()
     runs(REMOVE, folder, shims.build(tmp_path, "meanwhile", MEANWHILE))
+
+
+def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    rows = np.arange(6, dtype=np.uint16).reshape(3, 2)
+    with RowFile(tmp_path / "rows", 3, 2, new=True) as file:
+        file.write(0, rows)
+        assert (file.read(0, 3) == rows).all()
+    with DirectFile(tmp_path / "bytes", 5) as file:
+        file.append(b"12345")
+        file.close()
+    assert (tmp_path / "bytes").read_bytes() == b"12345"

@@ -38,9 +38,9 @@ def test_a_torn_last_line_does_not_count(tmp_path, stopped):
     path = tmp_path / "torn.jsonl"
     for size in range(len(whole) - len(lines[-1]), len(whole)):
         path.write_bytes(whole[:size])
-        assert len(journal.finished_units(journal.read(path))) == 1
+        assert len(journal.find_finished_units(journal.read(path))) == 1
         book = journal.Journal(path)
-        assert len(journal.finished_units(book.records)) == 1
+        assert len(journal.find_finished_units(book.records)) == 1
         book.append(journal.End(at=1.5), sync=True)
         book.close()
         assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end", "at": 1.5}\n'

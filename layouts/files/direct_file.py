@@ -48,6 +48,18 @@ def aligned_buffer(nbytes: int) -> Bytes:
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
 
 
+def reserve_space(fd: int, nbytes: int) -> None:
+    """Give a new file this size, and reserve the disk space if the file system can; close the file on failure."""
+    try:
+        if nbytes:
+            os.posix_fallocate(fd, 0, nbytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            os.close(fd)
+            raise
+        os.ftruncate(fd, nbytes)
+
+
 class DirectFile:
     """A new file of known size, written past the page cache where the file system allows it.
 
@@ -62,13 +74,7 @@ class DirectFile:
         with explained(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._direct = self._set_direct(True)
-            if size:
-                try:
-                    os.posix_fallocate(self._fd, 0, -(-size // ALIGNMENT) * ALIGNMENT)
-                except OSError as error:
-                    if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-                        os.close(self._fd)
-                        raise
+            reserve_space(self._fd, -(-size // ALIGNMENT) * ALIGNMENT)
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write whole pages (offset, length and address multiples of ALIGNMENT) without hashing."""
@@ -163,12 +169,8 @@ class RowFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDONLY
         with explained(path):
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-            if new and size:
-                try:
-                    os.posix_fallocate(self._fd, 0, size)
-                except BaseException:
-                    os.close(self._fd)
-                    raise
+            if new:
+                reserve_space(self._fd, size)
         if os.fstat(self._fd).st_size != size:
             os.close(self._fd)
             raise InputError(f"{path}: has another size than {count} rows of {width}; remove it and resume.")

@@ -192,7 +192,7 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
         "command": saved.command,
         "input": saved.input,
         "settings": saved.settings,
-        "units_done": len(journal.finished_units(records)),
+        "units_done": len(journal.find_finished_units(records)),
         "died_in": list(last[1]) if last else [],
         "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
     }

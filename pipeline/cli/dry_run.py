@@ -122,7 +122,7 @@ def _document(
     saved = None if finished else existing.read_plan(paths)
     replaced = not finished and (overwrite or bool(saved and saved.overwrite))
     if not finished:
-        require_free_side_output(plan, journal.finished_units(journal.read(paths.journal)), replaced)
+        require_free_side_output(plan, journal.find_finished_units(journal.read(paths.journal)), replaced)
     done = {state.unit: state.done for state in states}
     threads = fit_threads([plan])
     remaining = [unit for unit in plan.units if not done[unit]]

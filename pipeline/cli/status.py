@@ -99,7 +99,7 @@ def read_status(output: Path) -> dict[str, Any]:
 def _read_work_directory(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
     """Return the status of an unfinished conversion. Raises FileNotFoundError if the directory has been removed."""
     records = journal.read(paths.journal)
-    finished = journal.finished_units(records)
+    finished = journal.find_finished_units(records)
     tried = attempts.read(paths)
     whole = (a for a in tried if not a.portion and a.is_whole(paths))
     made = {a.fingerprint: a for a in whole if a.fingerprint not in finished}

@@ -32,7 +32,7 @@ def assemble(plan: Plan, work: WorkDir) -> None:
     files = fill(target, plan, units, work)
     if all((target / file.name).exists() for unit in units for file in _files_of(unit, work)):
         plan.hooks.check(target)
-    if work.may_replace and journal.assembled_inode(work.journal.records) is None:
+    if work.may_replace and journal.find_assembled_inode(work.journal.records) is None:
         require_replaceable(plan)  # files may have been added while the conversion ran
     publish_side_output(plan, work)
     work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
@@ -120,8 +120,9 @@ def _rename(paths: Paths, may_replace: bool) -> None:
 
 
 def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
-    """Move the files into the output one by one. The old index is removed before the first and the new one comes after
-    the last, so that no index names a mixture.
+    """Move the files into the output one by one.
+
+    The old index is removed before the first file and the new one comes after the last, so no index names a mixture.
     """
     output, target = paths.output, paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)

@@ -138,15 +138,15 @@ def read(paths: Paths, item: Unit[Any] | Portion | None = None, known: Collectio
     known: names of attempts to skip, since the records of loose files are long.
     """
     prefix = "" if item is None else f"{item.stored_name}."
-    found = []
+    recorded = []
     for path in paths.attempts.iterdir() if paths.attempts.is_dir() else ():
         name = path.name.removesuffix(ENDING)
         if path.name == name or name in known or path.name.startswith(".") or not name.startswith(prefix):
             continue
         with contextlib.suppress(OSError, ValueError):
             attempt = documents.read(path.read_bytes(), Attempt)
-            found += [attempt] if attempt.name == name else []
-    return sorted(found, key=lambda a: (a.began, a.name))
+            recorded += [attempt] if attempt.name == name else []
+    return sorted(recorded, key=lambda a: (a.began, a.name))
 
 
 def forget(paths: Paths, attempt: Attempt) -> None:

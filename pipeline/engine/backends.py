@@ -16,7 +16,7 @@ THREADS, DASK = NAMES = ("threads", "dask")
 
 @dataclass(frozen=True)
 class Backend:
-    """What makes units.
+    """An open backend.
 
     executor  None for threads of this process; otherwise its workers make the units
     threads   packing threads of this process or of each worker; None for the CPUs that it may use
@@ -41,8 +41,8 @@ def open_backend(name: str, note: Callable[[str], None], timeout: float | None =
         yield Backend(threads=int(where) if where else None)
         return
     with dask_executor.connect(where, note, timeout or dask_executor.TIMEOUT) as executor:
-        here = dask_executor.local_workers(where)
-        yield Backend(executor, None if here is None else max(1, machine.usable_cpus() // here))
+        count = dask_executor.local_workers(where)
+        yield Backend(executor, None if count is None else max(1, machine.usable_cpus() // count))
 
 
 def require_backend(name: str) -> None:

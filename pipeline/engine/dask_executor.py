@@ -235,8 +235,8 @@ def _client(connect: Callable[..., Any], where: str) -> Any:
         try:
             address = documents.read(path.read_bytes(), _SchedulerFile).address
         except ValueError as error:
-            what = f"is not what `dask scheduler --scheduler-file` writes ({error})"
-            raise UsageError(f"--executor dask:{where}: {what}; give its file.") from error
+            problem = f"is not what `dask scheduler --scheduler-file` writes ({error})"
+            raise UsageError(f"--executor dask:{where}: {problem}; give its file.") from error
     try:
         return connect(address)
     except (OSError, TimeoutError, ValueError, TypeError) as error:

@@ -18,7 +18,7 @@ from ktconvert.pipeline.report.text import size
 SLACK = 16 << 20  # bytes for headers, index, manifest, card, journal and directory entries
 
 # The remaining units of one output.
-Remaining = tuple[Plan, Paths, Collection[Unit[Any]]]
+OutputUnits = tuple[Plan, Paths, Collection[Unit[Any]]]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class FileSystem:
         return machine.disk_free(self.roots[0])
 
 
-def file_systems(remaining: Iterable[Remaining], *, with_workers: bool = False) -> list[FileSystem]:
+def file_systems(remaining: Iterable[OutputUnits], *, with_workers: bool = False) -> list[FileSystem]:
     """Return the file systems of several outputs with their needs. with_workers: workers make portions of units."""
     by_device: dict[int, FileSystem] = {}
     for plan, paths, units in remaining:
@@ -52,7 +52,7 @@ def file_systems(remaining: Iterable[Remaining], *, with_workers: bool = False) 
     return [*by_device.values()]
 
 
-def require_disk(remaining: Sequence[Remaining], *, with_workers: bool = False) -> None:
+def require_disk(remaining: Sequence[OutputUnits], *, with_workers: bool = False) -> None:
     """Raise ResourceError if a disk is too small for the remaining units, or the limit on file sizes is too low."""
     for system in file_systems(remaining, with_workers=with_workers):
         if sum(system.needed.values()) > system.free:
@@ -102,5 +102,5 @@ def disk_needed(plan: Plan, units: Iterable[Unit[Any]], *, with_workers: bool = 
 
 
 def disk_sentence(needed: Mapping[str, int]) -> str:
-    parts = [f"{size(nbytes)} {what}" for what, nbytes in needed.items() if nbytes]
+    parts = [f"{size(nbytes)} {purpose}" for purpose, nbytes in needed.items() if nbytes]
     return f"{size(sum(needed.values()))} needed" + (f" ({', '.join(parts)})" if parts else "")

@@ -179,7 +179,7 @@ def resume_work(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: boo
     """Compare the plan with the one that was begun here, if any, and adopt finished units."""
     _adopt_plan(plan, work, reporter, overwrite)
     require_free_side_output(plan, work.finished, work.may_replace)
-    if work.may_replace and journal.assembled_inode(work.journal.records) is None:
+    if work.may_replace and journal.find_assembled_inode(work.journal.records) is None:
         for replaced in existing.folders_to_replace(plan):
             reporter.note(f"--overwrite removes {replaced}")
     adopt_units(plan, work, reporter, trusted=trust_store)

@@ -64,7 +64,7 @@ def has_no_units(paths: Paths) -> bool:
     A unit in the store counts without its record, since a kill may have come between the two.
     """
     return (
-        not journal.finished_units(journal.read(paths.journal))
+        not journal.find_finished_units(journal.read(paths.journal))
         and not any(attempt.is_whole(paths) for attempt in attempts.read(paths))
         and not (paths.store.is_dir() and any(paths.store.iterdir()))
     )
@@ -72,7 +72,7 @@ def has_no_units(paths: Paths) -> bool:
 
 def unit_states(plan: Plan, paths: Paths) -> list[Status]:
     """Return which units are finished, which will run, and why. Nothing is changed."""
-    finished = journal.finished_units(journal.read(paths.journal))
+    finished = journal.find_finished_units(journal.read(paths.journal))
     attempted = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
     stored = [p.name for p in paths.store.iterdir()] if paths.store.is_dir() else []
     stale = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
@@ -114,10 +114,10 @@ def is_finished(plan: Plan, overwrite: bool) -> bool:
         return False
     own = locate(output)
     old = read_plan(own)
-    if old is not None and own.inside and _assembled_inode(own) is not None:
+    if old is not None and own.inside and _read_assembled_inode(own) is not None:
         return False  # its files were about to be moved there, or some were
     if old is not None and old.overwrite and old.settings == plan.document().settings:
-        if _assembled_inode(own) == output.stat().st_ino:
+        if _read_assembled_inode(own) == output.stat().st_ino:
             return True
         overwrite = True
     if overwrite:
@@ -176,8 +176,8 @@ def _require_no_clash(plan: Plan) -> None:
             raise OutputError(f"{own}: the conversion has a file of that name, too; move it away.")
 
 
-def _assembled_inode(paths: Paths) -> int | None:
-    return journal.assembled_inode(journal.read(paths.journal))
+def _read_assembled_inode(paths: Paths) -> int | None:
+    return journal.find_assembled_inode(journal.read(paths.journal))
 
 
 def guard_inputs(plan: Plan) -> None:
@@ -242,9 +242,9 @@ def compare_plans(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, lis
     require_same_settings(plan.options.output, old, plan)
     require_same_source(plan.options.output, old.source, plan)
     if touched and not plan.options.verify_inputs:
-        what = f"{', '.join(touched[:3])} was modified since the conversion began (same size and header)"
+        problem = f"{', '.join(touched[:3])} was modified since the conversion began (same size and header)"
         remedy = "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over"
-        raise InputError(f"{plan.options.input}: {what}; {remedy}.")
+        raise InputError(f"{plan.options.input}: {problem}; {remedy}.")
     return False, touched
 
 
@@ -291,8 +291,8 @@ def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], lis
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     differences, _ = compare_files(old, plan)
     if differences:
-        what = f"{'; '.join(differences[:5])}. Put the old input back, or start over with --overwrite"
-        raise InputError(f"{plan.options.input} is not the input that {output} was begun with: {what}.")
+        problem = f"{'; '.join(differences[:5])}. Put the old input back, or start over with --overwrite"
+        raise InputError(f"{plan.options.input} is not the input that {output} was begun with: {problem}.")
 
 
 @dataclass(frozen=True)
@@ -346,10 +346,10 @@ def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
         raise error
 
     for place, folders, files in os.walk(folder, onerror=refuse):
-        here = Path(place)
-        if here == folder:
+        parent = Path(place)
+        if parent == folder:
             folders[:] = [name for name in folders if name not in kept]
-        links = [name for name in folders if (here / name).is_symlink()]
+        links = [name for name in folders if (parent / name).is_symlink()]
         for name in sorted([*files, *links]):
-            path = here / name
+            path = parent / name
             yield path.relative_to(folder).as_posix(), path.lstat().st_size

@@ -68,7 +68,7 @@ def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bo
             folder.mkdir(exist_ok=True)
         _agree_on_plan(plan, paths, overwrite)
         every = [(stage, unit) for stage in plan.stages for unit in stage.units]
-        missing = set(missing_units(plan, paths))
+        missing = set(find_missing_units(plan, paths))
         mine = [(stage, (unit,)) for stage, unit in every[share.number :: share.count] if unit in missing]
         attempts.remove_dead_files(paths)
         require_disk([(plan, paths, [unit for _, (unit,) in mine])])
@@ -76,22 +76,22 @@ def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bo
         with stop.handle_signals(), _open_runner(plan, paths, reporter, len(mine)) as runner:
             report = partial(report_finished, plan.options.output, reporter)
             run_units([OutputSchedule(plan, mine, runner, report)], reporter, stop)
-        remaining, units = missing_units(plan, paths), len(plan.units)
-        there = units - len(remaining)
-        reporter.event("part", part=str(share), made=len(mine), there=there, units=units)
+        remaining, units = find_missing_units(plan, paths), len(plan.units)
+        finished = units - len(remaining)
+        reporter.event("part", part=str(share), made=len(mine), there=finished, units=units)
         then = "" if remaining else f": `ktconvert resume {paths.output}` puts the output together"
-        reporter.say(f"part {share}: {len(mine)} units made; {there} of {units} units of all parts are there{then}")
+        reporter.say(f"part {share}: {len(mine)} units made; {finished} of {units} units of all parts are there{then}")
     finally:
         held.release()
 
 
-def missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
+def find_missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
     return [state.unit for state in unit_states(plan, paths) if not state.done]
 
 
 def require_all_shares(plan: Plan, paths: Paths) -> None:
     """Raise OutputError, naming the missing units, if job shares have not made all units."""
-    missing = missing_units(plan, paths)
+    missing = find_missing_units(plan, paths)
     text = plan.options.part
     if not missing or text is None:
         return
@@ -99,9 +99,9 @@ def require_all_shares(plan: Plan, paths: Paths) -> None:
     numbers = sorted({number % count for number, unit in enumerate(plan.units) if unit in set(missing)})
     names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
     parts = ", ".join(f"{number}/{count}" for number in numbers)
-    what = f"{len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}"
+    problem = f"{len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}"
     remedy = f"let these be finished, or make them here with `ktconvert resume {paths.output} --executor threads`"
-    raise OutputError(f"{paths.output}: {what}; {remedy}.")
+    raise OutputError(f"{paths.output}: {problem}; {remedy}.")
 
 
 def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
@@ -124,9 +124,9 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
         why = f"other parts may rely on them; remove {paths.root} to start over"
         raise OutputError(f"{paths.output}: was begun with other options or input, and {why}.")
     if touched:
-        what = f"{', '.join(touched[:3])} was modified since the conversion began"
+        problem = f"{', '.join(touched[:3])} was modified since the conversion began"
         remedy = f"remove {paths.root} to start over"
-        raise InputError(f"{plan.options.input}: {what}; {remedy}.")
+        raise InputError(f"{plan.options.input}: {problem}; {remedy}.")
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ class Journal:
         os.close(self._fd)
 
 
-def finished_units(records: Iterable[Record]) -> dict[str, Done]:
+def find_finished_units(records: Iterable[Record]) -> dict[str, Done]:
     """Return the last record of each finished unit by fingerprint, without units that were forgotten since."""
     latest: dict[str, Done] = {}
     for record in records:
@@ -170,7 +170,7 @@ def finished_units(records: Iterable[Record]) -> dict[str, Done]:
     return latest
 
 
-def assembled_inode(records: Iterable[Record]) -> int | None:
+def find_assembled_inode(records: Iterable[Record]) -> int | None:
     """Return the inode of the complete folder that was about to become the output; None if there was none yet."""
     inode = None
     for record in records:

@@ -174,7 +174,7 @@ def unlock(root: Path, output: Path, share: JobShare | None = None) -> list[str]
         ) from error
     finally:
         lock.release()
-    for path, _ in _blocking_locks(lock, share):
+    for path, _ in _find_blocking_locks(lock, share):
         since = _lock_time(path)
         if (content := _remove_lock(path, lock.own)) is not None:
             removed.append(f"{path} of {_describe_holder(path, content)}, made {since}")
@@ -202,7 +202,7 @@ def _lock(lock: Lock, output: Path, share: JobShare | None) -> None:
             raise OutputError(_refusal_sentence(output, [(held, content)]))
         lock.files.append(held)
     deadline = time.monotonic() + PATIENCE
-    while others := _blocking_locks(lock, share):
+    while others := _find_blocking_locks(lock, share):
         if share is None or time.monotonic() > deadline:
             raise OutputError(_refusal_sentence(output, others))
         time.sleep(PATIENCE / 20)
@@ -237,7 +237,7 @@ def _share_flocks(root: Path) -> list[Path]:
     return sorted(path for path in _locks(root) if (of := SHARE_NAME.fullmatch(path.name)) and not of[1])
 
 
-def _blocking_locks(lock: Lock, share: JobShare | None) -> Holders:
+def _find_blocking_locks(lock: Lock, share: JobShare | None) -> Holders:
     """Return the lock files that block us, with their contents, except those of processes that have ended."""
     blocking = []
     for path in sorted(_locks(lock.root) - set(lock.files)):

@@ -205,13 +205,13 @@ def find_remaining(plan: Plan, work: WorkDir) -> Remaining:
     """Return the units to make: those of a chain together, all others one by one."""
     remaining = []
     for stage in plan.stages:
-        units = remaining_units(stage, work)
+        units = find_remaining_units(stage, work)
         groups = [units] if stage.chain and units else [(unit,) for unit in units]
         remaining += [(stage, group) for group in groups]
     return remaining
 
 
-def remaining_units(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
+def find_remaining_units(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
     """Return the units of a stage to make, in order.
 
     A chain begins with the last unit before the first unfinished one whose predecessor's handover file still exists.

@@ -132,20 +132,20 @@ def _is_own(fd: int) -> bool:
         return True
     name = f"lock.held.{secrets.token_hex(8)}"  # a name of ours, should this process be killed here
     try:
-        made = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
+        probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
     except OSError:
         return False
     try:
-        return os.fstat(made).st_uid == owner
+        return os.fstat(probe).st_uid == owner
     finally:
-        os.close(made)
+        os.close(probe)
         os.unlink(name, dir_fd=fd)
 
 
 def refuse_owner(root: Path) -> OutputError:
     """Return the error for a work directory of another user."""
-    what = f"is a work directory of user {root.lstat().st_uid}, and this is user {os.geteuid()}"
-    return OutputError(what, "work as that user, or choose another --output", path=root)
+    problem = f"is a work directory of user {root.lstat().st_uid}, and this is user {os.geteuid()}"
+    return OutputError(problem, "work as that user, or choose another --output", path=root)
 
 
 def _require_no_links(root: Path, fd: int) -> None:
@@ -157,8 +157,8 @@ def _require_no_links(root: Path, fd: int) -> None:
             is_right = stat.S_ISDIR(status.st_mode) if name in FOLDERS else stat.S_ISREG(status.st_mode)
             if not is_right and not name.startswith(".nfs"):
                 kind = "a link" if stat.S_ISLNK(status.st_mode) else "something else"
-                what = f"is {kind} where ktconvert expects its own {'folder' if name in FOLDERS else 'file'}"
-                raise OutputError(what, f"see who put it there, or {ELSEWHERE}", path=root / name)
+                problem = f"is {kind} where ktconvert expects its own {'folder' if name in FOLDERS else 'file'}"
+                raise OutputError(problem, f"see who put it there, or {ELSEWHERE}", path=root / name)
             if status.st_uid != owner:
-                what = f"belongs to user {status.st_uid}, and the work directory to user {owner}"
-                raise OutputError(what, f"see who put it there, or {ELSEWHERE}", path=root / name)
+                problem = f"belongs to user {status.st_uid}, and the work directory to user {owner}"
+                raise OutputError(problem, f"see who put it there, or {ELSEWHERE}", path=root / name)

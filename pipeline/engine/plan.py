@@ -1,4 +1,4 @@
-"""The plan of an output: options, identity of the input, stages, and what goes with the weights; plan.json."""
+"""The plan of an output: options, identity of the input, stages, and the files beside the weights; plan.json."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Plan:
 
     @property
     def extends_output(self) -> bool:
-        """Whether the output already holds loose layer folders that stay in it (--resume-layer)."""
+        """True if the output already holds loose layer folders that stay in it (--resume-layer)."""
         return self.kept_folders is not None
 
     @property
@@ -192,7 +192,7 @@ def identify_by_stat(path: Path, name: str) -> SourceFile:
 
 
 def require_unchanged(plan: Plan) -> None:
-    """Raise InputError if a file of the input is not what it was when the plan was made."""
+    """Raise InputError if a file of the input has changed since the plan was made."""
 
     def is_same(path: Path, file: SourceFile) -> bool:
         try:
@@ -209,5 +209,5 @@ def require_unchanged(plan: Plan) -> None:
 def require_independent_units(plan: Plan) -> None:
     """Raise UsageError for a plan with a chain: processes of --part do not wait for units of each other."""
     if any(stage.chain for stage in plan.stages):
-        what = "each layer's calibration needs what the layer before left, so parts cannot be made one by one"
-        raise UsageError(f"{plan.options.command}: {what}; give --executor instead of --part.")
+        problem = "each layer's calibration needs the results of the layer before, so parts cannot be made one by one"
+        raise UsageError(f"{plan.options.command}: {problem}; give --executor instead of --part.")

@@ -1,4 +1,4 @@
-"""Inputs that are outputs of ktconvert: before a unit reads a file, the file's bytes are compared with its manifest."""
+"""Inputs that are outputs of ktconvert: a file is compared with its manifest before a unit reads it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ REMEDY = "copy or convert it again; if you changed it on purpose, give a copy of
 
 
 def compare_inputs(plan: Plan) -> Plan:
-    """Return the plan with units that refuse input files which are not what a manifest beside them says.
+    """Return the plan with units that refuse input files that differ from the manifest beside them.
 
-    Raise InputError for files of another size, or whose known SHA-256 is another. A damaged manifest counts as none.
+    Raise InputError for files whose size, or SHA-256 if known, differs. A damaged manifest counts as none.
     """
     recorded: dict[Path, OutputFile] = {}
     for root in {_root(path, file.name) for path, file in plan.files.items()}:
@@ -62,12 +62,12 @@ def _root(path: Path, name: str) -> Path:
 
 def _require_same(path: Path, sha256: str, was: OutputFile) -> None:
     if sha256 != was.sha256:
-        what = f"is not what was written: its sha256 is {sha256[:12]}, the manifest says {was.sha256[:12]}"
-        raise InputError(what, REMEDY, path=path)
+        problem = f"is not what was written: its sha256 is {sha256[:12]}, the manifest says {was.sha256[:12]}"
+        raise InputError(problem, REMEDY, path=path)
 
 
 class _Recordings:
-    """Hashes of input files in their manifests; each file is hashed once."""
+    """The hashes of input files in their manifests; each file is hashed once."""
 
     def __init__(self, files: Mapping[Path, OutputFile]) -> None:
         self._files = files
@@ -76,7 +76,7 @@ class _Recordings:
         self._compared: set[Path] = set()
 
     def compare(self, paths: Iterable[Path], context: Context) -> None:
-        """Raise InputError for the first of these files whose bytes are not the recorded ones."""
+        """Raise InputError for the first of these files whose bytes differ from the recorded ones."""
         for _ in context.pool.map(self._compare, sorted(paths)):
             pass
 
@@ -87,8 +87,8 @@ class _Recordings:
             if path in self._compared:
                 return
             try:
-                here = publish.sha256_file(path)
+                digest = publish.sha256_file(path)
             except OSError as error:
                 raise InputError(f"cannot be read ({error.strerror})", "put it back and resume", path=path) from error
-            _require_same(path, here, self._files[path])
+            _require_same(path, digest, self._files[path])
             self._compared.add(path)

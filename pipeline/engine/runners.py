@@ -265,8 +265,8 @@ class ExecutorRunner(Runner):
         self._reporter.event(kind, output=str(self._work.paths.output), **about, **why)
 
 
-def result_of(future: Future[Result | KtconvertError], what: str, remedy: str) -> Result:
-    """Return the result of a task. Raise its failure, or KtconvertError if the executor lost the task."""
+def result_of(future: Future[Result | KtconvertError], task: str, remedy: str) -> Result:
+    """Return the result of a task, which `task` names. Raise its failure, or KtconvertError if the executor lost it."""
     try:
         error = future.exception()  # not result(): it would mix up Ctrl-C here with what a worker raised
     except CancelledError as cancelled:
@@ -275,7 +275,7 @@ def result_of(future: Future[Result | KtconvertError], what: str, remedy: str) -
         raise error
     if error is not None:
         raise KtconvertError(
-            f"{what}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
+            f"{task}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
             f"scheduler run, then {remedy}."
         ) from error
     result = future.result()

@@ -148,7 +148,7 @@ class Stats(msgspec.Struct):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a stage returns for a unit: its files, the number of tensors, and figures for the report (Stats)."""
+    """The result of running a unit: its files, the number of tensors, and figures for the report (Stats)."""
 
     files: tuple[Written, ...]
     tensors: Number
@@ -202,7 +202,7 @@ MakePortions = Callable[[Sequence[Portion]], Generator[FinishedUnit, None, None]
 
 @dataclass(frozen=True)
 class Context:
-    """What a stage may use to run a unit.
+    """The resources with which a stage runs a unit.
 
     pool           threads for the items of a unit, of which `window` may be in flight
     chain          paths of a unit of a chain; None for other units
@@ -239,7 +239,7 @@ class Stage(Generic[Work]):
 
 @dataclass(frozen=True)
 class Status:
-    """Whether a unit is finished, and why it will or will not run."""
+    """The state of a unit, with the reason why it will or will not run."""
 
     unit: Unit[Any]
     done: bool

@@ -37,7 +37,7 @@ class WorkDir:
         removed = attempts.sweep(paths)
         self.journal = journals.Journal(paths.journal)
         self._note_attempts(removed)
-        self.finished = journals.finished_units(self.journal.records)
+        self.finished = journals.find_finished_units(self.journal.records)
 
     def __enter__(self) -> WorkDir:
         return self

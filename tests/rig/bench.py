@@ -87,7 +87,7 @@ class Bench:
         shutil.rmtree(self.output.parent)
         self.output = place
         assert self.cpu(*options, kill=synced[units] + 1).returncode == killpoint.KILLED
-        assert len(journal.finished_units(journal.read(self.work / "journal.jsonl"))) == units
+        assert len(journal.find_finished_units(journal.read(self.work / "journal.jsonl"))) == units
 
     def units_written(self) -> int:
         return sum(c.name == "rename" and bool(c.second) and "/store/" in c.second for c in self.calls())

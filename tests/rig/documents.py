@@ -231,7 +231,7 @@ def read_saved_plan(inputs: Inputs, _: Path) -> None:
 def read_journal(inputs: Inputs, path: Path) -> None:
     records = journal.read(path)
     journal.find_killed_run(records)
-    journal.assembled_inode(records)
+    journal.find_assembled_inode(records)
     unit_states(inputs.plan, inputs.work)
     show_status(inputs.broken)
     journal.Journal(path).close()
