@@ -84,7 +84,7 @@ IMPOSSIBLE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "a walk for each": (
         ("--quant-method", "int4,int8", "--scale", "gptq"),
         2,
-        ("int4,int8", "GPTQ", "after the other"),
+        ("int4,int8", "GPTQ", "at a time"),
     ),
     "parts": (("--quant-method", "int4,int8", "--part", "0/2"), 2, ("int4,int8", "--part")),
 }
