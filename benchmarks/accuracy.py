@@ -22,12 +22,12 @@ import pages
 from synthetic_layers import F32, Layer, layer, relative
 
 from ktconvert.layouts.outputs import FORMATS, Format
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.calibration.gptq_experts import code_steps, pack_linear
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import gptq
-from ktconvert.quantizers.choice import QUANTIZERS
+from ktconvert.quantizers.quantizer import QUANTIZERS
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -96,7 +96,7 @@ def by_gptq(fmt: Format, bits: Any, inputs: F32) -> F32:
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
     values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
     ((_, tensors),) = pack_linear(
-        fmt.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, ExpertGrid(0, k, n)
+        fmt.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, Slicing(0, k, n)
     )
     return fmt.encoding.decode(tensors, n, k, slice(None))
 

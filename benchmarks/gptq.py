@@ -51,28 +51,28 @@ def costs(hidden: int, width: int, method: str, rounds: int) -> dict[str, float]
         groups = weight.float().abs().reshape(rows, -1, grid.group or columns).amax(2) / grid.high
         scale = torch.exp2(torch.ceil(torch.log2(groups))) if grid.scales == "U8" else groups.bfloat16().float()
         factor = gptq.factorize(inputs, DAMPENING)
-        metric = descent.metric_of(inputs, factor, DAMPENING)
-        of_rows = predictions.factorize(predictions.of_middle(outputs, down, slopes) if shared else outputs)
+        metric = descent.make_metric(inputs, factor, DAMPENING)
+        of_rows = predictions.factorize(predictions.middle_information(outputs, down, slopes) if shared else outputs)
 
         def plain(weight: Any, numbers: Any = slice(None), scale: Any = scale, factor: Any = factor) -> Any:
             values = gptq.compensate(weight, factor, scale[numbers], grid.code_range).values
-            return descent.Chosen(gptq.codes(values, scale[numbers], grid.code_range), scale[numbers])
+            return descent.CodesAndScales(gptq.codes(values, scale[numbers], grid.code_range), scale[numbers])
 
         def descending(weight: Any, numbers: Any = slice(None), scale: Any = scale, metric: Any = metric) -> Any:
             return descent.choose(weight, metric, scale[numbers], grid)
 
         def full(weight: Any, of_rows: Any = of_rows, descending: Any = descending) -> Any:
-            return predictions.in_turn(weight, of_rows, descending)
+            return predictions.round_in_turn(weight, of_rows, descending)
 
         for name, step in (("plain", plain), ("descent", descending), ("full", full)):
             seconds[name] += timed(functools.partial(step, weight), rounds)
         if shared:  # each expert has its own
-            of_middle = functools.partial(predictions.of_middle, outputs, down, slopes)
+            of_middle = functools.partial(predictions.middle_information, outputs, down, slopes)
             seconds["full"] += timed(lambda of_middle=of_middle: predictions.factorize(of_middle()), rounds)
         else:
             own = timed(functools.partial(gptq.factorize, inputs, DAMPENING), rounds)
             seconds = {name: total + own for name, total in seconds.items()}
-            own = timed(functools.partial(descent.metric_of, inputs, factor, DAMPENING), rounds)
+            own = timed(functools.partial(descent.make_metric, inputs, factor, DAMPENING), rounds)
             seconds |= {name: seconds[name] + own for name in ("descent", "full")}
     return seconds
 

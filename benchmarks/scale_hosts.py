@@ -48,7 +48,7 @@ class Model:
         return self.weights + 4 * 3 * self.experts * (self.hidden // BLOCK) * (self.width // BLOCK)
 
     def bytes_out(self, bits: int) -> int:
-        """As AMXINT4 or AMXINT8: codes, and a float32 for each row, of down for each row and NUMA part."""
+        """As AMXINT4 or AMXINT8: codes, and a float32 for each row, of down for each row and NUMA slice."""
         return self.weights * bits // 8 + 4 * self.experts * (2 * self.width + NUMA * self.hidden)
 
 

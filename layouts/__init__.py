@@ -1,1 +1,1 @@
-"""Where bytes lie: checkpoints that come in, outputs that go out, and how files appear."""
+"""Formats of files: checkpoints (input), outputs, and the writing of files."""

@@ -1,4 +1,4 @@
-"""The ways an order can fail, each with its exit code. One sentence: which file, which tensor, what to do."""
+"""Errors for users, each with its exit code: one sentence that names the file, the tensor and the remedy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ INCOMPLETE = "check that the download is complete, or use another release"
 
 
 class KtconvertError(Exception):
-    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY"; never a traceback. Path and
-    remedy are left out where the problem names them; tensor: the name of the one at fault.
+    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY", without a traceback.
+
+    path, remedy  omitted if the problem names them
+    tensor        name of the tensor at fault
     """
 
     exit_code = 1
@@ -32,62 +34,64 @@ class KtconvertError(Exception):
         return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
 
     @classmethod
-    def of_tensor(cls, name: str, what: str, remedy: str = "", path: Path | str | None = None) -> Self:
-        """Of a tensor; `what` follows its name."""
+    def from_tensor(cls, name: str, what: str, remedy: str = "", path: Path | str | None = None) -> Self:
+        """Return the error for a tensor; `what` follows its name."""
         return cls(f"tensor {name!r}{'' if what.startswith(':') else ' '}{what}", remedy, tensor=name, path=path)
 
-    def at(self, path: Path | str) -> Self:
+    def with_path(self, path: Path | str) -> Self:
+        """Return a copy of this error that names a path."""
         other = copy.copy(self)
         other.path = path
         return other
 
-    def advising(self, remedy: str) -> Self:
+    def with_remedy(self, remedy: str) -> Self:
+        """Return a copy of this error with a different remedy."""
         other = copy.copy(self)
         other.remedy = remedy
         return other
 
 
 class UsageError(KtconvertError, exit_code=2):
-    """The options cannot be understood or do not go together."""
+    """Options that cannot be understood or do not go together."""
 
 
 class UnsupportedError(KtconvertError, exit_code=3):
-    """The model, method or NUMA count cannot be represented; the message names the legal choices."""
+    """A model, method or NUMA count that cannot be represented; the message names the legal choices."""
 
 
 class ResourceError(KtconvertError, exit_code=4):
-    """Not enough disk or memory (quota and file-size limits too)."""
+    """Too little disk space or memory; also quotas and file-size limits."""
 
 
 class InputError(KtconvertError, exit_code=5):
-    """The input is damaged, incomplete, contradictory, or has changed."""
+    """Input that is damaged, incomplete, contradictory, or has changed."""
 
 
 class VerificationError(KtconvertError, exit_code=6):
-    """An output is not what it should be."""
+    """An output that is not what it should be."""
 
 
 class OutputError(KtconvertError, exit_code=7):
-    """The output is in use, is not ours, or was begun with other options."""
+    """An output that is in use, that ktconvert did not write, or that was started with different options."""
 
 
 class WorkerLostError(KtconvertError):
-    """A unit of work ended the processes that made it, again and again; the message has the last one's words."""
+    """A unit of work that ended its worker process repeatedly; the message has the last worker's error."""
 
 
-def damaged_tensor(
+def bad_tensor(
     name: str, what: str, remedy: str = "download it again, or use another release", path: Path | str | None = None
 ) -> InputError:
-    """The error of a tensor; `what` follows its name."""
-    return InputError.of_tensor(name, what, remedy, path)
+    """Return the error for a damaged tensor; `what` follows its name."""
+    return InputError.from_tensor(name, what, remedy, path)
 
 
-def damaged_file(path: Path | str, what: str, remedy: str = REMEDY) -> InputError:
-    """The error of a file; `what` follows its path."""
+def bad_file(path: Path | str, what: str, remedy: str = REMEDY) -> InputError:
+    """Return the error for a damaged file; `what` follows its path."""
     return InputError(what, remedy, path=path)
 
 
 def unreadable_file(path: Path | str, error: OSError, what: str = "cannot be read", remedy: str = REMEDY) -> InputError:
-    """Return the error of a file that the system does not open or read, with a remedy for its reason."""
+    """Return the error for a file that the system does not open or read, with a remedy for the reason."""
     denied = isinstance(error, PermissionError)
-    return damaged_file(path, f"{what} ({error.strerror})", PERMISSION if denied else remedy)
+    return bad_file(path, f"{what} ({error.strerror})", PERMISSION if denied else remedy)

@@ -1,7 +1,7 @@
-"""Regular expressions that come from files: bounded in size and in time, and refused with the file's name.
+"""Regular expressions from files, limited in size and time; errors name the file.
 
-`re` cannot be stopped: a pattern of 15 characters can run for years on one tensor name. The package `regex` takes the
-same patterns and can be stopped.
+`re` cannot be interrupted: a pattern of 15 characters can run for years on one tensor name. The package `regex` takes
+the same patterns and has time limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_SIMPLE = 200  # characters of the name
 
 
 class Pattern:
-    """A regular expression of a file. A match that takes too long, alone or with the others, raises InputError."""
+    """A regular expression from a file. Matches that take too long, alone or together, raise InputError."""
 
     def __init__(self, text: str, path: Path | str, timer: _Timer) -> None:
         self.text, self._path, self._timer = text, path, timer
@@ -61,24 +61,24 @@ class Pattern:
 
 
 class _Timer:
-    """The time that the patterns of one file have taken beyond PER_MATCH for each match."""
+    """Time that the patterns of one file have used beyond PER_MATCH for each match."""
 
     def __init__(self) -> None:
         self._spent = 0.0
 
     def add(self, seconds: float) -> bool:
-        """Add the time of a match; return whether the file's patterns have taken too long."""
+        """Add the time of a match and return whether the file's patterns have taken too long."""
         self._spent += seconds - PER_MATCH
         return self._spent > SLACK
 
 
 def compile(text: str, path: Path | str) -> Pattern:
-    """Compile a regular expression of this file. Raise InputError if it is none, or too large."""
+    """Compile a regular expression from this file. Raise InputError if it is invalid or too large."""
     return compile_all([text], path)[0]
 
 
 def compile_all(texts: Iterable[str], path: Path | str) -> list[Pattern]:
-    """Compile the regular expressions of this file, whose matches have a time limit together."""
+    """Compile the regular expressions of one file; their matches share a time limit."""
     timer = _Timer()
     return [Pattern(text, path, timer) for text in texts]
 

@@ -1,4 +1,4 @@
-"""The record of a stored tensor: its name, type and size, and where its bytes are."""
+"""Names of an expert's linears, and the record of a stored tensor: name, type, size and place."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ PROJECTIONS = ("gate", "up", "down")  # the linears of an expert
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor, or one expert's part of it.
+    """One tensor, or the share of one expert in it.
 
-    name   as its file has it; of a tensor that an encoding describes the end of that name
-    dtype  as safetensors spells it: "BF16", "F8_E4M3", …; of a GGUF as ggml does: "Q4_K", …
-    file   relative to the directory of the checkpoint or output; "" where it lies in none
+    name   as in its file; for a tensor that an encoding describes, the end of that name
+    dtype  as safetensors spells it: "BF16", "F8_E4M3", …; as ggml does in a GGUF: "Q4_K", …
+    file   relative to the directory of the checkpoint or output; "" if it is in no file
     start  its first byte, counted from the start of the file
     """
 

@@ -1,4 +1,4 @@
-"""Quantization and its inverse: arrays in, arrays out. The CLI, the tests and the docs check read these tables."""
+"""Quantization and its inverse: arrays in, arrays out; the tables of grids for the CLI, the tests and the docs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Grid:
     """Integers as codes: the value of a code is step * code * scale.
 
     low..high  the codes
-    precision  significant bits that a code has at most, as floating-point numbers have; 0: all integers are codes
-    group      columns of a row that share a scale; None: all of them
-    scales     safetensors dtype of the scales; "" where there are none
-    version    of the rounding to nearest by the largest value, part of fingerprints: raise it with any change of bytes
+    precision  maximum number of significant bits of a code, as in floating-point numbers; 0: all integers are codes
+    group      number of columns of a row that share a scale; None: all of them
+    scales     safetensors dtype of the scales; "" if there are none
+    version    version of rounding to nearest by the largest value, in fingerprints: raise it with any change of bytes
     """
 
     name: str

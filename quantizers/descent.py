@@ -1,8 +1,9 @@
-"""Scales and codes of least error in the metric of the inputs: GPTQ, then coordinate descent over its codes, and scales
-that fit them. Plain functions over torch tensors; equations: numerics.md, section 7b.
+"""Scales and codes of least error in the metric of the inputs: GPTQ, coordinate descent over codes, new scales.
 
-With H the metric of a linear's inputs, an error E = W - Q costs tr(E H E^T). Rows do not depend on each other. Of an
-error, the gradient E H is all that a step needs. It follows from what GPTQ compensated, and each step keeps it up."""
+Plain functions over torch tensors; equations: numerics.md, section 7b. With H the metric of a linear's inputs, an error
+E = W - Q costs tr(E H E^T). Rows do not depend on each other. Each step needs only the gradient E H of an error; it
+follows from what GPTQ compensated, and each step updates it.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +22,27 @@ UNREACHED = 1e30  # in place of a scale that is 0: all codes become 0
 DIRECTIONS = 64  # by which the cost of new scales is estimated: it is 18 % off, which leaves 97 % of the gain
 
 
-class Chosen(NamedTuple):
-    """A linear [n, k] as codes, int8 [n, k], times scales, float32 [n, groups]; 0 where a group holds only zeros."""
+class CodesAndScales(NamedTuple):
+    """A linear [n, k] as codes, int8 [n, k], times scales, float32 [n, groups]; 0 for a group of zeros."""
 
     codes: torch.Tensor
     scale: torch.Tensor
 
     @property
     def values(self) -> torch.Tensor:
-        """float32 [n, k]."""
+        """Values, float32 [n, k]."""
         return _values(self.codes.float(), self.scale)
 
 
 class Metric(NamedTuple):
-    """What errors of a linear [n, k] cost: the metric of its inputs, and what follows from it.
+    """Cost of errors of a linear [n, k]: the metric of its inputs, and values derived from it.
 
     factor      of the dampened Hessian
-    errors      float32 [k, k], that Hessian in the order of columns that are stored; 0 in rows and columns of inputs
-                that were never other than 0
+    errors      float32 [k, k], that Hessian in the stored order of columns; 0 in rows and columns of inputs that were
+                always 0
     directions  float32 [k, DIRECTIONS]: for a row e, the square of e @ directions is about e @ errors @ e
-    slices      float32 [k / SLICE, k, SLICE], the factor as compensation.compensate reads it; None where it cannot
+    slices      float32 [k / SLICE, k, SLICE], the factor in the layout of compensation.compensate; None if that cannot
+                read it
     """
 
     factor: Factor
@@ -49,8 +51,8 @@ class Metric(NamedTuple):
     slices: torch.Tensor | None
 
 
-def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
-    """The dampened Hessian of GPTQ's factor."""
+def make_metric(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
+    """Return the metric with the dampened Hessian of GPTQ's factor."""
     import torch
 
     errors = hessian.sum / hessian.batches
@@ -67,30 +69,34 @@ def metric_of(hessian: Hessian, factor: Factor, dampening: float) -> Metric:
     return Metric(factor, errors, directions, slices)
 
 
-def choose(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid) -> Chosen:
-    """Round a linear [n, k] by GPTQ, beginning with these scales, float32 [n, groups], and refine what it chose. Raises
-    gptq.NotFinite where its errors are not finite."""
-    return refine(metric, *_rounded(weight, metric, scale, grid), grid)
+def choose(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid) -> CodesAndScales:
+    """Round a linear [n, k] by GPTQ, starting with these scales, float32 [n, groups], and refine the result.
+
+    Raises gptq.NotFinite if its errors are not finite.
+    """
+    return refine(metric, *_round(weight, metric, scale, grid), grid)
 
 
-def _rounded(weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid) -> tuple[Chosen, torch.Tensor]:
-    """What GPTQ chooses, and the gradient of the errors that it leaves, float32 [n, k]."""
+def _round(
+    weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid
+) -> tuple[CodesAndScales, torch.Tensor]:
+    """Return GPTQ's result, and the gradient of its remaining errors, float32 [n, k]."""
     import torch
 
     if metric.slices is None:
         values = gptq.compensate(weight, metric.factor, scale, grid.code_range)
         gradient = (weight.float() - values) @ metric.errors
     else:
-        values, gradient = _compensated(weight, metric, scale, grid)
+        values, gradient = _compensate(weight, metric, scale, grid)
     if not bool(torch.isfinite(gradient.sum())):
         raise gptq.NotFinite("what GPTQ leaves of its errors is not finite")
-    return Chosen(gptq.codes(values, scale, grid.code_range), scale), gradient
+    return CodesAndScales(gptq.codes(values, scale, grid.code_range), scale), gradient
 
 
-def _compensated(
+def _compensate(
     weight: torch.Tensor, metric: Metric, scale: torch.Tensor, grid: Grid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values and gradient, float32 [n, k] each, by our kernel."""
+    """Return values and gradient, float32 [n, k] each, computed by our kernel."""
     import torch
 
     assert metric.slices is not None
@@ -106,10 +112,10 @@ def _compensated(
     return columns.index_select(1, back), gradient.index_select(1, back)
 
 
-def refine(metric: Metric, chosen: Chosen, gradient: torch.Tensor, grid: Grid) -> Chosen:
-    """Sweep over the codes, and fit scales. No sweep makes the error larger, but for float32's rounding.
+def refine(metric: Metric, chosen: CodesAndScales, gradient: torch.Tensor, grid: Grid) -> CodesAndScales:
+    """Sweep over the codes, and fit scales. No sweep increases the error, except by float32's rounding.
 
-    gradient  float32 [n, k], (weight - chosen.values) @ metric.errors, which is used up
+    gradient  float32 [n, k], (weight - chosen.values) @ metric.errors; overwritten
     """
     import torch
 
@@ -118,11 +124,11 @@ def refine(metric: Metric, chosen: Chosen, gradient: torch.Tensor, grid: Grid) -
     for _ in range(SWEEPS):
         compensation.descend(grid.code_range, *arrays, threads=torch.get_num_threads())
     codes, gradient = (torch.from_numpy(x).to(gradient.device) for x in arrays[2:])
-    return _fit(metric, Chosen(codes, chosen.scale), gradient, grid)
+    return _fit(metric, CodesAndScales(codes, chosen.scale), gradient, grid)
 
 
-def _fit(metric: Metric, chosen: Chosen, gradient: torch.Tensor, grid: Grid) -> Chosen:
-    """New scales for these codes, of all groups of a row at once. Powers of two stay: there is none between them."""
+def _fit(metric: Metric, chosen: CodesAndScales, gradient: torch.Tensor, grid: Grid) -> CodesAndScales:
+    """Fit scales to these codes, for all groups of a row at once; powers of two stay, as no others fit better."""
     import torch
 
     if grid.scales == "U8":
@@ -136,7 +142,7 @@ def _fit(metric: Metric, chosen: Chosen, gradient: torch.Tensor, grid: Grid) -> 
     best = scale + torch.where(cost > 0, (slope * step).sum(1, keepdim=True) / cost, 0) * step
     if grid.scales == "BF16":
         best = best.bfloat16().float()
-    return Chosen(chosen.codes, torch.where((best * scale > 0) & torch.isfinite(best), best, scale))
+    return CodesAndScales(chosen.codes, torch.where((best * scale > 0) & torch.isfinite(best), best, scale))
 
 
 def _values(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ CHUNK = 1 << 14  # numbers in float64 at a time, so that they stay in the cache
 
 
 def decode_finite(matrix: Matrix) -> U16:
-    """A linear as BF16 bits, uint16 [n, k]. Raises kernels.NonFinite where one of them is NaN or infinite."""
+    """Return a linear as BF16 bits, uint16 [n, k]. Raise kernels.NonFinite for a value that is NaN or infinite."""
     bf16 = kernels.decode(matrix)
     if bf16.max() >= 0xFF80 or bf16.view(np.int16).max() >= 0x7F80:  # of either sign
         wrong = (bf16 & 0x7FFF) >= 0x7F80
@@ -26,7 +26,7 @@ def decode_finite(matrix: Matrix) -> U16:
 
 
 def sums_of(x: F32, y: F32) -> F64:
-    """Sums of x*x, y*y, x*y and (x-y)^2 over arrays of one shape: float64 [4]."""
+    """Return sums of x*x, y*y, x*y and (x-y)^2 over arrays of one shape: float64 [4]."""
     sums = np.zeros(4)
     x, y = x.reshape(-1), y.reshape(-1)
     for at in range(0, x.size, CHUNK):
@@ -38,12 +38,12 @@ def sums_of(x: F32, y: F32) -> F64:
 
 
 def source_values(matrix: Matrix) -> F32:
-    """A linear in BF16, as float32 [n, k]."""
+    """Return a linear in BF16, as float32 [n, k]."""
     return bf16_to_f32(kernels.decode(matrix))
 
 
 def error_sums(matrix: Matrix, values: Callable[[slice], F32], source: Callable[[Matrix], F32] = source_values) -> F64:
-    """The same over a linear: x = source of some rows of it, y = values(rows), the numbers of these rows."""
+    """Return sums_of a linear, with x = source(some rows) and y = values(rows), the numbers of these rows."""
     n, sums = matrix.shape[0], np.zeros(4)
     for start in range(0, n, ROWS):
         stop = min(start + ROWS, n)

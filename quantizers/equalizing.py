@@ -1,5 +1,6 @@
-"""Equalizing: powers of two between the rows of up and the columns of down, so that the columns of down become alike
-while their expert computes the same (numerics.md, section 10).
+"""Equalizing: powers of two between the rows of up and the columns of down (numerics.md, section 10).
+
+They make the columns of down alike, while the expert computes the same.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ Exponents = I8
 
 
 def levels(down: U16) -> F64:
-    """log2 of the norm of each column of BF16 bits [n, k], linear between powers of two, since libraries differ in the
-    last bit of logarithms: float64 [k]. NaN or infinite for a column of zeros, or with a value that is not finite.
+    """Return log2 of the norm of each column of BF16 bits [n, k], linear between powers of two: float64 [k].
+
+    Libraries differ in the last bit of logarithms, so none is computed. The result is NaN or infinite for a column of
+    zeros, or with a value that is not finite.
     """
     squares = np.zeros(down.shape[1])
     for first in range(0, len(down), ROWS):
@@ -33,7 +36,7 @@ def levels(down: U16) -> F64:
 
 
 def center_and_spread(levels: F64) -> tuple[float, float]:
-    """Median of those levels that are finite, and root mean square of their distances from it; 0 of none."""
+    """Return the median of the finite levels, and the root mean square distance from it; 0 if there are none."""
     finite = levels[np.isfinite(levels)]
     if not finite.size:
         return 0.0, 0.0
@@ -42,7 +45,7 @@ def center_and_spread(levels: F64) -> tuple[float, float]:
 
 
 def exponents(up: U16, down: U16) -> Exponents | None:
-    """e [I] of an expert with up [I, H] and down [H, I], BF16 bits; None where it is left as it is."""
+    """Return e [I] of an expert with up [I, H] and down [H, I], BF16 bits; None if it is not equalized."""
     height = levels(down)
     center, spread = center_and_spread(height)
     if spread <= THRESHOLD:
@@ -55,7 +58,7 @@ def exponents(up: U16, down: U16) -> Exponents | None:
 
 
 def _fields(bits: U16, axis: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The least and the largest exponent field along an axis; zeros count for neither."""
+    """Return the smallest and largest exponent field along an axis, without those of zeros."""
     sizes = bits & np.uint16(0x7FFF)
     most = sizes.max(axis).astype(np.intp) >> 7
     sizes -= np.uint16(1)  # a zero becomes the largest
@@ -63,7 +66,7 @@ def _fields(bits: U16, axis: int) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.
 
 
 def scale(bits: U16, exponents: I8) -> None:
-    """Multiply BF16 bits in place by 2^exponents, which must leave normal numbers normal; zeros stay."""
+    """Multiply BF16 bits in place by 2^exponents, which must keep normal numbers normal; zeros stay."""
     each = np.broadcast_to((exponents.astype(np.int16) << 7).view(np.uint16), bits.shape)
     for first in range(0, len(bits), ROWS):
         rows = bits[first : first + ROWS]

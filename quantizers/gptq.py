@@ -1,12 +1,12 @@
-"""GPTQ as plain functions over torch tensors: the Hessian, its factor with the order of columns, and the compensation
-of errors.
+"""GPTQ as plain functions over torch tensors: the Hessian, its factor with the order of columns, and compensation.
 
-GPTQ (Frantar et al., 2022, arXiv 2210.17323) rounds a linear column by column and corrects the columns that are left,
-by the inverse of H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read
-the same inputs share one H and one factor, and are quantized as one tall matrix, to the same bits. Columns are taken in
-order of falling diag(H) ("static" activation order), which leaves the stored format as it is. The three steps together
-are llmcompressor's quantize_weight bit for bit; codes, range and scales are the caller's, so that any symmetric format
-with one scale per group of columns, or per row, can be compensated for."""
+GPTQ (Frantar et al., 2022, arXiv 2210.17323) rounds a linear column by column and corrects the remaining columns by the
+inverse of H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read the same
+inputs share one H and one factor, and are quantized as one tall matrix, to the same bits. Columns are taken in order of
+falling diag(H) ("static" activation order), which does not change the stored format. The three steps together are
+llmcompressor's quantize_weight bit for bit; the caller provides codes, range and scales, so that any symmetric format
+with one scale per group of columns, or per row, can be compensated.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BLOCK = 128  # columns between two corrections of all that is left, llmcompresso
 
 
 class NotFinite(ValueError):
-    """A Hessian or a loss that is NaN or infinite; the message says which."""
+    """A Hessian or a loss that is NaN or infinite; the message names it."""
 
 
 # --- the Hessian ----------------------------------------------------------------------------------
@@ -33,14 +33,14 @@ class NotFinite(ValueError):
 
 @dataclass
 class Hessian:
-    """Sum of 2 x x^T over calibration inputs, float32 [k, k], and how many batches went in."""
+    """Sum of 2 x x^T over calibration inputs, float32 [k, k], and the number of batches in it."""
 
     sum: torch.Tensor
     batches: int = 0
 
     @classmethod
     def empty(cls, width: int, device: Any = "cpu") -> Hessian:
-        """No input yet, for linears of k = width inputs."""
+        """Return a Hessian without inputs, for linears of k = width inputs."""
         import torch
 
         return cls(torch.zeros((width, width), dtype=torch.float32, device=device))
@@ -48,7 +48,7 @@ class Hessian:
     def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
         """Add a batch of inputs [T, k]; T may be 0, which counts as a batch too, as in llmcompressor.
 
-        shares  [T], by which inputs are multiplied: so the errors of a token count by the square of its share
+        shares  [T], factors of the inputs: the errors of a token count by the square of its share
         """
         import torch
 
@@ -70,7 +70,7 @@ class Factor:
 
     order      int64 [k], the columns in the order in which they are quantized
     upper      float32 [k, k], in that order: the upper Cholesky factor of the inverse of the dampened Hessian
-    dead       bool [k], by column: no input was ever other than 0, so that weights count as 0
+    dead       bool [k], by column: all inputs were 0, so that weights count as 0
     fell_back  whether the Hessian could not be factorized; `upper` is the identity then, which rounds to nearest
     """
 
@@ -81,10 +81,11 @@ class Factor:
 
 
 def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True) -> Factor:
-    """The factor of the mean of 2 x x^T.
+    """Return the factor of the mean of 2 x x^T.
 
-    dampening      the fraction of mean(diag(H)) that is added to the diagonal
+    dampening      fraction of mean(diag(H)) that is added to the diagonal
     by_activation  whether columns are taken in order of falling diag(H); else from left to right
+
     Raises NotFinite for a Hessian that is not finite.
     """
     import torch
@@ -117,17 +118,19 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
 
 
 def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
-    """A linear [n, k] in codes of this range, chosen column after column, with each error compensated in the remaining
-    columns: their values, float32 [n, k], code * scale, rounded to the dtype of the scales.
+    """Round a linear [n, k] to codes of this range column by column, compensating each error in the remaining columns.
 
-    scale  BF16 or float32 [n, g], of g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0,
+    Returns the values, float32 [n, k]: code * scale, rounded to the dtype of the scales.
+
+    scale  BF16 or float32 [n, g], for g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0,
            codes are 0.
+
     Raises NotFinite for a loss that is not finite.
     """
     import torch
 
     n, k = weight.shape
-    scale = _usable(scale, k)
+    scale = _replace_zeros(scale, k)
     group_of = factor.order // (k // scale.shape[1])
     columns = weight.index_select(1, factor.order).to(torch.float32).masked_fill_(factor.dead[factor.order], 0)
     losses = torch.zeros(n, device=weight.device)
@@ -148,21 +151,21 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
 
 
 def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
-    """The codes, int8 [n, k], of values [n, k] with these scales [n, g]; the division is rounded to their common dtype.
+    """Return the codes, int8 [n, k], of values [n, k] with these scales [n, g]; their common dtype rounds the division.
 
-    With both in float32, the codes that GPTQ chose. With both in BF16, as compressed-tensors derives them, one 8-bit
-    code in 400 is a neighbour of the one chosen.
+    In float32 these are the codes that GPTQ chose. In BF16, as compressed-tensors derives them, one 8-bit code in 400
+    is a neighbour of the chosen one.
     """
     import torch
 
     n, k = values.shape
-    scale = _usable(scale, k)
+    scale = _replace_zeros(scale, k)
     quotient = values.reshape(n, scale.shape[1], -1) / scale[:, :, None]
-    return _nearest(quotient, code_range).to(torch.int8).reshape(n, k)
+    return _round_to_codes(quotient, code_range).to(torch.int8).reshape(n, k)
 
 
-def _nearest(quotient: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
-    """The codes nearest to quotients, in their dtype; of two that are as near, the one with even significant bits."""
+def _round_to_codes(quotient: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
+    """Return the codes nearest to quotients, in their dtype; ties go to even significant bits."""
     import torch
 
     quotient = torch.clamp(quotient, code_range.least, code_range.most)
@@ -173,8 +176,8 @@ def _nearest(quotient: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
     return torch.round(quotient / step) * step
 
 
-def _usable(scale: torch.Tensor, k: int) -> torch.Tensor:
-    """The scales, 1 for 0: a group with the scale 0 holds nothing but zeros and subnormal values, whose codes are 0."""
+def _replace_zeros(scale: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the scales with 1 for 0: such a group holds only zeros and subnormal values, whose codes are 0."""
     import torch
 
     if not scale.shape[1] or k % scale.shape[1]:
@@ -187,7 +190,7 @@ LIBRARY_BITS = {CodeRange(-8, 7): 4, CodeRange(-128, 127): 8}  # ranges that com
 
 
 class Block(NamedTuple):
-    """The columns of a block, float32 [n, b]: `work` is their values, which are used up; value and error are results.
+    """Columns of a block, float32 [n, b]: `work` holds their values and is overwritten; value and error are results.
 
     inverse  float32 [b, b], the block of Factor.upper
     scale    of each column, BF16 or float32 [n, b]
@@ -201,7 +204,7 @@ class Block(NamedTuple):
 
 
 def _compensate_block(block: Block, code_range: CodeRange) -> None:
-    """By our kernel on a CPU, elsewhere by the library's where it knows the range (numerics.md, section 7)."""
+    """Use our kernel on a CPU, elsewhere the library's if it knows the range (numerics.md, section 7)."""
     import torch
 
     work, inverse, scale, value, error = block
@@ -217,7 +220,7 @@ def _compensate_block(block: Block, code_range: CodeRange) -> None:
 
 
 def _compensate_block_by_library(block: Block, code_range: CodeRange) -> None:
-    """llmcompressor's own inner loop: Triton's where that is there, else its eager one."""
+    """Run llmcompressor's own inner loop: Triton's if available, else its eager one."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import gptq_block_update
@@ -236,11 +239,11 @@ def _compensate_block_by_library(block: Block, code_range: CodeRange) -> None:
 
 
 def _compensate_block_by_torch(block: Block, code_range: CodeRange) -> None:
-    """The definition, a column at a time."""
+    """Follow the definition, a column at a time."""
 
     work, inverse, scale, value, error = block
     for i in range(work.shape[1]):
-        code = _nearest(work[:, i] / scale[:, i], code_range)
+        code = _round_to_codes(work[:, i] / scale[:, i], code_range)
         value[:, i] = (code * scale[:, i].float()).to(scale.dtype)
         error[:, i] = (work[:, i] - value[:, i]) / inverse[i, i]
         work[:, i:] -= error[:, i, None] * inverse[i, i:]

@@ -1,4 +1,4 @@
-"""The way back from the order of panels (bytes.md, Panels)."""
+"""Conversion from the order of panels (bytes.md, Panels)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Item = TypeVar("Item", bound=np.generic)
 
 
 def from_panels(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
-    """Panels [n/32, 32*k] to [n, k]: blocks of 32 columns, halves of 16 rows, pairs of columns, rows, a pair's two."""
+    """Convert panels [n/32, 32*k] to [n, k].
+
+    Their order: blocks of 32 columns, halves of 16 rows, pairs of columns, rows, the two columns of a pair.
+    """
     count, items = panels.shape
     k = items // ROWS
     split = panels.reshape(count, k // COLUMNS, 2, COLUMNS // 2, HALF, 2)
@@ -25,7 +28,7 @@ def from_panels(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
 
 
 def from_blocks(flat: npt.NDArray[Item], n: int, k: int) -> npt.NDArray[Item]:
-    """kt-kernel's order of BF16, back to [n, k]: blocks of 256 rows and in these of 1792 columns, each in panels."""
+    """Convert kt-kernel's order of BF16 to [n, k]: blocks of 256 rows and in these of 1792 columns, each in panels."""
     values = np.empty((n, k), flat.dtype)
     at = 0
     for row in range(0, n, BLOCK_ROWS):

@@ -1,10 +1,12 @@
-"""Rows of a linear rounded in turn, so that the model's predictions change least: what errors of outputs cost, and how
-an error of some rows is made up for by those that are left. Plain functions over torch tensors; equations: numerics.md,
-section 7c.
+"""Rounding of a linear's rows in turn, so that the model's predictions change least.
 
-GPTQ and the descent weigh an error by the inputs it meets, and take all outputs for equally important. They are not: F,
-the Fisher information of the predictions about what a layer gives, has a few large directions and many small ones. With
-both metrics an error E costs tr(F E H E^T), as in YAQA (Tseng, Sun, De Sa, 2025, arXiv 2505.22988)."""
+The module computes the cost of output errors, and how the remaining rows compensate for errors of the rounded ones.
+Plain functions over torch tensors; equations: numerics.md, section 7c.
+
+GPTQ and the descent weight an error by its inputs, and treat all outputs as equally important. They are not: F, the
+Fisher information of the predictions about a layer's outputs, has a few large directions and many small ones. With both
+metrics an error E costs tr(F E H E^T), as in YAQA (Tseng, Sun, De Sa, 2025, arXiv 2505.22988).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from ktconvert.quantizers import gptq
-from ktconvert.quantizers.descent import Chosen
+from ktconvert.quantizers.descent import CodesAndScales
 
 if TYPE_CHECKING:
     import torch
@@ -24,57 +26,62 @@ DAMPENING = 0.1  # fraction of the mean of F's diagonal that is added to it: F i
 FOLLOWING = 0.05  # the same, for each layer that follows
 
 
-def information(gradients: torch.Tensor, following: int = 0) -> torch.Tensor:
-    """F up to a factor, float32 [n, n], of gradients [T, n] of the log-probability of tokens drawn from predictions.
+def fisher_information(gradients: torch.Tensor, following: int = 0) -> torch.Tensor:
+    """Return F up to a factor, float32 [n, n].
 
-    following  layers that the gradients leave out: the more, the rougher is F, and the more its diagonal is dampened
+    gradients  [T, n], of the log-probability of tokens that are drawn from predictions
+    following  number of layers that the gradients omit: the more, the rougher is F, and the more it is dampened
     """
     gradients = gradients.float()
-    return _dampened(gradients.T @ gradients, following * FOLLOWING)
+    return _dampen(gradients.T @ gradients, following * FOLLOWING)
 
 
-def _dampened(information: torch.Tensor, fraction: float = DAMPENING) -> torch.Tensor:
+def _dampen(information: torch.Tensor, fraction: float = DAMPENING) -> torch.Tensor:
     dampened = information.clone()
     dampened.diagonal().add_(fraction * information.diagonal().mean())
     return dampened
 
 
-def of_middle(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """F of what an expert's gate and up give, float32 [2 I, 2 I].
+def middle_information(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
+    """Return F of the outputs of an expert's gate and up, float32 [2 I, 2 I].
 
-    information  F of what down gives, [H, H]
+    information  F of down's outputs, [H, H]
     down         [H, I]
-    slopes       sum of s s^T over the expert's tokens, [2 I, 2 I]: s are the derivatives of what down reads with
-                 respect to gate and up, times the routing weight
+    slopes       sum of s s^T over the expert's tokens, [2 I, 2 I]: s are the derivatives of down's inputs by gate and
+                 up, times the routing weight
     """
     weight = down.float()
-    return (weight.T @ _dampened(information) @ weight).repeat(2, 2) * slopes
+    return (weight.T @ _dampen(information) @ weight).repeat(2, 2) * slopes
 
 
 class Rows(NamedTuple):
-    """The order of rows, int64 [n], the most important first, and in it an upper root R, float32 [n, n]: F = R R^T."""
+    """Order of rows, int64 [n], most important first, and in that order an upper root R, float32 [n, n]: F = R R^T."""
 
     order: torch.Tensor
     root: torch.Tensor
 
 
 def factorize(information: torch.Tensor) -> Rows:
-    """The order and the root of F; where it has none, rows do not depend on each other. Raises gptq.NotFinite for one
-    that is not finite."""
+    """Return the order and the root of F; if it has no root, rows are independent of each other.
+
+    Raises gptq.NotFinite if F is not finite.
+    """
     import torch
 
     diagonal = information.diagonal()
     if not bool(torch.isfinite(diagonal).all()):
         raise gptq.NotFinite("what predictions feel of its outputs is not finite")
     rising = torch.argsort(diagonal)
-    metric = _dampened(information)[rising][:, rising]
+    metric = _dampen(information)[rising][:, rising]
     lower, info = torch.linalg.cholesky_ex(metric)
     root = torch.eye(len(lower), device=lower.device) if info.item() else lower.flip(0, 1)
     return Rows(rising.flip(0), root)
 
 
-def in_turn(weight: torch.Tensor, rows: Rows, choose: Callable[[torch.Tensor, torch.Tensor], Chosen]) -> Chosen:
-    """Round a linear [n, k] some rows at a time, each time what is best after the errors of those before.
+def round_in_turn(
+    weight: torch.Tensor, rows: Rows, choose: Callable[[torch.Tensor, torch.Tensor], CodesAndScales]
+) -> CodesAndScales:
+    """Round a linear [n, k] some rows at a time, each time optimally given the errors of the rows before.
 
     choose  (rows, float32 [r, k], their numbers, int64 [r]) -> their codes and scales
     """
@@ -94,4 +101,4 @@ def in_turn(weight: torch.Tensor, rows: Rows, choose: Callable[[torch.Tensor, to
         made.append(choose(left[own] + answer, rows.order[own]))
         errors[own] = left[own] - made[-1].values
     back = torch.argsort(rows.order)
-    return Chosen(*(torch.cat(whole).index_select(0, back) for whole in zip(*made, strict=True)))
+    return CodesAndScales(*(torch.cat(whole).index_select(0, back) for whole in zip(*made, strict=True)))

@@ -1,6 +1,7 @@
-"""Numbers of few bits and what they mean, which the C kernels equal bit for bit: BF16, E4M3, E2M1, E8M0 (OCP
-Microscaling Formats 1.0), and the scales of NVFP4. Equations: numerics.md, section 1. NumPy has no such types: values
-are their bits, BF16 as uint16, others as uint8.
+"""Numbers of few bits, which the C kernels match bit for bit: BF16, E4M3, E2M1, E8M0, and the scales of NVFP4.
+
+E8M0 is that of OCP Microscaling Formats 1.0. Equations: numerics.md, section 1. NumPy has no such types: values are
+their bits, BF16 as uint16, others as uint8.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ E4M3: F32 = np.concatenate([_magnitudes, -_magnitudes]).astype(np.float32)
 
 
 def bf16_to_f32(bits: U16) -> F32:
-    """BF16 is the upper half of a float32."""
+    """Return float32: BF16 is its upper half."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
 
 
 def f32_to_bf16(x: F32) -> U16:
-    """Rounds to nearest even; NaN becomes 0x7fc0."""
+    """Round to nearest even; NaN becomes 0x7fc0."""
     u = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = ((u.astype(np.uint64) + 0x7FFF + (u >> 16 & 1)) >> 16).astype(np.uint16)
     return np.where((u & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)
 
 
 def e8m0(exponents: U8) -> F32:
-    """2^(e - 127), exact: 0 is 2^-127, and 255 is NaN."""
+    """Return 2^(e - 127), exact: 0 is 2^-127, and 255 is NaN."""
     bits = exponents.astype(np.uint32)
     bits <<= 23
     np.maximum(bits, 0x0040_0000, out=bits)  # 2^-127, a subnormal float32
@@ -42,12 +43,12 @@ def e8m0(exponents: U8) -> F32:
 
 
 def e8m0_exponents(numbers: F32) -> U8:
-    """The exponents of powers of two that e8m0 gives."""
+    """Return the exponents of powers of two, as e8m0 reads them."""
     return (np.ascontiguousarray(numbers).view(np.uint32) >> 23).astype(np.uint8)
 
 
 def nvfp4(scales: U8, tensor_scale: F32, divides: bool) -> F32:
-    """The scales of groups: their E4M3 codes times (or by) the scale of the whole tensor, rounded to float32."""
+    """Return the scales of groups in float32: E4M3 codes times (or divided by) the scale of the whole tensor."""
     each: F32 = E4M3.take(scales)
     with np.errstate(all="ignore"):  # what is not finite is refused by its reader
         return (np.divide if divides else np.multiply)(each, tensor_scale, out=each)

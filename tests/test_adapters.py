@@ -133,7 +133,7 @@ def test_patterns_select_as_in_peft(tmp_path):
     values = {"proj": 1.0, r"layers\.0\..*": 2.0, "q_proj|v_proj": 3.0, "experts.gate_up_proj": 4.0}
     settings = read_settings(write_adapter(tmp_path / "a", {}, alpha_pattern=values, r=1), MERGE)
     for name in ("model.layers.0.self_attn.q_proj", "layers.1.v_proj", "x.proj", "mlp.experts.gate_up_proj", "z"):
-        assert settings.scaling(name) == values.get(peft.get_pattern_key(values, name), 8.0), name
+        assert settings.scale_factor(name) == values.get(peft.get_pattern_key(values, name), 8.0), name
 
 
 # --- experts in part ------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Model:
                 matrices["gate_up"] = np.stack([matrices["gate"], matrices["up"]], axis=2).reshape(e, 2 * i, h)
             else:
                 matrices["gate_up"] = np.concatenate([matrices["gate"], matrices["up"]], axis=1)
-        for part in self.style.parts:
+        for part in self.style.matrices:
             values = matrices[part].swapaxes(1, 2) if turned else matrices[part]
             if isinstance(self.style, Separate):
                 for expert in range(e):
@@ -152,7 +152,7 @@ def test_every_row_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> No
             assert parsed.dtypes == ("BF16",)
             assert parsed.has_shared_experts
             check(model, parsed)
-            assert parsed.plain == (not parsed.notes) == (arch.activation == "silu" and arch.weights_on == "output")
+            assert parsed.is_plain == (not parsed.notes) == (arch.activation == "silu" and arch.weights_on == "output")
             assert all("AMXINT4" in note and arch.instead in note for note in parsed.notes)
 
 
@@ -198,7 +198,7 @@ def test_the_activation_of_the_config_and_the_row(name: str, called: Any, activa
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(called)
     parsed = model.read(tmp_path)
-    assert parsed.activation == activation and parsed.plain == (activation == "silu")
+    assert parsed.activation == activation and parsed.is_plain == (activation == "silu")
 
 
 @pytest.mark.parametrize(("name", "called", "error", "words"), NO_ACTIVATION)
@@ -498,10 +498,10 @@ def test_fp8_in_blocks(interleaved: bool, turned: bool, block: tuple[int, int], 
     model.config["quantization_config"] = {"weight_block_size": list(block)}
     model.rest = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
     suffix = "_scale" if block[1] % 4 == 3 else "_scale_inv"
-    names = {part: (model.name(part, 1), model.to_fp8(part, 1, block, suffix)) for part in style.parts}
+    names = {part: (model.name(part, 1), model.to_fp8(part, 1, block, suffix)) for part in style.matrices}
     moe = model.read(tmp_path, (model.arch,))
     assert moe.dtypes == ("F8_E4M3",) and moe.expert_tensor_names() == model.experts.keys()
-    both, down = (spread(model, *names[part], block) for part in style.parts)
+    both, down = (spread(model, *names[part], block) for part in style.matrices)
     both, down = (x.swapaxes(2, 3) if turned else x for x in (both, down))
     gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, I), slice(I, None))
     for e in range(E):

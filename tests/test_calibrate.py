@@ -114,7 +114,7 @@ def test_experts_without_tokens_have_no_importance(models: dict[str, Path], serv
 def test_mtp_layers_are_excluded(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     dataset, _ = calibrated.data(tmp_path, "texts", (60,))
     made = [calibrate(servers, models[name], tmp_path / name, dataset) for name in ("deepseek_v3", "MTP")]
-    assert "note: the MTP part (layer 2) is left out" in (tmp_path / "MTP.said").read_text()
+    assert "note: the MTP layers (layer 2) are left out" in (tmp_path / "MTP.said").read_text()
     for name in ("imatrix.gguf", "counts.safetensors"):
         first, second = ((each.folder / name).read_bytes() for each in made)
         assert first[4096:] == second[4096:] and len(first) == len(second)  # a header names the checkpoint's hash

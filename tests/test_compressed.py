@@ -15,8 +15,8 @@ from ktconvert.layouts.encodings import pack_quantized
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
-from ktconvert.layouts.outputs.gpu_card import loading_notes, quantization_config
-from ktconvert.layouts.outputs.parts import Part, empty_parts
+from ktconvert.layouts.outputs.gpu_card import notes_on_loading, quantization_config
+from ktconvert.layouts.outputs.slices import NumaSlice, allocate_slices
 from ktconvert.native_quant.matrix import Matrix
 from rig import stored
 
@@ -89,7 +89,7 @@ def test_names(
 def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
     """Words, shape and scales of a linear, rounded to nearest."""
     n, k = linear.shape
-    [(_, out)] = empty_parts(form, [Part(0, 0, "gate", 0, n, k)])
+    [(_, out)] = allocate_slices(form, [NumaSlice(0, 0, "gate", 0, n, k)])
     form.quantize(linear, out)
     packed, shape, scale = out
     return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)
@@ -190,13 +190,13 @@ def test_groups_and_ranks_must_divide_every_row(build: Build) -> None:
     fmt, style = FORMATS["W4A16"], style_of("qwen3_moe", Separate)
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
         with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):
-            loading_notes(fmt, build("qwen3_moe", style, shape=shape), (1,))
+            notes_on_loading(fmt, build("qwen3_moe", style, shape=shape), (1,))
     model = build("qwen3_moe", style, shape=(E, 128, 768))
     note = "Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2."
-    assert loading_notes(fmt, model, (1, 2)) == (note,)
+    assert notes_on_loading(fmt, model, (1, 2)) == (note,)
     words = r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
     with pytest.raises(UnsupportedError, match=words):
-        loading_notes(fmt, model, (4,))
+        notes_on_loading(fmt, model, (4,))
 
 
 @pytest.mark.parametrize("source", ["BF16", "FP8"])

@@ -83,8 +83,8 @@ def test_unpacked_codes_equal_the_packed_ones() -> None:
             else:
                 words[column // each, row] |= code << np.uint64(bits * (column % each))
         matrix = Matrix(words.astype(np.uint32).T, KINDS[kind], np.ones((16, 1), np.float32), (1, 24))
-        assert (packed.codes(matrix) == codes).all()
-        assert (packed.signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
+        assert (packed.read_codes(matrix) == codes).all()
+        assert (packed.read_signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
 
 
 def test_adjacent_zero_points_borrow() -> None:

@@ -369,7 +369,7 @@ def test_fp8_of_an_mtp_block_without_scales_is_copied(name, tmp_path):
     bits = (np.where(sign, -size, size).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     source = write_model(tmp_path / "model", stored, {**CONFIG, "quantization_config": FP8})
     plan = make_plan(make_options("dequantize", input=source, output=tmp_path / "out"))
-    assert plan.notes[0] == f"{name} is FP8 of the MTP part and has no scale: its values are taken as they are"
+    assert plan.notes[0] == f"{name} is FP8 of an MTP layer and has no scale: its values are copied without scaling"
     assert (dequantize(source, tmp_path / "out")[name].bits == bits).all()
     lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
     source = write_model(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})

@@ -154,7 +154,7 @@ def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
     weight[0, :32] = 0  # what a scale of 0 means
     inputs = gptq.Hessian(torch.from_numpy(hessian), 1)
     factor = gptq.factorize(inputs, 0.01)
-    metric = descent.metric_of(inputs, factor, 0.01)
+    metric = descent.make_metric(inputs, factor, 0.01)
 
     def chosen(rows: Any) -> tuple[Any, Any]:
         found = descent.choose(torch.from_numpy(weight[rows]), metric, torch.from_numpy(scale[rows]), grid)

@@ -26,7 +26,7 @@ from ktconvert.layouts.checkpoints.arch_file import NO_KEYS, parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, Format, formats_of
+from ktconvert.layouts.outputs import FORMATS, Format, formats_by_option
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, click_parameters
@@ -361,7 +361,7 @@ def test_the_bytes_of_every_form_are_documented(form: Format) -> None:
     assert f"{form.name} version {form.encoding.version}" in " ".join(page.split()), "a new version? describe its bytes"
     assert form.loose is None or form.loose in page
     row = re.search(rf"^\| `{form.option}` \|.*\| {multiple} \|$", page, re.MULTILINE)
-    assert row or f"{multiple} ({form.name})" in page or form not in formats_of("cpu").values()
+    assert row or f"{multiple} ({form.name})" in page or form not in formats_by_option("cpu").values()
 
 
 def test_every_quantizer_and_decoder_is_in_numerics() -> None:
@@ -409,7 +409,7 @@ def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: An
 
 def _short(style: Style) -> str:
     """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert."""
-    names = [getattr(style, part) for part in style.parts]
+    names = [getattr(style, part) for part in style.matrices]
     names = [re.sub(r"^\{prefix\}layers\.\{layer\}\.", "", name).removesuffix(".weight") for name in names]
     names = [name.replace("{expert}", "N") for name in names]
     base = names[0][: names[0].rfind(".") + 1]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -33,8 +33,8 @@ EXPERTS = 4
 def layer(bits: int, hidden: int, width: int, parts: int) -> LayerWeights:
     """Experts with random codes, and a scale of every size that a row can have."""
     rng = np.random.default_rng(0)
-    grid, arrays = ExpertGrid(0, hidden, width * parts, parts), {}
-    for part in grid.all_parts(range(EXPERTS)):
+    grid, arrays = Slicing(0, hidden, width * parts, parts), {}
+    for part in grid.all_slices(range(EXPERTS)):
         codes = rng.integers(0, 256, part.n * part.k * bits // 8, np.uint8)
         # gate * scale from 0.0001 to 1000 and more: both ends of exp, and all between.
         scale = (10.0 ** rng.uniform(-6, 1, part.n) / np.sqrt(part.k)).astype(np.float32)

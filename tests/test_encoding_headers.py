@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints.config import quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -110,12 +110,12 @@ def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
         model = recognise(source, to_read=True)
         for expert in range(min(2, model.shape(0)[0])):
             for projection in PROJECTIONS:
-                model.reading_bytes(0, backward=True)
+                model.memory_for_reading(0, backward=True)
                 kernels.decode(model.linear(0, expert, projection))
     except (InputError, UnsupportedError) as error:
         yield error
     try:
-        for stored in other_tensors(source, (), quantization(source.config)).tensors.values():
+        for stored in find_non_expert_tensors(source, (), quantization(source.config)).tensors.values():
             if isinstance(stored, Weight) and 0 not in stored.shape:
                 kernels.decode(stored.matrix(source, 0))
     except (InputError, UnsupportedError) as error:

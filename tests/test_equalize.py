@@ -15,8 +15,9 @@ from ktconvert.layouts.checkpoints import moe_model
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import ExpertGrid, join_parts
+from ktconvert.layouts.outputs.slices import Slicing, join_slices
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.pipeline.stages.quantize_experts import importance_of
 from ktconvert.quantizers import equalizing
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
@@ -70,15 +71,15 @@ def decoded(output: Path, layer: int, expert: int) -> list[Any]:
     opened = open_output(output)
     measured = measure(opened)
     assert measured.fmt is not None
-    grid, encoding = ExpertGrid(layer, HIDDEN, WIDTH, measured.numa), measured.fmt.of_layer(layer).encoding
+    grid, encoding = Slicing(layer, HIDDEN, WIDTH, measured.numa), measured.fmt.layer_format(layer).encoding
     linears = []
-    for projection in moe_model.PROJECTIONS:
+    for projection in PROJECTIONS:
         parts = []
-        for part in grid.parts(expert, projection):
+        for part in grid.slices(expert, projection):
             suffixes = [tensor.name for tensor in encoding.tensors(part.n, part.k)]
-            stored = [opened.read(opened.tensors[part.place, suffix]) for suffix in suffixes]
+            stored = [opened.read(opened.tensors[part.id, suffix]) for suffix in suffixes]
             parts.append(encoding.decode(stored, part.n, part.k, slice(None)))
-        linears.append(join_parts(projection, parts))
+        linears.append(join_slices(projection, parts))
     return linears
 
 
@@ -170,7 +171,7 @@ def test_its_outputs_are_nearer(source: Path, tmp_path: Path) -> None:
     """Of an expert whose small columns read large inputs. The checkpoint says what it computes."""
     tensors = read_file(source / "model-00001-of-00003.safetensors")
     name = "model.layers.0.mlp.experts.2.{}_proj.weight"
-    exact = [bf16_to_f32(tensors[name.format(projection)].bits) for projection in moe_model.PROJECTIONS]
+    exact = [bf16_to_f32(tensors[name.format(projection)].bits) for projection in PROJECTIONS]
     x = np.random.default_rng(0).standard_normal((64, HIDDEN)).astype(np.float32)
 
     def computed(gate: Any, up: Any, down: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
@@ -33,12 +33,12 @@ class Case:
     def __init__(
         self, name: str, hidden: int, width: int, experts: int = 3, parts: int = 1, tokens: int = 9, topk: int = 2
     ) -> None:
-        grid = ExpertGrid(0, hidden, width, parts)
+        grid = Slicing(0, hidden, width, parts)
         arrays, numbers = {}, {}
-        for i, part in enumerate(grid.all_parts(range(experts))):
+        for i, part in enumerate(grid.all_slices(range(experts))):
             weight = floats.random(name, part.n, part.k, seed=i, size=0.5 / np.sqrt(part.k))
             arrays[part] = (weight.codes, weight.scales)[: 1 if name == "BF16" else 2]
-            numbers[part.projection, part.expert, part.numa] = weight.numbers
+            numbers[part.projection, part.expert, part.node] = weight.numbers
         self.packed = LayerWeights(dict.fromkeys(PROJECTIONS, ROWS[name]), grid, experts, arrays)
         rng = np.random.default_rng(tokens)
         self.hidden = floats.activations(tokens, hidden)
@@ -48,7 +48,7 @@ class Case:
 
     def truth(self) -> npt.NDArray[np.float64]:
         def linear(expert: int, projection: str) -> Any:
-            parts = [self.numbers[projection, expert, part] for part in range(self.packed.grid.numa)]
+            parts = [self.numbers[projection, expert, part] for part in range(self.packed.slicing.numa)]
             return np.concatenate(parts, axis=1 if projection == "down" else 0)
 
         return floats.forward(linear, self.hidden, self.ids, self.weights)
@@ -135,7 +135,7 @@ def test_wrong_metadata_of_an_output_is_rejected(output: Path, tmp_path: Path) -
     for change in (retyped, reshaped):
         copy = shutil.copytree(output, tmp_path / change.__name__)
         edit_header(min(copy.glob("*.safetensors")), change)
-        with pytest.raises(InputError, match=r"expert 2, gate_proj, NUMA part 1, codes is .*, must be "):
+        with pytest.raises(InputError, match=r"expert 2, gate_proj, NUMA slice 1, codes is .*, must be "):
             Experts.load(copy, 0)
 
 
@@ -154,6 +154,6 @@ def test_invalid_scales_are_rejected(name: str, bad: bytes, what: str, tmp_path:
         file.seek(start)
         file.write(bad)
     for memory in ("map", "copy"):
-        with pytest.raises(InputError, match=f"expert 5, down_proj, NUMA part 0, scales: {what};"):
+        with pytest.raises(InputError, match=f"expert 5, down_proj, NUMA slice 0, scales: {what};"):
             Experts.load(tmp_path / "out", 0, memory=memory)
     Experts.load(tmp_path / "out", 1)

@@ -138,7 +138,7 @@ def renamed(tensors: Tensors, change: Callable[[str], str]) -> Tensors:
 UNFIT = [
     ({"method": "AMXINT4"}, "layer 0 are BF16, which method BF16 computes, not AMXINT4; give"),
     ({"layer": 3}, "holds no experts in layer 3, but in 0; give one of these"),
-    ({"parts": 3}, r"3 NUMA parts: .* 256 does not divide by 3. Legal .*: 1, 2, 4, 8\."),
+    ({"parts": 3}, r"3 NUMA slices: .* 256 does not divide by 3. Legal .*: 1, 2, 4, 8\."),
     ({"num_experts": 4}, "num_experts 2 by its tensors, not 4"),
 ]
 
@@ -161,7 +161,7 @@ def begins(data: bytes) -> Callable[[Tensor], Tensor]:
 
 
 NAN, LARGEST = b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f"  # float32
-NOT_FINITE = ".weight': row 0 of NUMA part 0 of expert 1 holds a number that is not finite; download"
+NOT_FINITE = ".weight': row 0 of NUMA slice 0 of expert 1 holds a number that is not finite; download"
 INFINITE = ".weight': row .* holds a number that is not finite;"
 # Of expert 1's tensor whose name ends so.
 DAMAGES = [

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, parts_of, read_header
+from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header, split_names
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
@@ -42,7 +42,7 @@ def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def values(path: Path) -> dict[tuple[int, str], Any]:
     """BF16 [E, n, k] by layer and projection: gguf-py's reader and its values."""
     out = {}
-    for tensor in (t for name in parts_of(path.name) for t in library.GGUFReader(path.with_name(name)).tensors):
+    for tensor in (t for name in split_names(path.name) for t in library.GGUFReader(path.with_name(name)).tensors):
         if found := re.match(r"blk\.(\d+)\.ffn_(\w+)_exps\.", tensor.name):
             exact = library.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
             out[int(found[1]), found[2]] = np.stack([*map(reference.f32_to_bf16, exact)])
@@ -332,7 +332,7 @@ def test_other_words_of_the_metadata(tmp_path: Path) -> None:
         assert recognised(small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=called)).activation == called
     moe = recognised(small(tmp_path / "m.gguf", nextn_predict_layers=1))
     assert moe.layers == (0,) and moe.mtp_layers == (1,)
-    assert any("MTP part (layer 1) are left out" in note for note in moe.notes)
+    assert any("MTP layers (layer 1) are left out" in note for note in moe.notes)
 
 
 def hugging_face(folder: Path, **changed: Any) -> Path:

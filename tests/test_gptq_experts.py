@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
-from ktconvert.layouts.outputs.parts import ExpertGrid, cut_parts
+from ktconvert.layouts.outputs.slices import Slicing, cut_slices
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights
 from ktconvert.pipeline.calibration.gptq_experts import GptqVisitor
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.pipeline.verify.expert_checks import ROWS, judge_calibrated
-from ktconvert.quantizers.choice import GPTQ
+from ktconvert.quantizers.quantizer import GPTQ
 from rig import reference, scale_search
 
 if find_spec("torch") is None:
@@ -65,14 +65,14 @@ def compensate(
 ) -> tuple[GptqVisitor, dict[tuple[int, str], Any]]:
     """Quantize a group; return the visitor and the parts of each linear that it wrote."""
     form, stored = FORMS[bits], {}
-    grid = ExpertGrid(0, HIDDEN, WIDTH, numa)
+    grid = Slicing(0, HIDDEN, WIDTH, numa)
 
     def nearest(expert: int, projection: str, importance: Any) -> Any:
         made = []
-        chunks = cut_parts(projection, experts[expert][projection], numa)
-        for part, chunk in zip(grid.parts(expert, projection), chunks, strict=True):
+        chunks = cut_slices(projection, experts[expert][projection], numa)
+        for part, chunk in zip(grid.slices(expert, projection), chunks, strict=True):
             out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(part.n, part.k)]
-            quantize(form, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, part.of_columns(importance))
+            quantize(form, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, part.cut_columns(importance))
             made.append((part, out))
         return made
 

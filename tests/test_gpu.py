@@ -212,7 +212,7 @@ def test_experts_of_mtp_become_bf16(tmp_path: Path, cli: Any, gpu: Any, save: An
     folder, out = save(tensors, model_type="deepseek_v3", **sizes, quantization_config=quant), tmp_path / "out"
     (folder / "hf_quant_config.json").write_text("{}")
     done = gpu(folder, "--quant-type", "W4A16")
-    assert "MTP part (layer 2) are not quantized" in done.stderr
+    assert "MTP layers (layer 2) are not quantized" in done.stderr
     assert "FP8 tensors outside the routed experts are written as BF16" in done.stderr
     check(expected, linears, read(out), "W4A16")
     assert not (out / "hf_quant_config.json").exists() and "fp8" not in (out / "config.json").read_text()

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = hf.some_ids(VOCABULARY, 1, 48)
 
-# (family, whether its experts are stored as 3-D tensors, NUMA parts); qwen3_5_moe is published with a vision part
+# (family, whether its experts are stored as 3-D tensors, NUMA slices); qwen3_5_moe is published with a vision part
 CASES = [
     *(("qwen3_moe", False, 1), ("qwen3_moe", True, 2), ("qwen3_5_moe", True, 1), ("deepseek_v3", False, 1)),
     *(("mixtral", False, 1), ("glm4_moe", False, 2), ("minimax_m2", False, 1)),

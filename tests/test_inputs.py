@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -112,7 +112,7 @@ def test_for_a_gpu(name, written, cli, tmp_path):
         name, tmp_path / "model", lambda t, _: t.update({f"{attention}{s}": x for s, x in stored.items()})
     )
     model = model_of(folder)
-    rest = other_tensors(model.source, model.expert_tensor_names(), model.quantization)
+    rest = find_non_expert_tensors(model.source, model.expert_tensor_names(), model.quantization)
     assert set(rest.tensors) == {f"{attention}.weight", "model.layers.0.mlp.gate.weight"}
     assert {*rest.dropped} == {f"{attention}{suffix}" for suffix in list(stored)[1:]}
     cli("gpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W8A16")
@@ -142,8 +142,8 @@ def test_a_plan_counts_what_is_decoded_before_it_is_transposed(written):
     """Codes of 4 bits are not read transposed; FP8 codes are. Scales and zero points are unpacked."""
     for name, whole in (("DeepSeek-V4", 2 * H * I), ("MXFP8", 0), ("awq", 2 * H * I)):
         model = model_of(written(name)[0])
-        assert model.reading_bytes(0, backward=True) - model.reading_bytes(0) == whole
-        assert H * I // 8 <= model.reading_bytes(0) <= (2 * H * I - 1 if name == "awq" else H * I // 8)
+        assert model.memory_for_reading(0, backward=True) - model.memory_for_reading(0) == whole
+        assert H * I // 8 <= model.memory_for_reading(0) <= (2 * H * I - 1 if name == "awq" else H * I // 8)
 
 
 def test_another_checkpoint_format_is_another_source(tmp_path):
@@ -153,7 +153,7 @@ def test_another_checkpoint_format_is_another_source(tmp_path):
         for v in ("gptq", "gptq_v2")
     ]
     one, two = map(model_of, made)
-    assert one.reading(0) != two.reading(0)
+    assert one.storage_identity(0) != two.storage_identity(0)
     assert (kernels.decode(one.linear(0, 0, "gate")) != kernels.decode(two.linear(0, 0, "gate"))).any()
 
 
@@ -165,7 +165,7 @@ Change = Callable[[dict[str, Any], Quantization], Any]  # of tensors and quantiz
 def weights(folder: Path) -> dict[str, Matrix]:
     """Each quantized linear of a checkpoint, by its name without ".weight"."""
     with open_checkpoint(folder) as source:
-        stored = other_tensors(source, (), source.quantization).tensors
+        stored = find_non_expert_tensors(source, (), source.quantization).tensors
         found = {name: w for name, w in stored.items() if isinstance(w, Weight)}
         return {name.removesuffix(".weight"): w.matrix(source, 0) for name, w in found.items()}
 
@@ -174,7 +174,7 @@ def float32_values(linear: Matrix) -> Any:
     """(q - z) * s before it is rounded, by the definition."""
     zeros = linear.each_zero()
     half = np.float32(1 << packed.BITS[linear.kind.name] - 1)
-    return (packed.codes(linear).astype(np.float32) - (half if zeros is None else zeros)) * linear.each_scale()
+    return (packed.read_codes(linear).astype(np.float32) - (half if zeros is None else zeros)) * linear.each_scale()
 
 
 def digest(bits: Any) -> str:

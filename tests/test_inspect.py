@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.layouts.outputs import formats_of
+from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.cli.inspect import inspect
 from rig.conversion import here
@@ -51,17 +51,17 @@ def test_checkpoint_is_described(example, cli):
     assert int4["legal"] == [1, 2] and set(int4["illegal"]) == {"4", "8"}
     assert int8["legal"] == [1, 2, 4] and "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
     said = cli("inspect", example).stdout
-    assert "NUMA slices 1, 2; 1.5 MiB" in said and "not 4: the intermediate size per part" in said
+    assert "NUMA slices 1, 2; 1.5 MiB" in said and "not 4: the intermediate size per slice" in said
     assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
 
 
 def test_printed_command_makes_the_predicted_output(example, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [line for line in cli("inspect", example).stdout.splitlines() if line.startswith("ktconvert cpu ")]
-    assert lines == look(example)["convert"] and len(lines) == len(formats_of("cpu"))
+    assert lines == look(example)["convert"] and len(lines) == len(formats_by_option("cpu"))
     for line in lines:
         cli(*line.split()[1:])
-    made = {f"qwen3-moe-small-{form.name}" for form in formats_of("cpu").values()}
+    made = {f"qwen3-moe-small-{form.name}" for form in formats_by_option("cpu").values()}
     assert {p.name for p in tmp_path.iterdir()} == made
     sizes = {(m["method"], int(t)): n for m in look(example)["methods"] for t, n in m["bytes"].items()}
     found = [look(path) for path in tmp_path.iterdir()]
@@ -135,11 +135,11 @@ BF16 = ("BF16", np.zeros((64, 64), np.uint16))
 BYTES = ("I8", np.zeros(8, np.int8))
 # Names of a tensor, a loose file or a part of a split that imply more layers, experts or parts than fit memory.
 HUGE = {
-    "blk.0.ffn_up_exps.65535.numa.1023.weight": "imply 67108864 parts of experts; most of them are missing, or a name",
-    "blk.0.ffn_up_exps.0.numa.99999999999.weight": "no model has a layer, an expert or a NUMA part of this number",
-    "blk.0.ffn_up_exps.99999999999.numa.0.weight": "no model has a layer, an expert or a NUMA part of this number",
-    "blk.99999999999.ffn_up_exps.0.numa.0.weight": "no model has a layer, an expert or a NUMA part of this number",
-    "_layer_0/_numa_1023/INT4_down_65535_8Byte_quant_.kt": "imply 67108864 parts of experts",
+    "blk.0.ffn_up_exps.65535.numa.1023.weight": "imply 67108864 slices of experts; most of them are missing, or a name",
+    "blk.0.ffn_up_exps.0.numa.99999999999.weight": "no model has a layer, an expert or a NUMA slice of this number",
+    "blk.0.ffn_up_exps.99999999999.numa.0.weight": "no model has a layer, an expert or a NUMA slice of this number",
+    "blk.99999999999.ffn_up_exps.0.numa.0.weight": "no model has a layer, an expert or a NUMA slice of this number",
+    "_layer_0/_numa_1023/INT4_down_65535_8Byte_quant_.kt": "imply 67108864 slices of experts",
     "_layer_99999999999/_numa_99999999999/INT4_down_0_8Byte_quant_.kt": "no model has a layer, an expert or",
     "model.layers.999999998.mlp.experts.0.gate_proj.weight": "is of layer 999999998, and no model has more than 10000",
     "m-{:05d}-of-99999.gguf": "m-00100-of-99999.gguf: missing, one of 99999 files",

@@ -16,13 +16,13 @@ from itertools import product
 import torch
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, ExpertWeights, StatisticsSpec
 from ktconvert.pipeline.calibration.gather_statistics import TokenCounter
@@ -73,7 +73,7 @@ def run_model(
     """Run the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
     model = recognise(source)
-    rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
     lm = LayeredModel(source, {tensor.key: tensor for tensor in rest})
     folder.mkdir()
     with RowFile(folder / "embedded", sum(LENGTHS), lm.hidden, new=True) as file:
@@ -154,7 +154,7 @@ class Gptq:
             linear = model.linear(layer, expert, projection)
             assert len(importance) == linear.shape[1]
             _, hidden, width = model.shape(layer)
-            (part,) = ExpertGrid(layer, hidden, width).parts(expert, projection)
+            (part,) = Slicing(layer, hidden, width).slices(expert, projection)
             stored = [np.empty(tensor.nbytes, np.uint8) for tensor in self.form.tensors(*linear.shape)]
             self.form.quantize(linear, stored)
             return [(part, stored)]

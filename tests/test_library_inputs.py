@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
@@ -33,7 +33,7 @@ def decoded(folder: Path) -> tuple[Values, dict[str, Any]]:
     with open_checkpoint(folder) as source:
         model = recognise(source)
         experts = {(e, p): kernels.decode(model.linear(0, e, p)).copy() for e in range(E) for p in SHAPES}
-        others = other_tensors(source, (), source.quantization).tensors
+        others = find_non_expert_tensors(source, (), source.quantization).tensors
         weights = {name: stored for name, stored in others.items() if isinstance(stored, Weight)}
         for weight in weights.values():
             weight.fit()

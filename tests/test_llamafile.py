@@ -144,7 +144,7 @@ def test_other_types_are_rejected_by_name(kind, tmp_path):
 def test_slices_are_multiples_of_the_unit(width, unit, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "I", width)
     made(tmp_path / "m.gguf", ("Q4_0",) * 3)
-    assert Experts.load(tmp_path / "m.gguf", 0, parts=2).packed.grid.widths == (2 * unit, unit)
+    assert Experts.load(tmp_path / "m.gguf", 0, parts=2).packed.slicing.widths == (2 * unit, unit)
     message = rf"size {width} has 3 units of {unit} columns\. Legal numbers .*: 1, 2, 3\."
     with pytest.raises(UnsupportedError, match=message):
         Experts.load(tmp_path / "m.gguf", 0, parts=4)
@@ -158,7 +158,7 @@ def test_non_finite_scales_are_rejected(kind, tmp_path):
     at = 208 if kind == "Q6_K" else 0
     stored.reshape(E, H, -1)[1, 5, at : at + 2] = bad
     made(tmp_path / "m.gguf", types, **{"blk.0.ffn_down_exps.weight": (kind, stored)})
-    message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA part 0 of expert 1 holds a number"
+    message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA slice 0 of expert 1 holds a number"
     with pytest.raises(InputError, match=message):
         Experts.load(tmp_path / "m.gguf", 0)
 

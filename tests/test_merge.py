@@ -56,10 +56,10 @@ def other_method(file: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (Path.unlink, "expert 5, up_proj, NUMA part 1"),
+    "gone": (Path.unlink, "expert 5, up_proj, NUMA slice 1"),
     "cut off": (lambda file: file.write_bytes(b"x"), "INT4_up_5_"),
     "of two methods": (other_method, "INT4 and INT8 files"),
-    "a part less": (lambda file: shutil.rmtree(file.parent), "NUMA part 1"),
+    "a part less": (lambda file: shutil.rmtree(file.parent), "NUMA slice 1"),
     "a zero before the number": (lambda file: file.rename(file.with_name(file.name.replace("_5_", "_05_"))), "_05_"),
     "out of its folder": (lambda file: file.rename(file.parents[1] / file.name), "INT4_up_5_"),
 }

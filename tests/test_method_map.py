@@ -85,7 +85,7 @@ def test_method_that_cannot_hold_its_layer_is_refused(source, tmp_path):
     options = (*mapped("0-3=bf16", "4=int8"), "--quant-method", "bf16", "--threadpool-count", 8)
     done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
     assert isinstance(done.exception, UnsupportedError)
-    assert "AMXINT8 cannot hold this model in 8 NUMA parts" in str(done.exception), done.exception
+    assert "AMXINT8 cannot hold this model in 8 NUMA slices" in str(done.exception), done.exception
 
 
 def test_plan_lists_the_methods_of_layers(source, tmp_path):

@@ -93,14 +93,13 @@ def test_training_settings_do_not_change_gradients(setting, model, example):
 
 def layered(root: Path) -> Any:
     from ktconvert.layouts.checkpoints.moe_model import recognise
-    from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-    from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+    from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     source = open_checkpoint(root)
     names = recognise(source).expert_tensor_names()
-    rest = decoded_others(other_tensors(source, names, source.quantization))
+    rest = find_non_expert_tensors(source, names, source.quantization).output_tensors()
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
 
 

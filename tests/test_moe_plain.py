@@ -191,7 +191,7 @@ def test_an_invalid_code_is_reported_with_its_position(made, tmp_path):
     shutil.copytree(loose, tmp_path / "loose")
     file = next((tmp_path / "loose" / "_layer_0" / "_numa_1").glob(f"{method}_up_1_*_quant_.kt"))
     rewrite(file, file.read_bytes()[:-1] + b"\x88"[: method == "MOE_INT4"] + b"\x80"[method == "MOE_INT4" :])
-    with pytest.raises(InputError, match=f"{file.name}: layer 0, expert 1, up_proj, NUMA part 1, weight: the code at"):
+    with pytest.raises(InputError, match=f"{file.name}: layer 0, expert 1, up_proj, NUMA slice 1, weight: the code at"):
         Experts.load(tmp_path / "loose", 0)
 
 

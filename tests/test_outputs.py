@@ -1,4 +1,4 @@
-"""`cpu` to MXFP4, FP8 and BF16, in NUMA parts and as kt-kernel's native methods read them (`--layout kt`): outputs hold the
+"""`cpu` to MXFP4, FP8 and BF16, in NUMA slices and as kt-kernel's native methods read them (`--layout kt`): outputs hold the
 numbers of the definition, or those of a source that has them already; killed, resumed, damaged, computed with, refused.
 """
 
@@ -20,7 +20,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import packed
@@ -96,9 +96,9 @@ def check(out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expecte
     for layer in model.layers:
         for expert in range(model.shape(layer)[0]):
             for projection in PROJECTIONS:
-                for part in ExpertGrid(layer, *model.shape(layer)[1:], parts_of(how)).parts(expert, projection):
-                    keys = names(method, how, layer, expert, projection, part.numa)
-                    linear = part.of(model.linear(layer, expert, projection))
+                for part in Slicing(layer, *model.shape(layer)[1:], parts_of(how)).slices(expert, projection):
+                    keys = names(method, how, layer, expert, projection, part.node)
+                    linear = part.cut(model.linear(layer, expert, projection))
                     for key, bits in zip(keys, expected(linear), strict=True):
                         assert (tensors.pop(key).view(bits.dtype) == bits).all(), key
     assert not tensors
@@ -238,7 +238,7 @@ def test_what_is_said_of_the_layout_of_kt_kernel(source, made, cli, tmp_path):
     """Without its manifest such an output is a checkpoint: nothing else tells it from one."""
     for method in METHODS:
         out, said = made(method, *KT, *NUMA2)
-        assert "NUMA part" not in said
+        assert "NUMA slice" not in said
         assert f"--kt-method {method.upper()} " in (out / "README.md").read_text()
         planned = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", method, *KT, "--dry-run", "--json")
         assert len(json.loads(planned.stdout.splitlines()[-1])["units"]) == 2
@@ -249,7 +249,7 @@ def test_what_is_said_of_the_layout_of_kt_kernel(source, made, cli, tmp_path):
 
 def test_what_kt_kernel_could_do_is_not_advised(made, cli):
     said = cli("verify", made("mxfp4", *NUMA2)[0], "--numa", 4, code=6).stderr
-    assert "; load it as MXFP4, 2 NUMA part" in said
+    assert "; load it as MXFP4, 2 NUMA slice" in said
     assert ", or rewrite it with `ktconvert resplit`" in said and "kt-" not in said
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
@@ -144,7 +144,7 @@ def in_float64(out: Path, inputs: dict[str, torch.Tensor], numa: int = 1) -> np.
         shape = (HIDDEN, INTERMEDIATE // numa) if projection == "down" else (INTERMEDIATE // numa, HIDDEN)
         parts = []
         for part in range(numa):
-            place, tensors = Place(1, expert, projection, False, part), fmt.encoding.tensors(*shape)
+            place, tensors = SliceId(1, expert, projection, False, part), fmt.encoding.tensors(*shape)
             stored = [opened.read(opened.tensors[place, tensor.name]) for tensor in tensors]
             parts.append(fmt.encoding.decode(stored, *shape, slice(None)).astype(np.float64))
         return np.concatenate(parts, axis=1 if projection == "down" else 0)

@@ -92,7 +92,7 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
     expert_tensors = MOE * EXPERTS * 3
     scale_grid = (INTERMEDIATE // 128) * (HIDDEN // 128) * 4
     packed = INTERMEDIATE * HIDDEN // 2
-    # Two NUMA parts: gate and up split their rows, down splits its columns and so has all its row scales twice.
+    # Two NUMA slices: gate and up split their rows, down splits its columns and so has all its row scales twice.
     scales = 4 * (INTERMEDIATE + INTERMEDIATE + 2 * HIDDEN)
     assert len(headers) == SHARDS and report["model"]["layers"] == list(range(3, LAYERS))
     assert report["model"]["experts"] == EXPERTS and report["model"]["dtypes"] == ["F8_E4M3"]

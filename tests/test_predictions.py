@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.calibration.layered_model import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions
@@ -33,15 +32,15 @@ def correlated(n: int, seed: int) -> Any:
     return (mixed @ torch.linalg.qr(torch.randn((n, n), generator=generator))[0]).T.cov()
 
 
-def round_plain(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.Chosen:
+def round_plain(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.CodesAndScales:
     """Round with plain GPTQ and absmax scales. rows: their numbers, which are ignored."""
     scale = weight.abs().amax(1, keepdim=True) / GRID.high
     factor = gptq.factorize(gptq.Hessian(metric, 1), 0.01)
     values = gptq.compensate(weight, factor, scale, GRID.code_range)
-    return descent.Chosen(gptq.codes(values, scale, GRID.code_range), scale)
+    return descent.CodesAndScales(gptq.codes(values, scale, GRID.code_range), scale)
 
 
-def cost(weight: Any, made: descent.Chosen, inputs: Any, outputs: Any) -> float:
+def cost(weight: Any, made: descent.CodesAndScales, inputs: Any, outputs: Any) -> float:
     error = weight - made.values
     return float(torch.trace(outputs @ error @ inputs @ error.T))
 
@@ -49,11 +48,11 @@ def cost(weight: Any, made: descent.Chosen, inputs: Any, outputs: Any) -> float:
 @pytest.mark.parametrize("n", [40, 64, 150])
 def test_rounding_in_turn_lowers_the_cost_of_errors(n: int) -> None:
     weight, inputs, outputs = torch.randn((n, 96)), correlated(96, 1), correlated(n, 2)
-    made = predictions.in_turn(weight, predictions.factorize(outputs), lambda rows, _: round_plain(rows, inputs))
+    made = predictions.round_in_turn(weight, predictions.factorize(outputs), lambda rows, _: round_plain(rows, inputs))
     alone = round_plain(weight, inputs)
     assert cost(weight, made, inputs, outputs) < 0.9 * cost(weight, alone, inputs, outputs)
     plain = torch.eye(n)  # if all outputs count alike, each row is rounded as if it were alone
-    same = predictions.in_turn(weight, predictions.factorize(plain), lambda rows, _: round_plain(rows, inputs))
+    same = predictions.round_in_turn(weight, predictions.factorize(plain), lambda rows, _: round_plain(rows, inputs))
     assert torch.equal(same.codes, alone.codes) and torch.equal(same.scale, alone.scale)
 
 
@@ -62,11 +61,11 @@ def test_remaining_rows_compensate_earlier_errors() -> None:
     n, first = 80, predictions.ROWS
     weight, outputs, seen = torch.randn((n, 5)), correlated(n, 3), []
 
-    def choose(rows: Any, numbers: Any) -> descent.Chosen:
+    def choose(rows: Any, numbers: Any) -> descent.CodesAndScales:
         seen.append((rows.clone(), numbers))
-        return descent.Chosen(rows.round().to(torch.int8), torch.ones((len(rows), 1)))
+        return descent.CodesAndScales(rows.round().to(torch.int8), torch.ones((len(rows), 1)))
 
-    predictions.in_turn(weight, predictions.factorize(outputs), choose)
+    predictions.round_in_turn(weight, predictions.factorize(outputs), choose)
     order = torch.cat([numbers for _, numbers in seen])
     assert order.sort().values.tolist() == list(range(n))
     assert torch.equal(order, torch.argsort(outputs.diagonal(), descending=True))
@@ -82,7 +81,7 @@ def test_remaining_rows_compensate_earlier_errors() -> None:
 def test_fisher_information_of_gate_and_up() -> None:
     """It equals the sum over tokens of the information that passes through down."""
     down, outputs, slopes = torch.randn((6, 4)), correlated(6, 6), torch.randn((9, 8))
-    found = predictions.of_middle(outputs, down, slopes.T @ slopes)
+    found = predictions.middle_information(outputs, down, slopes.T @ slopes)
     metric = outputs + predictions.DAMPENING * outputs.diagonal().mean() * torch.eye(6)
     wide = torch.cat([down, down], 1)
     want = sum((wide * s).T @ metric @ (wide * s) for s in slopes)
@@ -91,7 +90,7 @@ def test_fisher_information_of_gate_and_up() -> None:
 
 def test_fisher_information_counts_less_in_early_layers() -> None:
     gradients = torch.randn((30, 6))
-    first, last = predictions.information(gradients, 20), predictions.information(gradients)
+    first, last = predictions.fisher_information(gradients, 20), predictions.fisher_information(gradients)
     mean = last.diagonal().mean()
     torch.testing.assert_close(last, gradients.T @ gradients)
     torch.testing.assert_close(first, last + 20 * predictions.FOLLOWING * mean * torch.eye(6))
@@ -108,7 +107,7 @@ def test_values_that_are_not_finite_are_refused(broken: float) -> None:
 def layered(folder: Path) -> LayeredModel:
     source = open_checkpoint(folder)
     model = recognise(source)
-    rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
 
 
@@ -136,8 +135,8 @@ def test_gradients_belong_to_drawn_tokens(model: LayeredModel, example: Path) ->
 
     whole = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32)
     hidden = torch.randn((4096, whole.config.hidden_size), generator=torch.Generator().manual_seed(8)).bfloat16()
-    found = predictions.information(model.prediction_gradients(hidden, seed=1)) / len(hidden)
-    assert torch.equal(found, predictions.information(model.prediction_gradients(hidden, seed=1)) / len(hidden))
+    found = predictions.fisher_information(model.prediction_gradients(hidden, seed=1)) / len(hidden)
+    assert torch.equal(found, predictions.fisher_information(model.prediction_gradients(hidden, seed=1)) / len(hidden))
     want = torch.zeros_like(found)
     for x in hidden[:64].float():
         p = whole.lm_head(whole.model.norm(x)).softmax(-1).detach()

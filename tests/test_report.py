@@ -137,11 +137,11 @@ def test_page_shows_the_errors_of_the_json(against):
 
 
 def test_worst_rows_are_those_of_the_numpy_definition(output, example, against):
-    """Rows are counted within their NUMA part."""
+    """Rows are counted within their NUMA slice."""
     found, _ = against
     source, packed = read_folder(example), read_folder(output)
     head, *rows = found.tables["Worst rows"]
-    assert head[3:] == ["NUMA part", "worst row", "its error"] and len(rows) == 12
+    assert head[3:] == ["NUMA slice", "worst row", "its error"] and len(rows) == 12
     for linear, _, _, part, row, error in rows[:4]:
         layer, expert, projection = re.fullmatch(r"layer (\d+), expert (\d+), (\w+)", linear).groups()  # type: ignore[union-attr]
         bits = numbers(source[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"], "<u2")
@@ -190,7 +190,7 @@ def test_page_of_every_format(method, options, example, tmp_path):
 def test_page_of_gpu_and_dequantized_models(example, tmp_path):
     made(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
-    assert "NUMA part" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
+    assert "NUMA slice" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
     assert found.tables["Error against the source"][1][1] == percent(facts["errors"][0]["relative_error"])
     made(dequantize, tmp_path / "gpu", tmp_path / "bf16")
     found, facts = report(tmp_path / "bf16", tmp_path / "r.html", "--against", tmp_path / "gpu")

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.outputs import rearrange
-from ktconvert.layouts.outputs.parts import ExpertGrid, Parts, empty_parts
+from ktconvert.layouts.outputs.slices import PackedSlices, Slicing, allocate_slices
 from rig import conversion, killpoint, reference
 from rig.safetensors import read_folder
 
@@ -92,7 +92,7 @@ def test_tensors_that_keep_their_values_equal_a_fresh_conversion(method, old, ne
             assert same(ours, theirs, "ffn_down", ".scale") and "rounded once more" in said
         elif new % old == 0:
             assert "all weights keep their values" in said
-    assert f"| resplit from | {old} NUMA part" in (tmp_path / "new" / "README.md").read_text()
+    assert f"| resplit from | {old} NUMA slice" in (tmp_path / "new" / "README.md").read_text()
     (report,) = objects(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json"))
     checks = {check["name"]: check["result"] for check in report["checks"]}
     assert checks["source"] == f"{len(ours)} tensors quantized again (T = {old}) and resplit, same bytes"
@@ -106,7 +106,7 @@ def test_there_and_back_changes_no_weight(options, tmp_path, cli, converted):
     cli("resplit", before, three, "--threadpool-count", 3)
     cli("resplit", three, back, "--threadpool-count", 1)
     assert no_weight_changed(back, before)
-    assert "| resplit from | 1, then 3 NUMA parts |" in (back / "README.md").read_text()
+    assert "| resplit from | 1, then 3 NUMA slices |" in (back / "README.md").read_text()
     assert "every tensor stays as it is" in cli("resplit", three, tmp_path / "same", "--threadpool-count", 3)
     assert no_weight_changed(tmp_path / "same", three)
 
@@ -159,7 +159,9 @@ def test_output_of_kt_kernel_is_resplit(tmp_path, cli, converted):
 
 def test_panels_that_cannot_be_cut_are_refused(tmp_path, cli, converted):
     whole = converted("fp8", 1, "--layout", "kt")
-    assert "KT_FP8 weights have no NUMA parts" in cli("resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3)
+    assert "KT_FP8 weights have no NUMA slices" in cli(
+        "resplit", whole, tmp_path / "x", "--threadpool-count", 2, code=3
+    )
     thirds = converted("fp8", 3)
     assert "is not a multiple of 128" in cli("resplit", thirds, tmp_path / "x", "--threadpool-count", 12, code=3)
     shutil.copytree(thirds, tmp_path / "damaged")
@@ -215,7 +217,9 @@ def test_no_advice_if_resplit_is_as_good(tmp_path, cli, converted, source):
     assert "is not that of" in cli(*words, "--against", conversion.checkpoint(tmp_path / "small"), code=5)
 
 
-def by_definition(bits: int, old: Parts, count: int) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
+def by_definition(
+    bits: int, old: PackedSlices, count: int
+) -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]]:
     """Resplit column slices by the NumPy definitions of numerics.md, section 8."""
     codes = np.hstack([reference.unpack(bits, stored[0], part.n, part.k) for part, stored in old])
     scales = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in old])
@@ -236,7 +240,7 @@ def test_rearranging_equals_the_definition(form, data):
     projection, backward = data.draw(st.sampled_from(["gate", "down"])), data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
     old, new = (
-        empty_parts(form, ExpertGrid(0, HIDDEN, WIDTH, count, True).parts(0, projection))
+        allocate_slices(form, Slicing(0, HIDDEN, WIDTH, count, True).slices(0, projection))
         for count in (old_count, new_count)
     )
     old, new = ([part for part in parts if part[0].backward == backward] for parts in (old, new))
@@ -256,7 +260,7 @@ def test_rearranging_equals_the_definition(form, data):
         for (_, stored), expected in zip(new, by_definition(form.grid.bits, old, new_count), strict=True):
             assert np.array_equal(stored[0], expected[0]) and np.array_equal(stored[1].view(np.float32), expected[1])
     before, after = (np.concatenate([form.decode(s, p.n, p.k) for p, s in side], axis) for side in (old, new))
-    if axis == 0 or not rearrange.rounds_again(form, old_count, new_count):
+    if axis == 0 or not rearrange.requires_rounding(form, old_count, new_count):
         assert np.array_equal(before, after)
     else:
         half = np.hstack([np.repeat(s[1].view(np.float32)[:, None], part.k, axis=1) for part, s in new])
@@ -305,7 +309,7 @@ def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
     refused(tmp_path / "absent", 5, "no such directory")
     refused(converted("int4", 1, "--no-merge-safetensor"), 2, "loose", options=("--max-shard-size", "5GB"))
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
-    refused(tmp_path / "gpu", 3, "W8A16 weights have no NUMA parts")
+    refused(tmp_path / "gpu", 3, "W8A16 weights have no NUMA slices")
     loose = converted("int4", 1, "--no-merge-safetensor")
     shutil.copytree(loose, tmp_path / "moe", ignore=shutil.ignore_patterns("*.json", "*.md"))
     for file in (tmp_path / "moe").rglob("INT4_*.kt"):

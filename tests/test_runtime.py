@@ -11,8 +11,9 @@ import pytest
 from safetensors import safe_open
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
@@ -48,11 +49,11 @@ def read(path: Path) -> Golden:
     with safe_open(path, "np") as file:
         about = file.metadata()
     stored = read_file(path)
-    grid = ExpertGrid(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
+    grid = Slicing(0, int(about["hidden"]), int(about["inter"]), int(about["numa"]))
     experts = int(about["experts"])
     arrays = {}
-    for part in grid.all_parts(range(experts)):
-        key = f"blk.0.ffn_{part.projection}_exps.{part.expert}.numa.{part.numa}"
+    for part in grid.all_slices(range(experts)):
+        key = f"blk.0.ffn_{part.projection}_exps.{part.expert}.numa.{part.node}"
         weight, scale = (np.frombuffer(stored[f"{key}.{name}"].data, np.uint8).copy() for name in ("weight", "scale"))
         arrays[part] = (weight, scale)
     inputs = (stored[name].bits for name in ("in.hidden", "in.topk_ids", "in.topk_weights", "out.hidden"))
@@ -231,7 +232,7 @@ def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     shares = np.full(ids.shape, 1 / 4096, np.float32)
     for groups in (1, 2):
         assert experts(64, groups).forward(x, ids, shares).any()
-    with pytest.raises(UnsupportedError, match="layer 0 has 65 NUMA parts, and this runtime adds up 64 at most"):
+    with pytest.raises(UnsupportedError, match="layer 0 has 65 NUMA slices, and this runtime adds up 64 at most"):
         experts(65)
     one, x, ids, shares = make(tokens=1)
     with pytest.raises(ValueError, match="4097 experts per token are more than a forward takes, 4096"):

@@ -74,7 +74,7 @@ def test_a_saved_layer_equals_the_loose_layer(outputs, tmp_path, read_tree):
 
 
 def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
-    with pytest.warns(UserWarning, match="made for 2 NUMA parts, run with 1"):
+    with pytest.warns(UserWarning, match="made for 2 NUMA slices, run with 1"):
         Experts.load(damaged, 0, parts=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -128,7 +128,7 @@ def shorten_a_file_and_its_name(out: Path) -> None:
 
 
 HARMS: list[tuple[Callable[[Path], object], str, str]] = [
-    (lose_an_expert, "merged", "layer 0, expert 3, up_proj, NUMA part 1, weight is missing"),
+    (lose_an_expert, "merged", "layer 0, expert 3, up_proj, NUMA slice 1, weight is missing"),
     (lambda out: shorten(shard_of(out), 4096), "merged", "layer 0|model-00001"),
     (
         lambda out: shard_of(out).unlink(),
@@ -136,7 +136,7 @@ HARMS: list[tuple[Callable[[Path], object], str, str]] = [
         r"layer 0 cannot be read \(model-0.*safetensors is missing\); convert",
     ),
     (leave_a_gap, "merged", r"layer 0 cannot be read \(model-00001"),
-    (shorten_a_file_and_its_name, "loose", "expert 2, down_proj, NUMA part 0, weight: holds 32704 bytes, not 32768"),
+    (shorten_a_file_and_its_name, "loose", "expert 2, down_proj, NUMA slice 0, weight: holds 32704 bytes, not 32768"),
     (lambda out: shorten(min((out / "_layer_0" / "_numa_1").iterdir())), "loose", "bytes where its name says"),
 ]
 

@@ -15,9 +15,9 @@ import pytest
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import ExpertGrid, join_parts
+from ktconvert.layouts.outputs.slices import Slicing, join_slices
 from rig import calibrated, forks, gguf
 from rig.safetensors import metadata_of, read_file, read_folder
 
@@ -90,10 +90,10 @@ def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs):
         numbers = []
         for output, parts in ((parted, 2), (whole, 1)):
             encoding, each = FORMATS[output.methods[0]].encoding, []
-            for part in ExpertGrid(1, 256, 256, parts).parts(expert, projection):
-                stored = [output.read(output.tensors[part.place, suffix]) for suffix in suffixes(encoding)]
+            for part in Slicing(1, 256, 256, parts).slices(expert, projection):
+                stored = [output.read(output.tensors[part.id, suffix]) for suffix in suffixes(encoding)]
                 each.append(encoding.decode(stored, part.n, part.k, slice(None)))
-            numbers.append(join_parts(projection, each))
+            numbers.append(join_slices(projection, each))
         np.testing.assert_array_equal(*numbers)
 
 
@@ -155,7 +155,7 @@ def test_it_is_recorded_how_it_was_made(outputs):
 def listed(said: str) -> list[str]:
     """What the command said of experts with too few tokens, as the manifest has it."""
     found = re.findall(r"layer (\d+): \d+ of 8 experts not compensated in down, for fewer .*: ([\d, ]+)$", said, re.M)
-    return [f"layer {layer}: {ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
+    return [f"layer {layer}: {format_ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
 
 
 def test_other_arrangements_keep_what_is_recorded(outputs, example, tmp_path, cli):

@@ -23,7 +23,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
-from ktconvert.quantizers.choice import ABSMAX, IMATRIX, MSE, least_squares
+from ktconvert.quantizers.quantizer import ABSMAX, IMATRIX, MSE, least_squares
 from rig import group_search, isas, reference, scale_search, statistics
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file

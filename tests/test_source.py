@@ -120,15 +120,9 @@ def test_release_gives_pages_back(tmp_path):
     assert resident(file) == 0
 
 
-def test_changed(sharded):
-    """A file that was cut after it had been opened is not mapped."""
+def test_a_file_that_was_cut_after_opening_is_not_mapped(sharded):
     source = open_checkpoint(sharded)
-    first, second = (s.path for s in source.shards)
-    assert source.changed() == []
-    os.utime(first, ns=(0, 0))
-    second.unlink()
-    assert source.changed() == [first.name, second.name]
-    os.truncate(first, 10)
+    os.truncate(source.shards[0].path, 10)
     with pytest.raises(InputError, match="changed"):
         source.array("a")
 

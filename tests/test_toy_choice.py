@@ -12,7 +12,7 @@ import pytest
 
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.quantizers import Grid
-from ktconvert.quantizers.choice import QUANTIZERS, Quantizer
+from ktconvert.quantizers.quantizer import QUANTIZERS, Quantizer
 from rig import conversion, reference
 from rig.statistics import check_searched
 from rig.toys import Toy, main

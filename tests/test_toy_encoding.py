@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, aligned
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, read_aligned
 from ktconvert.native_quant import matrix as of
 from ktconvert.quantizers import reference
 from rig.encodings import SHAPES, E, checkpoint
@@ -29,8 +29,8 @@ def decoded(linear: of.Matrix) -> Any:
 
 
 def linear_of(source: Any, tensors: Any, quantization: Any, input_major: bool) -> of.Matrix:
-    scales = aligned(source, tensors["toy_scale"]).view(np.float16).astype(np.float32)
-    return of.Matrix(aligned(source, tensors["toy"]).view(np.int8), TOY, scales[:, None], (1, 1 << 30))
+    scales = read_aligned(source, tensors["toy_scale"]).view(np.float16).astype(np.float32)
+    return of.Matrix(read_aligned(source, tensors["toy"]).view(np.int8), TOY, scales[:, None], (1, 1 << 30))
 
 
 TOY = of.Kind("toy", np.dtype(np.int8), decode=decoded)

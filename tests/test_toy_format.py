@@ -16,8 +16,9 @@ import pytest
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.card import Card
+from ktconvert.layouts.outputs.format import Arrangement, Description, Format
+from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import Grid
@@ -67,22 +68,22 @@ NAME = re.compile(r"toy/(\d+)/(\d+)/(gate|up|down)/(back|front)/(\d+)/(codes|ste
 
 @dataclass(frozen=True)
 class ToyNames:
-    def key(self, place: Place, suffix: str) -> str:
-        side = "back" if place.backward else "front"
-        return f"toy/{place.layer}/{place.expert}/{place.projection}/{side}/{place.numa}/{suffix}"
+    def tensor_name(self, slice_id: SliceId, suffix: str) -> str:
+        side = "back" if slice_id.backward else "front"
+        return f"toy/{slice_id.layer}/{slice_id.expert}/{slice_id.projection}/{side}/{slice_id.node}/{suffix}"
 
-    def find(self, name: str) -> tuple[Place, str] | None:
+    def parse(self, name: str) -> tuple[SliceId, str] | None:
         match = NAME.fullmatch(name)
         if match is None:
             return None
         layer, expert, projection, side, numa, suffix = match.groups()
-        return Place(int(layer), int(expert), projection, side == "back", int(numa)), suffix
+        return SliceId(int(layer), int(expert), projection, side == "back", int(numa)), suffix
 
-    def stray(self, name: str) -> str | None:
+    def explain_stray(self, name: str) -> str | None:
         return "not a toy" if name.startswith("toy/") else None
 
-    def describe(self, place: Place, suffix: str) -> str:
-        return f"{suffix} of expert {place.expert} of layer {place.layer} ({place.projection}, part {place.numa})"
+    def describe(self, slice_id: SliceId, suffix: str) -> str:
+        return f"{suffix} of expert {slice_id.expert} of layer {slice_id.layer} ({slice_id.projection}, part {slice_id.node})"
 
 
 TOYS = Arrangement(
@@ -91,7 +92,7 @@ TOYS = Arrangement(
     "numa",
     lambda method, encoding, facts, source: ToyNames(),
     is_trusted=lambda facts: True,
-    parted=True,
+    sliced=True,
 )
 
 

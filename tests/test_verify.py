@@ -18,9 +18,9 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import formats_of
+from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
@@ -77,7 +77,7 @@ def test_conversion_matches_its_source(name, conversions, example):
     report = accepted(conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
-    assert report["method"] == formats_of("cpu")[name[:4]].name and report["arrangement"] == name[5:]
+    assert report["method"] == formats_by_option("cpu")[name[:4]].name and report["arrangement"] == name[5:]
     errors = {(e["layer"], e["projection"]): e for e in report["errors"]}
     assert set(errors) == {(layer, p) for layer in (0, 1) for p in ("gate", "up", "down")}
     low, high = {"int4": (0.05, 0.2), "int8": (0.002, 0.015)}[name[:4]]
@@ -116,7 +116,7 @@ def test_flipped_byte_in_a_shard_is_found(name, at, what, copy, example, convers
     report = verified(output)
     assert FIRST in report["message"] and failed(report) == ["hashes"]
     (problem,) = problems(verified(output, "--against", example), "source")
-    where = f"NUMA part {0 if at > 0 else 1}, {what}: byte "
+    where = f"NUMA slice {0 if at > 0 else 1}, {what}: byte "
     assert where in problem and "1 byte differs" in problem and FIRST in problem
     (problem,) = problems(verified(output, "--against", conversions[name]), "other")
     assert problem.startswith("blk.0.ffn_") and "differs: byte " in problem
@@ -168,9 +168,9 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a shard cut off in its header": ("int8-merged", lambda o: rewrite(o / FIRST, b"short"), FIRST),
     "another name": ("int4-merged", lambda o: ((o / INDEX).unlink(), edit_header(o / FIRST, lambda h: h.update({OTHER_NAME: h.pop(MISNAMED)}))), "not a name that kt-kernel reads"),
     "no shard": ("int4-merged", lambda o: (o / FIRST).unlink(), f"{INDEX} names {FIRST}, which is missing"),
-    "no loose file": ("int4-loose", lambda o: weight_file(o, "INT4_gate_7_*_scale_.kt").unlink(), "layer 1, expert 7, gate_proj, NUMA part 1, scale"),
+    "no loose file": ("int4-loose", lambda o: weight_file(o, "INT4_gate_7_*_scale_.kt").unlink(), "layer 1, expert 7, gate_proj, NUMA slice 1, scale"),
     "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 holds no .kt files"),
-    "no tensor": ("int4-merged", _lose_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA part 1, scale)"),
+    "no tensor": ("int4-merged", _lose_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA slice 1, scale)"),
     # kt-kernel's merge script writes F32 if "scale" is in its path
     "another dtype": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="F32", shape=[128 * 256 // 8]), f"{MISNAMED} in {FIRST} is F32"),
     "another type of bytes": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="U8", shape=[128 * 256 // 2]), f"{MISNAMED} in {FIRST} is U8"),
@@ -212,9 +212,9 @@ def test_inspect_reports_the_same_codes_as_verify(copy, cli):
 
 @pytest.mark.parametrize("name", ["int4-merged", "int8-loose"])
 def test_wrong_numa_or_method_is_refused(name, conversions):
-    output, ours = conversions[name], formats_of("cpu")[name[:4]].name
+    output, ours = conversions[name], formats_by_option("cpu")[name[:4]].name
     sentence = refused(output, "--numa", 1)
-    assert "--numa 1 was given, the weights are for 2 NUMA parts" in sentence and "--kt-threadpool-count 2" in sentence
+    assert "--numa 1 was given, the weights are for 2 NUMA slices" in sentence and "--kt-threadpool-count 2" in sentence
     sentence = refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
     assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
 
@@ -317,7 +317,7 @@ def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_expe
 
     report = against("same shape", 8, 256, 2)
     sentence = report["message"]
-    assert "layer 0, expert 0, gate_proj, NUMA part 0, weight: byte 0 is" in sentence and "(and 191 more)" in sentence
+    assert "layer 0, expert 0, gate_proj, NUMA slice 0, weight: byte 0 is" in sentence and "(and 191 more)" in sentence
     assert any("according to the manifest" in note for note in report["notes"])
     assert report["errors"][0]["relative_error"] > 0.5
     sentence = against("other shape", 4, 512, 2)["message"]
@@ -413,7 +413,7 @@ HUGE = [("int8-loose", "down", 3e38, "not finite"), ("int4-merged", "down", 1e9,
 @pytest.mark.parametrize(("name", "projection", "scale", "words"), HUGE)
 def test_huge_scale_is_found(name, projection, scale, words, copy):
     output = without_manifest(copy(name))
-    tensor = open_output(output).tensors[Place(0, 5, projection, False, 1), "scale"]
+    tensor = open_output(output).tensors[SliceId(0, 5, projection, False, 1), "scale"]
     with (output / tensor.file).open("r+b") as file:
         file.seek(tensor.start + 4 * 7)
         file.write(np.array([scale], "<f4").tobytes())

@@ -161,7 +161,7 @@ def test_wrong_method_or_numa_is_refused(converted):
     assert report["code"] == 6 and said in report["message"]
     assert verified(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
     report = verified(converted["W4A16"], "--numa", 1)
-    assert report["code"] == 2 and "has no NUMA parts" in report["message"]
+    assert report["code"] == 2 and "has no NUMA slices" in report["message"]
 
 
 def nudge_all(tensors: Tensors) -> None:

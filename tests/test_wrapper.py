@@ -131,7 +131,7 @@ def test_masked_experts_add_nothing_even_after_a_change_of_the_mask(packed_examp
 
 def test_a_different_number_of_slices_can_be_rejected(packed_example, monkeypatch):
     monkeypatch.setattr(KTMoEWrapper, "strict", True)
-    with pytest.raises(KtconvertError, match="made for 2 NUMA parts"):
+    with pytest.raises(KtconvertError, match="made for 2 NUMA slices"):
         loaded(packed_example("int4", 2), method="AMXINT4", threadpool_count=1)
 
 
@@ -169,7 +169,7 @@ def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, st
 
 
 class Plain:
-    """Deferred experts as one would write them down, for one NUMA part and kt-kernel's rounding, in NumPy.
+    """Deferred experts as one would write them down, for one NUMA slice and kt-kernel's rounding, in NumPy.
 
     Each expert's output y is BF16; a layer's sum is fma(y, weight, sum) over its experts in float32, what was left
     before comes last.

@@ -1,1 +1,1 @@
-"""What comes in: checkpoints as they are published, and where their experts lie."""
+"""Checkpoints as they are published (input), and the experts in them."""

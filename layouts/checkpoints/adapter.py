@@ -1,4 +1,4 @@
-"""A LoRA adapter's directory, as PEFT writes it: its settings, and which matrices it adds to which weights."""
+"""LoRA adapters as PEFT writes them: their settings, and the matrices that they add to weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 class Setting(NamedTuple):
-    """A field of peft's LoraConfig: its default, its type, and what computes other values as PEFT does."""
+    """A field of peft's LoraConfig: its default, its type, and the uses that support other values as PEFT does."""
 
     default: Any
     kind: Any
@@ -49,12 +49,12 @@ class Setting(NamedTuple):
     plain: Collection[Any] = ()  # values that everything computes, beside the default
 
     def is_plain(self, value: Any) -> bool:
-        """Return whether a value computes what the default computes, or is one that everything computes."""
+        """Return whether a value is equivalent to the default, or supported by every use."""
         return not value or value == self.default or value in self.plain
 
 
 class Harmless(NamedTuple):
-    """A field that says nothing about what an adapter computes once it is trained; it is not read."""
+    """A field without effect on what a trained adapter computes; it is not read."""
 
     default: Any = None
 
@@ -110,7 +110,10 @@ SETTINGS: Mapping[str, Setting | Harmless] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of adapter_config.json; values: those that are given and change what is computed."""
+    """Settings of adapter_config.json.
+
+    values  the given ones that change what is computed
+    """
 
     file: Path
     values: Mapping[str, Any]
@@ -124,18 +127,18 @@ class Settings:
         return {name: NamePatterns(self[name] or {}, self.file) for name in ("rank_pattern", "alpha_pattern")}
 
     def rank(self, *names: str) -> int:
-        """The rank of a module with these names."""
+        """Return the rank of a module with these names."""
         rank: int = self._patterns["rank_pattern"].find(names, self["r"])
         return rank
 
-    def scaling(self, *names: str) -> float:
+    def scale_factor(self, *names: str) -> float:
         """Return the factor of B A for a module with these names."""
         alpha: float = self._patterns["alpha_pattern"].find(names, self["lora_alpha"])
         rank = self.rank(*names)
         return alpha / (math.sqrt(rank) if self["use_rslora"] else rank)
 
     def target_names(self, module: str, parameters: Iterable[str]) -> list[str]:
-        """Return those of these parameters of a module that target_parameters names."""
+        """Return the parameters of a module that target_parameters names."""
         return [name for name in parameters if is_named(f"{module}.{name}", self["target_parameters"] or ())]
 
     def name_module(self, module: str) -> bool:
@@ -156,14 +159,14 @@ class Settings:
 
 
 class NamePatterns:
-    """rank_pattern or alpha_pattern: values by regular expressions for the ends of modules' names."""
+    """rank_pattern or alpha_pattern: values by regular expressions for the ends of module names."""
 
     def __init__(self, values: Mapping[str, Any], file: Path | str) -> None:
         compiled = patterns.compile_all((rf"(.*\.)?({text})$" for text in values), file)
         self._values = list(zip(compiled, values.values(), strict=True))
 
     def find(self, names: Sequence[str], default: V) -> V:
-        """The value of the first pattern that matches one of a module's names, as PEFT chooses it."""
+        """Return the value of the first pattern that matches one of a module's names, as PEFT does."""
         for pattern, value in self._values:
             if any(pattern.match(name) for name in names):
                 found: V = value
@@ -172,12 +175,12 @@ class NamePatterns:
 
 
 def is_named(name: str, targets: Collection[str]) -> bool:
-    """Return whether PEFT's lists of targets have this name, or an end of it that begins after a dot."""
+    """Return whether PEFT's lists of targets contain this name, or an end of it that begins after a dot."""
     return name in targets or any(name.endswith(f".{target}") for target in targets)
 
 
 def require_adapter(folder: Path) -> None:
-    """Raise InputError for a folder that holds no adapter."""
+    """Raise InputError for a folder without an adapter."""
     if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
         raise InputError(
             f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train` or PEFT"
@@ -187,7 +190,7 @@ def require_adapter(folder: Path) -> None:
 def read_settings(folder: Path, use: str) -> Settings:
     """Read adapter_config.json for one of RUN, SERVE and MERGE.
 
-    Raises InputError for a damaged one, UnsupportedError for a setting that this use does not compute.
+    Raises InputError for a damaged file, UnsupportedError for a setting that this use does not compute.
     """
     require_adapter(folder)
     file, values = folder / CONFIG, {}
@@ -205,7 +208,7 @@ def read_settings(folder: Path, use: str) -> Settings:
         if value is None or isinstance(setting, Harmless):
             continue
         if not setting.is_plain(value) and use not in setting.uses:
-            raise _refuse(name, value, use, setting).at(file)
+            raise _refuse(name, value, use, setting).with_path(file)
         if value == setting.default or not setting.uses:
             continue
         try:
@@ -246,7 +249,10 @@ def _short(value: Any) -> str:
 
 
 class Pair(NamedTuple):
-    """A [rows, in] and B [out, columns] of a module, or of a parameter of all experts; names: for patterns."""
+    """Matrices A [rows, in] and B [out, columns] of a module, or of a parameter of all experts.
+
+    names  its names for patterns
+    """
 
     a: TensorInfo
     b: TensorInfo
@@ -257,8 +263,8 @@ class Pair(NamedTuple):
 class Delta:
     """Addition of an adapter to a weight [out, in]: scaling * B A, with A [r, in], B [out, r].
 
-    Of one expert's projection, the matrices may be parts of larger ones: rows of A [E r, in], every E-th column of B
-    [out, r E] from `expert` on, and these rows of B.
+    For one expert's projection the matrices may be parts of larger ones: rows of A [E r, in]; every E-th column of B
+    [out, r E] from `expert` on, and `rows` of B.
     """
 
     file: Path
@@ -275,7 +281,7 @@ class Delta:
         return len(self.rows), self.a.shape[1]
 
     def matrices(self) -> tuple[F32, F32]:
-        """A, and B times the scaling."""
+        """Return A, and B times the scaling."""
         first = self.expert * self.rank
         a = _read(self.file, self.a, range(first, first + self.rank))
         b = _read(self.file, self.b, self.rows)[:, self.expert :: self.experts]
@@ -283,10 +289,12 @@ class Delta:
 
 
 def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dict[str, Pair]:
-    """The pairs of an adapter's matrices, by the names of modules; others: whether other tensors may be there.
+    """Read the pairs of an adapter's matrices, by module name.
 
-    Raises InputError for matrices that do not go together, that have another rank than the settings say, or that are
-    of experts not numbered from 0 on; UnsupportedError for other tensors.
+    others  whether other tensors are allowed
+
+    Raises InputError for matrices that do not match, that do not have the rank in the settings, or whose experts are
+    not numbered from 0; UnsupportedError for other tensors.
     """
     file = folder / WEIGHTS
     found: dict[str, dict[str, TensorInfo]] = {}
@@ -296,7 +304,7 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
             found.setdefault(match["module"], {})[match["side"]] = info
         elif not others:
             what = f"({info.dtype} {list(info.shape)}) is no matrix of plain LoRA"
-            raise UnsupportedError.of_tensor(info.name, what, "use the adapter with `ktconvert run`", file)
+            raise UnsupportedError.from_tensor(info.name, what, "use the adapter with `ktconvert run`", file)
     pairs = {}
     for module, sides in found.items():
         if len(sides) < 2:
@@ -309,7 +317,7 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
 
 
 def _names(module: str, modules: Collection[str], settings: Settings) -> tuple[str, ...]:
-    """Return the names that patterns may use for a module; for an expert, also its projection of all experts."""
+    """Return the names that patterns may use for a module; for an expert, also its projection in all experts."""
     if match := OF_EXPERT.fullmatch(module):
         return module, f"{match['experts']}.{match['name']}"
     if match := OF_STACK.fullmatch(module):
@@ -322,16 +330,16 @@ def _names(module: str, modules: Collection[str], settings: Settings) -> tuple[s
 
 
 def _require_rank(pair: Pair, settings: Settings, file: Path) -> None:
-    """Raise InputError where A and B do not have the rank that the settings say, or a multiple for stacked experts."""
+    """Raise InputError if A and B do not have the rank in the settings, or a multiple of it for stacked experts."""
     a, b, rank = pair.a.shape[0], pair.b.shape[1], settings.rank(*pair.names)
     stacked = OF_STACK.fullmatch(pair.names[0].rpartition(".")[0]) is not None
     if a != b or not a or (a % rank if stacked else a != rank):
         what = f"and {pair.b.name} is {list(pair.b.shape)}, and {CONFIG} says that their rank is {rank}"
-        raise InputError.of_tensor(pair.a.name, f"is {list(pair.a.shape)}, {what}", AGAIN, file)
+        raise InputError.from_tensor(pair.a.name, f"is {list(pair.a.shape)}, {what}", AGAIN, file)
 
 
 def _require_numbers(pairs: Iterable[str], file: Path) -> None:
-    """Raise InputError for matrices of experts that are not numbered from 0 on."""
+    """Raise InputError for matrices of experts that are not numbered from 0."""
     numbers: dict[str, set[int]] = {}
     for match in filter(None, map(OF_EXPERT.fullmatch, pairs)):
         numbers.setdefault(f"{match['experts']}.*.{match['name']}", set()).add(int(match["expert"]))
@@ -343,7 +351,7 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
 
 
 def read_adapter(folder: Path) -> dict[str, Delta]:
-    """Return the additions of an adapter by module; expert projections one by one, also where it has them stacked.
+    """Return the additions of an adapter by module; stacked experts become one entry per expert and projection.
 
     Raises InputError for a damaged adapter, UnsupportedError for one that is not plain LoRA.
     """
@@ -351,26 +359,26 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
     deltas: dict[str, Delta] = {}
     for module, (a, b, names) in read_pairs(folder, settings).items():
         if not settings.name_module(module):
-            raise InputError.of_tensor(a.name, f"is of a module that {CONFIG} does not name", AGAIN, file)
-        rank, scaling, rows = settings.rank(*names), settings.scaling(*names), b.shape[0]
+            raise InputError.from_tensor(a.name, f"is of a module that {CONFIG} does not name", AGAIN, file)
+        rank, scaling, rows = settings.rank(*names), settings.scale_factor(*names), b.shape[0]
         experts, _, parameter = names[0].rpartition(".")
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):
             deltas[module] = Delta(file, a, b, scaling, rank, range(rows))
             continue
-        parts = {"down_proj": range(rows)}
+        rows_by_name = {"down_proj": range(rows)}
         if parameter == GATE_UP:
-            parts = {"gate_proj": range(rows // 2), "up_proj": range(rows // 2, rows)}
+            rows_by_name = {"gate_proj": range(rows // 2), "up_proj": range(rows // 2, rows)}
         count = a.shape[0] // rank
         for number in range(count):
-            for name, part in parts.items():
-                deltas[f"{experts}.{number}.{name}"] = Delta(file, a, b, scaling, rank, part, number, count)
+            for name, own_rows in rows_by_name.items():
+                deltas[f"{experts}.{number}.{name}"] = Delta(file, a, b, scaling, rank, own_rows, number, count)
     if not deltas:
         raise InputError("has no matrices", AGAIN, path=file)
     return deltas
 
 
 def _read(file: Path, info: TensorInfo, rows: range) -> F32:
-    """These rows of a matrix."""
+    """Read these rows of a matrix as float32."""
     dtype, columns = np.dtype(DTYPES[info.dtype]), info.shape[1]
     start = info.start + rows.start * columns * dtype.itemsize
     data: Array = np.fromfile(file, dtype, len(rows) * columns, offset=start)
@@ -378,5 +386,5 @@ def _read(file: Path, info: TensorInfo, rows: range) -> F32:
         raise InputError("became shorter while it was read", AGAIN, path=file)
     values = bf16_to_f32(data) if info.dtype == "BF16" else data.astype(np.float32)
     if not np.isfinite(values).all():
-        raise InputError.of_tensor(info.name, "holds numbers that are not finite", "train again", file)
+        raise InputError.from_tensor(info.name, "holds numbers that are not finite", "train again", file)
     return values.reshape(len(rows), columns)

@@ -29,21 +29,21 @@ CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
 def parse_arch(text: str) -> Arch:
-    """The row that a TOML text describes; put it before ARCHS. Raises InputError naming the key that is wrong."""
+    """Return the row that a TOML text describes; it precedes ARCHS. Raise InputError naming a wrong key."""
     try:
-        return _parsed(text)
+        return _parse(text)
     except InputError as error:
-        raise error.at("--arch-file") from None
+        raise error.with_path("--arch-file") from None
 
 
-def _parsed(text: str) -> Arch:
+def _parse(text: str) -> Arch:
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as e:
         reason = "nested too deeply" if isinstance(e, RecursionError) else e
         raise InputError(f"not valid TOML ({reason})") from None
     known = [f.name for f in fields(Arch) if f.name not in NO_KEYS]
-    _only(tree, known, "")
+    _require_known_keys(tree, known, "")
     name = tree.pop("name", None)
     if not isinstance(name, str) or not name:
         raise InputError("name must be given, as text")
@@ -69,9 +69,11 @@ def _style(table: Any) -> Style:
     kind = STYLES.get(style) if isinstance(style, str) else None
     if kind is None:
         raise InputError(f"stored.style must be one of {', '.join(STYLES)}")
-    flags = [f.name for f in fields(kind) if f.name not in kind.parts]
-    _only(table, ["style", *kind.parts, *flags], "stored.")
-    values: dict[str, Any] = {part: _template(part, table.get(part), kind is Separate) for part in kind.parts}
+    flags = [f.name for f in fields(kind) if f.name not in kind.matrices]
+    _require_known_keys(table, ["style", *kind.matrices, *flags], "stored.")
+    values: dict[str, Any] = {
+        matrix: _template(matrix, table.get(matrix), kind is Separate) for matrix in kind.matrices
+    }
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):
@@ -80,8 +82,8 @@ def _style(table: Any) -> Style:
     return kind(**values)
 
 
-def _template(part: str, value: Any, with_expert: bool) -> str:
-    """A template has {layer} once and, for one tensor per expert, {expert} once after it; each between two dots."""
+def _template(matrix: str, value: Any, with_expert: bool) -> str:
+    """Check a template: {layer} once and, for one tensor per expert, {expert} once after it, each between two dots."""
     want = ["layer", "expert"] if with_expert else ["layer"]
     shown = " and ".join(f"{{{w}}}" for w in want)
     try:
@@ -92,11 +94,11 @@ def _template(part: str, value: Any, with_expert: bool) -> str:
         good = False
     if not good or ("{prefix}" in value and not value.startswith("{prefix}")):
         want_name = f"a tensor name with {shown} between dots, {{prefix}} only in front"
-        raise InputError(f"stored.{part} must be {want_name}")
+        raise InputError(f"stored.{matrix} must be {want_name}")
     return str(value)
 
 
-def _only(table: dict[str, Any], known: list[str], where: str) -> None:
+def _require_known_keys(table: dict[str, Any], known: list[str], where: str) -> None:
     for key in table:
         if key not in known:
             raise InputError(f"unknown key {where}{key}; known are {', '.join(known)}")

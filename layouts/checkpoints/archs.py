@@ -32,7 +32,7 @@ class Separate:
     gate: str
     up: str
     down: str
-    parts: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    matrices: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Fused:
     gate_up: str
     down: str
     interleaved: bool = False
-    parts: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+    matrices: ClassVar[tuple[str, ...]] = ("gate_up", "down")
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Stacked:
     down: str
     output_major: bool = True
     fixed: bool = False
-    parts: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+    matrices: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
 
 Style = Separate | Fused | Stacked
@@ -129,12 +129,12 @@ HIDDEN_ACTS = {
 HIDDEN_ACT = ("hidden_act", "hidden_activation", "activation_function")  # config keys of it
 
 
-def _separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Separate:
+def _make_separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Separate:
     base = "{prefix}layers.{layer}." + block + "experts.{expert}."
     return Separate(f"{base}{gate}.weight", f"{base}{up}.weight", f"{base}{down}.weight")
 
 
-def _fused(
+def _make_fused(
     block: str, gate_up: str = "experts.gate_up_proj", down: str = "experts.down_proj", interleaved: bool = False
 ) -> Fused:
     base = "{prefix}layers.{layer}." + block
@@ -142,18 +142,18 @@ def _fused(
 
 
 W132 = ("w1", "w3", "w2")
-MLP = (_separate("mlp."), _fused("mlp."))
-SPARSE = (_separate("block_sparse_moe.", *W132), _fused("block_sparse_moe."), *MLP)
-FEED_FORWARD = (_separate("feed_forward."), _fused("feed_forward."))
-FEED_FORWARD_W = (_separate("feed_forward.", *W132), _fused("feed_forward."))
+MLP = (_make_separate("mlp."), _make_fused("mlp."))
+SPARSE = (_make_separate("block_sparse_moe.", *W132), _make_fused("block_sparse_moe."), *MLP)
+FEED_FORWARD = (_make_separate("feed_forward."), _make_fused("feed_forward."))
+FEED_FORWARD_W = (_make_separate("feed_forward.", *W132), _make_fused("feed_forward."))
 LINEARS = ("input_linear.weight", "output_linear.weight")
-GRANITE = (_fused("block_sparse_moe.", *LINEARS),)
-JETMOE = (_fused("mlp.", *LINEARS),)
-ARIA = (_fused("mlp.", "experts.fc1.weight", "experts.fc2.weight"),)
-INKLING = (_fused("mlp.", "experts.w13_weight", "experts.w2_weight", interleaved=True),)
-FFN_W = (_separate("ffn.", *W132),)
-BARE = (_separate(""), _fused(""))
-BARE_W = (_separate("", *W132),)
+GRANITE = (_make_fused("block_sparse_moe.", *LINEARS),)
+JETMOE = (_make_fused("mlp.", *LINEARS),)
+ARIA = (_make_fused("mlp.", "experts.fc1.weight", "experts.fc2.weight"),)
+INKLING = (_make_fused("mlp.", "experts.w13_weight", "experts.w2_weight", interleaved=True),)
+FFN_W = (_make_separate("ffn.", *W132),)
+BARE = (_make_separate(""), _make_fused(""))
+BARE_W = (_make_separate("", *W132),)
 _moe = "{prefix}layers.{layer}.moe."
 MOE = (Stacked(f"{_moe}gate_proj.weight", f"{_moe}up_proj.weight", f"{_moe}down_proj.weight"),)
 # A GGUF's, whatever the family: llama.cpp's converter brings all of them into this form. It cut experts apart once.
@@ -233,7 +233,7 @@ ARCHS = (
     Arch(
         "gpt-oss",
         ("gpt_oss", "GptOssForCausalLM", "gguf:gpt-oss"),
-        (_fused("mlp.", interleaved=True),),
+        (_make_fused("mlp.", interleaved=True),),
         width=DENSE_WIDTH,
         activation="swiglu_oai",
         refusal="its experts have biases and a clamped activation, which no expert format of kt-kernel can hold; "
@@ -266,7 +266,7 @@ ARCHS = (
     Arch(
         "Step-3.5, 3.7",
         ("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration", "gguf:step35"),
-        (*MOE, _separate("moe.")),
+        (*MOE, _make_separate("moe.")),
         activation="swiglu_limit",
         instead=NATIVE_FP8,
     ),
@@ -320,7 +320,7 @@ ARCHS = (
     Arch(
         "SmallThinker",
         ("smallthinker", "SmallThinkerForCausalLM", "gguf:smallthinker"),
-        (_separate("block_sparse_moe.", "gate", "up", "down"),),
+        (_make_separate("block_sparse_moe.", "gate", "up", "down"),),
         width=("moe_ffn_hidden_size", *MOE_WIDTH),
         activation="relu",
         instead=ELSEWHERE,

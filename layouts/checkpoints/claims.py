@@ -1,4 +1,4 @@
-"""What config.json says about a model's experts, compared with those present: layers, counts and sizes."""
+"""Claims of config.json about a model's experts, compared with the tensors: layers, counts and sizes."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ DENSE: Mapping[str, Callable[[Any, int], bool]] = {
 
 
 def family(config: Config) -> Arch | None:
-    """The row of the table of architectures that the config names."""
+    """Return the row of the table of architectures that the config names."""
     return next((arch for name in cfg.families(config) for arch in archs.ARCHS if name in arch.matches), None)
 
 
 def num_layers(config: Config) -> tuple[str, int] | None:
-    """The config key of the number of layers, and its value; layers beyond are of MTP."""
+    """Return the config key of the number of layers, and its value; layers beyond it are MTP layers."""
     row = family(config)
     return cfg.number(config, row.layers if row else archs.NUM_LAYERS)
 
 
 def moe_layers(config: Config) -> list[int] | None:
-    """The layers with experts according to the config; None if it does not say which."""
+    """Return the layers with experts according to the config; None if it does not say."""
     limit = num_layers(config)
     if limit is None or all(cfg.find(config, (key,)) is None for key in DENSE):
         return None
-    return [layer for layer in range(min(limit[1], archs.MOST_LAYERS)) if _dense_by(config, layer) is None]
+    return [layer for layer in range(min(limit[1], archs.MOST_LAYERS)) if _find_dense_key(config, layer) is None]
 
 
 # What a weight file states, under config.json's name -> the keys of a config.json that may hold the same number.
@@ -81,24 +81,27 @@ SAME: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
-    """Where a config.json is surely of another model than weight files say of themselves (declared), or None."""
-    own = family(declared)
-    if own is not None and (other := other_family(config, own.name)) is not None:
-        header = f"general.architecture = {declared['model_type'].removeprefix(PREFIX)}, {own.name}"
+def find_contradiction(config: Config, header_config: Config, arch: Arch) -> str | None:
+    """Explain why a config.json belongs to a different model than the weight files' headers; return None if it may not.
+
+    header_config  the configuration in the headers of the weight files
+    """
+    own = family(header_config)
+    if own is not None and (other := find_other_family(config, own.name)) is not None:
+        header = f"general.architecture = {header_config['model_type'].removeprefix(PREFIX)}, {own.name}"
         return f"config.json is of {other}, and the weights' own header says {header}"
-    limit, blocks = cfg.number(config, arch.layers), cfg.number(declared, archs.NUM_LAYERS)
+    limit, blocks = cfg.number(config, arch.layers), cfg.number(header_config, archs.NUM_LAYERS)
     mtp = cfg.number(config, ("num_nextn_predict_layers",))
     if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
         header = f"the weights are of {blocks[1]} layers by their own header"
         return f"config.json says {limit[0]} = {limit[1]}, and {header}"
     for name, keys in SAME.items():
-        number = declared.get(name)
+        number = header_config.get(name)
         said = {key: n[1] for key in keys if (n := cfg.find(config, (key,))) is not None and type(n[1]) is int}
         if type(number) is int and said and number not in said.values():
             key = next(iter(said))
             return f"config.json says {key} = {said[key]}, and the weights' own header {KEYS[name]} = {number}"
-    acts = [cfg.find(each, archs.HIDDEN_ACT) for each in (config, declared)]
+    acts = [cfg.find(each, archs.HIDDEN_ACT) for each in (config, header_config)]
     if acts[0] and acts[1]:
         one, two = ({*archs.HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
         if not one & two:
@@ -106,8 +109,11 @@ def contradiction(config: Config, declared: Config, arch: Arch) -> str | None:
     return None
 
 
-def other_family(config: Config, name: str) -> str | None:
-    """The family that the config names where it is surely not this one; else None: llama.cpp's names are shared."""
+def find_other_family(config: Config, name: str) -> str | None:
+    """Return the family that the config names if it is certainly not `name`, else None.
+
+    llama.cpp uses one name for several families.
+    """
     own, other = next((row for row in archs.ARCHS if row.name == name), None), family(config)
     if own is None or other is None or own is other:
         return None
@@ -116,17 +122,17 @@ def other_family(config: Config, name: str) -> str | None:
 
 
 def layer_problems(config: Config, layers: Iterable[int]) -> Iterator[str]:
-    """A sentence for each of these layers for which the config has no experts."""
+    """Yield a sentence for each of these layers that has no experts according to the config."""
     limit = num_layers(config)
     for layer in layers:
         if limit is not None and layer >= limit[1]:
             yield f"config.json says {limit[0]} = {limit[1]}, and layer {layer} has experts here"
-        elif (key := _dense_by(config, layer)) is not None:
+        elif (key := _find_dense_key(config, layer)) is not None:
             yield f"config.json says by {key} that layer {layer} is dense, and it has experts here"
 
 
 def size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[str]:
-    """A sentence for each number of experts, hidden size and expert width of a layer that the config contradicts."""
+    """Yield a sentence for each number of experts, hidden size and expert width that contradicts the config."""
     for layer, shape in shapes.items():
         claims = sizes(config, layer)
         for what, size in zip(claims, shape, strict=True):
@@ -136,7 +142,7 @@ def size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[str]:
 
 
 def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
-    """Name of a size -> the config key and its value, None if the config does not record it."""
+    """Map the name of each size to its config key and value; None if the config does not record it."""
     row = family(config)
     return {
         "experts": cfg.number(config, row.experts if row else archs.NUM_EXPERTS, layer),
@@ -145,7 +151,7 @@ def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
     }
 
 
-def _dense_by(config: Config, layer: int) -> str | None:
+def _find_dense_key(config: Config, layer: int) -> str | None:
     for key, is_dense in DENSE.items():
         recorded = cfg.find(config, (key,))
         if recorded is not None and is_dense(recorded[1], layer):

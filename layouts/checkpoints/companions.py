@@ -1,4 +1,4 @@
-"""The companions of a checkpoint: the files that belong to its weights, such as tokenizer and chat template."""
+"""Companions of a checkpoint: the other files of its model, such as tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ INDEX_NAME = re.compile(r"\.index(\.[^.]+)?\.json\Z")
 
 
 def companion_files(root: Path, *, nested: bool = True) -> list[str]:
-    """Every file of a directory that is neither weights nor an index of them, as sorted paths relative to it; no dot
-    files, and none in linked folders. Without `nested` only files directly beside a config.json. Raises InputError for
-    a folder that cannot be listed.
+    """List the files of a directory that are neither weights nor an index of them, as sorted relative paths.
+
+    Dot files and files in linked folders are skipped.
+
+    nested  False: only files directly beside a config.json
+
+    Raises InputError for a folder that cannot be listed.
     """
     if not nested and not (root / "config.json").is_file():
         return []
@@ -25,19 +29,19 @@ def companion_files(root: Path, *, nested: bool = True) -> list[str]:
     def refuse(error: OSError) -> None:
         raise InputError(f"{error.filename}: cannot be listed ({error.strerror}); check its permissions") from None
 
-    def left_out(name: str) -> bool:
+    def is_skipped(name: str) -> bool:
         return name.startswith(".") or Path(name).suffix.lower() in WEIGHT_SUFFIXES
 
     companions: list[str] = []
     for folder, folders, files in os.walk(root, onerror=refuse):
-        folders[:] = sorted(d for d in folders if not left_out(d) and not LOOSE_LAYER.fullmatch(d)) if nested else []
-        paths = [Path(folder) / name for name in files if not left_out(name) and not INDEX_NAME.search(name)]
+        folders[:] = sorted(d for d in folders if not is_skipped(d) and not LOOSE_LAYER.fullmatch(d)) if nested else []
+        paths = [Path(folder) / name for name in files if not is_skipped(name) and not INDEX_NAME.search(name)]
         companions += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     return sorted(companions)
 
 
 def require_copyable(root: Path, name: str) -> None:
-    """Raise InputError where a companion cannot be read, or is a link out of its checkpoint, not to the hub's cache."""
+    """Raise InputError if a companion cannot be read, or links to a file outside the checkpoint and the hub's cache."""
     path = root / name
     try:
         real = path.resolve(strict=True)

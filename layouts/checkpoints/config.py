@@ -1,4 +1,4 @@
-"""Values of config.json, under the keys that families of models use, and what it says of quantization."""
+"""Values of config.json under the keys of the model families, and its description of quantization."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
 def scopes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The configuration objects that may describe the experts, the innermost first."""
+    """Yield the configuration objects that may describe the experts, innermost first."""
     for key in NESTED:
         if isinstance(inner := config.get(key), dict):
             yield from scopes(inner)
@@ -35,7 +35,7 @@ def scopes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def find(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:
-    """The first of these keys that has a value, and the value; a dot in a key goes into a nested object."""
+    """Return the first of these keys that has a value, and the value; a dot in a key enters a nested object."""
     for scope in scopes(config):
         for key in keys:
             value: Any = scope
@@ -47,7 +47,7 @@ def find(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | Non
 
 
 def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tuple[str, int] | None:
-    """The first of these keys that is a whole number; of a list per layer, the layer's own."""
+    """Return the first of these keys that is a whole number, with its value; a list has one number per layer."""
     entry = find(config, keys)
     if entry is None:
         return None
@@ -59,7 +59,7 @@ def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tup
 
 
 def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
-    """How many, of so many experts, and where that is from."""
+    """Return the number of experts per token, at most `experts`, and its origin."""
     recorded = number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
@@ -67,8 +67,9 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
 
 
 def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
-    """Return what is wrong with the recorded number for a model that computes with it; None for no number, and for 1 to
-    `experts`. A list has a number for each layer, 0 for one without experts.
+    """Explain what is wrong with the recorded number for a model that computes with it; None if nothing is.
+
+    A missing number and 1 to `experts` are correct. A list has one number per layer, 0 for a layer without experts.
     """
     entry = find(config, TOPK)
     if entry is None or experts < 1:
@@ -81,7 +82,7 @@ def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
 
 
 def large_sizes(config: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the sizes and numbers of layers, within nested objects too, with which a model takes long to build."""
+    """Return the sizes and layer counts, also in nested objects, that make a model slow to build."""
     large = []
     for key, value in config.items():
         if isinstance(value, dict):
@@ -92,7 +93,7 @@ def large_sizes(config: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def wrong_size(large: list[tuple[str, int]], tensors: Mapping[str, TensorInfo]) -> str | None:
-    """Return what is wrong with the first of these sizes that is more than the tensors have; None if none is."""
+    """Explain the first of these sizes that exceeds the tensors; return None if none does."""
     deep = 1 + max((int(number) for name in tensors for number in NUMBER.findall(name)), default=0)
     wide = PACKED * max((size for info in tensors.values() for size in info.shape), default=0)
     for key, value in large:
@@ -102,7 +103,7 @@ def wrong_size(large: list[tuple[str, int]], tensors: Mapping[str, TensorInfo]) 
 
 
 def families(config: dict[str, Any]) -> list[str]:
-    """The model's names of its family: model_type and architectures, the outermost first."""
+    """Return the names of the model's family, model_type and architectures, outermost first."""
     names: list[str] = []
     for scope in reversed(list(scopes(config))):
         kinds = scope.get("architectures")
@@ -113,15 +114,16 @@ def families(config: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """How weights are quantized, according to a config; empty if it does not say.
+    """Quantization of weights according to a config; empty if the config does not mention it.
 
-    method     quant_method, such as "compressed-tensors"; of AutoRound the method whose tensors it stores
-    format     of GPTQ and AWQ: how words are laid out, "gptq_v2" or "gemm"; "" if the config does not say
-    blocks     the sizes (rows, columns) of blocks that share an FP8 scale
-    bits       widths of integer codes; groups: columns that share one of their scales
-    symmetric  False where such codes have zero points, True where they have none; both if the config has both
-    ordered    True where g_idx says which columns share a scale, False where neighbours do
-    mxint      True where codes with E8M0 scales may be integers (MXINT4), which look like MXFP4
+    method     quant_method, such as "compressed-tensors"; for AutoRound the method whose tensors it stores
+    format     for GPTQ and AWQ: layout of words, "gptq_v2" or "gemm"; "" if the config does not say
+    blocks     sizes (rows, columns) of blocks that share an FP8 scale
+    bits       widths of integer codes
+    groups     numbers of columns that share a scale of such codes
+    symmetric  False if such codes have zero points, True if they have none; both if the config has both
+    ordered    True if g_idx assigns columns to scales, False if neighbours share one
+    mxint      True if codes with E8M0 scales may be integers (MXINT4), which look like MXFP4
     """
 
     method: str = ""
@@ -152,7 +154,7 @@ WIDEST = 8  # bits of integer codes; layers of more bits are not quantized
 
 
 def quantization(config: dict[str, Any]) -> Quantization:
-    """How a config says that weights are quantized; unusable values are ignored."""
+    """Read how weights are quantized from a config; unusable values are ignored."""
     method, words, weights, sizes, mxint = "", "", [], [], False
     for scope in scopes(config):
         for key in QUANTIZATIONS:
@@ -192,7 +194,10 @@ def quantization(config: dict[str, Any]) -> Quantization:
 
 
 def merge_quantization_files(declared: Quantization, other_file: dict[str, Any]) -> Quantization:
-    """Both together; a quantize_config.json without a method is of the declared one, else GPTQ. ValueError: a clash."""
+    """Merge the config with a quantize_config.json, which has the declared method, or GPTQ, if it names none.
+
+    Raises ValueError if they contradict each other.
+    """
     if not other_file.keys() & KEYS.values():
         return declared
     said = quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
@@ -205,7 +210,7 @@ def merge_quantization_files(declared: Quantization, other_file: dict[str, Any])
 
 
 def _method(quant: dict[str, Any]) -> tuple[str, str]:
-    """Return quant_method, and the format of its words where AutoRound names that."""
+    """Return quant_method, and the format of its words if AutoRound names it."""
     method = str(quant.get("quant_method") or "")
     if method.removeprefix("intel/").replace("-", "_") != AUTO_ROUND:
         return method, ""
@@ -216,7 +221,7 @@ def _method(quant: dict[str, Any]) -> tuple[str, str]:
 
 
 def _layer_overrides(quant: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the settings of weights that differ from most: "dynamic" of GPTQModel, "extra_config" of AutoRound."""
+    """Return the settings of individual weights: "dynamic" of GPTQModel, "extra_config" of AutoRound."""
     tables = (table for key in ("dynamic", "extra_config") if isinstance(table := quant.get(key), dict))
     return [other for table in tables for other in table.values() if isinstance(other, dict)]
 
@@ -229,7 +234,7 @@ def _has_mxint(quant: dict[str, Any]) -> bool:
 
 
 def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
-    """A config of GPTQ or AWQ as compressed-tensors' schemes: one for most weights, then the others."""
+    """Return a config of GPTQ or AWQ as compressed-tensors' schemes: the default, then the overrides."""
     named = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
     each = [
         {key: other.get(its, quant.get(its)) for key, its in named.items()} for other in ({}, *_layer_overrides(quant))

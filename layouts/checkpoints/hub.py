@@ -1,4 +1,4 @@
-"""Finds a model by its name on the Hugging Face hub: first in the local cache, then by downloading."""
+"""Models of the Hugging Face hub, found in the local cache or downloaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
-from ktconvert.layouts.checkpoints.containers.gguf import parts_of
+from ktconvert.layouts.checkpoints.containers.gguf import split_names
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -22,10 +22,14 @@ TRUE = ("1", "true", "yes", "on")
 
 
 def resolve(name: str | Path, revision: str | None = None, *, companions_only: bool = False) -> Path:
-    """The local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf; an existing path wins,
-    then a snapshot in the local cache that has all its weights; else it is downloaded, unless HF_HUB_OFFLINE is set.
+    """Return the local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf.
 
-    companions_only: without weights. Raises InputError where that fails, UsageError for a revision of a local path.
+    An existing path wins, then a snapshot in the local cache that has all its weights; else it is downloaded, unless
+    HF_HUB_OFFLINE is set.
+
+    companions_only  do not download weights
+
+    Raises InputError if that fails, UsageError for a revision of a local path.
     """
     text, path = str(name), Path(name)
     with contextlib.suppress(OSError, ValueError):
@@ -35,12 +39,12 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
             return path
     file = FILE.fullmatch(text)
     if file is not None and not companions_only:
-        return _of_repository(file[1], PurePosixPath(file[2]), revision)
+        return _resolve_file(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
         remedy = "give a checkpoint's directory, or a hub id such as org/name"
         raise InputError(f"{text}: no such file or directory; {remedy}")
-    cached = snapshot(text, revision)
-    if cached is not None and (_has_config(cached) if companions_only else complete(cached)):
+    cached = find_snapshot(text, revision)
+    if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
         return cached
     _require_network(text, revision, cached)
     folder = _download(text, revision, COMPANIONS if companions_only else FILES)
@@ -49,11 +53,11 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     return folder
 
 
-def _of_repository(name: str, file: PurePosixPath, revision: str | None) -> Path:
+def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
     if ".." in file.parts or file.is_absolute():
         raise UsageError(f"{name}:{file}: not the name of a file of a repository")
-    files = [str(file.with_name(part)) for part in parts_of(file.name)]
-    folder = snapshot(name, revision)
+    files = [str(file.with_name(part)) for part in split_names(file.name)]
+    folder = find_snapshot(name, revision)
     if folder is None or not all((folder / part).exists() for part in files):
         _require_network(name, revision, folder, files)
         folder = _download(name, revision, files)
@@ -70,7 +74,7 @@ def _require_network(name: str, revision: str | None, cached: Path | None, files
 
 
 def cache_root() -> Path:
-    """The directory of the local cache, as huggingface_hub chooses it."""
+    """Return the directory of the local cache, as huggingface_hub chooses it."""
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(cache).expanduser()
     if home := os.environ.get("HF_HOME"):
@@ -79,8 +83,8 @@ def cache_root() -> Path:
     return Path(base).expanduser() / "huggingface" / "hub"
 
 
-def snapshot(name: str, revision: str | None = None) -> Path | None:
-    """The cached snapshot of org/name at a branch, tag or commit (default main); None if there is none."""
+def find_snapshot(name: str, revision: str | None = None) -> Path | None:
+    """Return the cached snapshot of org/name at a branch, tag or commit (default main); None if there is none."""
     revision = revision or "main"
     if ".." in revision.split("/") or revision.startswith("/"):
         raise UsageError(f"--revision {revision}: not the name of a branch, tag or commit")
@@ -93,7 +97,7 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
     return folder if COMMIT.fullmatch(commit) and folder.is_dir() else None
 
 
-def complete(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     """Return whether a snapshot has its config and every weight file of the checkpoint."""
     if not _has_config(folder):
         return False
@@ -117,10 +121,10 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
     except Exception as e:  # every library underneath raises its own
-        raise _explained(name, revision, e) from None
+        raise _explain(name, revision, e) from None
 
 
-def _explained(name: str, revision: str | None, e: Exception) -> KtconvertError:
+def _explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
     kinds = {kind.__name__ for kind in type(e).__mro__}
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -1,4 +1,4 @@
-"""Sorts a checkpoint's tensor names by the templates of the architecture table."""
+"""Assignment of a checkpoint's tensor names to the templates of the architecture table."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 
 # Scales of activations, which nothing here needs.
-UNUSED = (
+UNUSED_PATTERNS = (
     *("{s}.input_scale", "{s}_input_scale", "{s}.qscale_act"),
     *("{s}.activation_scale", "{s}.input_global_scale", "{s}_activation_scale"),
 )
-BIASES = ("{s}.bias", "{s}_bias")
+BIAS_PATTERNS = ("{s}.bias", "{s}_bias")
 # Patterns as in the table of encodings -> the format that they belong to. Names that a row of that table reads take
 # precedence.
 FOREIGN = {"{s}.SCB": "bitsandbytes", "{t}.absmax": "bitsandbytes", "{s}.B": "marlin", "{s}.W_q": "HQQ"}
@@ -45,15 +45,16 @@ DTYPES = dict.fromkeys(INTEGERS, "packed") | {"I8": "INT8", "F4": "FP4"}
 DTYPES |= {name: f"FP{name[1:].replace('_', ' ')}" for name in FLOATS}
 
 
-def of_values(values: TensorInfo, scale: TensorInfo | None) -> str:
+def describe_values(values: TensorInfo, scale: TensorInfo | None) -> str:
     what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
     return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
 
 
-def unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> Iterator[tuple[TensorInfo, str]]:
-    """Find those of these tensors, outside the experts, that no loader of a BF16 output would understand, each with its
-    format. Integers are a weight where they are called so, and where a module has a matrix of them beside other
-    numbers, its scales, and no matrix of other numbers as its weight. But I64 is torch's type of indices.
+def find_unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> Iterator[tuple[TensorInfo, str]]:
+    """Find tensors outside the experts that no loader of a BF16 output would understand, each with its format.
+
+    Integers count as a weight if their name says so, and if a module has a matrix of them beside other numbers (its
+    scales) and no matrix of other numbers as its weight. I64 never counts: it is torch's type of indices.
     """
     unclaimed: list[TensorInfo] = []
     for info in map(tensors.__getitem__, names):
@@ -76,16 +77,18 @@ def unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> I
 
 
 def stray_kind(name: str) -> str:
-    """Return what a tensor is that stands among the experts and is none of their parts; "" if that is unknown."""
+    """Return what a tensor among the experts is that is not one of their weights; "" if that is unknown."""
     by_name = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "")
     return by_name or next((kind for pattern, kind in CHANGES.items() if re.search(rf"{pattern}\Z", name)), "")
 
 
-def no_input(name: str, what: str) -> UnsupportedError:
-    return UnsupportedError.of_tensor(name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release")
+def unread_format_error(name: str, what: str) -> UnsupportedError:
+    return UnsupportedError.from_tensor(
+        name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release"
+    )
 
 
-BIAS, ASIDE = "bias", "aside"  # roles of tensors that are no part of a weight
+BIAS, UNUSED = "bias", "aside"  # roles of tensors that are no part of a weight
 
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
@@ -101,29 +104,30 @@ SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
 @dataclass
 class StoredLayer:
-    """The expert tensors of a layer, all in one style, by (part of the style, expert, or -1 for all) and role."""
+    """Tensors of a layer's experts, all in one style: (matrix of the style, expert or -1 for all) -> role -> tensor."""
 
     style: Style
     tensors: dict[tuple[str, int], dict[str, TensorInfo]] = field(default_factory=dict)
-    aside: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        """Every tensor of the layer's experts, with the unused ones beside them."""
-        return [*(info.name for tensors in self.tensors.values() for info in tensors.values()), *self.aside]
+        """Every tensor of the layer's experts, including unused ones."""
+        return [*(info.name for tensors in self.tensors.values() for info in tensors.values()), *self.unused]
 
 
 @dataclass
-class Scan:
-    """The result of a scan.
+class NameScan:
+    """Tensor names of a checkpoint, sorted.
 
     layers   expert tensors by prefix and layer number
-    mtp      expert tensors of multi-token-prediction blocks that have names of their own
-    foreign  a tensor of each format that is no input, by the format's name and layer
-    biases   a bias of each layer that has some
+    mtp      expert tensors of MTP blocks that have their own names
+    foreign  one tensor of each unsupported format, by the format's name and layer
+    biases   one bias of each layer that has some
     strays   names among the experts that match no template
     others   names that look like routed experts of another part of the model
-    routers  (prefix, layer) that have a router; present: that have any tensor
+    routers  (prefix, layer) that have a router
+    present  (prefix, layer) that have any tensor
     """
 
     layers: dict[tuple[str, int], StoredLayer] = field(default_factory=dict)
@@ -141,7 +145,7 @@ class Scan:
 class _Rule:
     style: Style
     prefix: str
-    part: str
+    matrix: str
     role: str  # of the table of encodings, BIAS or ASIDE; the format's name if it is foreign
     foreign: bool
     name: str  # to be formatted with layer and expert
@@ -149,15 +153,15 @@ class _Rule:
     expert: int
 
     def numbers(self, name: str) -> tuple[int, int]:
-        """The layer and the expert (-1: none) of a name of this rule's shape."""
+        """Return layer and expert (-1: none) of a name of this rule's shape."""
         numbers = NUMBER.findall(name)
         return int(numbers[self.layer]), int(numbers[self.expert]) if self.expert >= 0 else -1
 
 
-def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
-    """Goes through the names once. Raises InputError where one layer is stored in two ways."""
-    rules, containers = _rules(tuple(styles), tuple(encodings.roles().items()))
-    out = Scan()
+def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> NameScan:
+    """Sort the names in one pass. Raise InputError if a layer is stored in two ways."""
+    rules, containers = _rules(tuple(styles), tuple(encodings.tensor_roles().items()))
+    out = NameScan()
     known: dict[str, tuple[list[_Rule], str | None, str | None]] = {}
     several: list[tuple[list[_Rule], int, int, TensorInfo]] = []
     for name, info in tensors.items():
@@ -176,7 +180,7 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
                 if len(candidates) > 1:
                     several.append((candidates, layer, expert, info))
                 else:
-                    _sort(out, candidates[0], layer, expert, info)
+                    _assign(out, candidates[0], layer, expert, info)
                 continue
         if MTP.search(shape) and "expert" in shape:
             out.mtp.append(name)
@@ -191,11 +195,11 @@ def scan(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Scan:
                 out.routers.add(key)
     for candidates, layer, expert, info in several:  # the layer's other tensors tell which style it is
         styles = [stored.style for rule in candidates if (stored := out.layers.get((rule.prefix, layer))) is not None]
-        _sort(out, next((rule for rule in candidates if rule.style in styles), candidates[0]), layer, expert, info)
+        _assign(out, next((rule for rule in candidates if rule.style in styles), candidates[0]), layer, expert, info)
     return out
 
 
-def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> None:
+def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> None:
     name = info.name
     if rule.foreign:
         out.foreign.setdefault((rule.role, layer), name)
@@ -207,11 +211,11 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
     if stored.style != rule.style:
         other = next(iter(stored.names), "")
         what = f": layer {layer} is stored in two ways, also as {other!r}"
-        raise InputError.of_tensor(name, what, "use a release that stores it once")
-    if rule.role == ASIDE:
-        stored.aside.append(name)
+        raise InputError.from_tensor(name, what, "use a release that stores it once")
+    if rule.role == UNUSED:
+        stored.unused.append(name)
         return
-    tensors = stored.tensors.setdefault((rule.part, expert), {})
+    tensors = stored.tensors.setdefault((rule.matrix, expert), {})
     if rule.role in tensors:
         other = tensors[rule.role].name
         raise InputError(f"tensors {other!r} and {name!r} both claim to be the {rule.role} of one weight", tensor=other)
@@ -222,46 +226,46 @@ def _sort(out: Scan, rule: _Rule, layer: int, expert: int, info: TensorInfo) -> 
 def _rules(
     styles: tuple[Style, ...], roles: tuple[tuple[str, str], ...]
 ) -> tuple[Mapping[str, list[_Rule]], frozenset[str]]:
-    """(rules of each name whose numbers are "#", what precedes the name of anything among experts)."""
+    """Return the rules of each name with "#" for its numbers, and the prefixes of all names among experts."""
     rules: dict[str, list[_Rule]] = {}
     containers: set[str] = set()
     for style in styles:
-        for part in style.parts:
-            template: str = getattr(style, part)
+        for matrix in style.matrices:
+            template: str = getattr(style, matrix)
             for prefix in PREFIXES if "{prefix}" in template else ("",):
                 name = template.replace("{prefix}", prefix)
                 slots = SLOT.findall(name)
                 layer = slots.index("{layer}")
                 expert = slots.index("{expert}") if isinstance(style, Separate) else -1
-                for suffixed, (role, unread) in _tensors_of(name, roles).items():
+                for suffixed, (role, unread) in _tensor_roles(name, roles).items():
                     same = rules.setdefault(SLOT.sub("#", suffixed), [])
-                    same.append(_Rule(style, prefix, part, role, unread, suffixed, layer, expert))
+                    same.append(_Rule(style, prefix, matrix, role, unread, suffixed, layer, expert))
                 shape = SLOT.sub("#", name)
                 if "experts." in shape:
                     containers.add(shape[: shape.rindex("experts.") + len("experts.")])
     return rules, frozenset(containers)
 
 
-def _tensors_of(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, tuple[str, bool]]:
-    """The name of every tensor that may belong to the weight of this template -> its role, whether it is foreign."""
+def _tensor_roles(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, tuple[str, bool]]:
+    """Map the name of every tensor that can belong to this template's weight to its role, and whether it is foreign."""
     known = [(pattern, role, False) for pattern, role in roles]
-    known += [(pattern, BIAS, False) for pattern in BIASES]
-    known += [(pattern, ASIDE, False) for pattern in UNUSED]
+    known += [(pattern, BIAS, False) for pattern in BIAS_PATTERNS]
+    known += [(pattern, UNUSED, False) for pattern in UNUSED_PATTERNS]
     known += [(pattern, what, True) for pattern, what in FOREIGN.items()]
     names: dict[str, tuple[str, bool]] = {}
     for pattern, role, unread in known:
-        names.setdefault(encodings.spelled(pattern, template), (role, unread))
+        names.setdefault(encodings.expand_pattern(pattern, template), (role, unread))
     return names
 
 
-def is_of_mtp(name: str, layers: int | None) -> bool:
-    """Return whether a tensor is of the MTP part: of a block called so, or of a layer beyond the number of layers."""
+def is_mtp_tensor(name: str, layers: int | None) -> bool:
+    """Return whether a tensor is of an MTP layer: of a block called mtp, or of a layer beyond the number of layers."""
     if MTP.search(name):
         return True
     layer = LAYER.search(name)
     return layer is not None and layers is not None and int(layer[1]) >= layers
 
 
-def name_of(style: Style, prefix: str, part: str, layer: int, expert: int) -> str:
-    template: str = getattr(style, part)
+def expand_template(style: Style, prefix: str, matrix: str, layer: int, expert: int) -> str:
+    template: str = getattr(style, matrix)
     return template.replace("{prefix}", prefix).format(layer=layer, expert=expert)

@@ -1,6 +1,6 @@
-"""Gate, up and down of one expert, independent of how the checkpoint stores them.
+"""Gate, up and down of each expert, independent of how the checkpoint stores them.
 
-The tensors decide; the config is compared with them, and where the two disagree the checkpoint is refused.
+The tensors decide; the config is compared with them, and a checkpoint whose config contradicts them is refused.
 """
 
 from __future__ import annotations
@@ -26,8 +26,16 @@ from ktconvert.layouts.checkpoints.archs import (
     Style,
 )
 from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.match import NUMBER, SHARED, Scan, name_of, no_input, scan, stray_kind
-from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure
+from ktconvert.layouts.checkpoints.match import (
+    NUMBER,
+    SHARED,
+    NameScan,
+    expand_template,
+    scan_names,
+    stray_kind,
+    unread_format_error,
+)
+from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
@@ -42,17 +50,19 @@ EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
 @dataclass(frozen=True)
 class MoeModel:
-    """A checkpoint whose experts were recognised.
+    """A checkpoint with recognised experts.
 
     layers       numbers of the layers to convert, as in the checkpoint; moe_layers describes each of them
-    mtp_layers   layers at or beyond num_hidden_layers, left out; mtp_tensors: the expert tensors of these and of blocks
-                 called mtp
-    dtypes       the names of the encodings that expert weights are stored in, sorted
-    activation   key of ACTIVATIONS; weights_on: "output" or "input"
-    notes        sentences for the plan of an AMX output; common_notes: those of them that hold for any output
+    mtp_layers   layers at or beyond num_hidden_layers, not converted
+    mtp_tensors  expert tensors of these layers and of blocks called mtp
+    dtypes       names of the encodings that expert weights are stored in, sorted
+    activation   key of ACTIVATIONS
+    weights_on   "output" or "input": where routing weights are multiplied
+    notes        sentences for the plan of an AMX output
+    common_notes  those of them that hold for any output
     refusal      why no output can hold these experts; None if one can
-    equalized    layers whose experts are read equalized, as `equalize` says
-    exponents    (layer, expert) -> those of an expert that is read equalized, int8 [I]; None of any other
+    equalized    layers whose experts are read equalized (see `equalize`)
+    exponents    (layer, expert) -> exponents of an equalized expert, int8 [I]; None for any other
     """
 
     arch: Arch
@@ -73,102 +83,114 @@ class MoeModel:
     exponents: Callable[[int, int], Exponents | None] = field(default=lambda layer, expert: None, repr=False)
 
     @property
-    def plain(self) -> bool:
-        """Whether the experts compute what kt-kernel's AMXINT4 and AMXINT8 compute."""
+    def is_plain(self) -> bool:
+        """True if the experts compute what kt-kernel's AMXINT4 and AMXINT8 compute."""
         return self.activation == "silu" and self.weights_on == "output"
 
     @property
     def bits(self) -> float:
-        """Bits of a stored weight, with the scales that lie among them; the fewest of any."""
+        """Bits of a stored weight, including interleaved scales; the minimum over all weights."""
         weights = {w.encoding.name: w for m in self.moe_layers.values() for w in m.weights.values()}
         return min(8 * weight.values.nbytes / math.prod(weight.shape) for weight in weights.values())
 
     def shape(self, layer: int) -> tuple[int, int, int]:
-        """(E, H, I): experts, hidden size, expert width."""
+        """Return (E, H, I): experts, hidden size, expert width."""
         moe = self.moe_layers[layer]
         return moe.num_experts, moe.hidden, moe.width
 
-    def reading(self, layer: int) -> tuple[object, ...]:
-        """How this layer's tensors are read, as far as names, dtypes and shapes do not say it; for fingerprints."""
+    def storage_identity(self, layer: int) -> tuple[object, ...]:
+        """Return how this layer's tensors are read beyond their names, dtypes and shapes, for fingerprints."""
         moe = self.moe_layers[layer]
         encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
         formats = (self.quantization.format,) if self.quantization.format else ()
         equalized = (("equalized", equalizing.VERSION),) if layer in self.equalized else ()
         return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats, *equalized
 
-    def linear(self, layer: int, expert: int, projection: str) -> Matrix:
-        """One of an expert's linears: "gate" and "up" (I, H), "down" (H, I); of an equalized one decoded and scaled."""
-        stored = self.stored(layer, expert, projection)
-        exponents = None if projection == "gate" else self.exponents(layer, expert)
-        if exponents is None:
-            return stored
-        bits = decode(stored)
-        equalizing.scale(bits, exponents[:, None] if projection == "up" else -exponents)
-        return Matrix(bits, BF16, origin=stored.origin)
+    def linear(self, layer: int, expert: int, projection: str, *, equalized: bool = True) -> Matrix:
+        """Return one of an expert's linears: "gate" and "up" are [I, H], "down" is [H, I].
 
-    def stored(self, layer: int, expert: int, projection: str) -> Matrix:
-        """The same as the checkpoint has it, a view."""
+        It is a view of the checkpoint, unless the expert is equalized: then it is decoded and scaled.
+
+        equalized  False: as the checkpoint has it, in any case
+        """
         moe = self.moe_layers[layer]
         stored = self.weight(layer, expert, projection).matrix(self.source, expert, moe.input_major)
-        stored = stored.T if moe.input_major else stored
-        if not isinstance(moe.style, Fused) or projection == "down":
-            return stored
-        second = int(projection == "up")
-        if moe.style.interleaved:
-            return stored.every_other(second)
-        return stored.rows(second * moe.width, (second + 1) * moe.width)
+        linear = stored.T if moe.input_major else stored
+        if isinstance(moe.style, Fused) and projection != "down":
+            second = int(projection == "up")
+            if moe.style.interleaved:
+                linear = linear.every_other(second)
+            else:
+                linear = linear.rows(second * moe.width, (second + 1) * moe.width)
+        exponents = self.exponents(layer, expert) if equalized and projection != "gate" else None
+        if exponents is None:
+            return linear
+        bits = decode(linear)
+        equalizing.scale(bits, exponents[:, None] if projection == "up" else -exponents)
+        return Matrix(bits, BF16, origin=linear.origin)
 
     def weight(self, layer: int, expert: int, projection: str) -> Weight:
         moe = self.moe_layers[layer]
-        return moe.weights[part_of(moe.style, projection), expert if isinstance(moe.style, Separate) else -1]
+        return moe.weights[matrix_name(moe.style, projection), expert if isinstance(moe.style, Separate) else -1]
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
         moe = self.moe_layers[layer]
-        return name_of(moe.style, moe.prefix, part_of(moe.style, projection), layer, expert)
+        return expand_template(moe.style, moe.prefix, matrix_name(moe.style, projection), layer, expert)
 
-    def reading_bytes(self, layer: int, backward: bool = False) -> int:
-        """Memory that reading one of a layer's linears may take, beside the maps; backward: its transpose, too."""
+    def memory_for_reading(self, layer: int, backward: bool = False) -> int:
+        """Return the memory, beside the maps, that reading one of a layer's linears may take.
+
+        backward  whether its transpose is needed, too
+        """
         moe = self.moe_layers[layer]
         firsts = (weight for (_, expert), weight in moe.weights.items() if expert < 1)
         # Of an equalized one: up, down and its sizes, in BF16.
         scaling = 6 * moe.hidden * moe.width if layer in self.equalized else 0
-        return scaling + max(weight.reading_bytes(backward or moe.input_major) for weight in firsts)
+        return scaling + max(weight.memory_for_reading(backward or moe.input_major) for weight in firsts)
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
-        """The tensors that hold one expert's weights; of a tensor that holds all experts only this one's part."""
+        """Return the tensors with one expert's weights; of tensors that hold all experts, only this expert's share."""
         moe = self.moe_layers[layer]
         own = expert if isinstance(moe.style, Separate) else -1
-        return tuple(info for part in moe.style.parts for info in moe.weights[part, own].one(expert).values())
+        return tuple(
+            info for matrix in moe.style.matrices for info in moe.weights[matrix, own].linear_tensors(expert).values()
+        )
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
-        """Every tensor of a layer's expert weights, each whole, in the order of their names."""
+        """Return all tensors of a layer's expert weights, whole, sorted by name."""
         weights = self.moe_layers[layer].weights.values()
         return tuple(sorted((info for w in weights for info in w.tensors.values()), key=lambda t: t.name))
 
     def expert_tensor_names(self) -> set[str]:
-        """Every routed-expert tensor of the converted layers, with their unused scales, without those of MTP."""
+        """Return all routed-expert tensors of the converted layers, including unused scales, without MTP layers."""
         weights = (weight for moe in self.moe_layers.values() for weight in moe.weights.values())
         names = {info.name for weight in weights for info in weight.tensors.values()}
-        return names.union(*(moe.aside for moe in self.moe_layers.values()))
+        return names.union(*(moe.unused for moe in self.moe_layers.values()))
 
 
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
-    """The model with experts of these layers equalized (numerics.md, section 10); activations: UP_IS_A_FACTOR."""
+    """Return the model with experts of these layers equalized (numerics.md, section 10).
+
+    The activation must be one of UP_IS_A_FACTOR.
+    """
     chosen = frozenset(layers)
 
     @functools.lru_cache(EXPONENTS)
     def exponents(layer: int, expert: int) -> Exponents | None:
         if layer not in chosen:
             return None
-        return equalizing.exponents(*(decode(model.stored(layer, expert, part)) for part in ("up", "down")))
+        return equalizing.exponents(
+            *(decode(model.linear(layer, expert, name, equalized=False)) for name in ("up", "down"))
+        )
 
     return replace(model, equalized=chosen, exponents=exponents)
 
 
 def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
-    """Recognises the experts of a checkpoint from headers alone.
+    """Recognise the experts of a checkpoint by reading only headers.
 
-    to_read: also accept a model that no output can hold, if it can be read; `refusal` then holds the reason.
+    to_read  also accept a model that no output can hold, if it can be read; `refusal` then holds the reason
+
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts
     its config; both name the file and the tensor.
     """
@@ -176,28 +198,28 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
         return _recognise(source, archs, to_read)
     except (InputError, UnsupportedError) as error:
         info = source.tensors.get(error.tensor)
-        raise error.at(source.path(info) if info else source.root) from None
+        raise error.with_path(source.path(info) if info else source.root) from None
 
 
 def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
-    arch = _row(source, archs)
+    arch = _find_arch(source, archs)
     notes = list(source.notes)
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
     if arch is not None and refusal is not None and not (to_read and arch.stored):
         raise UnsupportedError(refusal)
-    seen = scan(source.tensors, (*arch.stored, *GGUF_STYLES) if arch else ())
+    seen = scan_names(source.tensors, (*arch.stored, *GGUF_STYLES) if arch else ())
     if not seen.layers and not seen.foreign:
-        arch, seen = _generic(source, archs, arch, notes)
+        arch, seen = _find_style(source, archs, arch, notes)
     assert arch is not None
     limit = cfg.number(source.config, arch.layers)
-    if source.has_config and (why := claims.contradiction(source.config, source.declared, arch)) is not None:
+    if source.has_config and (why := claims.find_contradiction(source.config, source.header_config, arch)) is not None:
         raise InputError(f"{why}; they are not of one model")
     for (kind, n), name in seen.foreign.items():
         if limit is None or n < limit[1]:
-            raise no_input(name, kind)
-    prefix, layers, mtp = _converted(seen, limit)
+            raise unread_format_error(name, kind)
+    prefix, layers, mtp = _select_layers(seen, limit)
     if arch.router_scale:
-        _leave_to_router(seen)
+        _drop_router_scales(seen)
     stored = {n: seen.layers[prefix, n] for n in layers}
     bias = next((name for n, name in sorted(seen.biases.items()) if n in stored), None)
     if bias is not None and refusal is None:
@@ -207,14 +229,14 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     _refuse_strays(seen, prefix, mtp)
     _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
-    moe_layers = {n: measure(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
+    moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
     of_amx: list[str] = []
     if mtp_names:
         which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
-        of_amx.append(f"The experts of the MTP part ({which}) are left out: kt-kernel does not load them.")
+        of_amx.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
     activation, weights_on = _activation(source, arch), arch.weights_on
     if activation != "silu" or weights_on != "output":
         where = "" if weights_on == "output" else ", with routing weights on their input"
@@ -241,26 +263,28 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     )
 
 
-def _row(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
-    """The first row that the config names; a row that names no family applies to any checkpoint and comes first."""
+def _find_arch(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
+    """Return the first row that the config names; a row without names applies to any checkpoint and precedes others."""
     unconditional = (arch for arch in archs if not arch.matches)
     named = (arch for name in cfg.families(source.config) for arch in archs if name in arch.matches)
     return next(unconditional, None) or next(named, None)
 
 
-def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]) -> tuple[Arch, Scan]:
-    """An unknown family is converted if its experts are stored in exactly one way that some row knows."""
+def _find_style(
+    source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]
+) -> tuple[Arch, NameScan]:
+    """Return a row for an unknown family, if its experts are stored in exactly one way that some row knows."""
     styles: dict[Style, str] = {}
     for arch in archs:
         for style in arch.stored if arch.refusal is None else ():
             if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
                 styles.setdefault(style, f"those of {arch.name}")
     styles |= dict.fromkeys(GGUF_STYLES, "in any GGUF")
-    seen = scan(source.tensors, styles)
+    seen = scan_names(source.tensors, styles)
     hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
     called = ", ".join(cfg.families(source.config)) or "a model without a config"
     if len(hits) > 1:
-        ways = "; ".join(" + ".join(getattr(style, p) for p in style.parts) for style in hits)
+        ways = "; ".join(" + ".join(getattr(style, p) for p in style.matrices) for style in hits)
         raise UnsupportedError(f"{called}: experts of several forms ({ways}); choose with --arch-file")
     if not hits and not seen.foreign:
         raise _not_recognised(called, source, archs)
@@ -273,8 +297,8 @@ def _generic(source: TensorSource, archs: Sequence[Arch], known: Arch | None, no
     return Arch(called, (), (hits[0],)), seen
 
 
-def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int], list[int]]:
-    """The prefix of the language model, the layers to convert, and the MTP layers."""
+def _select_layers(seen: NameScan, limit: tuple[str, int] | None) -> tuple[str, list[int], list[int]]:
+    """Return the prefix of the language model, the layers to convert, and the MTP layers."""
     prefixes = sorted({prefix for prefix, _ in seen.layers})
     if len(prefixes) != 1:
         shown = ", ".join(map(repr, prefixes))
@@ -282,34 +306,40 @@ def _converted(seen: Scan, limit: tuple[str, int] | None) -> tuple[str, list[int
     numbers = sorted(n for _, n in seen.layers)
     if numbers[-1] >= MOST_LAYERS:
         name = seen.layers[prefixes[0], numbers[-1]].names[0]
-        raise InputError.of_tensor(name, f"is of layer {numbers[-1]}, and no model has more than {MOST_LAYERS} layers")
+        raise InputError.from_tensor(
+            name, f"is of layer {numbers[-1]}, and no model has more than {MOST_LAYERS} layers"
+        )
     if limit is None:
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
     if not layers:
         first = seen.layers[prefixes[0], numbers[0]].names[0]
         what = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
-        raise InputError.of_tensor(first, what)
+        raise InputError.from_tensor(first, what)
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
-def _leave_to_router(seen: Scan) -> None:
-    """Take the scale of the down matrices out of layers of a GGUF where it is the only one.
+def _drop_router_scales(seen: NameScan) -> None:
+    """Remove the scale of the down matrices from layers of a GGUF in which no other matrix has one.
 
-    llama.cpp's ffn_down_exps.scale is Gemma-4's router.per_expert_scale; one of weights goes with those of gate and up.
+    llama.cpp's ffn_down_exps.scale is Gemma-4's router.per_expert_scale; a scale of weights comes with those of gate
+    and up.
     """
     for layer in seen.layers.values():
-        scaled = [part for (part, _), tensors in layer.tensors.items() if "scale" in tensors]
+        scaled = [matrix for (matrix, _), tensors in layer.tensors.items() if "scale" in tensors]
         if layer.style in GGUF_STYLES and scaled == ["down"]:
             del layer.tensors["down", -1]["scale"]
 
 
-def part_of(style: Style, projection: str) -> str:
+def matrix_name(style: Style, projection: str) -> str:
     return "gate_up" if isinstance(style, Fused) and projection != "down" else projection
 
 
 def _activation(source: TensorSource, arch: Arch) -> str:
-    """The activation by the row and by the config; of silu, the config's. Raises UnsupportedError, InputError."""
+    """Return the activation by the row and the config; if the row has silu, the config decides.
+
+    Raises UnsupportedError for an unknown activation, InputError for a contradiction.
+    """
     activation, named = arch.activation, cfg.find(source.config, HIDDEN_ACT)
     if named is not None and not arch.decides:
         remedy = f"say with --arch-file what the experts compute: activation = {', '.join(map(repr, ACTIVATIONS))}"
@@ -331,7 +361,10 @@ def _activation(source: TensorSource, arch: Arch) -> str:
 
 
 def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
-    """The sentence where no row finds experts: tensors called so, or of three dimensions with a matrix for each."""
+    """Return the error for a checkpoint in which no row finds experts.
+
+    It shows tensors that may be experts: those called so, or those of three dimensions with one matrix for each expert.
+    """
     counted = cfg.number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
     experts = counted[1] if counted else 0
     theirs = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [
@@ -354,24 +387,24 @@ def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) ->
     )
 
 
-def _refuse_strays(seen: Scan, prefix: str, mtp: Iterable[int]) -> None:
-    """Raise UnsupportedError for a name among the experts of a converted layer that is none of their parts."""
+def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int]) -> None:
+    """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights."""
     left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
     for name in seen.strays:
         if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
             kind = stray_kind(name)
-            what = f"stands among the experts but is none of their parts{kind and f': it is {kind}'}"
-            raise UnsupportedError.of_tensor(name, what, "it cannot be read: use another release of the model")
+            what = f"is among the experts but is not one of their weights{kind and f': it is {kind}'}"
+            raise UnsupportedError.from_tensor(name, what, "it cannot be read: use another release of the model")
 
 
-def _refuse_gaps(seen: Scan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
-    """Of `count` layers, one that has a router but no experts, or that is not there at all, was lost: InputError."""
-    if "{prefix}" not in getattr(style, style.parts[0]) and style not in GGUF_STYLES:
+def _refuse_gaps(seen: NameScan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
+    """Raise InputError if one of `count` layers was lost: it has a router but no experts, or no tensors at all."""
+    if "{prefix}" not in getattr(style, style.matrices[0]) and style not in GGUF_STYLES:
         return  # where such a row's other tensors are is not known
     for n in range(count):
         if n in layers:
             continue
-        name = name_of(style, prefix, style.parts[0], n, 0)
+        name = expand_template(style, prefix, style.matrices[0], n, 0)
         if (prefix, n) in seen.routers:
             raise InputError(f"layer {n} has a router but no experts ({name!r} is missing)", INCOMPLETE)
         if n > min(layers) and (prefix, n) not in seen.present:

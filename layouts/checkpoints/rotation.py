@@ -1,8 +1,8 @@
-"""Rotations that a model applies while it computes: SpinQuant, QuaRot, QuIP and their kin.
+"""Detection of rotations at run time: SpinQuant, QuaRot, QuIP and similar methods.
 
-Their weights are stored rotated, and an online Hadamard or other matrix rotates the inputs or outputs of their linears.
-The weights alone are those of another model, so such checkpoints are refused. A model whose rotations are folded into
-the weights of both sides computes the same as it is stored, and is read.
+Such weights are stored rotated, and the model rotates inputs or outputs of their linears while it computes, by a
+Hadamard or other matrix. The weights by themselves are those of a different model, so these checkpoints are refused. A
+model whose rotations are folded into the weights of both sides computes the same as stored, and is accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LINEARS = (".weight", ".weight_packed", ".qweight")  # of a linear
 
 
 class RotatedError(UnsupportedError, exit_code=UnsupportedError.exit_code):
-    """The model rotates what its linears get or give while it computes."""
+    """A model that rotates inputs or outputs of its linears while it computes."""
 
     def __init__(self, who: str, **where: Any) -> None:
         what = f"{who}, inputs or outputs of linears are rotated while the model computes, which is not supported"
@@ -45,7 +45,7 @@ class RotatedError(UnsupportedError, exit_code=UnsupportedError.exit_code):
 
 
 def refuse_config(path: Path | str, config: dict[str, Any]) -> None:
-    """Raise RotatedError where a config says that the model rotates while it computes."""
+    """Raise RotatedError if a config says that the model rotates while it computes."""
     for scope in scopes(config):
         said = {key: scope[key] for key in TOP if key in scope}
         if (key := next(_rotations(said), None)) is not None:
@@ -53,14 +53,14 @@ def refuse_config(path: Path | str, config: dict[str, Any]) -> None:
 
 
 def refuse_tensors(root: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Raise RotatedError where a tensor of a checkpoint is one of a rotation."""
+    """Raise RotatedError if a tensor of a checkpoint belongs to a rotation."""
     for name, info in tensors.items():
         if name.endswith(ENDS) and _is_rotation(name, tensors):
             raise RotatedError(f"by tensor {name!r}", tensor=name, path=root / info.file)
 
 
 def _is_rotation(name: str, names: Collection[str]) -> bool:
-    """Return whether a tensor with one of ENDS is a rotation's: those of compressed-tensors lie below a linear."""
+    """Return whether a tensor with one of ENDS belongs to a rotation; compressed-tensors puts those below a linear."""
     linear = name.removesuffix(".weight").rpartition(".")[0]
     return not name.endswith(".weight") or any(f"{linear}{suffix}" in names for suffix in LINEARS)
 
@@ -83,7 +83,7 @@ def _rotations(said: Any) -> Iterator[str]:
 
 
 def _is_online(value: Any) -> bool:
-    """Return whether the value of a rotation's key may say that inputs or outputs are rotated; the unknown may."""
+    """Return whether a rotation's config value may mean that inputs or outputs are rotated; unknown values may."""
     if not isinstance(value, dict):
         return True
     if FOLDS in value:

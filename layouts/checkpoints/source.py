@@ -1,4 +1,4 @@
-"""A checkpoint as one set of named tensors: which file and bytes each one is, and views of them through memory maps."""
+"""A checkpoint as one set of named tensors: the file and bytes of each, and views of them through memory maps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, SINGLE, is_inside
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, damaged_file, unreadable_file
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, bad_file, unreadable_file
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.tensors import TensorInfo
@@ -46,7 +46,7 @@ VIEWS: dict[str, type[np.generic]] = {
 
 @dataclass(frozen=True)
 class Shard:
-    """One weight file; size, header hash and blob name (in a Hugging Face cache) identify it wherever it lies."""
+    """One weight file; size, header hash and blob name (in a Hugging Face cache) identify it in any directory."""
 
     path: Path
     name: str
@@ -55,24 +55,18 @@ class Shard:
     mtime_ns: int
     blob: str | None = None
 
-    def is_as_it_was(self) -> bool:
-        with contextlib.suppress(OSError):
-            now = self.path.stat()
-            return (now.st_size, now.st_mtime_ns) == (self.size, self.mtime_ns)
-        return False
-
 
 @dataclass(eq=False)
 class TensorSource:
-    """An opened checkpoint: headers are read, each weight file is mapped at its first use.
+    """An opened checkpoint: headers have been read, each weight file is mapped at its first use.
 
-    config    config.json as parsed (params.json where only that exists), else `declared`, what the weight files say
-              themselves; {} where neither does
-    ignored   files of the same kind in the directory that are not of the checkpoint
-    alone     it was named as a file, not as a directory
-    notes     sentences on files that do not agree: a second set of weights, an index and headers
-    conflict  the error that transformers would read other weights of this directory; None where it reads the same
-    companion_root  the directory of config.json and the other companions: root, unless another model's were asked for
+    config           contents of config.json (of params.json if only that exists), else header_config
+    header_config    configuration in the headers of the weight files; {} if they contain none
+    ignored          files of the same kind in the directory that do not belong to the checkpoint
+    is_single_file   whether a file was named, not a directory
+    notes            sentences on files that disagree: a second set of weights, an index and headers
+    conflict         error that transformers would read other weights of this directory; None if it reads the same
+    companion_root   directory of config.json and the other companions: root, unless a different model's were requested
     """
 
     root: Path
@@ -82,9 +76,9 @@ class TensorSource:
     companion_root: Path
     quantization: cfg.Quantization = field(default_factory=cfg.Quantization)
     ignored: tuple[str, ...] = ()
-    alone: bool = False
+    is_single_file: bool = False
     container: Container = SAFETENSORS
-    declared: dict[str, Any] = field(default_factory=dict)
+    header_config: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     conflict: InputError | None = None
 
@@ -94,13 +88,13 @@ class TensorSource:
 
     @property
     def has_config(self) -> bool:
-        return self.config is not self.declared and bool(self.config)
+        return self.config is not self.header_config and bool(self.config)
 
     def path(self, info: TensorInfo) -> Path:
         return self._by_name[info.file].path
 
     def identity(self, info: TensorInfo) -> tuple[object, ...]:
-        """What a tensor is and which file it is in, independent of paths: for fingerprints."""
+        """Return what identifies a tensor and its file independently of paths, for fingerprints."""
         shard = self._by_name[info.file]
         return info.name, info.dtype, info.shape, (shard.header_sha256, shard.size, shard.blob)
 
@@ -108,15 +102,15 @@ class TensorSource:
         return self.view(self.tensors[name])
 
     def view(self, info: TensorInfo) -> Array:
-        """The bytes of `info`, shaped: array() for a part of a tensor. Unaligned where the file is."""
+        """Return a view of the bytes of a tensor, or of a part of one, with its shape; unaligned if the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:
             what = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
-            raise UnsupportedError.of_tensor(info.name, what)
+            raise UnsupportedError.from_tensor(info.name, what)
         return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
-        """Returns the tensor's pages to the system; a later access reads them again from the file."""
+        """Return the tensor's pages to the system; a later access reads them from the file again."""
         # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
         first = info.start - info.start % mmap.PAGESIZE
         if info.nbytes and self.path(info) in self._maps:
@@ -128,22 +122,18 @@ class TensorSource:
             mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD, stop - start))
 
     def companions(self) -> list[str]:
-        """As companion_files; for a lone file of weights only files directly beside it and a config.json."""
-        return companion_files(self.companion_root, nested=not self.alone or self.companion_root != self.root)
+        """List companion files; for a single file of weights only those directly beside it and a config.json."""
+        return companion_files(self.companion_root, nested=not self.is_single_file or self.companion_root != self.root)
 
     def paths(self) -> list[Path]:
         companions = [self.companion_root / name for name in self.companions()]
         return [*(shard.path for shard in self.shards), *sorted(self.root.glob("*.index.json")), *companions]
 
-    def changed(self) -> list[str]:
-        """The names of the shards whose size or time of change differs from that at opening."""
-        return [shard.name for shard in self.shards if not shard.is_as_it_was()]
-
     def close(self) -> None:
         self._maps.close()
 
     def require_one_reading(self) -> None:
-        """Raise InputError where transformers, which loads the rest of a model, would read other weights here."""
+        """Raise InputError if transformers, which loads the rest of a model, would read other weights here."""
         if self.conflict is not None:
             raise self.conflict
 
@@ -159,46 +149,50 @@ class TensorSource:
 
 
 def open_checkpoint(where: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
-    """Opens a directory, a file of weights, or a model of the Hugging Face hub; reads headers only.
+    """Open a directory, a file of weights, or a model of the Hugging Face hub; read headers only.
 
-    config  a directory or a model of the hub whose config.json and other companions are those of a GGUF; UsageError for
-            any other checkpoint
+    config  directory or hub model that provides config.json and other companions for a GGUF; UsageError for any other
+            checkpoint
+
     Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
     path = hub.resolve(where, revision)
-    alone = not path.is_dir()
-    root = path.parent if alone else path
-    container, chosen = _of_file(path) if alone else _select(path)
+    is_single_file = not path.is_dir()
+    root = path.parent if is_single_file else path
+    container, chosen = _select_file(path) if is_single_file else _select_files(path)
     if config is not None and not container.experts_only:
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
     headers = read_headers(root, chosen.names, container)
     shards: list[Shard] = []
     copies: dict[str, list[TensorInfo]] = {}
     for name, header in headers.items():
-        shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob(root / name)))
+        shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob_name(root / name)))
         for info in header.entries:
             copies.setdefault(info.name, []).append(info)
-    tensors = {name: _copy_that_counts(root, chosen, infos) for name, infos in copies.items()}
-    notes = [note for note in (chosen.note, *_disagreements(chosen, copies)) if note]
-    conflict = None if alone or container.experts_only else _conflict(root, chosen, copies, tensors)
+    tensors = {name: _choose_copy(root, chosen, infos) for name, infos in copies.items()}
+    notes = [note for note in (chosen.note, *_describe_disagreements(chosen, copies)) if note]
+    conflict = None if is_single_file or container.experts_only else _find_conflict(root, chosen, copies, tensors)
     if conflict is not None:
         notes.append(conflict.problem)
     container.check(root, chosen.names, tuple(headers.values()))
     rotation.refuse_tensors(root, tensors)
-    declared = next((header.config for header in headers.values() if header.config), {})
+    header_config = next((header.config for header in headers.values() if header.config), {})
     companion_root = root if config is None else hub.resolve(config, companions_only=True)
     if config is not None and not (companion_root / "config.json").is_file():
         remedy = "name the directory of the Hugging Face model, or its id"
         raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
-    own = read_config(companion_root) or declared
+    own = read_config(companion_root) or header_config
     shown = own, tuple(shards), tensors, companion_root, read_quantization(companion_root, own)
-    return TensorSource(root, *shown, chosen.ignored, alone, container, declared, tuple(notes), conflict)
+    return TensorSource(root, *shown, chosen.ignored, is_single_file, container, header_config, tuple(notes), conflict)
 
 
 def read_headers(
     root: Path, names: Iterable[str], container: Container = SAFETENSORS, damaged: dict[str, InputError] | None = None
 ) -> dict[str, Header]:
-    """The headers of these files. damaged: receives the errors of files that cannot be read; else they are raised."""
+    """Read the headers of these files.
+
+    damaged  receives the errors of files that cannot be read; None: they are raised
+    """
     headers: dict[str, Header] = {}
     for name in names:
         try:
@@ -210,20 +204,20 @@ def read_headers(
     return headers
 
 
-def _of_file(path: Path) -> tuple[Container, Selection]:
+def _select_file(path: Path) -> tuple[Container, Selection]:
     for container in CONTAINERS:
         if path.suffix == container.suffix:
-            return container, container.of_file(path)
+            return container, container.select_file(path)
     suffixes = " or ".join(container.suffix for container in CONTAINERS)
     raise UnsupportedError(f"{path}: not a {suffixes} file; give a directory or a file of such weights")
 
 
-def _select(root: Path) -> tuple[Container, Selection]:
+def _select_files(root: Path) -> tuple[Container, Selection]:
     try:
         files = sorted(p.name for p in root.iterdir() if not p.name.startswith("."))
     except OSError as e:
         raise InputError(f"{root}: cannot be listed ({e.strerror}); check its permissions") from None
-    named = _weights_file_of_config(root)
+    named = _weights_file_in_config(root)
     if named is not None and (chosen := safetensors.select(root, files, named)) is not None:
         return SAFETENSORS, chosen
     for container in CONTAINERS:
@@ -236,9 +230,10 @@ def _select(root: Path) -> tuple[Container, Selection]:
     raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
-def _weights_file_of_config(root: Path) -> str | None:
-    """Return the file of weights, or index, that config.json names for transformers, if it names one that is here. Our
-    own outputs for the CPU name none, so that transformers does not load them by itself.
+def _weights_file_in_config(root: Path) -> str | None:
+    """Return the existing file of weights, or index, that config.json names for transformers; None if there is none.
+
+    Our own outputs for the CPU name none, so that transformers does not load them by itself.
     """
     with contextlib.suppress(InputError):
         named = read_config(root).get("transformers_weights")
@@ -247,19 +242,22 @@ def _weights_file_of_config(root: Path) -> str | None:
     return None
 
 
-def _copy_that_counts(root: Path, chosen: Selection, infos: Sequence[TensorInfo]) -> TensorInfo:
-    """Return the copy of a tensor that the index names, or its only one. InputError for several without a name."""
+def _choose_copy(root: Path, chosen: Selection, infos: Sequence[TensorInfo]) -> TensorInfo:
+    """Return the copy of a tensor that the index names, or its only one.
+
+    Raises InputError for several copies of which the index names none.
+    """
     shard = (chosen.index or {}).get(infos[0].name)
     for info in infos:
         if info.file == shard or len(infos) == 1:
             return info
     what = f"is in {infos[0].file} and in {infos[1].file}, and no index says which one counts"
     remedy = "give one of the files, or download the index"
-    raise InputError.of_tensor(infos[0].name, what, remedy, root)
+    raise InputError.from_tensor(infos[0].name, what, remedy, root)
 
 
-def _disagreements(chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
-    """A sentence for each way in which an index and the headers of its files differ."""
+def _describe_disagreements(chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
+    """Yield a sentence for each way in which an index and the headers of its files differ."""
     if chosen.index is None:
         return
     index, files = chosen.index, {name: [info.file for info in infos] for name, infos in copies.items()}
@@ -269,27 +267,28 @@ def _disagreements(chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]]
     }
     for where, names in kinds.items():
         if names:
-            yield f"{chosen.decider} names {_count(names)} {where}, such as {names[0]} ({index[names[0]]})"
+            yield f"{chosen.decider} names {_tensor_count(names)} {where}, such as {names[0]} ({index[names[0]]})"
     if unnamed := [name for name in files if name not in index]:
-        yield f"{chosen.decider} does not name {_count(unnamed)} of its files, such as {unnamed[0]}"
+        yield f"{chosen.decider} does not name {_tensor_count(unnamed)} of its files, such as {unnamed[0]}"
     if several := [name for name, held in files.items() if len(held) > 1]:
         kept = index[several[0]]
         others = ", ".join(file for file in files[several[0]] if file != kept)
-        what = f"{_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
+        what = f"{_tensor_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
         yield f"{chosen.decider} chooses among copies of {what}"
 
 
-def _count(names: Sequence[str]) -> str:
+def _tensor_count(names: Sequence[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)}"
 
 
-def _conflict(
+def _find_conflict(
     root: Path, chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]], tensors: Mapping[str, TensorInfo]
 ) -> InputError | None:
-    """Return the error that transformers would read other weights than these, if it would. Of copies of a tensor it
-    takes the one in the last file by name, whatever an index says.
+    """Return an error if transformers would read other weights than these, else None.
+
+    If files contain several copies of a tensor, it takes the one in the last file by name, whatever an index says.
     """
-    if not chosen.decider or chosen.decider not in (SINGLE, INDEX, _weights_file_of_config(root)):
+    if not chosen.decider or chosen.decider not in (SINGLE, INDEX, _weights_file_in_config(root)):
         other = next((name for name in PYTORCH if (root / name).is_file()), None)
         if other is None:
             return None
@@ -301,28 +300,32 @@ def _conflict(
         if len(infos) > 1 and last and last[0] != (ours := tensors[name].file):
             what = f"is read from {ours}, as {chosen.decider} says, and transformers would read its copy in {last[0]}"
             remedy = f"`ktconvert dequantize {root} OUT` writes a model with one copy of each tensor"
-            return InputError.of_tensor(name, what, remedy, root)
+            return InputError.from_tensor(name, what, remedy, root)
     return None
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """config.json of a directory, or params.json; {} where there is neither. Raises InputError for no JSON object."""
+    """Read config.json, or params.json, of a directory; return {} if there is neither.
+
+    Raises InputError for a file that is not a JSON object.
+    """
     for name in ("config.json", "params.json"):
         if (root / name).exists():
-            return _parsed(root / name)
+            return _parse_json(root / name)
     return {}
 
 
 def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Quantization:
-    """How weights are quantized, by config.json and quantize_config.json. Raises InputError where these are wrong,
-    RotatedError for a model that rotates while it computes.
+    """Read how weights are quantized, from config.json and quantize_config.json.
+
+    Raises InputError if these are wrong or contradict each other, RotatedError if the model rotates while it computes.
     """
     config, other = read_config(root) if config is None else config, root / cfg.QUANTIZE_CONFIG
     declared = cfg.quantization(config)
     rotation.refuse_config(root / "config.json", config)
     if not other.exists():
         return declared
-    of_file = _parsed(other)
+    of_file = _parse_json(other)
     rotation.refuse_config(other, {cfg.QUANTIZATIONS[0]: of_file})
     try:
         return cfg.merge_quantization_files(declared, of_file)
@@ -330,8 +333,11 @@ def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Q
         raise InputError(f"{other}: {error}; correct the one that is wrong") from None
 
 
-def _parsed(path: Path) -> dict[str, Any]:
-    """A JSON file as parsed. Raises InputError where it cannot be read, is no object, or could not be written again."""
+def _parse_json(path: Path) -> dict[str, Any]:
+    """Parse a JSON file.
+
+    Raises InputError if it cannot be read, is not an object, or could not be written again.
+    """
     try:
         # Infinity and NaN are let through: configurations of released models hold them.
         tree = documents.parse(path.read_bytes())
@@ -339,14 +345,14 @@ def _parsed(path: Path) -> dict[str, Any]:
     except OSError as e:
         raise unreadable_file(path, e) from None
     except ValueError:
-        raise damaged_file(path, "not valid JSON") from None
+        raise bad_file(path, "not valid JSON") from None
     if not isinstance(tree, dict):
-        raise damaged_file(path, "must hold a JSON object")
+        raise bad_file(path, "must hold a JSON object")
     return tree
 
 
-def _blob(path: Path) -> str | None:
-    """The blob that a link of a Hugging Face cache snapshot points to; its name is the content's hash."""
+def _blob_name(path: Path) -> str | None:
+    """Return the blob that a link of a Hugging Face cache snapshot points to; its name is the hash of its contents."""
     with contextlib.suppress(OSError):
         if (target := path.readlink()).parent.name == "blobs":
             return target.name

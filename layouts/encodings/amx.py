@@ -1,5 +1,7 @@
-"""Codes with one float32 scale for each row (bytes.md): AMXINT4 and AMXINT8 in the order of kt-kernel's tiles,
-MOE_INT4 and MOE_INT8 in its plain order, that of its build for aarch64 with KML.
+"""Codes with one float32 scale per row (bytes.md).
+
+AMXINT4 and AMXINT8 are in the order of kt-kernel's tiles; MOE_INT4 and MOE_INT8 in its plain order, that of its build
+for aarch64 with KML.
 """
 
 from __future__ import annotations
@@ -9,19 +11,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, rows_of
+from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, select_rows
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, F64, I8, Array, Bytes
 from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix
 
 
-def _encoding(name: str, grid_name: str) -> Encoding:
+def _make_encoding(name: str, grid_name: str) -> Encoding:
     grid = ROW_GRIDS[grid_name]
     bits, block_rows = grid.bits, kernels.GEOMETRIES[grid.bits].block_rows
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
-        """Codes, flat, in whole pages; one float32 for each row."""
+        """Return codes, flat, in whole pages, and one float32 per row."""
         nbytes = n * k * bits // 8
         return TensorInfo("weight", "I8", (nbytes,), nbytes), TensorInfo("scale", "F32", (n,), 4 * n)
 
@@ -33,7 +35,7 @@ def _encoding(name: str, grid_name: str) -> Encoding:
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        """Of a slice only the blocks of rows that it touches are decoded; each lies by itself."""
+        """Decode only the blocks of rows that a slice touches; each block is contiguous."""
         if not isinstance(rows, slice):
             return decode(stored, n, k)[rows]
         start, stop, _ = rows.indices(n)
@@ -60,15 +62,15 @@ def _encoding(name: str, grid_name: str) -> Encoding:
 
 
 def bad_scale(read: Read, n: int, k: int) -> str:
-    """Scales are finite and not negative, as those of finite weights always are."""
+    """Check that scales are finite and not negative, as those of finite weights are."""
     scales = read(1).view("<f4")
     bad = ~(np.isfinite(scales) & (scales >= 0))
     row = int(np.argmax(bad))
     return f"the scale of row {row} is {scales[row]}" if bad.any() else ""
 
 
-AMXINT4 = _encoding("AMXINT4", "int4")
-AMXINT8 = _encoding("AMXINT8", "int8")
+AMXINT4 = _make_encoding("AMXINT4", "int4")
+AMXINT8 = _make_encoding("AMXINT8", "int8")
 
 
 # --- in kt-kernel's plain order --------------------------------------------------------------------
@@ -77,7 +79,7 @@ PLAIN_ROWS, PLAIN_BYTES = 8, 32  # rows that lie together; bytes of each of them
 
 
 def pack_plain(bits: int, codes: I8) -> Bytes:
-    """Codes [n, k] in the plain order: 8 rows, then 32 columns (8 bits) or 64 (4 bits) of each of them."""
+    """Return codes [n, k] in the plain order: 8 rows, then 32 columns (8 bits) or 64 (4 bits) of each of them."""
     n = len(codes)
     in_bytes = codes.reshape(n, -1, 8 // bits, PLAIN_BYTES)
     if bits == 4:  # the first 32 of 64 columns in the upper halves
@@ -87,7 +89,7 @@ def pack_plain(bits: int, codes: I8) -> Bytes:
 
 
 def unpack_plain(bits: int, weight: Bytes, n: int, k: int) -> I8:
-    """The inverse of pack_plain: codes int8 [n, k]."""
+    """Return codes int8 [n, k]; the inverse of pack_plain."""
     blocks = weight.view(np.int8).reshape(n // PLAIN_ROWS, -1, PLAIN_ROWS, PLAIN_BYTES)
     codes = np.empty((n // PLAIN_ROWS, PLAIN_ROWS, blocks.shape[1], 8 // bits, PLAIN_BYTES), np.int8)
     in_rows = blocks.transpose(0, 2, 1, 3)
@@ -99,8 +101,8 @@ def unpack_plain(bits: int, weight: Bytes, n: int, k: int) -> I8:
     return codes.reshape(n, k)
 
 
-def _plain(name: str, of_tiles: Encoding) -> Encoding:
-    """The tensors of an encoding in tiles, with codes that are chosen and lie otherwise."""
+def _make_plain(name: str, of_tiles: Encoding) -> Encoding:
+    """Return an encoding with the tensors of one in tiles, but with codes chosen and ordered as MOE methods do."""
     grid = MOE_GRIDS[name.lower()]
     bits = grid.bits
 
@@ -117,7 +119,7 @@ def _plain(name: str, of_tiles: Encoding) -> Encoding:
         def unpack(blocks: Bytes) -> I8:
             return unpack_plain(bits, blocks.reshape(-1), len(blocks) * PLAIN_ROWS, k)
 
-        codes = rows_of(stored[0].reshape(n // PLAIN_ROWS, -1), n, rows, unpack)
+        codes = select_rows(stored[0].reshape(n // PLAIN_ROWS, -1), n, rows, unpack)
         return codes * np.float32(grid.step) * stored[1].view(np.float32)[rows, None]
 
     return replace(
@@ -125,17 +127,17 @@ def _plain(name: str, of_tiles: Encoding) -> Encoding:
     )
 
 
-MOE_INT4 = _plain("MOE_INT4", AMXINT4)
-MOE_INT8 = _plain("MOE_INT8", AMXINT8)
+MOE_INT4 = _make_plain("MOE_INT4", AMXINT4)
+MOE_INT8 = _make_plain("MOE_INT8", AMXINT8)
 
 
 def to_tiles(stored: Sequence[Bytes], n: int, k: int) -> None:
-    """Puts the codes of a part [n, k] into the order of tiles, in place. Raises ValueError for one out of range."""
+    """Reorder the codes of a slice [n, k] into the order of tiles, in place. Raise ValueError for one out of range."""
     bits = 8 * stored[0].size // (n * k)
     kernels.pack_codes(bits, unpack_plain(bits, stored[0], n, k), stored[0])
 
 
-def _in_tiles(plain: Encoding, of_tiles: Encoding) -> Encoding:
+def _make_tiled(plain: Encoding, of_tiles: Encoding) -> Encoding:
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         plain.quantize(matrix, out)
         to_tiles(out, *matrix.shape)
@@ -143,5 +145,5 @@ def _in_tiles(plain: Encoding, of_tiles: Encoding) -> Encoding:
     return replace(of_tiles, name=plain.name, version=plain.version, grid=plain.grid, quantize=quantize)
 
 
-MOE_INT4_TILES = _in_tiles(MOE_INT4, AMXINT4)
-MOE_INT8_TILES = _in_tiles(MOE_INT8, AMXINT8)
+MOE_INT4_TILES = _make_tiled(MOE_INT4, AMXINT4)
+MOE_INT8_TILES = _make_tiled(MOE_INT8, AMXINT8)

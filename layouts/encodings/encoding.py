@@ -1,4 +1,4 @@
-"""What an encoding is: how one matrix [n, k] is stored as bytes, and what follows from that for all encodings alike."""
+"""Encodings that ktconvert writes: how one matrix [n, k] is stored as bytes, and functions for all of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ ZERO_BYTES, BEGINNING = 4, 256
 
 
 class Read(Protocol):
-    """Reads bytes start..stop-1 of a matrix's stored tensor, by its position in Encoding.tensors; all by default."""
+    """Reader of bytes start..stop-1 of a matrix's tensor, by its index in Encoding.tensors; default: all bytes."""
 
     def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes: ...
 
 
 class SourceExperts(Protocol):
-    """MoeModel, as far as an encoding asks it: names of the encodings of its experts; layer -> MoeLayer."""
+    """The properties of MoeModel that encodings use: names of the encodings of its experts; layer -> MoeLayer."""
 
     @property
     def dtypes(self) -> tuple[str, ...]: ...
@@ -44,23 +44,23 @@ Defect = Callable[[Read, int, int], str]
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a matrix [n, k] is stored. Its bytes are flat uint8 arrays, one for each of `tensors`, in order.
+    """One encoding of a matrix [n, k]. Its bytes are flat uint8 arrays, one for each of `tensors`, in order.
 
     name        of the numbers ("AMXINT4"); a format may give it another name
-    version     raised whenever the bytes change; part of every unit's fingerprint
-    grid        which codes and scales it has
-    multiple    what n and k must be multiples of
+    version     raised whenever the bytes change; in every unit's fingerprint
+    grid        its codes and scales
+    multiple    number of which n and k must be multiples
     tensors     (n, k) -> the tensors, in file order: codes first, scales last
-    quantize    (matrix, out): each number rounded by the largest values, and stored, in one pass. Raises
+    quantize    (matrix, out): rounds each number by the largest values and stores it, in one pass; raises
                 kernels.NonFinite for NaN and Inf
     decode      (stored, n, k, rows) -> the numbers of these rows, float32 [rows, k]
-    defects     for each tensor: what is wrong with its numbers; None where all bytes are numbers
-    is_exact    whether every number of these experts stays what it is
-    pack        (codes int8 [n, k], scales as `scales` gives them, out): stores codes that were chosen elsewhere; None
-                where there is only one way to choose them
+    defects     for each tensor: a function that explains what is wrong with its numbers; None if all bytes are numbers
+    is_exact    whether every number of these experts keeps its value
+    pack        (codes int8 [n, k], scales as `scales` returns them, out): stores codes that were chosen elsewhere; None
+                if the encoding admits only one choice
     scales      (last tensor, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8), [n, groups], or
-                [n / b, groups] where b rows share them; None where there are none
-    error_sums  a kernel that computes what the function `error_sums` defines; None: there is none
+                [n / b, groups] if b rows share them; None if there are none
+    error_sums  a kernel that computes the result of the function `error_sums`; None if there is none
     """
 
     name: str
@@ -77,8 +77,8 @@ class Encoding:
     error_sums: Callable[[Matrix, Sequence[Bytes]], F64] | None = None
 
 
-def stored_as(model: SourceExperts, names: Collection[str], fit: object) -> bool:
-    """Whether all weights have one of these encodings, fitting so, and are no tensor's every other row."""
+def has_encoding(model: SourceExperts, names: Collection[str], fit: object) -> bool:
+    """Return whether all weights have one of these encodings with this `fit`, and no rows alternate."""
     return all(
         weight.encoding.name in names and weight.fit(moe.input_major) == fit
         for moe in model.moe_layers.values()
@@ -90,28 +90,28 @@ def suffixes(encoding: Encoding) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in encoding.tensors(0, 0))
 
 
-def why_not_multiple(multiple: int, hidden: int, intermediate: int, parts: int) -> str | None:
-    """Why experts cannot be cut into so many parts if rows and columns of each must be multiples; None if they can."""
-    if parts < 1:
-        return "the number of NUMA parts must be at least 1"
+def explain_size(multiple: int, hidden: int, intermediate: int, numa: int) -> str | None:
+    """Explain why rows and columns of NUMA slices are not multiples of `multiple`; return None if they are."""
+    if numa < 1:
+        return "the number of NUMA slices must be at least 1"
     if hidden % multiple:
         return f"the hidden size {hidden} is not a multiple of {multiple}"
-    if intermediate % parts:
-        return f"the intermediate size {intermediate} does not divide by {parts}"
-    if (intermediate // parts) % multiple:
-        size = f"{intermediate}/{parts} = {intermediate // parts}"
-        return f"the intermediate size per part, {size}, is not a multiple of {multiple}"
+    if intermediate % numa:
+        return f"the intermediate size {intermediate} does not divide by {numa}"
+    if (intermediate // numa) % multiple:
+        size = f"{intermediate}/{numa} = {intermediate // numa}"
+        return f"the intermediate size per slice, {size}, is not a multiple of {multiple}"
     return None
 
 
 def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
-    """scale_numbers of a matrix [n, k], from the last of its tensors."""
+    """Return scale_numbers of a matrix [n, k], from the last of its tensors."""
     assert encoding.scales is not None
     return scale_numbers(encoding.scales(last, n, k))
 
 
 def scale_numbers(scales: Array) -> F32:
-    """Scales as Encoding.scales gives them, as float32 numbers."""
+    """Return scales in the types of Encoding.scales as float32 numbers."""
     if scales.dtype == np.uint16:
         return bf16_to_f32(scales)
     return e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
@@ -125,19 +125,19 @@ def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool
 
 
 def error_sums(encoding: Encoding, matrix: Matrix, stored: Sequence[Bytes]) -> F64:
-    """Sums of x*x, y*y, x*y and (x-y)^2 over a matrix, x the source in BF16 and y what is stored: float64 [4]."""
+    """Return sums of x*x, y*y, x*y and (x-y)^2, float64 [4], with x the source in BF16 and y the stored numbers."""
     if encoding.error_sums is not None:
         return encoding.error_sums(matrix, stored)
     return differences.error_sums(matrix, lambda rows: encoding.decode(stored, *matrix.shape, rows))
 
 
 def error_bytes(columns: int) -> int:
-    """Memory that error_sums needs for a matrix with so many columns, in bytes: some rows as float64."""
+    """Return the memory in bytes that error_sums needs for a matrix with this many columns: some rows as float64."""
     return differences.ROWS * 64 * columns
 
 
-def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes: int) -> tuple[int | None, int | None]:
-    """(n, k) of the matrix that a stored tensor belongs to, as far as the tensor shows them: None where it does not."""
+def infer_sizes(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes: int) -> tuple[int | None, int | None]:
+    """Return (n, k) of the matrix of a stored tensor; None for a size that the tensor does not determine."""
     if suffix not in suffixes(encoding):
         return None, None
     unit, at = encoding.multiple, suffixes(encoding).index(suffix)
@@ -156,13 +156,13 @@ def sizes_shown(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes:
     return n, k
 
 
-def rows_of(held: Array, n: int, rows: Rows, of_blocks: Callable[[Array], Array]) -> Array:
-    """Some rows of n, held row after row or in blocks, [n / b, ...]; of_blocks: of those needed, -> their rows."""
-    if len(held) == n:
-        return held[rows]
+def select_rows(stored: Array, n: int, rows: Rows, unpack: Callable[[Array], Array]) -> Array:
+    """Return some of n rows of an array [n / b, ...] with b rows per item; `unpack` returns the rows of items."""
+    if len(stored) == n:
+        return stored[rows]
     if not isinstance(rows, slice):
-        return of_blocks(held)[rows]
+        return unpack(stored)[rows]
     start, stop, _ = rows.indices(n)
-    each = n // len(held)
+    each = n // len(stored)
     first = start // each
-    return of_blocks(held[first : -(-stop // each)])[start - first * each : stop - first * each]
+    return unpack(stored[first : -(-stop // each)])[start - first * each : stop - first * each]

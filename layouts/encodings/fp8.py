@@ -1,7 +1,8 @@
-"""FP8 E4M3 with scales. In checkpoints one for each block, for each row, or for the whole weight; MXFP8 is FP8 whose
-scales are powers of two, stored as E8M0. Written with a float32 scale for each block of 128 x 128 (bytes.md).
+"""FP8 E4M3 with scales, and compressed-tensors' int-quantized weights (W8A8) with such scales.
 
-And compressed-tensors' int-quantized weights (W8A8), a signed byte for each code, with such scales.
+In checkpoints there is a scale per block, per row, or for the whole weight; MXFP8 is FP8 with scales that are powers of
+two, stored as E8M0. W8A8 has a signed byte per code. ktconvert writes a float32 scale per block of 128 x 128
+(bytes.md).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from ktconvert.layouts.encodings.checkpoint import (
     STACK_SCALE,
     CheckpointEncoding,
     Tensors,
-    missing,
+    absent_tensor,
     read_scales,
 )
-from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, rows_of, stored_as
-from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
+from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, has_encoding, select_rows
+from ktconvert.layouts.errors import InputError, UnsupportedError, bad_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, F64, Bytes
@@ -42,16 +43,18 @@ Grid = tuple[tuple[int, int], tuple[int, int]]
 
 
 def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]], input_major: bool | None) -> Grid:
-    """(shape of the scale grid, rows and columns of a block) for one stored 2-D weight, or for each of a 3-D one, which
-    may share a scale.
+    """Return (shape of the scale grid, rows and columns of a block) for a 2-D weight, or for each in a 3-D one.
 
-    blocks       the block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits. E8M0
-                 scales may also be of 1x32, whatever the config says, or of any block that divides the weight
-    input_major  the weight is stored [k, n], so its channels are columns; None: nothing tells it
-    Raises InputError where no reading fits both shapes, UnsupportedError where input_major must be known.
+    The weights of a 3-D one may share a scale.
+
+    blocks       block sizes that the config names; none: per channel, per tensor or 128x128, whichever fits. E8M0
+                 scales may also have blocks of 1x32, whatever the config says, or any that divides the weight
+    input_major  whether the weight is stored [k, n], so that its channels are columns; None: unknown
+
+    Raises InputError if no interpretation fits both shapes, UnsupportedError if input_major must be known.
     """
     if scale.dtype not in (*FLOATS, *E8M0):
-        raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16, F16 or E8M0")
+        raise bad_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16, F16 or E8M0")
     shape, of = scale.shape, weight.shape
     if len(of) == 3 and (shape[:1] == of[:1] or math.prod(shape) == 1):
         shape, of = shape[1:] if shape[:1] == of[:1] else (), of[1:]
@@ -62,7 +65,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
     if shape == (2,) != channels[:1] and GATE_UP in weight.name:
         if input_major is None:
             what = f"has 2 scales for each {weight.name!r}; nothing tells whether gate and up are rows or columns"
-            raise UnsupportedError.of_tensor(scale.name, what, "use the model's BF16 release")
+            raise UnsupportedError.from_tensor(scale.name, what, "use the model's BF16 release")
         halves = (1, 2) if input_major else (2, 1)
         if rows % halves[0] == columns % halves[1] == 0:
             return halves, (rows // halves[0], columns // halves[1])
@@ -87,10 +90,10 @@ def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, i
     named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
     fit = f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)}"
     remedy = "check weight_block_size in config.json, or use another release"
-    return damaged_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
+    return bad_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
 
 
-def _linear(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool], Matrix]:
+def _make_reader(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool], Matrix]:
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         weight, scale, zeros = tensors["weight"], tensors["scale"], tensors.get("zero_point")
         shape, block = grid(weight, scale, quantization.blocks, input_major)
@@ -104,15 +107,15 @@ def _fit(tensors: Tensors, quantization: Quantization, input_major: bool | None)
     return grid(tensors["weight"], tensors["scale"], quantization.blocks, input_major)[1]
 
 
-def _row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEncoding:
-    """powers: whether its scales are E8M0."""
+def _make_row(name: str, title: str, powers: bool, *input_types: str) -> CheckpointEncoding:
+    """Return a row for E4M3; powers: whether its scales are E8M0."""
 
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
         scale = tensors.get("scale")
         return (scale is not None and scale.dtype in E8M0) == powers
 
     names = {"weight": ("{t}",), "scale": ("{t}_scale_inv", "{t}_scale", "{s}.scale", "{s}.qscale_weight", STACK_SCALE)}
-    matrix, types = _linear(FP8_E4M3), input_types
+    matrix, types = _make_reader(FP8_E4M3), input_types
     return CheckpointEncoding(
         name, title, names, ("F8_E4M3",), FP8_E4M3, matrix, fit=_fit, claims=claims, input_types=types
     )
@@ -133,7 +136,7 @@ UNSCALED = CheckpointEncoding(
 
 
 def _w8a8_claims(tensors: Tensors, quantization: Quantization) -> bool:
-    """Other scales are those of 4-bit floats, two in a byte."""
+    """Return whether scales are floats; others belong to 4-bit floats, two in a byte."""
     return "scale" in tensors and tensors["scale"].dtype in FLOATS
 
 
@@ -141,11 +144,11 @@ def _w8a8_fit(tensors: Tensors, quantization: Quantization, input_major: bool | 
     block, zeros, scale = _fit(tensors, quantization, input_major), tensors.get("zero_point"), tensors["scale"]
     if zeros is None:
         if quantization.symmetric == (False,):
-            raise missing(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
+            raise absent_tensor(tensors["weight"], "zero points", f"{tensors['weight'].name}_zero_point")
         return block
     if zeros.dtype != "I8" or zeros.shape != scale.shape:
         needed = f"zero points must be I8 of shape {list(scale.shape)}, as {scale.name!r}"
-        raise damaged_tensor(zeros.name, f"is {zeros.dtype} of shape {list(zeros.shape)}; {needed}")
+        raise bad_tensor(zeros.name, f"is {zeros.dtype} of shape {list(zeros.shape)}; {needed}")
     return *block, "zero points"
 
 
@@ -155,13 +158,13 @@ W8A8 = CheckpointEncoding(
     {"weight": ("{t}",), "scale": ("{t}_scale", "{t}_scale_inv"), "zero_point": ("{t}_zero_point",)},
     ("I8",),
     INT8_SIGNED,
-    _linear(INT8_SIGNED),
+    _make_reader(INT8_SIGNED),
     fit=_w8a8_fit,
     claims=_w8a8_claims,
     optional=frozenset({"zero_point"}),
     input_types=("int8",),
 )
-IN_CHECKPOINTS = (_row("F8_E4M3", "FP8", False, "fp8"), _row("MXFP8", "MXFP8", True, "mxfp8", "fp8"))
+IN_CHECKPOINTS = (_make_row("F8_E4M3", "FP8", False, "fp8"), _make_row("MXFP8", "MXFP8", True, "mxfp8", "fp8"))
 
 
 # --- as we write it -------------------------------------------------------------------------------
@@ -172,20 +175,23 @@ NAN = 0x7F  # the code, without its sign
 SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such blocks
 
 
-def values(codes: Bytes, scales: F32) -> F32:
-    """What codes [n, k] stand for, with the scales [n, k/128] of their rows: float32, rounded once."""
+def decode_codes(codes: Bytes, scales: F32) -> F32:
+    """Return the numbers of codes [n, k] with the scales [n, k/128] of their rows: float32, rounded once."""
     with np.errstate(all="ignore"):  # of a damaged output
         numbers: F32 = E4M3[codes] * scales.repeat(BLOCK, axis=1)
     return numbers
 
 
-def is_kept(matrix: Matrix) -> bool:
-    """Whether a linear (or rows of it) is FP8 in such blocks, as NUMA parts are cut: its codes and scales stay."""
+def keeps_codes(matrix: Matrix) -> bool:
+    """Return whether a linear, or rows of it, is FP8 in blocks of 128 x 128, so that its codes and scales are kept."""
     return matrix.kind == FP8_E4M3 and matrix.block == (BLOCK, BLOCK)
 
 
 def with_positive_scales(matrix: Matrix) -> Matrix:
-    """The same numbers of a linear that is_kept: scales' signs go to the codes; zeros of a scale 0 get the scale 1."""
+    """Return the same numbers with positive scales, for a linear whose codes are kept.
+
+    Signs of scales go to the codes; codes with the scale 0 become zeros with the scale 1.
+    """
     assert matrix.scales is not None
     codes = matrix.values.copy()
     first_row, first_column = (at // BLOCK for at in matrix.origin)
@@ -201,15 +207,15 @@ def with_positive_scales(matrix: Matrix) -> Matrix:
 
 
 def source_values(matrix: Matrix) -> F32:
-    """A linear as float32 [n, k]: in BF16, unless its codes are kept."""
-    if not is_kept(matrix):
+    """Return a linear as float32 [n, k]: rounded to BF16, unless its codes are kept."""
+    if not keeps_codes(matrix):
         return differences.source_values(matrix)
     with np.errstate(all="ignore"):
         numbers: F32 = E4M3[matrix.values] * matrix.each_scale()
     return numbers
 
 
-def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
+def _make_encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         blocks = (n // BLOCK, k // BLOCK)
         codes = TensorInfo(codes_suffix, "F8_E4M3", (n // order, order * k), n * k)
@@ -220,12 +226,12 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         _pack(matrix, out[0].reshape(n // order, order * k), block_scales(out[1], n, k))
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        """The product of code and scale, rounded once."""
-        codes = rows_of(stored[0].reshape(n // order, order * k), n, rows, panels.from_panels)
-        return values(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // BLOCK])
+        """Return the products of codes and scales, rounded once."""
+        codes = select_rows(stored[0].reshape(n // order, order * k), n, rows, panels.from_panels)
+        return decode_codes(codes, block_scales(stored[1], n, k)[np.arange(n)[rows] // BLOCK])
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
-        """Against the source's own numbers where its codes are kept: BF16 would round them."""
+        """Compare with the source's own numbers if its codes are kept: BF16 would round them."""
         return differences.error_sums(matrix, lambda rows: decode(stored, *matrix.shape, rows), source_values)
 
     return Encoding(
@@ -236,7 +242,7 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
         tensors=tensors,
         quantize=quantize,
         decode=decode,
-        is_exact=lambda model: stored_as(model, SOURCES, (BLOCK, BLOCK)),
+        is_exact=lambda model: has_encoding(model, SOURCES, (BLOCK, BLOCK)),
         defects=(bad_code, _bad_scale(order)),
         scales=block_scales,
         error_sums=error_sums,
@@ -244,13 +250,13 @@ def _encoding(order: int, codes_suffix: str, scales_suffix: str) -> Encoding:
 
 
 def block_scales(last: Bytes, n: int, k: int) -> F32:
-    """Float32 [n / 128, k / 128]; a view."""
+    """Return the scales as a view, float32 [n / 128, k / 128]."""
     return last.view(np.float32).reshape(n // BLOCK, k // BLOCK)
 
 
 def _pack(matrix: Matrix, codes: Bytes, scales: F32) -> None:
-    """pack_fp8, also where scales of a kept source are negative, 0 or large: 128 rows at a time. Raises NonFinite."""
-    kept = matrix.scales if is_kept(matrix) else None
+    """Store like pack_fp8, also if a kept source has scales that are negative, 0 or large. Raise NonFinite."""
+    kept = matrix.scales if keeps_codes(matrix) else None
     if kept is None or ((kept > 0) & (kept <= LARGE_SCALE)).all():
         kernels.pack_fp8(matrix, codes, scales)
         return
@@ -266,7 +272,7 @@ def _pack(matrix: Matrix, codes: Bytes, scales: F32) -> None:
 
 
 def require_finite(matrix: Matrix) -> None:
-    """Raises kernels.NonFinite where the product of a code and a large scale is infinite in BF16."""
+    """Raise kernels.NonFinite if the product of a code and a large scale is infinite in BF16."""
     if matrix.scales is not None and (np.abs(matrix.scales) > LARGE_SCALE).any():
         differences.decode_finite(matrix)
 
@@ -278,7 +284,7 @@ def bad_code(read: Read, n: int, k: int) -> str:
 
 def _bad_scale(order: int) -> Defect:
     def bad_scale(read: Read, n: int, k: int) -> str:
-        """Every scale is finite and positive, and its products with the codes are finite in BF16."""
+        """Check that every scale is finite and positive, and its products with the codes are finite in BF16."""
         scales = read(1).view("<f4")
         wrong = ~(np.isfinite(scales) & (scales > 0))
         if wrong.any():
@@ -297,5 +303,5 @@ def _bad_scale(order: int) -> Defect:
     return bad_scale
 
 
-PANELS = _encoding(panels.ROWS, "codes", "scales")
-ROWS = _encoding(1, "weight", "weight_scale_inv")
+PANELS = _make_encoding(panels.ROWS, "codes", "scales")
+ROWS = _make_encoding(1, "weight", "weight_scale_inv")

@@ -1,4 +1,4 @@
-"""The types of ggml, which GGUF files hold: blocks of columns of a row with their scales among them."""
+"""Types of ggml, in GGUF files: blocks of columns of a row that contain their scales."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ DEQUANTIZED = (
 )
 
 
-def _row(of: GgmlType) -> CheckpointEncoding:
-    other = Kind(of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_decoder(of.name))
+def _make_row(of: GgmlType) -> CheckpointEncoding:
+    other = Kind(
+        of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_make_decoder(of.name)
+    )
     kind = GGML.get(of.name, other)
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
@@ -32,15 +34,15 @@ def _row(of: GgmlType) -> CheckpointEncoding:
         return Matrix(source.view(replace(info, dtype="U8", shape=(n, k // of.columns * of.nbytes))), kind)
 
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """NVFP4 may have a scale for the whole tensor beside it, which gguf-py does not multiply by."""
+        """Refuse NVFP4 with a scale for the whole tensor beside it, which gguf-py does not apply."""
         return of.name != "NVFP4" or "scale" not in tensors
 
     return CheckpointEncoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix, claims=claims)
 
 
-def _decoder(name: str) -> Any:
+def _make_decoder(name: str) -> Any:
     def decode(matrix: Matrix) -> F32:
-        """By gguf-py: for types that C does not read."""
+        """Decode with gguf-py a type that C does not read."""
         try:
             import gguf
         except ImportError as error:
@@ -56,4 +58,4 @@ def _decoder(name: str) -> Any:
     return decode
 
 
-IN_CHECKPOINTS = tuple(_row(of) for of in GGML_TYPES.values() if of.name in DEQUANTIZED)
+IN_CHECKPOINTS = tuple(_make_row(of) for of in GGML_TYPES.values() if of.name in DEQUANTIZED)

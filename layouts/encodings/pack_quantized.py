@@ -1,5 +1,7 @@
-"""compressed-tensors' pack-quantized integers as we write them (bytes.md): W4A16 and W8A16, which SGLang and vLLM
-load, and RAWINT4. Codes in words, stored as unsigned numbers, one scale for a group of columns of a row (words.py).
+"""compressed-tensors' pack-quantized integers as ktconvert writes them (bytes.md).
+
+W4A16 and W8A16, which SGLang and vLLM load, and RAWINT4. Codes are in words, stored as unsigned numbers, with one scale
+per group of columns of a row (words.py).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, stored_as
+from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, has_encoding
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, F64, I8, Array, Bytes
@@ -31,30 +33,30 @@ def _tensors(grid: Grid, n: int, k: int) -> tuple[TensorInfo, ...]:
     return words, TensorInfo(shape, "I64", (2,), 16), TensorInfo(scale, "BF16", (n, groups), 2 * n * groups)
 
 
-def typed(grid: Grid, stored: Sequence[Bytes], n: int, k: int) -> list[Array]:
-    """Words, shape, bits of BF16 scales of a matrix [n, k]; views."""
+def view_tensors(grid: Grid, stored: Sequence[Bytes], n: int, k: int) -> list[Array]:
+    """Return views of the words, the shape, and the bits of BF16 scales of a matrix [n, k]."""
     described = zip(stored, ("<i4", "<i8", "<u2"), _tensors(grid, n, k), strict=True)
     return [data.view(dtype).reshape(tensor.shape) for data, dtype, tensor in described]
 
 
-def pack_quantized(grid: Grid, rounding: str) -> Encoding:
-    """The encoding with this grid; how scales are chosen and quotients rounded: a row of kernels.GROUP_RULES."""
+def make_encoding(grid: Grid, rounding: str) -> Encoding:
+    """Return the encoding with this grid; `rounding` is a row of kernels.GROUP_RULES (choice of scales, rounding)."""
     bits, group = grid.bits, grid.group
     assert group is not None
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
-        words, shape, scale = typed(grid, out, *matrix.shape)
+        words, shape, scale = view_tensors(grid, out, *matrix.shape)
         shape[:] = matrix.shape
         kernels.quantize_groups(bits, matrix, words, scale, group=group, rounding=rounding)
 
     def pack(codes: I8, scales: Array, out: Sequence[Bytes]) -> None:
-        words, shape, scale = typed(grid, out, *codes.shape)
+        words, shape, scale = view_tensors(grid, out, *codes.shape)
         words[:] = packed.pack_words(bits, codes)
         shape[:] = codes.shape
         scale[:] = scales
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        words, _, scale = typed(grid, stored, n, k)
+        words, _, scale = view_tensors(grid, stored, n, k)
         return packed.dequantize_groups(bits, words[rows], scale[rows])
 
     return Encoding(
@@ -72,11 +74,11 @@ def pack_quantized(grid: Grid, rounding: str) -> Encoding:
 
 
 def all_zeros(bits: int) -> Defect:
-    """The defect of codes that would compute nothing."""
+    """Return the check for codes that would compute nothing."""
     zero = 0x88 if bits == 4 else 0x80  # a byte of codes 0
 
     def defect(read: Read, n: int, k: int) -> str:
-        """No codes are all zeros, unless the scales say that the source was; of others only the beginning is read."""
+        """Check that codes are not all zeros, unless the scales say that the source's were."""
         starts = range(0, n * k * bits // 8, CHUNK)
         if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
             return ""
@@ -101,7 +103,7 @@ SETTINGS = ("rounding", "group_size")
 # By the values of SETTINGS; the first is the default.
 W4A16, W8A16 = (
     {
-        (rounding, group): pack_quantized(replace(GROUP_GRIDS[name], group=group), rounding)
+        (rounding, group): make_encoding(replace(GROUP_GRIDS[name], group=group), rounding)
         for rounding in kernels.ROUNDINGS
         for group in GROUP_SIZES
     }
@@ -112,21 +114,21 @@ W4A16, W8A16 = (
 # --- RAWINT4: 4 bits in groups of 32 with scales of either sign, as kt-kernel reads them (bytes.md) -----------------
 
 GRID, GROUP = SIGNED_GRIDS["rawint4"], 32
-_PACKED = pack_quantized(GRID, "signed")
+_PACKED = make_encoding(GRID, "signed")
 
 
 def is_exact(model: SourceExperts) -> bool:
-    """Symmetric INT4 in groups of 32 columns with BF16 scales, in the order of the columns, keeps codes and scales."""
+    """Return whether experts are symmetric INT4 in groups of 32 neighbours with BF16 scales, which are kept."""
     layers = model.moe_layers.values()
-    return stored_as(model, ("INT4",), (GRID.bits, GROUP)) and all(
+    return has_encoding(model, ("INT4",), (GRID.bits, GROUP)) and all(
         weight.tensors["scale"].dtype == "BF16" and not moe.input_major
         for moe in layers
         for weight in moe.weights.values()
     )
 
 
-def is_kept(matrix: Matrix) -> bool:
-    """Whether a linear (or some rows of it) is symmetric INT4 in groups of 32 with BF16 scales, as RAWINT4 keeps it."""
+def keeps_codes(matrix: Matrix) -> bool:
+    """Return whether a linear, or rows of it, is symmetric INT4 in groups of 32 with BF16 scales, which are kept."""
     symmetric = matrix.kind is INT4 and matrix.zeros is None and matrix.group_of is None
     whole_groups = matrix.block == (1, GROUP) and matrix.skip == 0 and matrix.origin[1] % GROUP == 0
     if not (symmetric and whole_groups) or matrix.scales is None:
@@ -135,21 +137,21 @@ def is_kept(matrix: Matrix) -> bool:
 
 
 def source_values(matrix: Matrix) -> F32:
-    """A linear as float32 [n, k]: in BF16, unless its codes are kept."""
-    if not is_kept(matrix):
+    """Return a linear as float32 [n, k]: rounded to BF16, unless its codes are kept."""
+    if not keeps_codes(matrix):
         return differences.source_values(matrix)
-    codes = packed.fields(4, np.ascontiguousarray(matrix.values[:, : matrix.shape[1] // 2]))
+    codes = packed.unpack_codes(4, np.ascontiguousarray(matrix.values[:, : matrix.shape[1] // 2]))
     numbers: F32 = (codes.astype(np.float32) - 8) * matrix.each_scale()
     return numbers
 
 
 def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
-    if not is_kept(matrix):
+    if not keeps_codes(matrix):
         _PACKED.quantize(matrix, out)
         return
     assert matrix.scales is not None
     (n, k), (row, column) = matrix.shape, matrix.origin
-    words, shape, scales = typed(GRID, out, n, k)
+    words, shape, scales = view_tensors(GRID, out, n, k)
     words.view(np.uint8)[:] = matrix.values[:, : k // 2]
     shape[:] = n, k
     own = matrix.scales[row : row + n, column // GROUP :][:, : k // GROUP]
@@ -157,13 +159,13 @@ def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
 
 
 def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
-    """Against the source's own numbers where its codes are kept: BF16 would round them."""
+    """Return error sums against the source's own numbers if its codes are kept: BF16 would round them."""
     decode = partial(_PACKED.decode, stored, *matrix.shape)
     return differences.error_sums(matrix, decode, source_values)
 
 
 def _bad_signed_scale(read: Read, n: int, k: int) -> str:
-    """Scales of either sign, and those of 0 that a source had, are numbers."""
+    """Check that scales, of either sign or 0 as in the source, are numbers."""
     bad = (read(2).view("<u2") & 0x7FFF) >= 0x7F80
     return f"scale {int(np.argmax(bad))} is infinite or not a number" if bad.any() else ""
 

@@ -1,4 +1,4 @@
-"""Plain numbers: BF16, FP16 or float32 in checkpoints; as BF16 in rows, panels or kt-kernel's blocks (bytes.md)."""
+"""Plain numbers: BF16, FP16 or float32 in checkpoints; BF16 in rows, panels or kt-kernel's blocks in outputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, aligned
-from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, SourceExperts, rows_of
+from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_aligned
+from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, SourceExperts, select_rows
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds
@@ -21,9 +21,9 @@ from ktconvert.quantizers.reference import bf16_to_f32
 # --- in checkpoints -------------------------------------------------------------------------------
 
 
-def _row(dtype: str, title: str, kind: kinds.Kind, *input_types: str) -> CheckpointEncoding:
+def _make_row(dtype: str, title: str, kind: kinds.Kind, *input_types: str) -> CheckpointEncoding:
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> kinds.Matrix:
-        return kinds.Matrix(aligned(source, tensors["weight"]), kind)
+        return kinds.Matrix(read_aligned(source, tensors["weight"]), kind)
 
     return CheckpointEncoding(
         dtype, title, {"weight": ("{t}",)}, (dtype,), kind, matrix, quantized=False, input_types=input_types
@@ -31,29 +31,29 @@ def _row(dtype: str, title: str, kind: kinds.Kind, *input_types: str) -> Checkpo
 
 
 IN_CHECKPOINTS = (
-    _row("BF16", "BF16", kinds.BF16, "bf16"),
-    _row("F16", "FP16", kinds.FP16, "fp16"),
-    _row("F32", "F32", kinds.F32),
+    _make_row("BF16", "BF16", kinds.BF16, "bf16"),
+    _make_row("F16", "FP16", kinds.FP16, "fp16"),
+    _make_row("F32", "F32", kinds.F32),
 )
 
 
 # --- as we write them: BF16 -----------------------------------------------------------------------
 
 
-def _encoding(order: int, suffix: str) -> Encoding:
-    """order: rows of a matrix that lie in one row of its tensor, 1 or those of a panel."""
+def _make_encoding(order: int, suffix: str) -> Encoding:
+    """Return the encoding whose tensors hold `order` rows of a matrix in each of their rows: 1, or those of a panel."""
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         return (TensorInfo(suffix, "BF16", (n // order, order * k), 2 * n * k),)
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
-        """FP16 and float32 are rounded once."""
+        """Store BF16; FP16 and float32 are rounded once."""
         n, k = matrix.shape
         kernels.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // order, order * k))
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
         held = stored[0].view(np.uint16).reshape(n // order, order * k)
-        return bf16_to_f32(rows_of(held, n, rows, panels.from_panels))
+        return bf16_to_f32(select_rows(held, n, rows, panels.from_panels))
 
     return Encoding(
         "BF16",
@@ -69,7 +69,7 @@ def _encoding(order: int, suffix: str) -> Encoding:
 
 
 def is_exact(model: SourceExperts) -> bool:
-    """Experts in BF16, and in MXFP4, whose numbers all are numbers of BF16."""
+    """Return whether experts are in BF16, or in MXFP4, whose numbers all are BF16 numbers."""
     return {"BF16", "MXFP4"}.issuperset(model.dtypes)
 
 
@@ -79,12 +79,12 @@ def bad_number(read: Read, n: int, k: int) -> str:
 
 
 def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
-    """The numbers, and a file of scales, which kt-kernel wants to be there and empty."""
+    """Return the numbers, and an empty tensor of scales, whose file kt-kernel requires."""
     return TensorInfo("weight", "I8", (2 * n * k,), 2 * n * k), TensorInfo("scale", "F32", (0,), 0)
 
 
-PANELS = _encoding(panels.ROWS, "codes")
-ROWS = _encoding(1, "weight")
+PANELS = _make_encoding(panels.ROWS, "codes")
+ROWS = _make_encoding(1, "weight")
 BLOCKS = replace(
     PANELS,
     tensors=_block_tensors,

@@ -1,8 +1,8 @@
-"""Integers in words with scales for groups of columns, as checkpoints have them: compressed-tensors' pack-quantized
-(of llmcompressor and `ktconvert gpu`, and Kimi-K2's INT4), GPTQ and AWQ.
+"""Integers in words with scales for groups of columns, as checkpoints store them.
 
-pack-quantized has words along the rows, [n, k*bits/32], perhaps zero points, packed along the rows of scales, and an
-order of columns (actorder). AutoGPTQ and GPTQModel write words along the columns, [k*bits/32, n], perhaps with zero
+The formats are compressed-tensors' pack-quantized (of llmcompressor and `ktconvert gpu`, and Kimi-K2's INT4), GPTQ and
+AWQ. pack-quantized has words along the rows, [n, k*bits/32], perhaps zero points, packed along the rows of scales, and
+an order of columns (actorder). AutoGPTQ and GPTQModel write words along the columns, [k*bits/32, n], perhaps with zero
 points and an order of columns (desc_act); AutoAWQ's GEMM version writes words of 4 bits along the rows, [k, n/8], with
 zero points: nibble p of a word is row 0, 2, 4, 6, 1, 3, 5, 7 [p].
 
@@ -17,8 +17,8 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
-from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, missing, read_scales
-from ktconvert.layouts.errors import InputError, UnsupportedError, damaged_tensor
+from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, absent_tensor, read_scales
+from ktconvert.layouts.errors import InputError, UnsupportedError, bad_tensor
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I32
 from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix
@@ -34,25 +34,29 @@ BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AW
 def _columns_per_scale(
     codes: TensorInfo, scale: TensorInfo, shape: tuple[int, int], groups: int, quantization: Quantization
 ) -> int:
-    """How many columns of a linear [n, k] share a scale, where a row has `groups` scales; 0: none fit. InputError
-    where tensors or config disagree, UnsupportedError for groups that do not divide a row.
+    """Return how many columns of a linear [n, k] share a scale if a row has `groups` scales (0: none fit).
+
+    Raises InputError if tensors or config disagree, UnsupportedError for groups that do not divide a row.
     """
     n, k = shape
     if scale.dtype not in FLOATS:
-        raise damaged_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16 or F16")
+        raise bad_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16 or F16")
     named = [size for size in quantization.groups if groups == -(-k // size)]
     if groups and (k % groups or (groups > 1 and named and all(k % size for size in named))):
         what = f": groups of {max(named, default=k // groups)} columns do not divide the {k} columns of {codes.name!r}"
-        raise UnsupportedError.of_tensor(scale.name, what, "use the model's BF16 or FP8 (E4M3) release")
+        raise UnsupportedError.from_tensor(scale.name, what, "use the model's BF16 or FP8 (E4M3) release")
     if not groups or (groups > 1 and quantization.groups and not named):
         sizes = " or ".join(map(str, quantization.groups)) or "any size"
         what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}"
-        raise damaged_tensor(scale.name, what, "check group_size in config.json, or use another release")
+        raise bad_tensor(scale.name, what, "check group_size in config.json, or use another release")
     return k // groups
 
 
-def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: int) -> I32 | None:
-    """The group of each column, by g_idx; None where neighbours share one, or all are -1. InputError: sizes differ."""
+def _read_order(source: TensorSource, stored: TensorInfo | None, group: int) -> I32 | None:
+    """Return the group of each column, by g_idx; None if neighbours share one, or all are -1.
+
+    Raises InputError for groups of different sizes.
+    """
     if stored is None:
         return None
     order = np.array(source.view(stored), np.int32)
@@ -61,21 +65,21 @@ def _order_of_columns(source: TensorSource, stored: TensorInfo | None, group: in
         return None
     if not (np.sort(order) == plain).all():
         what = f"must name each of {order.size // group} groups for {group} columns"
-        raise damaged_tensor(stored.name, what, path=source.path(stored))
+        raise bad_tensor(stored.name, what, path=source.path(stored))
     return order
 
 
 def _require_matrix(codes: TensorInfo) -> None:
     if len(codes.shape) != 2 or 0 in codes.shape:
-        raise damaged_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
+        raise bad_tensor(codes.name, f"has shape {list(codes.shape)}, but must be a matrix of words")
 
 
 def _require_shape(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int, ...]) -> None:
-    """Raises InputError where there is such a tensor beside the codes and it is not I32 of this shape."""
+    """Raise InputError for a tensor beside the codes that is not I32 of this shape."""
     if info is not None and (info.dtype, info.shape) != ("I32", shape):
         needed = f"by {codes.name!r} and its scales it must be I32 of shape {list(shape)}"
         what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
-        raise damaged_tensor(info.name, what)
+        raise bad_tensor(info.name, what)
 
 
 # --- pack-quantized -------------------------------------------------------------------------------
@@ -84,9 +88,9 @@ WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
 WIDTHS = ((4, INT4), (8, INT8))
 
 
-def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
+def _make_pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """The width of the codes is the config's, else 4; narrow_to_weight leaves it one."""
+        """Use the config's width of codes, else 4; narrow_to_weight leaves only one width."""
         if quantization.method not in ("", PACKER, QUANT_METHOD):
             return False
         if tensors["packed"].dtype == "U8" and ("scale" not in tensors or tensors["scale"].dtype not in FLOATS):
@@ -100,30 +104,30 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
 
     def fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
-        group = _packed_group(tensors, n, k, quantization)
+        group = _group_of_words(tensors, n, k, quantization)
         codes, zeros, order = tensors["packed"], tensors.get("zero_point"), tensors.get("g_idx")
         stem = codes.name.removesuffix("packed")
         if zeros is None and quantization.symmetric == (False,):
-            raise missing(codes, "zero points", f"{stem}zero_point")
+            raise absent_tensor(codes, "zero points", f"{stem}zero_point")
         if order is None and quantization.ordered == (True,) and group < k:
-            raise missing(codes, "an order of its columns (actorder)", f"{stem}g_idx")
+            raise absent_tensor(codes, "an order of its columns (actorder)", f"{stem}g_idx")
         _require_shape(codes, zeros, (-(-n * bits // 32), k // group))
         _require_shape(codes, order, (k,))
         return (bits, group, *(role for role in ("zero_point", "g_idx") if role in tensors))
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         n, k = shape(tensors, quantization)
-        group = _packed_group(tensors, n, k, quantization)
+        group = _group_of_words(tensors, n, k, quantization)
         about, zeros = tensors["shape"], tensors.get("zero_point")
         if (recorded := np.array(source.view(about)).tolist()) != [n, k]:
             what = f"says {recorded}, its codes are for {[n, k]}"
-            raise damaged_tensor(about.name, what, path=source.path(about))
+            raise bad_tensor(about.name, what, path=source.path(about))
         codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
         scales = read_scales(source, tensors["scale"], (n, k // group))
         points = None
         if zeros is not None:
-            points = np.ascontiguousarray(packed.fields(bits, source.view(zeros).T).T[:n], np.float32)
-        order = _order_of_columns(source, tensors.get("g_idx"), group)
+            points = np.ascontiguousarray(packed.unpack_codes(bits, source.view(zeros).T).T[:n], np.float32)
+        order = _read_order(source, tensors.get("g_idx"), group)
         return Matrix(codes, kind, scales, (1, group), zeros=points, group_of=order)
 
     name, optional = kind.name.upper(), frozenset({"zero_point", "g_idx"})
@@ -136,7 +140,7 @@ def _pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
 
 
 def narrow_to_weight(source: TensorSource, tensors: Tensors, quantization: Quantization) -> Quantization:
-    """Return the quantization of one weight: where the config does not name one width, its weight_shape tells it.
+    """Return the quantization of one weight: if the config does not name a single width, weight_shape determines it.
 
     Raises InputError for a weight_shape that contradicts the words.
     """
@@ -151,16 +155,16 @@ def narrow_to_weight(source: TensorSource, tensors: Tensors, quantization: Quant
         widths = " or ".join(map(str, named))
         what = f"says {columns} columns, and {codes.name!r} of shape {list(codes.shape)} has others with {widths} bits"
         remedy = "check num_bits in config.json, or download both again"
-        raise damaged_tensor(about.name, what, remedy, source.path(about))
+        raise bad_tensor(about.name, what, remedy, source.path(about))
     return replace(quantization, bits=tuple(bits))
 
 
 def _require_two(about: TensorInfo) -> None:
     if about.dtype not in ("I64", "I32") or about.shape != (2,):
-        raise damaged_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
+        raise bad_tensor(about.name, f"is {about.dtype} of shape {list(about.shape)}; must be two I64")
 
 
-def _packed_group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
+def _group_of_words(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
     codes, scale = tensors["packed"], tensors["scale"]
     _require_two(tensors["shape"])
     groups = scale.shape[1] if len(scale.shape) == 2 and scale.shape[0] == n else 0
@@ -170,9 +174,9 @@ def _packed_group(tensors: Tensors, n: int, k: int, quantization: Quantization) 
 # --- GPTQ -----------------------------------------------------------------------------------------
 
 
-def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
+def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
     def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """The row of 4 bits has the sentences for other widths and formats."""
+        """Claim all widths but 8 for the row of 4 bits, which has the messages for other widths and formats."""
         if quantization.method not in ("", GPTQ):
             return False
         return (_width(tensors, quantization) == 8) == (bits == 8)
@@ -181,38 +185,38 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
         codes, width = tensors["qweight"], _width(tensors, quantization)
         if quantization.format and quantization.format not in FORMATS:
             what = f": checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
-            raise UnsupportedError.of_tensor(codes.name, what)
+            raise UnsupportedError.from_tensor(codes.name, what)
         _require_matrix(codes)
         if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
             named = " or ".join(map(str, quantization.bits)) or "4 or 8"
             what = f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {named} bits"
-            raise damaged_tensor(codes.name, what, "check bits in config.json, or use another release")
+            raise bad_tensor(codes.name, what, "check bits in config.json, or use another release")
         if width != bits:
-            raise UnsupportedError.of_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
+            raise UnsupportedError.from_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
         return codes.shape[1], codes.shape[0] * 32 // bits
 
     def fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
         n, k = shape(tensors, quantization)
-        group = group_of_scales(tensors, n, k, quantization)
+        group = gptq_group(tensors, n, k, quantization)
         codes, zeros, order = tensors["qweight"], tensors.get("qzeros"), tensors.get("g_idx")
         stem = codes.name.removesuffix("qweight")
         if zeros is None and False in quantization.symmetric:
-            raise missing(codes, "zero points (sym: false)", f"{stem}qzeros")
+            raise absent_tensor(codes, "zero points (sym: false)", f"{stem}qzeros")
         if order is None and True in quantization.ordered and group < k:
-            raise missing(codes, "an order of its columns (desc_act)", f"{stem}g_idx")
+            raise absent_tensor(codes, "an order of its columns (desc_act)", f"{stem}g_idx")
         _require_shape(codes, zeros, (k // group, -(-n * bits // 32)))
         _require_shape(codes, order, (k,))
         if zeros is not None and not quantization.format and quantization.symmetric == (False,):
-            raise InputError(_which_format(zeros))
+            raise InputError(_explain_unknown_format(zeros))
         return bits, group, quantization.format, *tensors
 
     def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         n, k = shape(tensors, quantization)
-        group = group_of_scales(tensors, n, k, quantization)
+        group = gptq_group(tensors, n, k, quantization)
         stored = tensors.get("qzeros")
-        zeros = None if stored is None else _zeros(source, stored, bits, n, quantization)
-        order = _order_of_columns(source, tensors.get("g_idx"), group)
-        return replace(_of_columns(source, tensors, kind, (k // group, n), group), zeros=zeros, group_of=order)
+        zeros = None if stored is None else _read_zeros(source, stored, bits, n, quantization)
+        order = _read_order(source, tensors.get("g_idx"), group)
+        return replace(_read_transposed(source, tensors, kind, (k // group, n), group), zeros=zeros, group_of=order)
 
     name, title, optional = f"GPTQ_INT{bits}", f"GPTQ ({bits} bits)", frozenset({"qzeros", "g_idx"})
     memory, types = {"scales": 8, "qzeros": 96, "g_idx": 20}, ("gptq",)
@@ -221,22 +225,22 @@ def _gptq(bits: int, kind: Kind) -> CheckpointEncoding:
     )
 
 
-def _of_columns(source: TensorSource, tensors: Tensors, kind: Kind, shape: tuple[int, int], group: int) -> Matrix:
-    """A linear whose words and scales [groups, n] are stored transposed."""
+def _read_transposed(source: TensorSource, tensors: Tensors, kind: Kind, shape: tuple[int, int], group: int) -> Matrix:
+    """Return a linear whose words and scales [groups, n] are stored transposed."""
     scales = np.ascontiguousarray(read_scales(source, tensors["scales"], shape).T)
     return Matrix(source.view(tensors["qweight"]).view(np.uint32).T, kind, scales, (1, group))
 
 
-def _zeros(source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization) -> F32:
-    """Zero points, as codes: float32 [n, groups]. Where no config says how they are stored, all are in the middle."""
+def _read_zeros(source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization) -> F32:
+    """Return zero points as codes, float32 [n, groups]. If no config names their format, all must be central."""
     for name in [quantization.format] if quantization.format else FORMATS:
         points = packed.gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
         if quantization.format or (points == 1 << (bits - 1)).all():
             return np.ascontiguousarray(points.T, np.float32)
-    raise InputError(f"{source.path(stored)}: {_which_format(stored)}")
+    raise InputError(f"{source.path(stored)}: {_explain_unknown_format(stored)}")
 
 
-def _which_format(zeros: TensorInfo) -> str:
+def _explain_unknown_format(zeros: TensorInfo) -> str:
     return (
         f"tensor {zeros.name!r}: no config says whether it holds zero points less one or as they are, and the weights "
         'differ; write {"checkpoint_format": "gptq"} (less one: AutoGPTQ, and most files) or {"checkpoint_format": '
@@ -245,8 +249,9 @@ def _which_format(zeros: TensorInfo) -> str:
 
 
 def _width(tensors: Tensors, quantization: Quantization) -> float:
-    """Bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along columns); else the config's, 0 if
-    it names several.
+    """Return the bits of a code, by g_idx (k codes along the rows of qweight) or qzeros (n along columns).
+
+    Else it is the config's, or 0 if it names several.
     """
     codes, order, zeros = tensors["qweight"], tensors.get("g_idx"), tensors.get("qzeros")
     if len(codes.shape) == 2 and 0 not in codes.shape:
@@ -257,8 +262,8 @@ def _width(tensors: Tensors, quantization: Quantization) -> float:
     return quantization.bits[0] if len(quantization.bits) == 1 else 0 if quantization.bits else 4
 
 
-def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
-    """Columns that share a scale of `scales` [groups, n]. Raises as columns_per_scale."""
+def gptq_group(tensors: Tensors, n: int, k: int, quantization: Quantization) -> int:
+    """Return how many columns share a scale of `scales` [groups, n]. Raise errors as _columns_per_scale does."""
     scales = tensors["scales"]
     groups = scales.shape[0] if len(scales.shape) == 2 and scales.shape[1] == n else 0
     return _columns_per_scale(tensors["qweight"], scales, (n, k), groups, quantization)
@@ -268,7 +273,7 @@ def group_of_scales(tensors: Tensors, n: int, k: int, quantization: Quantization
 
 
 def _awq_claims(tensors: Tensors, quantization: Quantization) -> bool:
-    """Where no config says what they are, eight times as many scales as words in a row are AWQ's."""
+    """Claim weights by the config; without one, if a row has eight times as many scales as words."""
     if quantization.method:
         return quantization.method == AWQ
     codes, scales = tensors["qweight"], tensors.get("scales")
@@ -283,25 +288,25 @@ def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         version = "gemv"  # whose scales are [n, groups]
     if version not in GEMM:
         what = f": the order of AWQ's version {version!r} is not an input; {BETTER}"
-        raise UnsupportedError.of_tensor(codes.name, what)
+        raise UnsupportedError.from_tensor(codes.name, what)
     if quantization.bits and 4 not in quantization.bits:
         named = ", ".join(map(str, quantization.bits))
-        raise UnsupportedError.of_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
+        raise UnsupportedError.from_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
     return 8 * codes.shape[1], codes.shape[0]
 
 
 def _awq_fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
     n, k = _awq_shape(tensors, quantization)
-    group = group_of_scales(tensors, n, k, quantization)
+    group = gptq_group(tensors, n, k, quantization)
     _require_shape(tensors["qweight"], tensors["qzeros"], (k // group, n // 8))
     return 4, group
 
 
 def _awq_matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
     n, k = _awq_shape(tensors, quantization)
-    group = group_of_scales(tensors, n, k, quantization)
-    zeros = np.ascontiguousarray(packed.awq_fields(source.view(tensors["qzeros"])).T, np.float32)
-    return replace(_of_columns(source, tensors, INT4_AWQ, (k // group, n), group), zeros=zeros)
+    group = gptq_group(tensors, n, k, quantization)
+    zeros = np.ascontiguousarray(packed.unpack_awq(source.view(tensors["qzeros"])).T, np.float32)
+    return replace(_read_transposed(source, tensors, INT4_AWQ, (k // group, n), group), zeros=zeros)
 
 
 AWQ_INT4 = CheckpointEncoding(
@@ -317,5 +322,5 @@ AWQ_INT4 = CheckpointEncoding(
     item_bytes={"scales": 8, "qzeros": 96},
     input_types=("awq",),
 )
-PACK_QUANTIZED = tuple(_pack_quantized(bits, kind) for bits, kind in WIDTHS)
-GPTQ_AWQ = (AWQ_INT4, _gptq(4, INT4_WORDS), _gptq(8, INT8_WORDS))
+PACK_QUANTIZED = tuple(_make_pack_quantized(bits, kind) for bits, kind in WIDTHS)
+GPTQ_AWQ = (AWQ_INT4, _make_gptq(4, INT4_WORDS), _make_gptq(8, INT8_WORDS))

@@ -1,1 +1,1 @@
-"""How a file appears, is mapped, and is laid out before it is written."""
+"""Files: their layout before they are written, direct writing, atomic publishing, and memory maps."""

@@ -1,4 +1,4 @@
-"""New files of known size, written past the page cache, and of rows of BF16; what is said where a disk is full."""
+"""New files of known size, written past the page cache; files of BF16 rows; errors for a full disk."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FULL = {
 
 
 @contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
+def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn 'no space', 'quota' and 'file too large' into a ResourceError that names the file."""
     try:
         yield
@@ -43,8 +43,8 @@ def no_space_sentence(path: Path | str, error: OSError) -> str:
     return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
 
 
-def aligned_buffer(nbytes: int) -> Bytes:
-    """Zeroed bytes on pages of their own, as direct writes need them; uint8 [nbytes]."""
+def allocate_aligned(nbytes: int) -> Bytes:
+    """Return zeroed bytes on pages of their own, uint8 [nbytes], as direct writes need them."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
 
 
@@ -63,23 +63,23 @@ def reserve_space(fd: int, nbytes: int) -> None:
 class DirectFile:
     """A new file of known size, written past the page cache where the file system allows it.
 
-    Its space is reserved first. `append` hashes in file order; `write_at` may be called from any thread for whole pages
-    that `skip` then hashes. close() cuts the padding off and syncs. ResourceError: the disk, quota or limit is full.
+    Its space is reserved first. `append` hashes in file order; any thread may call `write_at` for whole pages, which
+    `skip` then hashes. `close` truncates the padding and syncs. Raises ResourceError for a full disk, quota or limit.
     """
 
     def __init__(self, path: Path, size: int) -> None:
         self.path, self.size, self.sha256 = path, size, hashlib.sha256()
-        self._staging = aligned_buffer(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
+        self._staging = allocate_aligned(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
         self._staged = self._offset = 0
-        with explained(path):
+        with explain_full_disk(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._direct = self._set_direct(True)
             reserve_space(self._fd, -(-size // ALIGNMENT) * ALIGNMENT)
 
     def write_at(self, offset: int, data: Bytes) -> None:
-        """Write whole pages (offset, length and address multiples of ALIGNMENT) without hashing."""
+        """Write whole pages without hashing them; offset, length and address are multiples of ALIGNMENT."""
         view, done = memoryview(data.data), 0
-        with explained(self.path):
+        with explain_full_disk(self.path):
             while done < len(view):
                 direct = self._direct  # before the write: another thread may give it up meanwhile
                 try:
@@ -90,7 +90,10 @@ class DirectFile:
                     self._direct = self._set_direct(False)
 
     def _set_direct(self, direct: bool) -> bool:
-        """Begin or end direct writes; whether they are direct now. Not by open(): it may fail and leave the file."""
+        """Start or stop direct writes and return whether writes are direct now.
+
+        Not done by open(), which may fail and leave the file behind.
+        """
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
@@ -126,7 +129,7 @@ class DirectFile:
         self._offset += data.size
 
     def close(self) -> str:
-        with explained(self.path):
+        with explain_full_disk(self.path):
             self._flush()
             if self._offset != self.size:
                 raise AssertionError(f"{self.path}: {self._offset} bytes written, {self.size} planned")
@@ -153,21 +156,21 @@ def umask() -> int:
 
 
 def readable_mode() -> int:
-    """0666 less the user's umask: the account that serves the model must be able to read it."""
+    """Return 0666 less the user's umask: the account that serves the model must be able to read the file."""
     return 0o666 & ~umask()
 
 
 class RowFile:
-    """`count` rows of `width` BF16 values (as their bits), row after row and nothing else. Use as a context manager.
+    """A file of `count` rows of `width` BF16 values (as bits), row after row, without a header; a context manager.
 
-    A new file has its space reserved at once. Raises ResourceError when the disk is full, InputError for another size.
+    The space of a new file is reserved at once. Raises ResourceError if the disk is full, InputError for a wrong size.
     """
 
     def __init__(self, path: Path, count: int, width: int, *, new: bool) -> None:
         self.path, self.count, self.width = path, count, width
         size = 2 * count * width
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDONLY
-        with explained(path):
+        with explain_full_disk(path):
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
             if new:
                 reserve_space(self._fd, size)
@@ -176,7 +179,7 @@ class RowFile:
             raise InputError(f"{path}: has another size than {count} rows of {width}; remove it and resume.")
 
     def read(self, start: int, stop: int) -> U16:
-        """Rows start..stop-1, uint16 [stop - start, width]."""
+        """Return rows start..stop-1, uint16 [stop - start, width]."""
         rows = np.empty((stop - start, self.width), np.uint16)
         view, at = rows.reshape(-1).view(np.uint8).data, 2 * start * self.width
         while view:
@@ -187,15 +190,15 @@ class RowFile:
         return rows
 
     def write(self, start: int, rows: U16) -> None:
-        """Put rows, uint16 [n, width], from row `start` on."""
+        """Write rows, uint16 [n, width], from row `start` on."""
         view, at = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, 2 * start * self.width
-        with explained(self.path):
+        with explain_full_disk(self.path):
             while view:
                 put = os.pwrite(self._fd, view, at)
                 view, at = view[put:], at + put
 
     def sync(self) -> None:
-        with explained(self.path):
+        with explain_full_disk(self.path):
             os.fsync(self._fd)
 
     def close(self) -> None:

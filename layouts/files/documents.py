@@ -1,4 +1,4 @@
-"""JSON documents that we wrote ourselves, read without trusting them: each a msgspec.Struct."""
+"""JSON documents that ktconvert wrote, read without trusting them: each is a msgspec.Struct."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # since the epoch, o
 
 
 def read(data: bytes, kind: type[Kind]) -> Kind:
-    """A document of this type. Raises ValueError, naming the field, for any other."""
+    """Decode a document of this type. Raise ValueError, naming the field, for any other document."""
     try:
         document: Kind = _decoder(kind).decode(data)  # type: ignore[arg-type]
         return document
@@ -26,16 +26,16 @@ def read(data: bytes, kind: type[Kind]) -> Kind:
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """A value as this type. Raises msgspec.ValidationError for any other."""
+    """Convert a value to this type. Raise msgspec.ValidationError if it is none."""
     with _describing:
         return msgspec.convert(value, kind)
 
 
-def one_line(document: msgspec.Struct) -> bytes:
+def encode_line(document: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document, enc_hook=float), indent=0) + b"\n"
 
 
-def indented(document: msgspec.Struct) -> bytes:
+def encode_indented(document: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=2) + b"\n"
 
 
@@ -51,7 +51,7 @@ def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def parse(data: bytes) -> Any:
-    """The JSON value. Raises ValueError for any malformed document."""
+    """Decode a JSON value. Raise ValueError for any malformed document."""
     try:
         return json.loads(data)
     except RecursionError:
@@ -59,7 +59,7 @@ def parse(data: bytes) -> Any:
 
 
 def require_plain(value: Any, levels: int = 64) -> None:
-    """Raise ValueError for a value that is nested too deeply to be walked, or holds lone surrogates."""
+    """Raise ValueError for a value that is nested too deeply to be walked, or contains lone surrogates."""
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, dict | list):

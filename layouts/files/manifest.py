@@ -1,4 +1,4 @@
-"""manifest.json: an output's files, its source and its settings; enough to verify it without its source."""
+"""manifest.json: the files, source and settings of an output; enough to verify it without its source."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_NAME = 255  # bytes, on Linux
 
 
 class SourceFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What tells an input file from another. mtime_ns is compared on resume, but is no part of any output."""
+    """Identity of an input file. mtime_ns is compared on resume, but is not part of any output."""
 
     name: str
     size: Number
@@ -30,13 +30,13 @@ class SourceFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
     blob: str | None = None
     sha256: str | None = None
 
-    def lasting(self) -> SourceFile:
-        """The identity that a copied checkpoint keeps; goes into the manifest."""
+    def without_mtime(self) -> SourceFile:
+        """Return the identity that a copied checkpoint keeps, as the manifest records it."""
         return msgspec.structs.replace(self, mtime_ns=None)
 
 
 class OutputFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A file of the output, with the number of its tensors if it is a shard."""
+    """A file of the output; for a shard also the number of its tensors."""
 
     name: str
     size: Number
@@ -55,7 +55,10 @@ class WrittenBy(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """manifest.json; settings and model (facts) are as CheckedManifest says; sha256: `digest` of all the rest."""
+    """Contents of manifest.json; settings and model (facts) are checked as CheckedManifest.
+
+    sha256  the `digest` of everything else
+    """
 
     format: ManifestFormat
     tool: WrittenBy
@@ -70,9 +73,9 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 # --- what settings and facts must be, where they are there ----------------------------------------
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
-# No model has more experts or NUMA parts; objects for more of them would fill the memory.
+# No model has more experts or NUMA slices; objects for more of them would fill the memory.
 Experts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 16)]
-Parts = Annotated[int, msgspec.Meta(ge=1, lt=1 << 10)]
+NumaCount = Annotated[int, msgspec.Meta(ge=1, lt=1 << 10)]
 
 
 class ManifestSettings(Struct):
@@ -108,17 +111,17 @@ class ManifestFacts(Struct):
     backward: bool = False
     layers: tuple[Index, ...] = ()
     kept_layers: tuple[Index, ...] = ()
-    numa: Parts = 1
+    numa: NumaCount = 1
     quant_method: str = ""
     scale: str = ""
-    resplit_from: tuple[Parts, ...] = ()
+    resplit_from: tuple[NumaCount, ...] = ()
     experts: Experts | tuple[Experts, ...] | str = 1
     hidden: Count | tuple[Count, ...] | str = 1
     intermediate: Count | tuple[Count, ...] | str = 1
 
 
 class CheckedManifest(Struct):
-    """The part of a manifest that is checked beyond its form."""
+    """The fields of a manifest whose values are checked."""
 
     settings: ManifestSettings
     model: ManifestFacts
@@ -149,7 +152,7 @@ def encode(
     source: tuple[SourceFile, ...],
     files: list[OutputFile],
 ) -> bytes:
-    """The manifest. No time stamps, no paths: same input and options, same bytes."""
+    """Return manifest.json without time stamps and paths: equal input and options give equal bytes."""
     tool, files = WrittenBy("ktconvert", tool_version), sorted(files, key=lambda f: f.name)
     about: dict[str, Any] = {"command": command, "settings": dict(settings), "model": dict(facts)}
     manifest = Manifest(format=ManifestFormat(), tool=tool, **about, source=source, files=tuple(files))
@@ -158,18 +161,21 @@ def encode(
 
 
 def digest(document: Mapping[str, Any]) -> str:
-    """The sha256, in hex, of what a manifest says: of its JSON without white space and `sha256`, with sorted names."""
+    """Return the sha256, in hex, of a manifest's JSON without white space and `sha256`, with sorted names."""
     content = {key: value for key, value in document.items() if key != "sha256"}
     return publish.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def actual_digest(manifest: Manifest) -> str:
-    """The `digest` of what a manifest says now: its `sha256` is that of what it said when it was written."""
+    """Return the `digest` of a manifest's current contents; its `sha256` is that of its contents when written."""
     return digest(msgspec.to_builtins(manifest))
 
 
 def read(folder: Path) -> Manifest | None:
-    """An output's manifest, None where there is none. Raises VerificationError for one that is damaged or too new."""
+    """Read an output's manifest; return None if there is none.
+
+    Raises VerificationError for one that is damaged or too new.
+    """
     path = folder / NAME
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Files as read-only memory: mapped once per process, named for the message that a page which cannot be read gives."""
+"""Read-only memory maps, one per file and process, that name their file in SIGBUS messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class MappedFiles:
-    """Maps files at their first use, in any thread. may_lose: as in sigbus.register_mapping."""
+    """Files that are mapped at their first use, in any thread. may_lose: as in sigbus.register_mapping."""
 
     def __init__(self, may_lose: bool = False) -> None:
         self._maps: dict[Path, Mapping] = {}
@@ -26,7 +26,10 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def map(self, path: Path, size: int) -> mmap.mmap:
-        """The file's bytes. InputError if it cannot be mapped or its size changed, ResourceError at a limit."""
+        """Return the file's bytes.
+
+        Raises InputError if the file cannot be mapped or its size changed, ResourceError at a limit of the process.
+        """
         with self._lock:
             mapped = self._maps.get(path)
             if mapped is None:
@@ -46,14 +49,14 @@ class MappedFiles:
         return path in self._maps
 
     def close(self) -> None:
-        """Lets go of the files; each is unmapped when the last view of it goes."""
+        """Forget the files; each is unmapped when its last view is freed."""
         # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
         with self._lock:
             self._maps.clear()
 
 
 class Mapping(mmap.mmap):
-    """A mapped file, known by its name until it is unmapped: afterwards others may be mapped where it was."""
+    """A mapped file that is registered under its name until it is unmapped; then other files may use its addresses."""
 
     # Kept here because at exit the module's globals may be cleared before the last mappings are freed.
     _unregister = staticmethod(sigbus.unregister_mapping)
@@ -70,7 +73,7 @@ class Mapping(mmap.mmap):
 
 
 def _map(path: Path, size: int) -> Mapping:
-    """A mapping keeps a file open: where too many are, this process's own limit is raised as far as it may."""
+    """Map a file; if too many files are open, raise this process's own limit as far as allowed."""
     try:
         with path.open("rb") as f:
             if os.fstat(f.fileno()).st_size != size:

@@ -1,4 +1,4 @@
-"""How files appear under their names, and go: written aside, synced, renamed, so that all is seen or nothing."""
+"""Atomic creation and removal of files: written under a temporary name, synced, renamed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError, OutputError
-from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explained, readable_mode, umask
+from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explain_full_disk, readable_mode, umask
 
 WORK_FOLDER = ".ktconvert"  # folder in an output where an unfinished conversion works
 REMOVALS = 10  # tries
@@ -25,7 +25,7 @@ AT_FDCWD = -100
 
 
 def make_readable(path: Path) -> None:
-    """Give a file of another process, or a folder of files, the mode that it would have from this one, if we may."""
+    """Give a file or folder that another process made the mode that it would have from this one, if permitted."""
     mode = readable_mode()
     for each in (path, *(path.rglob("*") if path.is_dir() else ())):
         own = mode | 0o111 & ~umask() if each.is_dir() else mode
@@ -36,8 +36,11 @@ def make_readable(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> str:
-    """Write a small file, in place of one of this name; its sha256. Without `sync`, for sync_tree, none may exist."""
-    with explained(path):
+    """Write a small file and return its sha256.
+
+    sync  sync it, and replace a file of this name; else the name must be new, and sync_tree must follow
+    """
+    with explain_full_disk(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if sync else os.O_EXCL)
         fd = os.open(path, flags, readable_mode())
         try:
@@ -61,8 +64,11 @@ def sha256_file(path: Path) -> str:
 
 
 def copy_file(source: Path, path: Path) -> tuple[int, str]:
-    """Copy a companion file, synced; its size in bytes and sha256. Raises InputError if it becomes shorter."""
-    with explained(path), source.open("rb") as file:
+    """Copy a companion file, sync it, and return its size in bytes and sha256.
+
+    Raises InputError if the source becomes shorter.
+    """
+    with explain_full_disk(path), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         with DirectFile(path, size) as target:
             left = size
@@ -75,7 +81,7 @@ def copy_file(source: Path, path: Path) -> tuple[int, str]:
 
 
 @contextlib.contextmanager
-def _opened_folder(path: Path) -> Iterator[int]:
+def _open_folder(path: Path) -> Iterator[int]:
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield fd
@@ -84,20 +90,20 @@ def _opened_folder(path: Path) -> Iterator[int]:
 
 
 def sync_folder(path: Path) -> None:
-    with _opened_folder(path) as fd:
+    with _open_folder(path) as fd:
         os.fsync(fd)
 
 
 def sync_tree(path: Path) -> None:
-    """Make a folder and everything below it durable, by one call for the whole file system."""
-    with explained(path), _opened_folder(path) as fd:
+    """Make a folder and everything below it durable, with one call for the whole file system."""
+    with explain_full_disk(path), _open_folder(path) as fd:
         if ctypes.CDLL(None, use_errno=True).syncfs(fd):
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code), str(path))
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it, as far as they are missing, durably."""
+    """Make a folder and its missing parents, durably."""
     if not path.is_dir():
         make_folder(path.parent)
         path.mkdir(exist_ok=True)
@@ -105,14 +111,16 @@ def make_folder(path: Path) -> None:
 
 
 def publish(partial: Path, final: Path) -> None:
-    with explained(final):
+    with explain_full_disk(final):
         partial.rename(final)
         sync_folder(final.parent)
 
 
 def publish_new(partial: Path, final: Path) -> bool:
-    """Give a synced file a name that nothing has, or leave all as it is; whether it was given. It keeps its first name,
-    too, where there are hard links. Raises OutputError where there are neither these nor renames that do not replace.
+    """Give a synced file a name if nothing has that name; return whether it was given.
+
+    With hard links the file keeps its first name, too. Raises OutputError on file systems that have neither hard links
+    nor renames that do not replace.
     """
     try:
         os.link(partial, final)
@@ -147,9 +155,10 @@ def require_replaceable(path: Path) -> None:
     raise OutputError(f"{path}: lies there already, and ktconvert did not write it; move it away or give another name.")
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file, with MARK near its beginning or end, under its final name: all of it is seen, or nothing. A
-    link stays one. Raises OutputError where something lies there that was not written like this.
+def write_marked_file(path: Path, data: bytes) -> None:
+    """Write a small file atomically under its final name; `data` contains MARK near its beginning or end.
+
+    A symbolic link stays one. Raises OutputError if the name belongs to a file without MARK.
     """
     assert MARK.encode() in data[:MARKED] + data[-MARKED:]
     path = Path(os.path.realpath(path.expanduser()))
@@ -163,14 +172,14 @@ def write_whole(path: Path, data: bytes) -> None:
         raise
 
 
-def place(source: Path, target: Path) -> None:
-    """Let a stored file (or folder of files) appear under a second name: hard links, or else a rename."""
+def link_or_move(source: Path, target: Path) -> None:
+    """Give a stored file, or folder of files, a second name: by hard links, or else by renaming."""
     if source.is_dir():
         target.mkdir(exist_ok=True)
         for child in sorted(source.iterdir()):
-            place(child, target / child.name)
+            link_or_move(child, target / child.name)
         return
-    with explained(target):
+    with explain_full_disk(target):
         if target.exists():
             if target.samefile(source):
                 return
@@ -183,8 +192,8 @@ def place(source: Path, target: Path) -> None:
             source.rename(target)
 
 
-def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
-    """Remove all files below a folder but these, and folders left empty; entries to spare are not entered."""
+def remove_all_but(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
+    """Remove all files below a folder except `names`, and empty folders; entries in `spare` are not entered."""
     for path in sorted(folder.rglob("*"), reverse=True):
         name = path.relative_to(folder)
         if name.parts[0] in spare:
@@ -197,8 +206,10 @@ def keep_only(folder: Path, names: Collection[str], spare: Collection[str] = ())
 
 
 def exchange(new: Path, old: Path, aside: Path) -> None:
-    """Swap two names: in one step, or by way of `aside` where the file system cannot (network shares, FAT), replacing
-    what lies there. Cut off in the second way, `old` may be missing: it is in `aside` then.
+    """Swap two names, in one step if the file system can do so.
+
+    Else (network shares, FAT) `old` first replaces `aside`. If that is interrupted, `old` may be missing and is in
+    `aside`.
     """
     if _renameat2(new, old, RENAME_EXCHANGE):
         remove_tree(aside)
@@ -213,13 +224,13 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
 
 
 def _renameat2(new: Path, old: Path, flag: int) -> int:
-    """0, or -1 and the reason in ctypes' errno."""
+    """Return 0, or -1 with the reason in ctypes' errno."""
     libc = ctypes.CDLL(None, use_errno=True)
     return int(libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag))
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a file or folder of ours, if it is there, even while another process adds to it."""
+    """Remove a file or folder of ours if it exists, even while another process adds files to it."""
     if path.is_symlink() or path.is_file():
         path.unlink()
         return

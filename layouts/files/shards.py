@@ -1,4 +1,4 @@
-"""Safetensors shards as pure planning: every name, offset and size is known before the first byte is read."""
+"""Layout of safetensors shards: every name, offset and size is known before the first byte is read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ALIGNMENT = 4096  # the header is padded to it, so that whole-page weights can b
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A shard whose bytes are all placed: header (padded to ALIGNMENT), then the entries in order, without gaps."""
+    """A shard with all offsets: header (padded to ALIGNMENT), then the entries in order, without gaps."""
 
     header: bytes
     entries: tuple[TensorInfo, ...]
@@ -42,12 +42,12 @@ def plan_shard(entries: Iterable[TensorInfo], metadata: Mapping[str, str]) -> Sh
 
 
 def shard_name(number: int, total: int) -> str:
-    """The field's file name of shard `number` (from 1) of `total`."""
+    """Return the usual file name of shard `number` (from 1) of `total`."""
     return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
-    """model.safetensors.index.json for (shard name, tensor keys, bytes of data): true total_size, sorted weight_map."""
+    """Return model.safetensors.index.json for (shard name, tensor keys, bytes of data), with total_size, sorted."""
     weight_map: dict[str, str] = {}
     total = 0
     for name, keys, nbytes in shards:
@@ -60,7 +60,10 @@ def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
 
 
 def group_by_limit(sizes: Iterable[int], limit: int | None) -> list[tuple[int, int]]:
-    """Cut sizes (bytes) into [start, stop) groups of at most `limit` bytes (None: one); one item may exceed it."""
+    """Split sizes (bytes) into [start, stop) groups of at most `limit` bytes; None: one group.
+
+    A single item may exceed the limit.
+    """
     sizes = list(sizes)
     if not sizes:
         return []

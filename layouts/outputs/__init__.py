@@ -12,8 +12,7 @@ from ktconvert.layouts.outputs import cpu_card, gpu_card
 from ktconvert.layouts.outputs.format import Format as Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA, PLAIN
-from ktconvert.layouts.outputs.parts import ExpertGrid
-from ktconvert.layouts.tensors import PROJECTIONS as PROJECTIONS
+from ktconvert.layouts.outputs.slices import Slicing
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 UNTRIED = (
@@ -21,7 +20,7 @@ UNTRIED = (
     "it was not tried"
 )
 MOE_SIZES = (
-    f"{UNTRIED}; by that source, it takes hidden sizes in multiples of 1024 and widths per part in multiples of 256"
+    f"{UNTRIED}; by that source, it takes hidden sizes in multiples of 1024 and widths per slice in multiples of 256"
 )
 BACKWARD_ALONE = (
     "only the backward matrices are written; kt-kernel takes the BF16 experts themselves from the checkpoint, and "
@@ -34,7 +33,7 @@ WITHOUT_VNNI = (
 )
 
 
-def _whole_model(name: str, variants: dict[tuple[Any, ...], Encoding]) -> Format:
+def _make_whole_model(name: str, variants: dict[tuple[Any, ...], Encoding]) -> Format:
     first, settings = next(iter(variants.values())), pack_quantized.SETTINGS
     return Format(name, first, gpu_card.WHOLE_MODEL, gpu_card.DESCRIPTION, settings=settings, variants=variants)
 
@@ -56,8 +55,8 @@ FORMATS: dict[str, Format] = {
         Format(
             "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
         ),
-        _whole_model("W4A16", pack_quantized.W4A16),
-        _whole_model("W8A16", pack_quantized.W8A16),
+        _make_whole_model("W4A16", pack_quantized.W4A16),
+        _make_whole_model("W8A16", pack_quantized.W8A16),
     )
 }
 
@@ -69,15 +68,18 @@ OPAQUE = frozenset(fmt.name for fmt in FORMATS.values() if fmt.arrangement is PL
 LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose}
 
 
-def format_of(facts: Mapping[str, Any]) -> Format | None:
-    """The format that the facts of a manifest name; None for one that is not ours, and for bytes that are OPAQUE."""
+def find_format(facts: Mapping[str, Any]) -> Format | None:
+    """Return the format that the facts of a manifest name; None for a format that is not ours, and for OPAQUE bytes."""
     fmt = FORMATS.get(str(facts.get("method")))
     is_known = fmt is not None and (fmt.name not in OPAQUE or fmt.arrangement.is_trusted(facts))
     return fmt if is_known else None
 
 
-def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
-    """Formats of experts that a command writes, by option; without a layout, the first of each not on request only."""
+def formats_by_option(command: str, layout: str | None = None) -> Mapping[str, Format]:
+    """Return the formats of experts that a command writes, by option.
+
+    Without a layout it is the first format of each option that is not written only on request.
+    """
     found: dict[str, Format] = {}
     for fmt in FORMATS.values():
         selected = not fmt.arrangement.on_request if layout is None else layout == fmt.arrangement.layout
@@ -86,18 +88,18 @@ def formats_of(command: str, layout: str | None = None) -> Mapping[str, Format]:
     return found
 
 
-def backward_alone(option: str) -> Format | None:
-    """The format of the transposed matrices alone that an option stands for with --save-backward-weights."""
+def backward_only_format(option: str) -> Format | None:
+    """Return the format that holds only the transposed matrices of an option, for --save-backward-weights."""
     return next((fmt for fmt in FORMATS.values() if fmt.option == option and not fmt.forward), None)
 
 
-def is_complete(folder: Path, grid: ExpertGrid, experts: int, fmt: Format) -> bool:
-    """Whether a layer's folder of loose files has every file of this format, with its size."""
+def has_all_loose_files(folder: Path, slicing: Slicing, experts: int, fmt: Format) -> bool:
+    """Return whether a layer's folder of loose files has every file of this format, with its size."""
     try:
         return all(
-            (path := fmt.loose_path(part, tensor)) is not None and (folder / path).stat().st_size == tensor.nbytes
-            for part in grid.all_parts(range(experts))
-            for tensor in fmt.encoding.tensors(part.n, part.k)
+            (path := fmt.loose_path(numa_slice, tensor)) is not None and (folder / path).stat().st_size == tensor.nbytes
+            for numa_slice in slicing.all_slices(range(experts))
+            for tensor in fmt.encoding.tensors(numa_slice.n, numa_slice.k)
         )
     except OSError:
         return False

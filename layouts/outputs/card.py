@@ -1,12 +1,12 @@
-"""config.json and README.md of an output: its weights for loaders and readers, in the words of its format."""
+"""config.json and README.md (the model card) of outputs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.tensors import PROJECTIONS
 
 # Where a checkpoint says how it is quantized: keys of config.json, and files beside it that loaders look for.
@@ -17,27 +17,47 @@ CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.js
 
 
 def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
-    """The source's config with the entries of these experts' format, quantization_config among them. whole: the
-    source's own quantization entries are removed, at any depth, and not kept beside ours.
+    """Return the source's config.json with the entries of these experts' format, quantization_config among them.
+
+    whole  the source's quantization entries are removed at any depth, and not kept beside ours
     """
-    config = unquantized(original, STORED_KEYS) if whole else dict(original)
+    config = remove_quantization(original, STORED_KEYS) if whole else dict(original)
     before = config.pop("quantization_config", None)
     if before is not None:
         config["original_quantization_config"] = before
-    return encoded({**config, **entries})
+    return encode_json({**config, **entries})
 
 
-def unquantized(config: Mapping[str, Any], keys: Collection[str] = CONFIG_KEYS) -> dict[str, Any]:
-    """A copy of a config without what it says of quantization, or without these keys, at any depth."""
+def remove_quantization(config: Mapping[str, Any], keys: Collection[str] = CONFIG_KEYS) -> dict[str, Any]:
+    """Return a copy of a config without these keys at any depth; by default those that describe quantization."""
     return {
-        key: unquantized(value, keys) if isinstance(value, dict) else value
+        key: remove_quantization(value, keys) if isinstance(value, dict) else value
         for key, value in config.items()
         if key not in keys
     }
 
 
-def encoded(config: Mapping[str, Any]) -> bytes:
+def encode_json(config: Mapping[str, Any]) -> bytes:
     return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+@dataclass(frozen=True)
+class Card:
+    """A format's lines in the model card.
+
+    head   lines of the front matter above the tags
+    tags   tags after "ktconvert"
+    about  what the folder contains
+    rows   (what, value) of its table
+    use    how to load it
+    """
+
+    head: tuple[str, ...]
+    tags: tuple[str, ...]
+    title: str
+    about: tuple[str, ...]
+    rows: tuple[tuple[str, str], ...]
+    use: tuple[str, ...]
 
 
 def model_card(
@@ -48,7 +68,7 @@ def model_card(
     stats: Sequence[Mapping[str, Any]],
     tool_version: str,
 ) -> bytes:
-    """README.md: front matter that the hub reads, what the folder is, how to load it, how exact it is."""
+    """Return README.md: front matter for the hub, contents of the folder, how to load it, errors of its weights."""
     lines = [
         "---",
         *([f"base_model: {base_model}"] if base_model else []),
@@ -81,7 +101,7 @@ Measured on one expert of each shard against the source in BF16 \
 
 
 def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The section on how far the sampled experts lie from their source; nothing where none was measured."""
+    """Return the section on errors of the sampled experts; nothing if none were measured."""
     rows = []
     for projection in PROJECTIONS:
         if measured := [s[projection] for s in stats if projection in s]:
@@ -92,7 +112,7 @@ def error_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def layer_lines(stats: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The same per layer: the mean relative error of its sampled experts."""
+    """Return the table of mean relative errors of the sampled experts by layer."""
     layers: dict[int, list[Mapping[str, Any]]] = {}
     for s in stats:
         if all(key in s for key in ("layer", *PROJECTIONS)):
@@ -116,7 +136,7 @@ FEW = (
 
 
 def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The section on GPTQ's calibration and the experts' tokens; nothing for rounding to nearest."""
+    """Return the section on GPTQ's calibration and the experts' tokens; nothing for rounding to nearest."""
     calibration = facts.get("calibration")
     if calibration is None:
         return []
@@ -145,8 +165,8 @@ def calibration_lines(facts: Mapping[str, Any], stats: Sequence[Mapping[str, Any
     return lines
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """1, 2, 3, 7 as "1-3, 7"."""
+def format_ranges(numbers: Sequence[int]) -> str:
+    """Return 1, 2, 3, 7 as "1-3, 7"."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:

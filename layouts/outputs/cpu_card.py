@@ -1,4 +1,4 @@
-"""config.json and the model cards of experts for the CPU, from facts alone, so that merged outputs have them, too."""
+"""config.json and model cards of experts for the CPU, made only from facts, so that merged outputs have them, too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD as QUANT_METHOD
-from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.format import Card, Description, Format
+from ktconvert.layouts.outputs.card import Card, format_ranges
+from ktconvert.layouts.outputs.format import Description, Format
 from ktconvert.layouts.outputs.output import Output
 
 # transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load
@@ -25,11 +25,14 @@ CONTENTS = {
 
 
 def config_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
-    return entries_of(facts, tool_version, per_row=all(own.encoding.grid.per_row for own in fmt.formats))
+    return quantization_entries(facts, tool_version, per_row=all(own.encoding.grid.per_row for own in fmt.formats))
 
 
-def entries_of(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) -> dict[str, Any]:
-    """By facts alone; transformers loads them where QUANT_METHOD is registered. per_row: each row has a scale."""
+def quantization_entries(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) -> dict[str, Any]:
+    """Return the entries of config.json, made only from facts; transformers loads them if QUANT_METHOD is registered.
+
+    per_row  whether each row has a scale
+    """
     quantization = {
         "quant_method": QUANT_METHOD,
         "method": facts["method"],
@@ -45,7 +48,7 @@ def entries_of(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) ->
 
 
 def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
-    """The method and the NUMA parts that config.json names are those of the tensors."""
+    """Check that config.json names the method and number of NUMA slices of the tensors."""
     about = output.config.get("quantization_config")
     if isinstance(about, dict) and about.get("quant_method") == QUANT_METHOD:
         for name, value in (("method", fmt.name), ("num_numa_nodes", numa)):
@@ -53,7 +56,10 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
                 yield f"config.json says {name} {about.get(name)}, the tensors have {value}"
 
 
-def launch(base_model: str | None, method: str, numa: str, folder: str = "/path/to/this/folder") -> tuple[str, ...]:
+def launch_lines(
+    base_model: str | None, method: str, numa: str, folder: str = "/path/to/this/folder"
+) -> tuple[str, ...]:
+    """Return the command that starts SGLang with these experts."""
     return (
         *("```bash", "python -m sglang.launch_server \\"),
         f"  --model {base_model or '/path/to/the/original/checkpoint'} \\",
@@ -71,53 +77,55 @@ Facts = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a folder is, by what reads it. parts: what the table says of NUMA parts; "" where it is for any number.
-    use: (facts, base model, non_experts) -> how it is loaded.
+    """A kind of folder, by the program that reads it.
+
+    slices  the table's text on NUMA slices; "" if any number of nodes can use the folder
+    use     (facts, base model, non_experts) -> how to load it
     """
 
     about: tuple[str, ...]
-    parts: str
+    slices: str
     use: Callable[[Facts, str | None, str], tuple[str, ...]]
     library: str = "kt-kernel"
     title: str = "{method} expert weights"
 
 
-def _launch(facts: Mapping[str, Any], base_model: str | None, non_experts: str) -> tuple[str, ...]:
-    return launch(base_model, facts["method"], str(facts["numa"]))
+def _use_kt_kernel(facts: Mapping[str, Any], base_model: str | None, non_experts: str) -> tuple[str, ...]:
+    return launch_lines(base_model, facts["method"], str(facts["numa"]))
 
 
-def _run(facts: Mapping[str, Any], base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_ktconvert(facts: Mapping[str, Any], base_model: str | None, non_experts: str) -> tuple[str, ...]:
     run = f"ktconvert run {base_model or '/path/to/the/original/checkpoint'} --cpu-weights /path/to/this/folder"
     whole = ("ktconvert run /path/to/this/folder", "ktconvert serve /path/to/this/folder")
     return "```bash", *((run,) if non_experts == "skip" else whole), "```"
 
 
-WITH_PARTS = "{numa}: load with `--kt-threadpool-count {numa}` and no other"
+WITH_SLICES = "{numa}: load with `--kt-threadpool-count {numa}` and no other"
 AMX_KIND = _Kind(
     (
-        "Routed {experts}, quantized to {method} in {parts},",
+        "Routed {experts}, quantized to {method} in {slices},",
         "in the format that kt-kernel 0.7 loads{loose}. The folder holds {contents}.",
     ),
-    WITH_PARTS,
-    _launch,
+    WITH_SLICES,
+    _use_kt_kernel,
 )
 MOE_KIND = _Kind(
     (
-        "Routed {experts}, quantized to {method} in {parts},",
+        "Routed {experts}, quantized to {method} in {slices},",
         "in the plain order of kt-kernel's build for aarch64 with KML{loose},",
         "as its source has it: it was not tried there. On AMD, kt-kernel reads another order under the same names,",
         "that of AOCL-BLIS, and would compute garbage from these. The folder holds {contents}.",
     ),
-    WITH_PARTS,
-    _launch,
+    WITH_SLICES,
+    _use_kt_kernel,
 )
 OWN_KIND = _Kind(
     (
-        "Routed {experts} as {method} in {parts}, for the CPU",
+        "Routed {experts} as {method} in {slices}, for the CPU",
         "runtime of ktconvert. kt-kernel does not load this layout. The folder holds {contents}.",
     ),
     "{numa}",
-    _run,
+    _use_ktconvert,
     "ktconvert",
 )
 NATIVE_KIND = _Kind(
@@ -126,11 +134,11 @@ NATIVE_KIND = _Kind(
         "any number of NUMA nodes. The folder holds {contents}.",
     ),
     "",
-    lambda facts, base_model, non_experts: launch(base_model, facts["method"], "NUMA_NODES"),
+    lambda facts, base_model, non_experts: launch_lines(base_model, facts["method"], "NUMA_NODES"),
 )
 BACKWARD_KIND = _Kind(
     (
-        "The transposed routed {experts} in BF16 and {parts}, for",
+        "The transposed routed {experts} in BF16 and {slices}, for",
         "fine-tuning: the files `BF16_*_bwd_*` that kt-kernel 0.7 writes (loose .kt folders). The folder holds "
         "nothing else.",
     ),
@@ -149,8 +157,8 @@ def _card(kind: _Kind, facts: Facts, base_model: str | None, loose: bool, non_ex
     method, layers, numa = facts["method"], facts["layers"], facts["numa"]
     words = {
         "method": method,
-        "experts": f"experts of {len(layers)} layers ({ranges(layers)})",
-        "parts": f"{numa} NUMA part{'s' if numa != 1 else ''}",
+        "experts": f"experts of {len(layers)} layers ({format_ranges(layers)})",
+        "slices": f"{numa} NUMA slice{'s' if numa != 1 else ''}",
         "loose": " (loose .kt folders)" if loose else "",
         "contents": CONTENTS[non_experts],
     }
@@ -160,10 +168,10 @@ def _card(kind: _Kind, facts: Facts, base_model: str | None, loose: bool, non_ex
         *((other, f"layers {of}") for other, of in facts.get("methods", {}).items()),
         *((what, text.format(**facts)) for key, what, text in CHOICES if key in facts),
         *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
-        *equalized(facts),
-        *([("NUMA parts", kind.parts.format(**facts))] if kind.parts else []),
-        *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
-        *sizes(facts),
+        *equalize_rows(facts),
+        *([("NUMA slices", kind.slices.format(**facts))] if kind.slices else []),
+        *([("resplit from", f"{', then '.join(map(str, before))} NUMA slices")] if before else []),
+        *size_rows(facts),
         ("source dtypes", ", ".join(facts["dtypes"])),
     )
     return Card(
@@ -183,7 +191,7 @@ CHOICES = (  # how codes and scales were chosen
 )
 
 
-def sizes(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+def size_rows(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     return (
         ("experts per layer", f"{facts['experts']}"),
         ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
@@ -191,12 +199,12 @@ def sizes(facts: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def equalized(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+def equalize_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("equalized", "; ".join(facts["equalized"]) or "no expert")] if "equalized" in facts else []
 
 
 AMX = Description(
-    "{bits} bits, one scale per output row and part", partial(_card, AMX_KIND), config_entries, check_config
+    "{bits} bits, one scale per output row and slice", partial(_card, AMX_KIND), config_entries, check_config
 )
 MOE = replace(AMX, card=partial(_card, MOE_KIND))
 MXFP4 = replace(AMX, numbers="4 bits, and 8 bits of scale for each 32 columns of a row", card=partial(_card, OWN_KIND))

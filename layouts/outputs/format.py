@@ -1,4 +1,4 @@
-"""What an output format is: an encoding in an arrangement, with a description for people and loaders."""
+"""Output formats: an encoding in an arrangement, with a description for people and loaders."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Encoding, why_not_multiple
+from ktconvert.layouts.encodings.encoding import Encoding, explain_size
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs.loose import SUFFIXES, path_in_layer
+from ktconvert.layouts.outputs.card import Card
+from ktconvert.layouts.outputs.loose import SUFFIXES, file_path
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Names, Part
+from ktconvert.layouts.outputs.slices import NumaSlice, Slicing, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 
 
@@ -19,24 +20,24 @@ from ktconvert.layouts.tensors import TensorInfo
 class Arrangement:
     """One way to arrange the experts of an output.
 
-    name         in reports ("merged"), unless they lie in loose files
-    command      that writes it, as manifests have it
-    layout       the value of that command's --layout that chooses it; "" where it has no such option
+    name         in reports ("merged"), for outputs without loose files
+    command      command that writes it, as in manifests
+    layout       value of that command's --layout that selects it; "" if it has no such option
     names        (name of the format, its encoding, facts of the manifest or {}, source while an output of it is
                  written) -> the names of tensors
-    is_trusted   whether the manifest's facts that are needed have the right types
-    parted       whether linears are cut into NUMA parts
-    on_request   whether it is only used where its layout is asked for
+    is_trusted   whether the required facts of a manifest have the right types
+    sliced       whether linears are cut into NUMA slices
+    on_request   whether only its layout selects it
     whole        whether the output is a whole model, which loaders of checkpoints open
-    shard_bytes  default size of a shard; None: one shard for each layer
+    shard_bytes  default size of a shard; None: one shard per layer
     """
 
     name: str
     command: str
     layout: str
-    names: Callable[[str, Encoding, Mapping[str, Any], MoeModel | None], Names]
+    names: Callable[[str, Encoding, Mapping[str, Any], MoeModel | None], TensorNames]
     is_trusted: Callable[[Mapping[str, Any]], bool]
-    parted: bool = False
+    sliced: bool = False
     on_request: bool = False
     whole: bool = False
     shard_bytes: int | None = None
@@ -47,31 +48,14 @@ def has_numa_count(facts: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Card:
-    """A format's lines in the model card.
-
-    head, tags  of the front matter: above the tags; after "ktconvert"
-    about, use  what the folder is; how it is loaded
-    rows        (what, value) of its table
-    """
-
-    head: tuple[str, ...]
-    tags: tuple[str, ...]
-    title: str
-    about: tuple[str, ...]
-    rows: tuple[tuple[str, str], ...]
-    use: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Description:
-    """What people and loaders read of a format: text made from the facts of a manifest.
+    """Texts about a format for people and loaders, made from the facts of a manifest.
 
-    numbers         what its numbers are, for the model card
+    numbers         its numbers, for the model card
     card            (facts, base model, loose, value of --non-experts, numbers) -> the model card
-    config_entries  (format, facts, patterns of modules that stay as they are, version of ktconvert) -> what config.json
-                    holds besides the source's
-    check_config    (output, format, NUMA parts) -> the defects of config.json beside these experts
+    config_entries  (format, facts, patterns of unquantized modules, version of ktconvert) -> entries that config.json
+                    gets in addition to the source's
+    check_config    (output, format, NUMA slices) -> the defects of config.json beside these experts
     """
 
     numbers: str
@@ -82,16 +66,16 @@ class Description:
 
 @dataclass(frozen=True)
 class Format:
-    """One of the formats of experts.
+    """One format of experts.
 
-    name         as loaders and manifests know it ("AMXINT4")
+    name         its name for loaders and manifests ("AMXINT4")
     notes        what a user should know before converting to it
-    loose        how its loose files start ("INT4"); None where it has none
-    forward      whether it has the experts themselves; else the transposed matrices alone
-    backward     whether it has transposed matrices for fine-tuning (--save-backward-weights)
-    settings     of the command that choose among several encodings, by name
+    loose        prefix of its loose files ("INT4"); None if it has none
+    forward      whether it has the experts themselves; else only the transposed matrices
+    backward     whether it can have transposed matrices for fine-tuning (--save-backward-weights)
+    settings     names of the command's settings that select one of several encodings
     variants     these encodings, by the values of the settings
-    by_layer     of a mix: the format of each layer (mixed.py); the names of tensors are alike in all
+    by_layer     for a mixed output: the format of each layer (mixed.py); all have the same names of tensors
     """
 
     name: str
@@ -108,47 +92,51 @@ class Format:
 
     @property
     def option(self) -> str:
-        """What chooses it on the command line ("int4")."""
+        """Name on the command line ("int4")."""
         return self.encoding.grid.name
 
     @property
     def can_resplit(self) -> bool:
-        return self.arrangement.parted and self.forward
+        return self.arrangement.sliced and self.forward
 
-    def of_layer(self, layer: int) -> Format:
-        """The format of a layer: this one, unless it is a mix."""
+    def layer_format(self, layer: int) -> Format:
+        """Return the format of a layer: this one, unless it is mixed."""
         return self.by_layer.get(layer, self)
 
     @property
     def formats(self) -> tuple[Format, ...]:
-        """The formats that layers have: this one alone, unless it is a mix."""
+        """The formats of the layers: only this one, unless it is mixed."""
         return tuple(dict.fromkeys(self.by_layer.values())) or (self,)
 
-    def configured(self, settings: Mapping[str, Any]) -> Format:
-        """This format with the encoding that a command's settings, or a manifest's facts, choose, if they do."""
+    def apply_settings(self, settings: Mapping[str, Any]) -> Format:
+        """Return this format with the encoding that a command's settings, or a manifest's facts, select."""
         values = tuple(settings.get(name) for name in self.settings)  # of a manifest: of any type, so never a key
         chosen = (encoding for of, encoding in self.variants.items() if of == values)
         return replace(self, encoding=next(chosen, self.encoding))
 
-    def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> Names:
+    def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> TensorNames:
         return self.arrangement.names(self.name, self.encoding, facts, source)
 
-    def names_in(self, source: MoeModel) -> Names:
+    def names_for_source(self, source: MoeModel) -> TensorNames:
         return self.names({"method": self.name}, source)
 
-    def loose_path(self, part: Part, tensor: TensorInfo) -> str | None:
-        """The file of a tensor inside its layer's folder; None where the format has no loose files."""
+    def loose_path(self, numa_slice: NumaSlice, tensor: TensorInfo) -> str | None:
+        """Return the file of a tensor inside its layer's folder; None if the format has no loose files."""
         if self.loose is None:
             return None
-        return path_in_layer(self.loose, part, tensor.nbytes, SUFFIXES[tensor.name])
+        return file_path(self.loose, numa_slice, tensor.nbytes, SUFFIXES[tensor.name])
 
 
-def expert_bytes(encoding: Encoding, grid: ExpertGrid) -> int:
-    return sum(tensor.nbytes for part in grid.all_parts([0]) for tensor in encoding.tensors(part.n, part.k))
+def expert_bytes(encoding: Encoding, slicing: Slicing) -> int:
+    return sum(
+        tensor.nbytes
+        for numa_slice in slicing.all_slices([0])
+        for tensor in encoding.tensors(numa_slice.n, numa_slice.k)
+    )
 
 
 def one_or_all(values: Iterable[int]) -> int | list[int]:
-    """The value where all are equal, else the sorted list of distinct values."""
+    """Return the value if all are equal, else the sorted list of distinct values."""
     distinct = sorted(set(values))
     return distinct[0] if len(distinct) == 1 else distinct
 
@@ -156,21 +144,21 @@ def one_or_all(values: Iterable[int]) -> int | list[int]:
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # NUMA nodes that machines have
 
 
-def illegal_reason(fmt: Format, shapes: Iterable[tuple[int, int]], parts: int) -> str | None:
-    """Why a format cannot hold experts of these sizes (H, I) in this many parts: the first reason, None if it can."""
-    reasons = (why_not_multiple(fmt.encoding.multiple, h, i, parts) for h, i in dict.fromkeys(shapes))
+def illegal_reason(fmt: Format, shapes: Iterable[tuple[int, int]], numa: int) -> str | None:
+    """Return the first reason why a format cannot hold experts of sizes (H, I) in `numa` slices; None if it can."""
+    reasons = (explain_size(fmt.encoding.multiple, h, i, numa) for h, i in dict.fromkeys(shapes))
     return next(filter(None, reasons), None)
 
 
 def legal_counts(fmt: Format, shapes: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """The numbers of parts, of COUNTS, that a format can hold experts of all these sizes in."""
+    """Return the numbers of slices, among COUNTS, in which a format can hold experts of all these sizes."""
     shapes = tuple(shapes)
-    return tuple(parts for parts in COUNTS if illegal_reason(fmt, shapes, parts) is None)
+    return tuple(numa for numa in COUNTS if illegal_reason(fmt, shapes, numa) is None)
 
 
-def require_legal(fmt: Format, hidden: int, intermediate: int, parts: int, others: Iterable[Format] = ()) -> None:
-    """Raise UnsupportedError, naming what is legal for this model, unless `parts` is."""
-    if (reason := illegal_reason(fmt, [(hidden, intermediate)], parts)) is None:
+def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others: Iterable[Format] = ()) -> None:
+    """Raise UnsupportedError, naming the legal numbers of slices for this model, unless `numa` is one of them."""
+    if (reason := illegal_reason(fmt, [(hidden, intermediate)], numa)) is None:
         return
     choices = []
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
@@ -178,5 +166,5 @@ def require_legal(fmt: Format, hidden: int, intermediate: int, parts: int, other
         listed = ", ".join(map(str, counts)) if counts else "no NUMA count"
         choices.append(f"{candidate.option} ({candidate.name}) takes --threadpool-count {listed}")
     raise UnsupportedError(
-        f"{fmt.name} cannot hold this model in {parts} NUMA parts: {reason}. Legal here: {'; '.join(choices)}."
+        f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}. Legal here: {'; '.join(choices)}."
     )

@@ -1,5 +1,6 @@
-"""A whole model whose experts are quantized linears under their own names, for loaders of checkpoints (bytes.md): its
-model card, what config.json says of the experts, and how they are arranged.
+"""Whole models with quantized experts under their own names, for loaders of checkpoints (bytes.md).
+
+Their model card, the entries of config.json on the experts, and their arrangement.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import cpu_card, ignore
-from ktconvert.layouts.outputs.card import ranges
-from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
+from ktconvert.layouts.outputs.card import Card, format_ranges
+from ktconvert.layouts.outputs.format import Arrangement, Description, Format
 from ktconvert.layouts.outputs.linear_names import RAWINT4_NAMES, TEMPLATES, LinearNames, are_templates
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.quantizers import GROUP_SIZES, Grid
@@ -22,7 +23,7 @@ CONTRACT = "0.19.0"
 
 
 def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
-    """compressed-tensors' own document; `actorder` null, since loaders misread "static"."""
+    """Return compressed-tensors' own document; `actorder` is null, since loaders misread "static"."""
     weights = {"num_bits": grid.bits, "type": "int", "symmetric": True, "group_size": grid.group, "strategy": "group"}
     weights |= {"block_structure": None, "dynamic": False, "actorder": None, "scale_dtype": None, "zp_dtype": None}
     weights |= {"observer": None, "observer_kwargs": {}}
@@ -44,17 +45,17 @@ def config_entries(fmt: Format, facts: Mapping[str, Any], ignored: Sequence[str]
 
 
 def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
-    """quantization_config is as the format requires, and its ignore list separates experts from all other modules."""
+    """Check that quantization_config fits the format, and that its ignore list names all modules but the experts."""
     return ignore.check_config(output, lambda ignored: quantization_config(fmt.encoding.grid, ignored))
 
 
 def is_rawint4(facts: Mapping[str, Any]) -> bool:
-    """Whether experts with these facts are what kt-kernel's RAWINT4 computes, whatever their names are."""
+    """Return whether kt-kernel's RAWINT4 can compute experts with these facts, apart from their names."""
     return (facts.get("bits"), facts.get("group_size")) == (4, 32)
 
 
-def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
-    """Why kt-kernel's RAWINT4 cannot compute the experts of an output with these facts on the CPU; None if it can."""
+def explain_not_rawint4(facts: Mapping[str, Any]) -> str | None:
+    """Explain why kt-kernel's RAWINT4 cannot compute the experts of an output on the CPU; return None if it can."""
     if not is_rawint4(facts):
         return "it reads 4 bits in groups of 32 columns"
     names = facts[TEMPLATES]
@@ -63,10 +64,10 @@ def why_not_for_cpu(facts: Mapping[str, Any]) -> str | None:
     return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
 
 
-def launch(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tuple[str, ...]:
-    """How SGLang is started with the output as the model: with its own experts on the CPU, too, or with others."""
-    if why_not_for_cpu(facts) is None:
-        return cpu_card.launch(folder, "RAWINT4", "NUMA_NODES", folder)
+def launch_lines(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tuple[str, ...]:
+    """Return the command that starts SGLang with the output as the model, with its own or other experts on the CPU."""
+    if explain_not_rawint4(facts) is None:
+        return cpu_card.launch_lines(folder, "RAWINT4", "NUMA_NODES", folder)
     options = (f"--model {folder}", "--kt-weight-path /path/to/the/cpu/experts", "--kt-method AMXINT4")
     last = "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU"
     return "```bash", "python -m sglang.launch_server \\", *(f"  {option} \\" for option in options), last, "```"
@@ -79,7 +80,7 @@ def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_expe
         tags=("kt-kernel", "compressed-tensors", "mixture-of-experts"),
         title=f"{base_model or 'Model'} with experts in {method}",
         about=(
-            f"The whole model. The routed experts of {len(layers)} layers ({ranges(layers)}) are {method}; "
+            f"The whole model. The routed experts of {len(layers)} layers ({format_ranges(layers)}) are {method}; "
             "all other tensors are",
             "those of the original, under the same names. The format is compressed-tensors' pack-quantized, "
             "which transformers,",
@@ -89,16 +90,16 @@ def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_expe
             ("experts", f"{facts['bits']} bits, {numbers.format(**facts)}"),
             ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
             ("quantized linears", f"{facts['packed_linears']}"),
-            *cpu_card.equalized(facts),
-            *cpu_card.sizes(facts),
+            *cpu_card.equalize_rows(facts),
+            *cpu_card.size_rows(facts),
             ("source dtypes of the experts", ", ".join(facts["dtypes"])),
         ),
         use=(
             "As the model and, by kt-kernel's RAWINT4, as the experts on the CPU, from the same files:"
-            if why_not_for_cpu(facts) is None
+            if explain_not_rawint4(facts) is None
             else "As the GPU half beside CPU experts that `ktconvert cpu` made:",
             "",
-            *launch(facts),
+            *launch_lines(facts),
             "",
             'Or alone: `AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, '
             "with compressed-tensors installed.",
@@ -115,7 +116,7 @@ RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that notes name
 
 
 def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
-    """By the source, or by the manifest's templates: a name alone does not say which linear of which expert it is."""
+    """Return the names by the source, or by the manifest's templates: names do not identify experts by themselves."""
     if source is not None:
         return LinearNames(suffixes(encoding), model=source)
     templates = facts.get(TEMPLATES, {})
@@ -134,8 +135,11 @@ def _is_trusted(facts: Mapping[str, Any]) -> bool:
 WHOLE_MODEL = Arrangement("pack-quantized", "gpu", "", _names, _is_trusted, whole=True, shard_bytes=5 * 10**9)
 
 
-def loading_notes(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) -> tuple[str, ...]:
-    """Notes on how an output can be loaded, also in tensor-parallel ranks. UnsupportedError where groups do not fit."""
+def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) -> tuple[str, ...]:
+    """Return notes on loading an output, also in tensor-parallel ranks.
+
+    Raises UnsupportedError if groups do not fit.
+    """
     group, multiple = fmt.encoding.multiple, max(64, fmt.encoding.multiple)
     notes: dict[str, None] = {}
     for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):

@@ -1,7 +1,7 @@
-"""The ignore list of quantization_config: the modules that a loader must not take for quantized, all but experts.
+"""The ignore list of quantization_config: the modules that are not quantized, all but the experts.
 
-A loader makes every Linear of the model a quantized one unless a pattern names it, and fails on a tensor that then is
-not there. A pattern is a module's name, a class's, or "re:" and an expression that matches from the name's beginning.
+A loader treats every Linear of the model as quantized unless a pattern names it, and fails on the missing tensors. A
+pattern is a module's name, a class's, or "re:" and an expression that matches from the name's beginning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CLASSES = ("Linear", "Module")  # what a quantized module is, besides its name
 
 
 class IgnoreList:
-    """Patterns that name Linears, as compressed-tensors understands them. InputError: no regular expression."""
+    """Patterns that name Linears, as compressed-tensors reads them. Raises InputError for an invalid expression."""
 
     def __init__(self, texts: Iterable[str], path: Path | str) -> None:
         self._whole: set[str] = set()
@@ -56,8 +56,8 @@ class IgnoreList:
         return next((f"re:{pattern.text}" for pattern in self._expressions if pattern.match(name)), None)
 
 
-def other_linears(model: MoeModel) -> tuple[str, ...]:
-    """The modules besides the routed experts whose weights have two dimensions or more, so may be linears; sorted."""
+def non_expert_linears(model: MoeModel) -> tuple[str, ...]:
+    """Return the sorted non-expert modules whose weights have two or more dimensions, so may be linears."""
     routed = model.expert_tensor_names()
     names: set[str] = set()
     for name, info in model.source.tensors.items():
@@ -68,11 +68,14 @@ def other_linears(model: MoeModel) -> tuple[str, ...]:
 
 
 def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tuple[str, ...]:
-    """These patterns, one for each MTP layer, and one for each kind of module left. UsageError if experts are hit."""
+    """Return these patterns, one for each MTP layer, and one for each kind of remaining module.
+
+    Raises UsageError if a pattern matches an expert.
+    """
     kept = [*patterns, *(rf"re:(.*\.)?layers\.{layer}\..*" for layer in model.mtp_layers)]
     try:
         ignored = IgnoreList(kept, OPTION)
-        for name in other_linears(model):
+        for name in non_expert_linears(model):
             if ignored.find(name) is None:
                 kept.append(_pattern(name))
                 ignored.add(kept[-1:])
@@ -83,13 +86,13 @@ def ignore_list(model: MoeModel, patterns: Iterable[str] = USUAL_PATTERNS) -> tu
 
 
 def check_ignore(model: MoeModel, ignored: IgnoreList) -> None:
-    """Raises UsageError where a pattern would hit a routed expert, or none of them a router or another linear."""
+    """Raise UsageError if a pattern matches a routed expert, or if none matches a router or another linear."""
     named = ((projection, name) for layer in model.layers for _, projection, name, _, _ in linears(model, layer))
     for name in _loader_names(named):
         if (pattern := ignored.find(name)) is not None:
             what = f"{pattern!r} would leave out the routed expert {name}, and loaders need all of them"
             raise UsageError(f"{OPTION}: {what}; remove it or make it narrower")
-    missed = [n for n in other_linears(model) if ignored.find(n) is None]
+    missed = [n for n in non_expert_linears(model) if ignored.find(n) is None]
     if missed:
         shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])
         what = "the router" if ROUTER.search(f"{shown}.") else "the module"
@@ -97,7 +100,7 @@ def check_ignore(model: MoeModel, ignored: IgnoreList) -> None:
 
 
 def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Of (projection, name of a linear): each linear by its own name and by the usual one, and their containers."""
+    """Yield loaders' names for each (projection, name of a linear): its own, the usual one, and their containers."""
     containers: dict[str, None] = {}
     for projection, name in named:
         base = name.rpartition(".")[0]
@@ -107,7 +110,10 @@ def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str, Any]]) -> Iterator[str]:
-    """The defects of config.json and its ignore list, for which config_for gives the right quantization_config."""
+    """Yield the defects of config.json and its ignore list.
+
+    config_for  returns the right quantization_config for an ignore list
+    """
     about = output.config.get("quantization_config")
     if not isinstance(about, dict) or not isinstance(about.get("ignore"), list):
         yield "config.json has no quantization_config with an ignore list"
@@ -121,7 +127,7 @@ def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str,
         if isinstance(inner, dict):
             yield from (f"config.json holds a {key} in {scope}" for key in CONFIG_KEYS if key in inner)
     try:
-        yield from list(_ignored_wrongly(output, IgnoreList(ignored, "the ignore list")))
+        yield from list(_find_wrong_patterns(output, IgnoreList(ignored, "the ignore list")))
     except InputError as error:
         yield str(error)
     for name, stored in output.others.items():
@@ -129,8 +135,10 @@ def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str,
             yield f"{name} in {stored.file} is FP8 as in the source: loaders would take it without its scales"
 
 
-def _ignored_wrongly(output: Output, ignored: IgnoreList) -> Iterator[str]:
-    linears = dict.fromkeys((place.projection, s.name.rpartition(".")[0]) for (place, _), s in output.tensors.items())
+def _find_wrong_patterns(output: Output, ignored: IgnoreList) -> Iterator[str]:
+    linears = dict.fromkeys(
+        (slice_id.projection, s.name.rpartition(".")[0]) for (slice_id, _), s in output.tensors.items()
+    )
     hits = ((ignored.find(name), name) for name in _loader_names(linears))
     if (hit := next(((pattern, name) for pattern, name in hits if pattern is not None), None)) is not None:
         yield f"the ignore list's {hit[0]!r} hits {hit[1]}, which is quantized"
@@ -141,7 +149,7 @@ def _ignored_wrongly(output: Output, ignored: IgnoreList) -> Iterator[str]:
 
 
 def _pattern(name: str) -> str:
-    """One expression for this module in every layer, with any prefix; for other experts, of their container."""
+    """Return one expression for this module in every layer, with any prefix; for other experts, for their container."""
     routed = ROUTED.search(name)
     whole = name[: routed.end() - 1] if routed else name
     start = max((p for p in PREFIXES if whole.startswith(p)), key=len)

@@ -1,4 +1,4 @@
-"""Experts' linears under names of their own: those of the source or its family, and kt-kernel's native ones."""
+"""Names of experts' linears: those of the source or its family, and kt-kernel's native ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import Separate
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
-from ktconvert.layouts.outputs.parts import Place, part_shape
+from ktconvert.layouts.outputs.slices import SliceId, slice_shape
 from ktconvert.layouts.tensors import PROJECTIONS
 
 # For experts that the source stores together and whose family has no known names for single ones.
@@ -21,7 +21,7 @@ TEMPLATES = "linear_names"  # the manifest's fact that holds one template for ea
 
 
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
-    """An expert's linear's name in the output, without ".weight": the source's own, where each linear has one.
+    """Return the name of an expert's linear in the output, without ".weight": the source's own, if each linear has one.
 
     Experts that are stored together get the names that their family uses for single ones, in any block (transformers
     looks for w1, w3, w2 of Mixtral in all of them), else gate_proj, up_proj, down_proj.
@@ -29,14 +29,14 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
     moe = model.moe_layers[layer]
     if isinstance(moe.style, Separate):
         return model.weight_name(layer, expert, projection).removesuffix(".weight")
-    template: str = getattr(moe.style, part_of(moe.style, projection)).removesuffix(".weight")
+    template: str = getattr(moe.style, matrix_name(moe.style, projection)).removesuffix(".weight")
     before, block, _ = template.rpartition("experts.")
     base = (before if block else f"{template.rpartition('.')[0]}.").replace("{prefix}", moe.prefix).format(layer=layer)
-    return f"{base}experts.{expert}.{words_of(model)[projection]}"
+    return f"{base}experts.{expert}.{projection_words(model)[projection]}"
 
 
-def words_of(model: MoeModel) -> dict[str, str]:
-    """The names of an expert's three linears in the model's family."""
+def projection_words(model: MoeModel) -> dict[str, str]:
+    """Return the names of an expert's three linears in the model's family."""
     single = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
     if single is None:
         return USUAL
@@ -46,16 +46,16 @@ def words_of(model: MoeModel) -> dict[str, str]:
 def linears(
     model: MoeModel, layer: int, experts: Iterable[int] | None = None
 ) -> Iterator[tuple[int, str, str, int, int]]:
-    """(expert, projection, name, n, k) of a layer's linears, in file order: by expert, then gate, up, down."""
+    """Yield (expert, projection, name, n, k) of a layer's linears in file order: by expert, then gate, up, down."""
     count, hidden, width = model.shape(layer)
     for expert in range(count) if experts is None else experts:
         for projection in PROJECTIONS:
-            n, k = part_shape(projection, hidden, width, 1)
+            n, k = slice_shape(projection, hidden, width, 1)
             yield expert, projection, linear_name(model, layer, expert, projection), n, k
 
 
 def name_templates(model: MoeModel) -> dict[str, str]:
-    """projection -> the linears' name with {layer} for the first layer's number, {expert} for the last expert's."""
+    """Map each projection to the name of its linears, with {layer} and {expert} in place of the numbers."""
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     templates = {}
@@ -77,12 +77,12 @@ def are_templates(recorded: Any) -> bool:
 
 @dataclass(frozen=True)
 class LinearNames:
-    """The tensors of linears under the linears' own names.
+    """Tensor names that are the names of the linears.
 
-    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () where there is
-               none, so that nothing can be recognised
+    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () without one, so
+               that nothing is recognised
     model      the source, while an output is written
-    native     a checkpoint may have such names, too, and other tensors any: only a manifest tells them apart
+    native     whether checkpoints may have these names, too, so that only a manifest distinguishes them
     """
 
     suffixes: tuple[str, ...]
@@ -99,26 +99,26 @@ class LinearNames:
             patterns[projection] = re.compile(rf"{text}\.(?P<what>{ends})")
         return patterns
 
-    def key(self, place: Place, suffix: str) -> str:
-        layer, expert, projection, _, _ = place
+    def tensor_name(self, slice_id: SliceId, suffix: str) -> str:
+        layer, expert, projection, _, _ = slice_id
         if self.model is not None:
             return f"{linear_name(self.model, layer, expert, projection)}.{suffix}"
         return f"{dict(self.templates)[projection].format(layer=layer, expert=expert)}.{suffix}"
 
-    def find(self, name: str) -> tuple[Place, str] | None:
+    def parse(self, name: str) -> tuple[SliceId, str] | None:
         for projection, pattern in self._patterns.items():
             match = pattern.fullmatch(name)
             if match is not None:
-                place = Place(int(match["layer"]), int(match["expert"]), projection, False, 0)
-                return (place, match["what"]) if self.key(place, match["what"]) == name else None
+                slice_id = SliceId(int(match["layer"]), int(match["expert"]), projection, False, 0)
+                return (slice_id, match["what"]) if self.tensor_name(slice_id, match["what"]) == name else None
         return None
 
-    def stray(self, name: str) -> str | None:
+    def explain_stray(self, name: str) -> str | None:
         is_stray = not self.native and name.endswith(f".{self.suffixes[0]}")
         return "quantized, but no routed expert's" if is_stray else None
 
-    def describe(self, place: Place, suffix: str) -> str:
-        return f"layer {place.layer}, expert {place.expert}, {place.projection}_proj: {suffix}"
+    def describe(self, slice_id: SliceId, suffix: str) -> str:
+        return f"layer {slice_id.layer}, expert {slice_id.expert}, {slice_id.projection}_proj: {suffix}"
 
 
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}

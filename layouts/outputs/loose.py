@@ -1,4 +1,4 @@
-"""Loose folders of .kt files, one per matrix: names that carry the exact size, no header (bytes.md, "Loose")."""
+"""Loose folders of .kt files, one per matrix, whose names contain the exact size; no header (bytes.md, "Loose")."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.outputs.slices import NumaSlice
 from ktconvert.layouts.tensors import TensorInfo
 
 FILE = re.compile(
@@ -26,20 +26,20 @@ def numa_folder(node: int) -> str:
     return f"_numa_{node}"
 
 
-def path_in_layer(prefix: str, part: Part, nbytes: int, what: str) -> str:
-    """The path of one matrix's file of `nbytes` bytes inside its layer's folder; `what` is "quant" or "scale"."""
-    backward = "_bwd" if part.backward else ""
-    return f"{numa_folder(part.numa)}/{prefix}_{part.projection}{backward}_{part.expert}_{nbytes}Byte_{what}_.kt"
+def file_path(prefix: str, numa_slice: NumaSlice, nbytes: int, what: str) -> str:
+    """Return the path in its layer's folder of a matrix's file of `nbytes` bytes; `what` is "quant" or "scale"."""
+    matrix = numa_slice.projection + ("_bwd" if numa_slice.backward else "")
+    return f"{numa_folder(numa_slice.node)}/{prefix}_{matrix}_{numa_slice.expert}_{nbytes}Byte_{what}_.kt"
 
 
-def tensor(what: str, nbytes: int) -> TensorInfo:
-    """What a loose file becomes in a merged output; `what` as in its name."""
+def describe_tensor(what: str, nbytes: int) -> TensorInfo:
+    """Return the tensor of a merged output that a loose file becomes; `what` as in its name."""
     if what == "scale":
         return TensorInfo("scale", "F32", (nbytes // 4,), nbytes)
     return TensorInfo("weight", "I8", (nbytes,), nbytes)
 
 
-def layers_in(root: Path) -> dict[int, Path]:
+def find_layers(root: Path) -> dict[int, Path]:
     found = ((LAYER.fullmatch(child.name), child) for child in root.iterdir() if child.is_dir())
     return dict(sorted((int(match[1]), child) for match, child in found if match))
 

@@ -1,4 +1,4 @@
-"""Measuring an output by its bytes: its format, T, and the sizes of each layer."""
+"""Measurement of an output by its bytes: its format, number of NUMA slices, and the sizes of each layer."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.encodings.encoding import sizes_shown, suffixes
+from ktconvert.layouts.encodings.encoding import infer_sizes, suffixes
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format, mixed
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import part_shape
+from ktconvert.layouts.outputs.slices import slice_shape
 
 Shape = tuple[int, int, int]
 
@@ -20,8 +20,9 @@ Shape = tuple[int, int, int]
 class Measure:
     """The format and sizes of an output, by its bytes.
 
-    method  "AMXINT4", ..., "MIXED", or "unknown" where the sizes fit none; fmt: None where bytes have no known meaning
-    shapes  layer -> (E, H, I); H and I are 0 where they cannot be known
+    method  "AMXINT4", ..., "MIXED", or "unknown" if the sizes fit no format
+    fmt     None if the bytes have no known meaning
+    shapes  layer -> (E, H, I); H and I are 0 if they cannot be determined
     """
 
     method: str
@@ -31,7 +32,7 @@ class Measure:
     shapes: dict[int, Shape]
 
     def method_of(self, layer: int) -> str:
-        return self.method if self.fmt is None else self.fmt.of_layer(layer).name
+        return self.method if self.fmt is None else self.fmt.layer_format(layer).name
 
 
 class TensorKind(NamedTuple):
@@ -44,29 +45,32 @@ class TensorKind(NamedTuple):
 
 
 def measure(output: Output, hidden: int = 0) -> Measure:
-    """Format, T, E, H, I, as most of the tensors have them. hidden: of the source, where tensors do not show it."""
+    """Determine format, T, E, H and I by the majority of the tensors.
+
+    hidden  hidden size of the source, if tensors do not show it
+    """
     numa, backward, formats = 1, False, formats_by_names(output)
     experts: dict[int, int] = {}
     kinds: dict[int, Counter[TensorKind]] = {}  # by layer
-    for (place, suffix), s in output.tensors.items():
-        numa, backward = max(numa, place.numa + 1), backward or place.backward
-        experts[place.layer] = max(experts.get(place.layer, 0), place.expert + 1)
-        if place.backward != formats[0].forward:
-            kind = TensorKind(place.layer, place.projection, suffix, s.dtype, s.shape, s.nbytes)
-            kinds.setdefault(place.layer, Counter())[kind] += 1
+    for (slice_id, suffix), s in output.tensors.items():
+        numa, backward = max(numa, slice_id.node + 1), backward or slice_id.backward
+        experts[slice_id.layer] = max(experts.get(slice_id.layer, 0), slice_id.expert + 1)
+        if slice_id.backward != formats[0].forward:
+            kind = TensorKind(slice_id.layer, slice_id.projection, suffix, s.dtype, s.shape, s.nbytes)
+            kinds.setdefault(slice_id.layer, Counter())[kind] += 1
     claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
     hidden = output.facts.get("hidden", claimed[1] if claimed else 0) or hidden
     sizes: dict[int, tuple[int, int]] = {}
     by_layer: dict[int, Format] = {}
     known = True
-    of_layers = mixed.formats_said(output)
+    of_layers = mixed.find_declared_formats(output)
     for layers in [[layer] for layer in sorted(experts)] if of_layers and experts else [sorted(experts)]:
         here = {kind: count for layer in layers for kind, count in kinds.get(layer, {}).items()}
-        best, fits, found = _best(of_layers or formats, here, layers, hidden)
+        best, fits, found = _choose_format(of_layers or formats, here, layers, hidden)
         sizes |= found
         known = known and fits
         by_layer |= dict.fromkeys(layers, best)
-    fmt = mixed.of_layers(by_layer) if of_layers and by_layer else best
+    fmt = mixed.combine_formats(by_layer) if of_layers and by_layer else best
     unsized = not fmt.forward and not any(hidden for hidden, _ in sizes.values())
     method = fmt.name if known or unsized else "unknown"
     foreign = {LOOSE_METHODS.get(p, p) for p in output.prefixes}
@@ -77,35 +81,40 @@ def measure(output: Output, hidden: int = 0) -> Measure:
     return Measure(method, fmt if known else None, numa, backward, shapes)
 
 
-def _best(
+def _choose_format(
     formats: Iterable[Format], kinds: Mapping[TensorKind, int], layers: list[int], hidden: object
 ) -> tuple[Format, bool, dict[int, tuple[int, int]]]:
-    """Of these formats the one that most tensors of these layers fit, whether most do, and the layers' sizes."""
+    """Return the format that most tensors of these layers fit, whether most of them fit it, and the layers' sizes."""
     candidates = []
     for fmt in formats:
         weight = fmt.encoding.tensors(0, 0)[0]
-        sizes = _sizes(fmt, kinds, layers) if fmt.forward else _by_product(fmt, kinds, layers, hidden)
+        sizes = (
+            _sizes_by_majority(fmt, kinds, layers) if fmt.forward else _sizes_from_products(fmt, kinds, layers, hidden)
+        )
         # Formats that share names may fit in other sizes: then the dtype counts.
         agreeing = sum(n for kind, n in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))
-        candidates.append((_fitting(fmt, kinds, sizes), agreeing, fmt, sizes))
+        candidates.append((_count_fitting(fmt, kinds, sizes), agreeing, fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
     weights = sum(count for kind, count in kinds.items() if kind.suffix == suffixes(best.encoding)[0])
     return best, 2 * fitting > weights, sizes
 
 
 def formats_by_names(output: Output) -> tuple[Format, ...]:
-    """The formats that the names of tensors and loose files allow, at least one; only files name backward alone."""
-    named = tuple(FORMATS[method].configured(output.facts) for method in output.methods)
+    """Return the formats, at least one, that the names of tensors and loose files allow.
+
+    Only names of files identify formats of backward matrices.
+    """
+    named = tuple(FORMATS[method].apply_settings(output.facts) for method in output.methods)
     called = {LOOSE_METHODS.get(prefix) for prefix in output.prefixes}
     alone = tuple(fmt for fmt in named if not fmt.forward and called == {fmt.name})
     return alone or tuple(fmt for fmt in named if fmt.forward)
 
 
-def _sizes(fmt: Format, kinds: Mapping[TensorKind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
-    """layer -> (hidden size, width of a part), by a majority of the layer's tensors, else of all tensors."""
+def _sizes_by_majority(fmt: Format, kinds: Mapping[TensorKind, int], layers: list[int]) -> dict[int, tuple[int, int]]:
+    """Return layer -> (hidden size, width of a slice) by the majority of the layer's tensors, else of all tensors."""
     votes: dict[tuple[int | None, str], Counter[int]] = {}
     for kind, count in kinds.items():
-        n, k = sizes_shown(fmt.encoding, kind.suffix, kind.shape, kind.nbytes)
+        n, k = infer_sizes(fmt.encoding, kind.suffix, kind.shape, kind.nbytes)
         hidden, width = (n, k) if kind.projection == "down" else (k, n)
         for name, size in (("hidden", hidden), ("width", width)):
             if size is not None:
@@ -119,10 +128,10 @@ def _sizes(fmt: Format, kinds: Mapping[TensorKind, int], layers: list[int]) -> d
     return {layer: (usual(layer, "hidden"), usual(layer, "width")) for layer in layers}
 
 
-def _by_product(
+def _sizes_from_products(
     fmt: Format, kinds: Mapping[TensorKind, int], layers: Iterable[int], hidden: object
 ) -> dict[int, tuple[int, int]]:
-    """The same of tensors that show only the product of the two, by the hidden size of all layers; 0 if not known."""
+    """Return the same for tensors that show only the product, by the hidden size of all layers; 0 if unknown."""
     if type(hidden) is not int or hidden < 1:
         return dict.fromkeys(layers, (0, 0))
     weight = fmt.encoding.tensors(hidden, 1)[0]
@@ -133,10 +142,10 @@ def _by_product(
     return {layer: (hidden, max(votes, key=votes.__getitem__, default=0)) for layer, votes in widths.items()}
 
 
-def _fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
+def _count_fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
 
     def fits(kind: TensorKind) -> bool:
-        weight = fmt.encoding.tensors(*part_shape(kind.projection, *sizes[kind.layer], 1))[0]
+        weight = fmt.encoding.tensors(*slice_shape(kind.projection, *sizes[kind.layer], 1))[0]
         return kind.suffix == weight.name and kind.nbytes == weight.nbytes > 0
 
     return sum(number for kind, number in kinds.items() if fits(kind))

@@ -1,5 +1,7 @@
-"""Experts in NUMA parts in merged safetensors: keys that kt-kernel's loader asks for (bytes.md, section "Merged"), or,
-with other suffixes, keys that it does not find: it fails instead of computing with what it cannot read.
+"""Experts in NUMA slices in merged safetensors (bytes.md, section "Merged").
+
+Names are those that kt-kernel's loader looks for, or, with other suffixes, names that it does not find: it then fails
+instead of computing with tensors that it cannot read.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.slices import SliceId
 
 KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
@@ -23,38 +25,43 @@ SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's, and others
 
 @dataclass(frozen=True)
 class NumaNames:
-    """Names of the parts of experts. layout: of the arrangement, since formats of several may have the same names."""
+    """Names of the tensors of NUMA slices.
+
+    layout  that of the arrangement, since formats of several may have the same names
+    """
 
     suffixes: tuple[str, ...]
     layout: str = "numa"
 
-    def key(self, place: Place, suffix: str) -> str:
-        backward = "_bwd" if place.backward else ""
-        return f"blk.{place.layer}.ffn_{place.projection}{backward}_exps.{place.expert}.numa.{place.numa}.{suffix}"
+    def tensor_name(self, slice_id: SliceId, suffix: str) -> str:
+        matrix = slice_id.projection + ("_bwd" if slice_id.backward else "")
+        return f"blk.{slice_id.layer}.ffn_{matrix}_exps.{slice_id.expert}.numa.{slice_id.node}.{suffix}"
 
-    def find(self, name: str) -> tuple[Place, str] | None:
+    def parse(self, name: str) -> tuple[SliceId, str] | None:
         match = KEY.fullmatch(name)
         if match is None or match["suffix"] not in self.suffixes:
             return None
         layer, expert, node = (int(match[number]) for number in ("layer", "expert", "numa"))
-        return Place(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]
+        return SliceId(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]
 
-    def stray(self, name: str) -> str | None:
+    def explain_stray(self, name: str) -> str | None:
         return "not a name that kt-kernel reads" if "ffn_" in name and "_exps" in name else None
 
-    def describe(self, place: Place, suffix: str) -> str:
-        backward = "backward " if place.backward else ""
-        where = f"layer {place.layer}, expert {place.expert}, {place.projection}_proj, NUMA part {place.numa}"
+    def describe(self, slice_id: SliceId, suffix: str) -> str:
+        backward = "backward " if slice_id.backward else ""
+        where = (
+            f"layer {slice_id.layer}, expert {slice_id.expert}, {slice_id.projection}_proj, NUMA slice {slice_id.node}"
+        )
         return f"{where}, {backward}{suffix}"
 
 
 def _arrangement(layout: str, is_trusted: Callable[[Mapping[str, Any]], bool], on_request: bool = False) -> Arrangement:
     def names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
-        """Encodings without scales share names with those that have some: only sizes tell them apart."""
+        """Return the names; encodings with and without scales share some of them, and only sizes distinguish them."""
         own = suffixes(encoding)
         return NumaNames(next((shared for shared in SUFFIXES if own[0] == shared[0]), own), layout)
 
-    return Arrangement("merged", "cpu", layout, names, is_trusted, parted=True, on_request=on_request)
+    return Arrangement("merged", "cpu", layout, names, is_trusted, sliced=True, on_request=on_request)
 
 
 NUMA = _arrangement("numa", has_numa_count)
@@ -64,7 +71,7 @@ PLAIN = _arrangement("plain", lambda facts: has_numa_count(facts) and facts.get(
 
 
 def rename_non_expert(name: str) -> str:
-    """kt-kernel's name of another tensor: without `language_model.` and `model.`, `model.layers.` becomes `blk.`."""
+    """Return kt-kernel's name of a non-expert tensor: `blk.` for `model.layers.`, no `language_model.` or `model.`."""
     name = name.replace("language_model.", "")
     if name.startswith("model."):
         name = name.replace("model.layers.", "blk.").replace("model.", "")

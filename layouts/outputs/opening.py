@@ -1,4 +1,4 @@
-"""Opening an output: its manifest, config, index and headers; which formats' names its tensors have."""
+"""Opening of outputs: their manifest, config, index and headers, and the formats that their tensor names allow."""
 
 from __future__ import annotations
 
@@ -14,47 +14,50 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.files.publish import WORK_FOLDER
-from ktconvert.layouts.outputs import FORMATS, Format, decoded, format_of, loose
+from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import AGAIN, Output
-from ktconvert.layouts.outputs.parts import Names, Place
+from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
 TRAIN = "train"  # the command whose output is an adapter
 FOREIGN_NAME = "not a name that kt-kernel reads"
-IMPOSSIBLE = "no model has a layer, an expert or a NUMA part of this number"
+IMPOSSIBLE = "no model has a layer, an expert or a NUMA slice of this number"
 
 Item = TypeVar("Item")
 
 
 def is_output(path: Path) -> bool:
-    """Whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint."""
+    """Return whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint."""
     if not path.is_dir():
         return False
     if (about := _readable_manifest(path)) is not None:  # else the weights decide
-        return about.command not in (*decoded.COMMANDS, TRAIN)
-    if loose.layers_in(path):
+        return about.command not in (*dequantized.COMMANDS, TRAIN)
+    if loose.find_layers(path):
         return True
-    kinds = _by_names({})
+    candidates = _formats_by_names({})
     with contextlib.suppress(InputError):
-        return _named_by(kinds, read_index(path / INDEX)[0]) is not None
+        return _find_names(candidates, read_index(path / INDEX)[0]) is not None
     for shard in sorted(path.glob("*.safetensors")):
         with contextlib.suppress(InputError):
-            return _named_by(kinds, (entry.name for entry in read_header(shard).entries)) is not None
+            return _find_names(candidates, (entry.name for entry in read_header(shard).entries)) is not None
     return False
 
 
-def is_decoded(path: Path) -> bool:
-    """Whether `dequantize` or `merge-adapter` wrote a folder, by its manifest. VerificationError if it is damaged."""
+def is_dequantized(path: Path) -> bool:
+    """Return whether `dequantize` or `merge-adapter` wrote a folder, by its manifest.
+
+    Raises VerificationError if the manifest is damaged.
+    """
     about = manifest.read(path) if path.is_dir() else None
-    return about is not None and about.command in decoded.COMMANDS
+    return about is not None and about.command in dequantized.COMMANDS
 
 
 def is_whole_model(path: Path) -> bool:
-    """Whether a directory is an output that is a whole model, as its manifest says."""
+    """Return whether a directory is an output that is a whole model, by its manifest."""
     about = _readable_manifest(path)
-    return about is not None and _format_of(about).arrangement.whole
+    return about is not None and _manifest_format(about).arrangement.whole
 
 
 def _readable_manifest(path: Path) -> Manifest | None:
@@ -64,10 +67,11 @@ def _readable_manifest(path: Path) -> Manifest | None:
 
 
 def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
-    """Open an output, finished or damaged; its defects are recorded in the result, not raised. UnsupportedError where
-    no experts are in one of our formats, VerificationError for an unreadable manifest.
+    """Open an output, finished or damaged; the result records its defects.
 
-    layers  of loose folders those that are opened, whatever else lies there
+    layers  open only these layers of loose folders
+
+    Raises UnsupportedError if no experts are in one of our formats, VerificationError for an unreadable manifest.
     """
     if not is_output(root):
         with contextlib.suppress(InputError):
@@ -78,28 +82,35 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
                 what = f"is packed by {PACKER} and has no {manifest.NAME}"
                 raise UnsupportedError(f"{root}: {what}; if `ktconvert gpu` wrote it, {remedy}")
         raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
-    about, kinds = manifest.read(root), _by_names({})
+    about, candidates = manifest.read(root), _formats_by_names({})
     if about is not None:
         _require_trusted(root, about)
-        kinds = _by_names(about.model, _format_of(about))
-    folders, shards = loose.layers_in(root), _shards(root)
+        candidates = _formats_by_names(about.model, _manifest_format(about))
+    folders, shards = loose.find_layers(root), _shards(root)
     is_loose = bool(about.settings.get("no_merge_safetensor")) if about else bool(folders) and not shards
     if layers is not None:
         folders, is_loose = {layer: folders[layer] for layer in layers}, True
-    output = _opened(root, about, shards, kinds, is_loose)
+    output = _read_output(root, about, shards, candidates, is_loose)
     if is_loose:
-        _walk_loose(output, folders)
+        _read_loose_files(output, folders)
     return output
 
 
-def open_decoded(root: Path) -> Output:
-    return _opened(root, manifest.read(root), _shards(root), {LinearNames((), native=True): ()}, False)
+def open_dequantized(root: Path) -> Output:
+    return _read_output(root, manifest.read(root), _shards(root), {LinearNames((), native=True): ()}, False)
 
 
-def _opened(
-    root: Path, about: Manifest | None, shards: list[str], kinds: dict[Names, tuple[Format, ...]], is_loose: bool
+def _read_output(
+    root: Path,
+    about: Manifest | None,
+    shards: list[str],
+    candidates: dict[TensorNames, tuple[Format, ...]],
+    is_loose: bool,
 ) -> Output:
-    """The output with what lies in its shards; kinds: what names its tensors may have, and the formats of each."""
+    """Read the shards of an output.
+
+    candidates  naming schemes that its tensors may follow, with the formats of each
+    """
     damaged: dict[str, InputError] = {}
 
     def if_readable(name: str, read: Callable[[Path], Item]) -> Item | None:
@@ -110,9 +121,12 @@ def _opened(
             return None
 
     headers = {} if is_loose else read_headers(root, shards, damaged=damaged)
-    names = _named_by(kinds, (entry.name for header in headers.values() for entry in header.entries))
-    names = names or next(iter(kinds))
-    methods, whole = tuple(fmt.name for fmt in kinds[names]), all(fmt.arrangement.whole for fmt in kinds[names][:1])
+    names = _find_names(candidates, (entry.name for header in headers.values() for entry in header.entries))
+    names = names or next(iter(candidates))
+    methods, whole = (
+        tuple(fmt.name for fmt in candidates[names]),
+        all(fmt.arrangement.whole for fmt in candidates[names][:1]),
+    )
     config = if_readable("config.json", lambda path: read_config(path.parent)) or {}
     weight_map, total_size = if_readable(INDEX, read_index) or (None, None)
     output = Output(root, is_loose, methods, names, whole, about, config, weight_map, total_size, shards)
@@ -120,14 +134,16 @@ def _opened(
     for shard, header in headers.items():
         output.metadata[shard] = header.metadata
         for entry in header.entries:
-            recognised = names.find(entry.name)
+            recognised = names.parse(entry.name)
             if recognised is None:
-                why = names.stray(entry.name)
+                why = names.explain_stray(entry.name)
                 _add(output, output.others, entry.name, entry)
             elif not recognised[0].is_possible:
                 why = IMPOSSIBLE
             else:
-                why = None if names.key(*recognised) == entry.name else FOREIGN_NAME  # numbers with leading zeros
+                why = (
+                    None if names.tensor_name(*recognised) == entry.name else FOREIGN_NAME
+                )  # numbers with leading zeros
                 _add(output, output.tensors, recognised, entry)
             if why is not None:
                 output.strays.append((entry.name, shard, why))
@@ -139,40 +155,42 @@ def _shards(root: Path) -> list[str]:
     return sorted(file.as_posix() for file in files if WORK_FOLDER not in file.parts)
 
 
-def _format_of(about: Manifest) -> Format:
-    """The format that a manifest names; if it names none of ours, the first one of its command."""
-    fmt = format_of(about.model)
+def _manifest_format(about: Manifest) -> Format:
+    """Return the format that a manifest names; if it names none of ours, the first one of its command."""
+    fmt = find_format(about.model)
     candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.command)
     return fmt or next(candidates, next(iter(FORMATS.values())))
 
 
-def _by_names(facts: Mapping[str, Any], first: Format | None = None) -> dict[Names, tuple[Format, ...]]:
-    """The formats by their tensors' names, those with the names of `first` first."""
-    kinds: dict[Names, tuple[Format, ...]] = {} if first is None else {first.names(facts): ()}
+def _formats_by_names(facts: Mapping[str, Any], first: Format | None = None) -> dict[TensorNames, tuple[Format, ...]]:
+    """Group the formats by the names of their tensors, those with the names of `first` first."""
+    candidates: dict[TensorNames, tuple[Format, ...]] = {} if first is None else {first.names(facts): ()}
     for fmt in FORMATS.values():
         names = fmt.names(facts)
-        kinds[names] = (*kinds.get(names, ()), fmt)
-    return kinds
+        candidates[names] = (*candidates.get(names, ()), fmt)
+    return candidates
 
 
-def _named_by(kinds: Iterable[Names], tensors: Iterable[str]) -> Names | None:
-    """The names that recognise one of these tensors as a part of an expert; None if none do."""
-    kinds = tuple(kinds)
-    return next((names for tensor in tensors for names in kinds if names.find(tensor) is not None), None)
+def _find_names(candidates: Iterable[TensorNames], tensors: Iterable[str]) -> TensorNames | None:
+    """Return the naming scheme that recognises one of these tensors as part of an expert; None if none does."""
+    candidates = tuple(candidates)
+    return next((names for tensor in tensors for names in candidates if names.parse(tensor) is not None), None)
 
 
 def _require_trusted(root: Path, about: Manifest) -> None:
-    """VerificationError for a needed fact of a wrong type, UnsupportedError for statistics."""
+    """Raise VerificationError for a required fact of a wrong type, UnsupportedError for statistics."""
     if about.command == "calibrate":
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
         raise UnsupportedError(f"{root}: holds statistics of a model's experts, and no weights; {readers} read it.")
     facts = about.model
-    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _format_of(about).arrangement.is_trusted(facts):
+    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _manifest_format(about).arrangement.is_trusted(
+        facts
+    ):
         path = root / manifest.NAME
         raise VerificationError(f"{path}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite.")
 
 
-def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
+def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
     for layer, folder in folders.items():
         before = len(output.tensors)
         below = (path for entry in folder.iterdir() for path in (entry.iterdir() if entry.is_dir() else (entry,)))
@@ -188,17 +206,17 @@ def _walk_loose(output: Output, folders: dict[int, Path]) -> None:
             if size != int(match["nbytes"]):
                 output.damaged[name] = f"{name}: holds {size} bytes where its name says {match['nbytes']}"
             output.prefixes.add(match["prefix"])
-            place = Place(layer, int(match["expert"]), match["projection"], bool(match["backward"]), int(node[1]))
-            if not place.is_possible:
+            slice_id = SliceId(layer, int(match["expert"]), match["projection"], bool(match["backward"]), int(node[1]))
+            if not slice_id.is_possible:
                 output.strays.append((path.name, name, IMPOSSIBLE))
                 continue
-            tensor = loose.tensor(match["what"], size)
-            _add(output, output.tensors, (place, tensor.name), replace(tensor, name=name, file=name))
+            tensor = loose.describe_tensor(match["what"], size)
+            _add(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == before:
             output.damaged[folder.name] = f"{folder.name} holds no .kt files below _numa_N"
 
 
 def _add(output: Output, where: dict[Any, TensorInfo], key: Any, stored: TensorInfo) -> None:
     if key in where:
-        output.doubles.append((stored.name, where[key].file, stored.file))
+        output.duplicates.append((stored.name, where[key].file, stored.file))
     where[key] = stored  # as in kt-kernel's loader, the last one counts

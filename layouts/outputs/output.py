@@ -1,4 +1,4 @@
-"""An output on disk (merged, loose or a whole model; ours or kt-kernel's): which bytes are which part of an expert."""
+"""An output on disk (merged, loose or a whole model; ours or kt-kernel's), and the place of each expert's tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from ktconvert.layouts.encodings.encoding import Read
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.manifest import Manifest
-from ktconvert.layouts.outputs.parts import Names, Place
+from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Bytes
 
@@ -22,25 +22,26 @@ AGAIN = "convert it again"
 
 @dataclass(frozen=True)
 class Output:
-    """An opened output; headers and names are read, weights are not.
+    """An opened output; headers and names have been read, weights have not.
 
-    methods     the formats whose tensors have these names; measure() determines which of them it is
+    methods     formats whose tensors have these names; measure() determines which of them it is
     whole       whether it is a whole model, which loaders of checkpoints open
-    manifest    manifest.json, None in kt-kernel's own outputs; config: config.json, {} where there is none
-    weight_map  what the index says (tensor -> shard), as total_size; None without it
+    manifest    manifest.json; None in kt-kernel's own outputs
+    config      config.json; {} if there is none
+    weight_map  tensor -> shard by the index; None without an index, as total_size
     metadata    shard -> its __metadata__
-    tensors     (place, suffix) -> where it is; what lies in a file of its own has the file's name
-    others      tensors that are no routed experts, by name
-    doubles     (name, first file, second file) of tensors that exist twice
+    tensors     (slice, suffix) -> tensor; a loose file is a tensor with the file's name
+    others      non-expert tensors, by name
+    duplicates  (name, first file, second file) of tensors that exist twice
     strays      (name, file, why it does not belong there)
-    prefixes    of the loose files' names ("INT4", ...)
+    prefixes    prefixes of the loose files' names ("INT4", ...)
     damaged     file -> why it cannot be read
     """
 
     root: Path
     loose: bool
     methods: tuple[str, ...]
-    names: Names
+    names: TensorNames
     whole: bool
     manifest: Manifest | None
     config: dict[str, Any]
@@ -48,16 +49,16 @@ class Output:
     total_size: int | None = None
     shards: list[str] = field(default_factory=list)
     metadata: dict[str, dict[str, str]] = field(default_factory=dict)
-    tensors: dict[tuple[Place, str], TensorInfo] = field(default_factory=dict, repr=False)
+    tensors: dict[tuple[SliceId, str], TensorInfo] = field(default_factory=dict, repr=False)
     others: dict[str, TensorInfo] = field(default_factory=dict, repr=False)
-    doubles: list[tuple[str, str, str]] = field(default_factory=list)
+    duplicates: list[tuple[str, str, str]] = field(default_factory=list)
     strays: list[tuple[str, str, str]] = field(default_factory=list)
     prefixes: set[str] = field(default_factory=set)
     damaged: dict[str, str] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the manifest says that the output is; {} without one."""
+        """Facts of the manifest; {} without one."""
         return {} if self.manifest is None else dict(self.manifest.model)
 
     @property
@@ -65,7 +66,10 @@ class Output:
         return {} if self.manifest is None else dict(self.manifest.settings)
 
     def read(self, stored: TensorInfo, start: int = 0, stop: int | None = None, out: Bytes | None = None) -> Bytes:
-        """Bytes start..stop-1 of a tensor, in `out` or new memory. VerificationError: unreadable or shorter."""
+        """Read bytes start..stop-1 of a tensor into `out`, or into new memory.
+
+        Raises VerificationError if the file is unreadable or too short.
+        """
         if out is None:
             out = np.empty((stored.nbytes if stop is None else stop) - start, np.uint8)
         path, view, done = self.root / stored.file, memoryview(out.data), 0
@@ -82,18 +86,18 @@ class Output:
             raise VerificationError(f"{path}: became shorter while it was read; {AGAIN}.")
         return out
 
-    def reader(self, place: Place, suffixes: Sequence[str]) -> Read:
-        """Reads the tensors of a part, all of which are there; in the order of these suffixes."""
+    def reader(self, slice_id: SliceId, suffixes: Sequence[str]) -> Read:
+        """Return a reader of a slice's tensors, in the order of these suffixes; all of them must exist."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
-            stored = self.tensors[place, suffixes[tensor]]
+            stored = self.tensors[slice_id, suffixes[tensor]]
             return self.read(stored, start, stored.nbytes if stop is None else min(stop, stored.nbytes))
 
         return read
 
 
-def files_of(root: Path) -> Iterator[str]:
-    """Every file of an output, relative to it, except those in hidden folders."""
+def list_files(root: Path) -> Iterator[str]:
+    """Yield every file of an output, relative to it, except those in hidden folders."""
     for folder, folders, files in os.walk(root):
         folders[:] = sorted(f for f in folders if not f.startswith("."))
         for name in sorted(files):

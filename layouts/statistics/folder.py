@@ -20,7 +20,7 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.statistics.imatrix import Imatrix, Shapes, open_imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
 from ktconvert.native_quant.arrays import I64
@@ -203,7 +203,7 @@ def _as_list(sizes: int | tuple[int, ...]) -> list[int]:
 def _describe(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
     depth = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
     experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
-    return f"{depth}layers {ranges(layers)} with {experts} experts of {hidden} x {width}"
+    return f"{depth}layers {format_ranges(layers)} with {experts} experts of {hidden} x {width}"
 
 
 def open_model_imatrix(path: Path, model: MoeModel) -> Imatrix:

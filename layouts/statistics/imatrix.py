@@ -20,11 +20,11 @@ from typing import ClassVar
 import numpy as np
 
 from ktconvert.layouts.checkpoints.containers import gguf
-from ktconvert.layouts.checkpoints.containers.container import opened, read_at, read_unchanged
-from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, damaged_tensor
+from ktconvert.layouts.checkpoints.containers.container import open_regular_file, read_at, read_unchanged
+from ktconvert.layouts.errors import REMEDY, InputError, bad_file, bad_tensor
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.publish import sha256_file
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I64
 
@@ -112,7 +112,7 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collec
     optional_layers: layers that the file may have in addition.
     Raises InputError for a file that is damaged, has values that are no sums of squares, or is of a different model.
     """
-    with opened(path, ".gguf") as (fd, status):
+    with open_regular_file(path, ".gguf") as (fd, status):
         if read_at(fd, 0, 4, path) == gguf.MAGIC:
             records = _read_gguf_records(path)
         else:
@@ -124,7 +124,7 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collec
             raise InputError(f"{path}: {what}; {USE_OWN}")
         layers = {layer for layer, _, _ in weights}
         if shapes.keys() - layers or layers - shapes.keys() - set(optional_layers):
-            where, needed = ranges(sorted(layers)), ranges(sorted(shapes))
+            where, needed = format_ranges(sorted(layers)), format_ranges(sorted(shapes))
             raise InputError(f"{path}: has experts in layers {where}, but {model} in layers {needed}; {USE_OWN}")
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
@@ -166,7 +166,7 @@ def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns
         if wrong.any():
             expert, column = (int(n) for n in np.argwhere(wrong)[0])
             where = f"(expert {expert + number}, column {column})"
-            raise damaged_file(path, f"{record.name} has {values[expert, column]} as a sum of squares {where}")
+            raise bad_file(path, f"{record.name} has {values[expert, column]} as a sum of squares {where}")
         own = slice(number * each, (number + 1) * each)
         starts[own] = record.start + 4 * columns * np.arange(each)
         if record.counts is None:
@@ -176,7 +176,7 @@ def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns
             tokens = np.frombuffer(_read(fd, record.counts.start, record.counts.nbytes, path), "<f4")
             if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
                 what = f"has {tokens.tolist()[:4]}, which are no numbers of tokens"
-                raise damaged_tensor(record.counts.name, what, REMEDY, path)
+                raise bad_tensor(record.counts.name, what, REMEDY, path)
             counts[own] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
 
@@ -184,7 +184,7 @@ def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns
 def _read(fd: int, start: int, count: int, path: Path) -> bytes:
     data = read_at(fd, start, count, path)
     if len(data) != count:
-        raise damaged_file(path, "shrank while it was read")
+        raise bad_file(path, "shrank while it was read")
     return data
 
 
@@ -200,13 +200,13 @@ def _read_gguf_records(path: Path) -> dict[str, Record]:
             continue
         sums, counts = entries.get(base + SUMS), entries.get(base + COUNTS)
         if sums is None or counts is None:
-            raise damaged_file(path, f"{base} has {last} but not both {SUMS[1:]} and {COUNTS[1:]}")
+            raise bad_file(path, f"{base} has {last} but not both {SUMS[1:]} and {COUNTS[1:]}")
         if wrong := next((e for e in (sums, counts) if e.dtype != "F32"), None):
-            raise damaged_tensor(wrong.name, f"is {wrong.dtype}, not F32", REMEDY, path)
+            raise bad_tensor(wrong.name, f"is {wrong.dtype}, not F32", REMEDY, path)
         values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
         if not values or values // columns * 4 != counts.nbytes:
             what = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
-            raise damaged_tensor(sums.name, f"{what} do not belong together", REMEDY, path)
+            raise bad_tensor(sums.name, f"{what} do not belong together", REMEDY, path)
         records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
     return records
 
@@ -220,10 +220,10 @@ def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
         data = read_at(fd, at, 4, path)
         at += 4
         if len(data) < 4:
-            raise damaged_file(path, f"neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}")
         value = int(struct.unpack("<i", data)[0])
         if not least <= value <= most:
-            raise damaged_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4})")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4})")
         return value
 
     names: set[str] = set()
@@ -234,7 +234,7 @@ def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
         calls = read_number(f"the number of calls of {name!r}", 0, (1 << 31) - 1)
         values = read_number(f"the number of values of {name!r}", 1, max(0, size - at - 4) // 4)
         if name in names:
-            raise damaged_file(path, f"{name!r} appears twice")
+            raise bad_file(path, f"{name!r} appears twice")
         names.add(name)
         yield Record(name, at, values, None, None, calls)
         at += 4 * values
@@ -243,7 +243,7 @@ def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
         length = read_number("the length of the name of the data", 0, max(0, size - at - 4))
         at += length
     if at != size:
-        raise damaged_file(path, f"{size - at} bytes follow its last record")
+        raise bad_file(path, f"{size - at} bytes follow its last record")
 
 
 # --- writing in llama.cpp's GGUF format: names, types and keys as in its save_imatrix --------------

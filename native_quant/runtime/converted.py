@@ -13,14 +13,14 @@ import numpy as np
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
-from ktconvert.layouts.outputs import PROJECTIONS, Format
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
+from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
@@ -33,7 +33,7 @@ ROOMY = 0.8  # share of the available memory that copies may take
 
 @dataclass(frozen=True)
 class Converted:
-    """A converted directory. part_bytes: of each NUMA part, in all layers; is_roomy, left: whether memory held all
+    """A converted directory. part_bytes: of each NUMA slice, in all layers; is_roomy, left: whether memory held all
     layers before the first was loaded, and what each NUMA node had left (bytes).
     """
 
@@ -90,20 +90,20 @@ class Converted:
         assert measured.fmt is not None
         if layer not in measured.shapes:
             self.require_readable(layer)
-            has = f"holds no layer {layer}; it has layers {ranges(list(measured.shapes)) or 'none'}"
+            has = f"holds no layer {layer}; it has layers {format_ranges(list(measured.shapes)) or 'none'}"
             raise UnsupportedError(f"{self.path}: {has}. Give one of these, or convert again with it.")
         count, h, i = measured.shapes[layer]
-        fmt = measured.fmt.of_layer(layer)
+        fmt = measured.fmt.layer_format(layer)
         required.require(self.path, layer, "byte counts", (count, h, i), fmt.name)
         self.require_metadata(layer, required.swiglu)
         self.require_manifest()
         transposed = required.transposed
         if transposed is None:
             transposed = any(place.backward and place.layer == layer for place, _ in output.tensors)
-        grid = ExpertGrid(layer, h, i, measured.numa, transposed)
+        slicing = Slicing(layer, h, i, measured.numa, transposed)
         require_legal(fmt, h, i, measured.numa)
-        weights.check_limits(fmt.name, grid)
-        stored = dict(self._stored(fmt, grid, count))
+        weights.check_limits(fmt.name, slicing)
+        stored = dict(self._stored(fmt, slicing, count))
         memory = required.memory
         if memory == "auto":
             memory = "copy" if self.is_roomy or output.loose else "map"
@@ -115,13 +115,13 @@ class Converted:
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
         tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
         arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
-        packed = weights.LayerWeights(rows, grid, count, arrays)
+        packed = weights.LayerWeights(rows, slicing, count, arrays)
         weights.in_parallel(lambda item: self._prepare(fmt, *item), packed.arrays.items(), machine.physical_cores())
         packed.check_reads()
         return packed
 
     def require_manifest(self) -> None:
-        """Raises UnsupportedError where its method or number of NUMA parts are not those of the bytes."""
+        """Raises UnsupportedError where its method or number of NUMA slices are not those of the bytes."""
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
                 what = f"says {name} {recorded}, the weights beside it have {actual}"
@@ -158,14 +158,16 @@ class Converted:
         what = f"the experts of layer {layer} have {configured} by config.json, not {swiglu}"
         raise UnsupportedError(f"{self.output.root}: {what}; give what config.json says.")
 
-    def _stored(self, fmt: Format, grid: ExpertGrid, experts: int) -> Iterator[tuple[tuple[Part, str], TensorInfo]]:
+    def _stored(
+        self, fmt: Format, slicing: Slicing, experts: int
+    ) -> Iterator[tuple[tuple[NumaSlice, str], TensorInfo]]:
         """Every tensor that the layer must have, with its exact size."""
         output = self.output
-        for part in grid.all_parts(range(experts)):
+        for part in slicing.all_slices(range(experts)):
             for tensor in fmt.encoding.tensors(part.n, part.k):
                 what, size = tensor.name, tensor.nbytes
-                described = output.names.describe(part.place, what)
-                stored = output.tensors.get((part.place, what))
+                described = output.names.describe(part.id, what)
+                stored = output.tensors.get((part.id, what))
                 if stored is None:
                     because = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
                     raise InputError(f"{output.root}: {described} is missing{because}; {AGAIN}.")
@@ -188,15 +190,17 @@ class Converted:
             raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {AGAIN}.")
         return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
 
-    def _copy(self, stored: dict[tuple[Part, str], TensorInfo], nodes: Sequence[int]) -> dict[tuple[Part, str], Bytes]:
-        def one(key: tuple[Part, str]) -> None:
+    def _copy(
+        self, stored: dict[tuple[NumaSlice, str], TensorInfo], nodes: Sequence[int]
+    ) -> dict[tuple[NumaSlice, str], Bytes]:
+        def one(key: tuple[NumaSlice, str]) -> None:
             self.output.read(stored[key], out=views[key])
 
         with weights.blocks({key: one.nbytes for key, one in stored.items()}, self.measured.numa, nodes) as views:
             weights.in_parallel(one, views, machine.physical_cores())
         return views
 
-    def _prepare(self, fmt: Format, part: Part, stored: Sequence[Bytes]) -> None:
+    def _prepare(self, fmt: Format, part: NumaSlice, stored: Sequence[Bytes]) -> None:
         """Puts a part into the order of memory. Raises InputError for a scale or a code that the encoding has not."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
@@ -212,8 +216,8 @@ class Converted:
             found.append(("weight", str(error)))
         for name, what in found:
             if what:
-                path = self.output.root / self.output.tensors[part.place, name].file
-                raise InputError(f"{path}: {self.output.names.describe(part.place, name)}: {what}; {AGAIN}.")
+                path = self.output.root / self.output.tensors[part.id, name].file
+                raise InputError(f"{path}: {self.output.names.describe(part.id, name)}: {what}; {AGAIN}.")
 
 
 def _may_be_limited(method: str) -> bool:
@@ -223,9 +227,9 @@ def _may_be_limited(method: str) -> bool:
 @functools.lru_cache(maxsize=8)
 def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
     output = open_output(path)
-    parts = [0] * (1 + max((place.numa for place, _ in output.tensors), default=0))
+    parts = [0] * (1 + max((place.node for place, _ in output.tensors), default=0))
     for (place, _), stored in output.tensors.items():
-        parts[place.numa] += stored.nbytes
+        parts[place.node] += stored.nbytes
     memory = sum(parts) < ROOMY * weights.memory_available(), machine.node_memory_available()
     return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), *memory)
 

@@ -50,17 +50,17 @@ class Experts:
     ) -> None:
         kernels.isa()  # a wrong KTCONVERT_ISA is reported here
         check_swiglu(packed.method, swiglu)
-        grid = packed.grid
-        self.method, self.layer = packed.method, grid.layer
-        self.num_experts, self.hidden, self.intermediate = packed.experts, grid.hidden, grid.intermediate
-        self.parts, self.nbytes = grid.numa, packed.nbytes
+        slicing = packed.slicing
+        self.method, self.layer = packed.method, slicing.layer
+        self.num_experts, self.hidden, self.intermediate = packed.experts, slicing.hidden, slicing.intermediate
+        self.parts, self.nbytes = slicing.numa, packed.nbytes
         self.pool, self.exact = pool or get_shared_pool(), exact
         self.source: Path | None = None  # the directory that it was loaded from
         self.order = _checked_order(order, packed.experts)  # the file's expert of each
         table = _table(packed, self.order)
-        transposed = _table(packed, self.order, transposed=True) if grid.backward else ffi.NULL
+        transposed = _table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
         formats = {f"{projection}_format": row.number for projection, row in packed.rows.items()}
-        sizes = {"experts": self.num_experts, "parts": self.parts, "hidden": self.hidden, "width": grid.widths}
+        sizes = {"experts": self.num_experts, "parts": self.parts, "hidden": self.hidden, "width": slicing.widths}
         settings = {"swiglu_limit": swiglu.limit, "swiglu_alpha": swiglu.alpha}
         moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": table, "transposed": transposed, **settings})
         # What a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
@@ -89,7 +89,7 @@ class Experts:
         """One layer of a converted directory, ours or kt-kernel's, or of a checkpoint as a native method reads it.
 
         method .. intermediate  what the caller expects; an error where the file differs
-        parts   how many NUMA parts the caller expects; a converted directory has its own number. Another one costs
+        parts   how many NUMA slices the caller expects; a converted directory has its own number. Another one costs
                 speed: a warning, once, or an error if `strict`. A checkpoint is cut into this many (None: one for each
                 of the pool's NUMA nodes, where that is possible)
         memory  "copy": a copy on huge pages, each part on the NUMA node of the pool's threads that compute with it;
@@ -105,8 +105,8 @@ class Experts:
         swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or get_shared_pool(), Path(path)
         required = weights.Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu, transposed)
         packed = open_experts(path).load(layer, pool, required)
-        if parts is not None and parts != packed.grid.numa:
-            _report_parts(str(path), packed.grid.numa, parts, strict)
+        if parts is not None and parts != packed.slicing.numa:
+            _report_parts(str(path), packed.slicing.numa, parts, strict)
         loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu=swiglu)
         loaded.source = path.absolute()
         return loaded
@@ -288,7 +288,7 @@ class Experts:
 
 def _table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:
     """ktq_expert [parts][E]: where each matrix or transpose lies. Raises ValueError where C would read past one."""
-    rows = ffi.new("ktq_expert[]", packed.grid.numa * packed.experts)
+    rows = ffi.new("ktq_expert[]", packed.slicing.numa * packed.experts)
     at: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
     for place, expert in enumerate(order):
         at[expert].append(place)
@@ -300,7 +300,7 @@ def _table(packed: weights.LayerWeights, order: list[int], transposed: bool = Fa
             raise ValueError(f"a part [{part.n}, {part.k}] of {packed.method} has {needed} bytes, not {actual}")
         addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
         for place in at[part.expert]:
-            row = rows[part.numa * packed.experts + place]
+            row = rows[part.node * packed.experts + place]
             for name, address in zip((part.projection, f"{part.projection}_scale"), addresses, strict=False):
                 setattr(row, name, address)  # a format without scales has one tensor
     return rows
@@ -321,7 +321,7 @@ _weight_bytes = functools.cache(kernels.weight_bytes)
 
 def _report_parts(path: str, have: int, required: int, strict: bool) -> None:
     message = (
-        f"{path}: made for {have} NUMA parts, run with {required}: the result is right, but memory may be read across "
+        f"{path}: made for {have} NUMA slices, run with {required}: the result is right, but memory may be read across "
         f"nodes; `ktconvert resplit --threadpool-count {required}` rewrites it for full speed."
     )
     if strict:

@@ -1,4 +1,4 @@
-"""The experts of a checkpoint as it was released: cut into NUMA parts, in the kernels' order, layer by layer."""
+"""The experts of a checkpoint as it was released: cut into NUMA slices, in the kernels' order, layer by layer."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, part_of, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name, recognise
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.encodings.encoding import why_not_multiple
-from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, damaged_tensor
+from ktconvert.layouts.encodings.encoding import explain_size
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, gpu_card
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import FORMATS, gpu_card
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import COUNTS
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
@@ -71,47 +72,47 @@ class Checkpoint:
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
-        each = (self.model.linear(packed.grid.layer, expert, projection) for projection in PROJECTIONS)
+        each = (self.model.linear(packed.slicing.layer, expert, projection) for projection in PROJECTIONS)
         gate, up, down = (bf16_to_f32(decode(linear)) for linear in each)
         yield gate, up, down
 
     def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in so many NUMA parts (None: one for each of the pool's nodes if that divides the weights, else 1);
+        """One layer in so many NUMA slices (None: one for each of the pool's nodes if that divides weights, else 1);
         no number changes. Raises UnsupportedError where it is not as required, or computes something else, InputError
         where it is damaged.
         """
         with _remedies(self.path):
             model = self.model
             if layer not in model.moe_layers:
-                has = f"holds no experts in layer {layer}, but in {ranges(self.layers)}"
+                has = f"holds no experts in layer {layer}, but in {format_ranges(self.layers)}"
                 raise UnsupportedError(f"{self.path}: {has}; give one of these.")
             rows = self.rows_of(layer, required.method)
             method = rows["gate"]
             count, h, i = model.shape(layer)
             required.require(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
-            grid = _grid(self.path, rows, ExpertGrid(layer, h, i), required.parts, len(pool.nodes))
-            needed = [0] * grid.numa
-            for part in grid.all_parts(range(count)):
+            slicing = _grid(self.path, rows, Slicing(layer, h, i), required.parts, len(pool.nodes))
+            needed = [0] * slicing.numa
+            for part in slicing.all_slices(range(count)):
                 tensors = rows[part.projection].tensors(part.n, part.k)
-                needed[part.numa] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
+                needed[part.node] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
             weights.warn_of_shortages(str(self.path), needed, pool.nodes, machine.node_memory_available())
 
-            def writer(expert: int, projection: str) -> Callable[[Part, Sequence[Bytes]], None]:
+            def writer(expert: int, projection: str) -> Callable[[NumaSlice, Sequence[Bytes]], None]:
                 linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
 
-                def write(part: Part, out: Sequence[Bytes]) -> None:
+                def write(part: NumaSlice, out: Sequence[Bytes]) -> None:
                     try:
-                        of_part = StoredPart(part.of(linear), model.source, stored.one(expert))
+                        of_part = StoredPart(part.cut(linear), model.source, stored.linear_tensors(expert))
                         rows[projection].put(of_part, out)
                     except kernels.NonFinite as bad:
-                        where = f"row {bad.row} of NUMA part {part.numa} of expert {expert}"
+                        where = f"row {bad.row} of NUMA slice {part.node} of expert {expert}"
                         what, path = f": {where} holds a number that is not finite", model.source.path(stored.values)
-                        raise damaged_tensor(stored.values.name, what, path=path) from None
+                        raise bad_tensor(stored.values.name, what, path=path) from None
 
                 return write
 
-            packed = weights.fill(rows, grid, count, writer, pool)
+            packed = weights.fill(rows, slicing, count, writer, pool)
             for info in model.layer_tensors(layer):
                 model.source.release(info)
             return packed
@@ -165,7 +166,7 @@ def _rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
     """The row of a method for each projection; None where it does not compute the weights of all as they are stored."""
     rows = {}
     for projection in PROJECTIONS:
-        stored = [weight for (part, _), weight in layer.weights.items() if part == part_of(layer.style, projection)]
+        stored = [weight for (part, _), weight in layer.weights.items() if part == matrix_name(layer.style, projection)]
         row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in stored)), None)
         if row is None:
             return None
@@ -193,13 +194,13 @@ def _of_integers(weight: Weight, group: int) -> list[str]:
     return [*fields, *["sym false"] * (False in said.symmetric), *["desc_act true"] * (True in said.ordered)]
 
 
-def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int | None, nodes: int) -> ExpertGrid:
-    """`whole` in NUMA parts. Raises UnsupportedError where the weights cannot be cut into the required number."""
+def _grid(path: Path, rows: dict[str, Method], whole: Slicing, required: int | None, nodes: int) -> Slicing:
+    """`whole` in NUMA slices. Raises UnsupportedError where the weights cannot be cut into the required number."""
     name, multiple = rows["gate"].name, max(row.multiple for row in rows.values())
     unit = rows["gate"].unit and (multiple if whole.intermediate % rows["gate"].unit else rows["gate"].unit)
 
     def reason(parts: int) -> str | None:
-        why = why_not_multiple(multiple, whole.hidden, whole.intermediate, 1 if unit and parts > 0 else parts)
+        why = explain_size(multiple, whole.hidden, whole.intermediate, 1 if unit and parts > 0 else parts)
         if not why and unit and parts * unit > whole.intermediate:
             units = whole.intermediate // unit
             return f"the intermediate size {whole.intermediate} has {units} units of {unit} columns"
@@ -208,13 +209,13 @@ def _grid(path: Path, rows: dict[str, Method], whole: ExpertGrid, required: int 
     parts = required if required is not None else 1 if reason(nodes) else nodes
     if why := reason(parts):
         legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
-        problem = f"method {name} cannot compute it in {parts} NUMA parts: {why}"
-        raise UnsupportedError(f"{path}: {problem}. Legal numbers of parts (threadpool_count): {legal}.")
-    return replace(whole, numa=parts, unit=unit)
+        problem = f"method {name} cannot compute it in {parts} NUMA slices: {why}"
+        raise UnsupportedError(f"{path}: {problem}. Legal numbers of slices (threadpool_count): {legal}.")
+    return replace(whole, numa=parts, multiple=unit)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA parts."""
+    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA slices."""
     if not path.is_dir():
         return path.suffix == GGUF.suffix
     return _is_checkpoint_at(path.resolve(), weights.contents(path))
@@ -266,7 +267,7 @@ def _remedies(path: Path) -> Iterator[None]:
     except InputError as error:
         if not error.remedy or _facts(path) is None:
             raise
-        raise error.advising(AGAIN) from error
+        raise error.with_remedy(AGAIN) from error
 
 
 def open_experts(path: Path) -> Converted | Checkpoint:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ktconvert.layouts.outputs.parts import Part
+from ktconvert.layouts.outputs.slices import NumaSlice
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS, InRows
@@ -44,10 +44,10 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
     packed = experts.packed
     rectangles = [
         rectangle
-        for part, stored in packed.arrays.items()
-        if part.expert == experts.order[expert]
+        for numa_slice, stored in packed.arrays.items()
+        if numa_slice.expert == experts.order[expert]
         for at, (of, data) in enumerate(zip(in_rows, stored, strict=True))
-        for rectangle in _of_part(part, of, data.__array_interface__["data"][0], ranks, experts, buffers, at)
+        for rectangle in _of_slice(numa_slice, of, data.__array_interface__["data"][0], ranks, experts, buffers, at)
     ]
     items = ffi.new("ktq_rectangle[]", rectangles)
     job = ffi.new("ktq_job **")
@@ -57,25 +57,25 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
     return started
 
 
-def _of_part(
-    part: Part, of: InRows, source: int, ranks: int, experts: Experts, buffers: Addresses, at: int
+def _of_slice(
+    numa_slice: NumaSlice, of: InRows, source: int, ranks: int, experts: Experts, buffers: Addresses, at: int
 ) -> Iterator[tuple[Any, ...]]:
-    """A ktq_rectangle for what each rank gets of a part's tensor. source: its address; at: its number in the part."""
+    """A ktq_rectangle for what each rank gets of a slice's tensor. source: its address; at: its number in the slice."""
     width, share = experts.intermediate // ranks, experts.intermediate // experts.parts
     for rank in range(ranks):
-        first = max(part.numa * share, rank * width)
-        last = min((part.numa + 1) * share, (rank + 1) * width)
+        first = max(numa_slice.node * share, rank * width)
+        last = min((numa_slice.node + 1) * share, (rank + 1) * width)
         if first >= last:
             continue
-        skipped, written = first - part.numa * share, first - rank * width
-        if part.projection == "down":
+        skipped, written = first - numa_slice.node * share, first - rank * width
+        if numa_slice.projection == "down":
             row_stride = of.items(width) * of.size
             to = buffers[2 + at][rank] + of.number(written) * of.size
-            row, column, rows, columns = 0, skipped, part.n, last - first
+            row, column, rows, columns = 0, skipped, numa_slice.n, last - first
         else:
-            row_stride = of.items(part.k) * of.size
-            to = buffers[at][rank] + ((part.projection == "up") * width + written) // of.rows * row_stride
-            row, column, rows, columns = skipped, 0, last - first, part.k
+            row_stride = of.items(numa_slice.k) * of.size
+            to = buffers[at][rank] + ((numa_slice.projection == "up") * width + written) // of.rows * row_stride
+            row, column, rows, columns = skipped, 0, last - first, numa_slice.k
         items = of.items(columns) * (of.size if of.order == lib.KTQ_IN_ROWS else 1)
-        addresses = (ffi.cast("void *", address) for address in (source + of.offset(row, column, part.k), to))
-        yield of.order, rows // of.rows, items, of.stride(part.k), row_stride, *addresses
+        addresses = (ffi.cast("void *", address) for address in (source + of.offset(row, column, numa_slice.k), to))
+        yield of.order, rows // of.rows, items, of.stride(numa_slice.k), row_stride, *addresses

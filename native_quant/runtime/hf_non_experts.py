@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
@@ -146,7 +146,7 @@ def make_dequantizer(root: Path) -> Any:
         return None
     with open_checkpoint(root) as source:
         experts = recognise(source, to_read=True).expert_tensor_names()
-        non_experts = other_tensors(source, experts, quantization).tensors
+        non_experts = find_non_expert_tensors(source, experts, quantization).tensors
         packed = next((name for name, stored in non_experts.items() if isinstance(stored, Weight)), None)
     if packed is not None:
         what = f"{packed} is quantized itself ({quantization.method}), and only routed experts and FP8 can be"

@@ -25,7 +25,7 @@ from ktconvert.native_quant.arrays import F32, F64, I64, Array, Bool
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import INT4, INT8
 from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
-from ktconvert.quantizers.packed import signed_codes
+from ktconvert.quantizers.packed import read_signed_codes
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +158,7 @@ class HotWeights:
         """Return int8 codes [n, k] and float32 scales [n, groups], or BF16 bits [n, k] and None. Raises InputError."""
         linear = self.model.linear(layer, expert, projection)
         is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
-        values: Array = signed_codes(linear) if is_packed else kernels.decode(linear)
+        values: Array = read_signed_codes(linear) if is_packed else kernels.decode(linear)
         for info in self.model.expert_tensors(layer, expert):
             self._source.release(info)
         if not is_packed:

@@ -125,7 +125,7 @@ class Method:
     others       of the first row of a name, the others
     number       its row in csrc/forward/formats.c, which names the kernels
     weights      codes and scales, for documents
-    multiple     the hidden size and the intermediate size per NUMA part must be multiples of it
+    multiple     the hidden size and the intermediate size per NUMA slice must be multiples of it
     unit         of the intermediate size's columns, as ExpertGrid explains it; a size that is no multiple of it is cut
                  in units of `multiple`
     tensors      (n, k) -> the tensors of a part in memory: codes, and scales if it has any

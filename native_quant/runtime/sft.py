@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import weights
@@ -168,7 +169,7 @@ class SftMoEWrapper:
         down_proj: torch.Tensor,
         physical_to_logical_map_cpu: torch.Tensor | None = None,
     ) -> None:
-        """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count parts; slot p has expert map[p]."""
+        """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count NUMA slices; slot p has expert map[p]."""
         if self._holds.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
         gate, up, down = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
@@ -190,13 +191,13 @@ class SftMoEWrapper:
                     raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
             each = zip(codes.numpy(), scales.float().numpy(), strict=True)
             linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
-        grid = ExpertGrid(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
+        slicing = Slicing(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
         nowhere: Any = None  # messages name a checkpoint's tensor, and none can come of these
 
         def put(part: Matrix, out: Sequence[Bytes]) -> None:
             self._holds.put(StoredPart(part, nowhere, {}), out)
 
-        packed = weights.fill_with(self._holds, grid, linears, put, self._pool)
+        packed = weights.fill_with(self._holds, slicing, linears, put, self._pool)
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def save_backward_weights_from_tensors(
@@ -213,14 +214,16 @@ class SftMoEWrapper:
             raise ValueError(f"method={self.method!r} has no transposed matrices in files")
         bits = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
         linears = dict(zip(PROJECTIONS, bits, strict=True))
-        grid = ExpertGrid(
+        slicing = Slicing(
             self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count, True, forward=False
         )
         folder = Path(output_path) / f"_layer_{self.layer_idx}"
-        for part in grid.all_parts(range(self.num_experts)):
-            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(part.n, part.k)]
-            fmt.encoding.quantize(part.of(Matrix(linears[part.projection][part.expert], BF16)), arrays)
-            weights.write_loose(folder, fmt, part, arrays)
+        for numa_slice in slicing.all_slices(range(self.num_experts)):
+            arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(numa_slice.n, numa_slice.k)]
+            fmt.encoding.quantize(
+                numa_slice.cut(Matrix(linears[numa_slice.projection][numa_slice.expert], BF16)), arrays
+            )
+            weights.write_loose(folder, fmt, numa_slice, arrays)
 
     # --- LoRA ---
 

@@ -52,7 +52,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     swiglu = source.swiglu_of(layer)
     packed = source.load(layer, pool, weights.Requirements(swiglu=swiglu))
     topk = min(topk, packed.experts)
-    hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.grid.hidden)
+    hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.slicing.hidden)
     linears = functools.partial(source.linears, packed)
     expected = reference(packed, linears, bf16_to_f32(hidden), swiglu, pool.threads)  # [inputs, E, H]
     problems, error = list(_implausible(layer, expected)), dict[str, float]()
@@ -85,7 +85,7 @@ def reference(
     packed: weights.LayerWeights, linears: Linears, hidden: F32, swiglu: Swiglu = PLAIN, threads: int = 1
 ) -> F32:
     """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H]."""
-    out = np.zeros((len(hidden), packed.experts, packed.grid.hidden), np.float32)
+    out = np.zeros((len(hidden), packed.experts, packed.slicing.hidden), np.float32)
 
     def one(expert: int) -> None:
         with np.errstate(all="ignore"):

@@ -75,7 +75,7 @@ def write_nvfp4(stored: StoredPart, out: Sequence[Bytes]) -> None:
     count, blocks = n // panels.ROWS, k // fp4.GROUP
     fp8.require_finite(part)
     _put_nibbles(part, out[0])
-    groups, whole = fp4.two_scales(stored.source, tensors)
+    groups, whole = fp4.read_two_scales(stored.source, tensors)
     scales = _part_of(groups, part, fp4.NVFP4_GROUP)
     one = whole[part.origin[0] % len(whole)]  # the same in all rows of gate, and in all of up
     held = out[1].reshape(count, NVFP4_HEADER + 2 * k)
@@ -106,7 +106,7 @@ def write_integers(stored: StoredPart, out: Sequence[Bytes]) -> None:
 def _not_plain(stored: StoredPart, role: str, what: str) -> UnsupportedError:
     info = stored.tensors[role]
     remedy = "convert the model with `ktconvert cpu`"
-    return UnsupportedError.of_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
+    return UnsupportedError.from_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
 
 
 def write_blocks(stored: StoredPart, out: Sequence[Bytes]) -> None:

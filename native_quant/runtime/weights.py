@@ -19,9 +19,10 @@ import numpy as np
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.outputs import FORMATS, PROJECTIONS, Format
+from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.format import require_legal
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Bytes
@@ -44,9 +45,9 @@ class LayerWeights:
     """
 
     rows: Mapping[str, Method]
-    grid: ExpertGrid
+    slicing: Slicing
     experts: int
-    arrays: dict[Part, tuple[Bytes, ...]]
+    arrays: dict[NumaSlice, tuple[Bytes, ...]]
 
     @property
     def method(self) -> str:
@@ -62,11 +63,11 @@ class LayerWeights:
         return sum(data.nbytes for stored in self.arrays.values() for data in stored)
 
     def linears(self, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Gate, up and down of each NUMA part of an expert, decoded one after the other; the method has an encoding."""
+        """Yield gate, up and down of each NUMA slice of an expert, decoded; the method has an encoding."""
         encoding = self.rows["gate"].encoding
         assert encoding is not None
-        grid = replace(self.grid, backward=False)
-        for parts in zip(*(grid.parts(expert, projection) for projection in PROJECTIONS), strict=True):
+        slicing = replace(self.slicing, backward=False)
+        for parts in zip(*(slicing.slices(expert, projection) for projection in PROJECTIONS), strict=True):
             gate, up, down = (encoding.decode(self.arrays[part], part.n, part.k, slice(None)) for part in parts)
             yield gate, up, down
 
@@ -74,7 +75,7 @@ class LayerWeights:
         """Raises InputError where bytes of a mapped file could not be read: what was computed with them is wrong."""
         each = (data for stored in self.arrays.values() for data in stored)
         if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in each):
-            what = f"became shorter or could not be read after layer {self.grid.layer} was loaded"
+            what = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
             raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
 
 
@@ -120,51 +121,51 @@ def pack(
     linears = {
         name: [Matrix(one, BF16) for one in array] for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
     }
-    return fill_with(method, ExpertGrid(layer, h, i, parts, transposed), linears, encoding.quantize, pool)
+    return fill_with(method, Slicing(layer, h, i, parts, transposed), linears, encoding.quantize, pool)
 
 
 def fill(
     rows: Mapping[str, Method],
-    grid: ExpertGrid,
+    slicing: Slicing,
     experts: int,
-    writer: Callable[[int, str], Callable[[Part, Sequence[Bytes]], None]],
+    writer: Callable[[int, str], Callable[[NumaSlice, Sequence[Bytes]], None]],
     pool: Pool,
 ) -> LayerWeights:
     """Weights in the memory of the pool's nodes, written by its number of threads. writer: of an expert's projection
     what writes the tensors of each of its parts. Raises UnsupportedError for sizes that do not fit.
     """
-    check_limits(rows["gate"].name, grid)
+    check_limits(rows["gate"].name, slicing)
 
     def one(item: tuple[int, str]) -> None:
         write = writer(*item)
-        for part in grid.parts(*item):
+        for part in slicing.slices(*item):
             write(part, arrays[part])
 
-    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in grid.all_parts(range(experts))]
+    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in slicing.all_slices(range(experts))]
     sizes = {(part, tensor.name): tensor.nbytes for part, tensors in parts for tensor in tensors}
-    with blocks(sizes, grid.numa, pool.nodes) as views:
+    with blocks(sizes, slicing.numa, pool.nodes) as views:
         arrays = {part: tuple(views[part, tensor.name] for tensor in tensors) for part, tensors in parts}
         in_parallel(one, itertools.product(range(experts), PROJECTIONS), pool.threads)
-    return LayerWeights(rows, grid, experts, arrays)
+    return LayerWeights(rows, slicing, experts, arrays)
 
 
 def fill_with(
     method: Method,
-    grid: ExpertGrid,
+    slicing: Slicing,
     linears: Mapping[str, Sequence[Matrix]],
     put: Callable[[Matrix, Sequence[Bytes]], None],
     pool: Pool,
 ) -> LayerWeights:
     """The same of whole linears, one of each expert by projection, of which `put` writes the tensors of a part."""
-    require_legal(FORMATS[method.name], grid.hidden, grid.intermediate, grid.numa)
+    require_legal(FORMATS[method.name], slicing.hidden, slicing.intermediate, slicing.numa)
 
-    def writer(expert: int, projection: str) -> Callable[[Part, Sequence[Bytes]], None]:
-        return lambda part, out: put(part.of(linears[projection][expert]), out)
+    def writer(expert: int, projection: str) -> Callable[[NumaSlice, Sequence[Bytes]], None]:
+        return lambda part, out: put(part.cut(linears[projection][expert]), out)
 
-    return fill(dict.fromkeys(PROJECTIONS, method), grid, len(linears["gate"]), writer, pool)
+    return fill(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["gate"]), writer, pool)
 
 
-def write_loose(folder: Path, fmt: Format, part: Part, stored: Iterable[Bytes]) -> None:
+def write_loose(folder: Path, fmt: Format, part: NumaSlice, stored: Iterable[Bytes]) -> None:
     """Write the tensors of a part as kt-kernel's .kt files into a layer's folder; not synced."""
     for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
         path = folder / str(fmt.loose_path(part, tensor))
@@ -172,12 +173,13 @@ def write_loose(folder: Path, fmt: Format, part: Part, stored: Iterable[Bytes]) 
         publish.write_file(path, data.data, sync=False)
 
 
-def check_limits(method: str, grid: ExpertGrid) -> None:
-    """Raises UnsupportedError for more columns than a sum can have, and for more NUMA parts than a forward adds up."""
-    if grid.numa > lib.KTQ_MOST_PARTS:
-        why = f"layer {grid.layer} has {grid.numa} NUMA parts, and this runtime adds up {lib.KTQ_MOST_PARTS} at most"
+def check_limits(method: str, slicing: Slicing) -> None:
+    """Raises UnsupportedError for more columns than a sum can have, and for more NUMA slices than a forward adds up."""
+    if slicing.numa > lib.KTQ_MOST_PARTS:
+        numa, most = slicing.numa, lib.KTQ_MOST_PARTS
+        why = f"layer {slicing.layer} has {numa} NUMA slices, and this runtime adds up {most} at most"
         raise UnsupportedError(f"{why}; make fewer (`ktconvert resplit`).")
-    if max(grid.hidden, *grid.widths) > lib.KTQ_MOST_COLUMNS:
+    if max(slicing.hidden, *slicing.widths) > lib.KTQ_MOST_COLUMNS:
         why = f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}"
         raise UnsupportedError(f"{why}; this runtime cannot compute it.")
 
@@ -290,15 +292,15 @@ def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int
 
 @contextmanager
 def blocks(
-    sizes: Mapping[tuple[Part, str], int], parts: int, nodes: Sequence[int]
-) -> Iterator[dict[tuple[Part, str], Bytes]]:
+    sizes: Mapping[tuple[NumaSlice, str], int], parts: int, nodes: Sequence[int]
+) -> Iterator[dict[tuple[NumaSlice, str], Bytes]]:
     """Memory for tensors of these sizes (bytes), to be filled inside the context. nodes: those of the pool that will
     compute; if memory is placed, each part's block ends on the nodes of its threads, as far as these have space.
     """
-    is_placed, views = binds_memory(), dict[tuple[Part, str], Bytes]()
+    is_placed, views = binds_memory(), dict[tuple[NumaSlice, str], Bytes]()
     on_one_node: list[tuple[Bytes, int]] = []
     for part in range(parts):
-        mine = {key: size for key, size in sizes.items() if key[0].numa == part}
+        mine = {key: size for key, size in sizes.items() if key[0].node == part}
         block = _huge_pages(sum(map(_aligned, mine.values())))
         if is_placed:
             homes = placement.slice_nodes(part, parts, nodes)

@@ -33,8 +33,8 @@ class KTMoEWrapper:
     gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; left out: the first
                        num_gpu_experts, as in kt-kernel before 0.6
     cpuinfer_threads   threads; wrappers with the same number and nodes share them
-    threadpool_count   NUMA parts to pack, or to cut a checkpoint into, and nodes to spread threads over: numa_nodes, or
-                       the first with CPUs of this process. Converted files have their own number of parts
+    threadpool_count   NUMA slices to pack, or to cut a checkpoint into; nodes to spread threads over: numa_nodes, or
+                       the first with CPUs of this process. Converted files have their own number of slices
     weight_path        converted weights, or a checkpoint that the method reads; with cpu_save the one to write to
     cpu_save           load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token   see layer_forwards.py

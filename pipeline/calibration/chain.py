@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
@@ -53,7 +53,7 @@ class Chain:
     version: int
     model: MoeModel
     options: QuantizationOptions | CalibrateOptions
-    non_experts: Mapping[str, OtherTensor]
+    non_experts: Mapping[str, OutputTensor]
     experts_at_once: int
     alternative: str
     memory_remedies: str
@@ -151,7 +151,7 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
         )
 
 
-def _layer_tensors(chain: Chain, layer: int) -> list[OtherTensor]:
+def _layer_tensors(chain: Chain, layer: int) -> list[OutputTensor]:
     first = chain.model.layers[0]
     before, _, _ = f".{chain.model.weight_name(first, 0, 'gate')}".partition(f".{first}.")
     prefix = f"{before}.{layer}.".removeprefix(".")
@@ -270,7 +270,7 @@ def read_arrays(path: Path, *names: str) -> list[npt.NDArray[Any]]:
         if missing := [name for name in names if name not in entries or entries[name].dtype not in DTYPES]:
             raise InputError(f"holds no {missing[0]} of {' or '.join(DTYPES)}", path=path)
     except InputError as error:
-        raise error.advising("check the disk, then resume") from error
+        raise error.with_remedy("check the disk, then resume") from error
 
     def read(entry: TensorInfo) -> npt.NDArray[Any]:
         dtype = DTYPES[entry.dtype]

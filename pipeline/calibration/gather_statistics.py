@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
@@ -288,7 +288,7 @@ class CalibrateWork(chain.LayerWork):
 def stage(
     model: MoeModel,
     options: CalibrateOptions,
-    non_experts: Mapping[str, OtherTensor],
+    non_experts: Mapping[str, OutputTensor],
     experts_at_once: int,
     document: Mapping[str, Any],
 ) -> Stage[Any]:
@@ -304,7 +304,7 @@ def stage(
             replace(
                 unit,
                 versions=(CHAIN_VERSION, VERSION),
-                params=(("after", units[-1].fingerprint), ("reading", model.reading(layer))),
+                params=(("after", units[-1].fingerprint), ("reading", model.storage_identity(layer))),
                 final=second_moments.file_name(layer) if moments else "",
                 bytes_out=(moments_bytes if moments else layer_bytes)(model, layer),
                 in_output=moments,

@@ -15,8 +15,9 @@ import numpy.typing as npt
 
 from ktconvert.layouts.encodings.encoding import Encoding, scale_numbers
 from ktconvert.layouts.errors import UnsupportedError, VerificationError
-from ktconvert.layouts.outputs import PROJECTIONS, Format
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Parts, cut_parts, empty_parts, join_parts
+from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.outputs.slices import LinearId, PackedSlices, Slicing, allocate_slices, cut_slices, join_slices
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights, StatisticsSpec
 from ktconvert.pipeline.calibration.layered_model import bits_to_tensor, tensor_to_bits
 from ktconvert.pipeline.models import pretrained
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     import torch
 
 Scales = npt.NDArray[Any]  # as Encoding.scales returns them
-WriteLinear = Callable[[int, str, Parts], None]
+WriteLinear = Callable[[int, str, PackedSlices], None]
 # (expert, projection, importance of its columns [k] or None if its inputs are unknown) -> the linear, rounded to
 # nearest. Raises InputError for a value that is not finite.
-RoundLinear = Callable[[int, str, F32 | None], Parts]
-ReadLinear = Callable[[int, int, str], Parts]  # (layer, expert, projection) -> the quantized linear
+RoundLinear = Callable[[int, str, F32 | None], PackedSlices]
+ReadLinear = Callable[[int, int, str], PackedSlices]  # (layer, expert, projection) -> the quantized linear
 ONESHOT_TARGETS = r"re:.*layers\.\d+\..*experts\.\d+\.(gate|up|down)_proj$"
 
 
@@ -81,7 +82,7 @@ class GptqVisitor:
     numa: int = 1
     steps: str = "plain"
     too_few_tokens: list[int] = field(default_factory=list)
-    not_factorized: list[Item] = field(default_factory=list)
+    not_factorized: list[LinearId] = field(default_factory=list)
     shared: SharedFactors = field(default_factory=SharedFactors)
     replaces_weights = True
 
@@ -104,7 +105,7 @@ class GptqVisitor:
             dequantized[expert] = ExpertWeights(**{projection: values for projection, (_, values) in linears.items()})
         return dequantized
 
-    def export_result(self, linears: Sequence[tuple[int, str, Parts]]) -> dict[str, Any]:
+    def export_result(self, linears: Sequence[tuple[int, str, PackedSlices]]) -> dict[str, Any]:
         """Return a worker's result for `_restore_result`. linears: those that were written."""
         import torch
 
@@ -117,17 +118,17 @@ class GptqVisitor:
     def _restore_result(self, group: ExpertGroup, result: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
         for expert, projection, stored in result["linears"]:
             width, hidden = group.weights[expert].gate.shape
-            parts = ExpertGrid(group.layer, hidden, width, self.numa).parts(expert, projection)
+            slices = Slicing(group.layer, hidden, width, self.numa).slices(expert, projection)
             tensors = [[tensor.cpu().numpy() for tensor in each] for each in stored]
-            self.write_linear(expert, projection, [*zip(parts, tensors, strict=True)])
+            self.write_linear(expert, projection, [*zip(slices, tensors, strict=True)])
         self.too_few_tokens += result["too_few"]
         self.not_factorized += result["fell_back"]
         return group.weights
 
-    def _quantize_expert(self, group: ExpertGroup, expert: int) -> dict[str, tuple[Parts, torch.Tensor]]:
+    def _quantize_expert(self, group: ExpertGroup, expert: int) -> dict[str, tuple[PackedSlices, torch.Tensor]]:
         """Return each linear of an expert, and the BF16 values that its codes stand for."""
         few_tokens = group.token_counts[expert] < self.min_tokens
-        linears: dict[str, tuple[Parts, torch.Tensor]] = {}
+        linears: dict[str, tuple[PackedSlices, torch.Tensor]] = {}
         spec = self.statistics
         # Gate and up have the same inputs: they are quantized as one tall matrix.
         for projections, own_tokens in ((("gate", "up"), not spec.shared_gate_up), (("down",), spec.routed_down)):
@@ -139,15 +140,15 @@ class GptqVisitor:
             self.too_few_tokens.append(expert)
         return linears
 
-    def _round_with_values(self, group: ExpertGroup, expert: int, projection: str) -> tuple[Parts, torch.Tensor]:
+    def _round_with_values(self, group: ExpertGroup, expert: int, projection: str) -> tuple[PackedSlices, torch.Tensor]:
         import torch
 
         linear = self._round_to_nearest(group, expert, projection)
-        decoded = [self.encoding.decode(tensors, part.n, part.k, slice(None)) for part, tensors in linear]
+        decoded = [self.encoding.decode(tensors, one.n, one.k, slice(None)) for one, tensors in linear]
         weight = getattr(group.weights[expert], projection)
-        return linear, torch.from_numpy(join_parts(projection, decoded)).to(weight)
+        return linear, torch.from_numpy(join_slices(projection, decoded)).to(weight)
 
-    def _round_to_nearest(self, group: ExpertGroup, expert: int, projection: str) -> Parts:
+    def _round_to_nearest(self, group: ExpertGroup, expert: int, projection: str) -> PackedSlices:
         """Round a linear to nearest, weighted by the mean square of each input column (up to a factor) if known."""
         import torch
 
@@ -158,11 +159,11 @@ class GptqVisitor:
         """Return the scales of rounding a linear to nearest, [n, groups]."""
         assert self.encoding.scales is not None
         linear = self._round_to_nearest(group, expert, projection)
-        return join_parts(projection, [self.encoding.scales(last, part.n, part.k) for part, (*_, last) in linear])
+        return join_slices(projection, [self.encoding.scales(last, one.n, one.k) for one, (*_, last) in linear])
 
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
-    ) -> dict[str, tuple[Parts, torch.Tensor]]:
+    ) -> dict[str, tuple[PackedSlices, torch.Tensor]]:
         import torch
 
         items = [(expert, projection) for projection in projections]
@@ -177,7 +178,7 @@ class GptqVisitor:
                 if rows is None:
                     chosen, values = self._choose_codes(weight, scale, metric)
                 else:
-                    chosen = predictions.in_turn(
+                    chosen = predictions.round_in_turn(
                         weight, rows, lambda some, numbers: self._choose_codes(some, scale[numbers], metric)[0]
                     )
                     values = chosen.values
@@ -193,16 +194,16 @@ class GptqVisitor:
         if metric.factor.fell_back:
             self.not_factorized += items
         width, hidden = group.weights[expert].gate.shape
-        grid, n = ExpertGrid(group.layer, hidden, width, self.numa), len(items)
+        slicing, n = Slicing(group.layer, hidden, width, self.numa), len(items)
         linears = zip(items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True)
         return {
-            item[1]: (pack_linear(self.encoding, item, own_codes, own_scales, grid), values)
+            item[1]: (pack_linear(self.encoding, item, own_codes, own_scales, slicing), values)
             for item, own_codes, own_scales, values in linears
         }
 
     def _choose_codes(
         self, weight: torch.Tensor, scale: torch.Tensor, metric: _ErrorMetric
-    ) -> tuple[descent.Chosen, torch.Tensor]:
+    ) -> tuple[descent.CodesAndScales, torch.Tensor]:
         """Choose codes and scales of rows of a linear, starting with these scales; return them and their values."""
         grid, exact = self.encoding.grid, self.rounding == "float32"
         if metric.costs is not None:
@@ -210,7 +211,7 @@ class GptqVisitor:
             return chosen, chosen.values
         values = gptq.compensate(weight, metric.factor, scale, grid.code_range)
         values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
-        return descent.Chosen(gptq.codes(values, own, grid.code_range), scale.float()), values
+        return descent.CodesAndScales(gptq.codes(values, own, grid.code_range), scale.float()), values
 
     def _factorize_outputs(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
@@ -220,7 +221,9 @@ class GptqVisitor:
             return None
         if projections != ("down",):
             down = group.weights[expert].down
-            return predictions.factorize(predictions.of_middle(group.output_fisher, down, group.slopes[expert]))
+            return predictions.factorize(
+                predictions.middle_information(group.output_fisher, down, group.slopes[expert])
+            )
         self.shared.outputs = self.shared.outputs or predictions.factorize(group.output_fisher)
         return self.shared.outputs
 
@@ -230,7 +233,7 @@ class GptqVisitor:
             return self.shared.metric
         factor = gptq.factorize(hessian, self.dampening)
         descends = self.steps != "plain" and not factor.fell_back
-        metric = _ErrorMetric(factor, descent.metric_of(hessian, factor, self.dampening) if descends else None)
+        metric = _ErrorMetric(factor, descent.make_metric(hessian, factor, self.dampening) if descends else None)
         if shared:
             self.shared.metric = metric
         return metric
@@ -254,11 +257,13 @@ def scales_from_steps(encoding: Encoding, steps: torch.Tensor) -> Scales:
     return e8m0_exponents(numbers) if encoding.grid.scales == "U8" else numbers
 
 
-def pack_linear(encoding: Encoding, item: Item, codes: torch.Tensor, scales: Scales, grid: ExpertGrid) -> Parts:
+def pack_linear(
+    encoding: Encoding, item: LinearId, codes: torch.Tensor, scales: Scales, slicing: Slicing
+) -> PackedSlices:
     """Pack a linear with these codes, int8 [n, k], and scales [n, groups]; return its NUMA slices."""
     expert, projection = item
-    cut = (cut_parts(projection, whole, grid.numa) for whole in (codes.cpu().numpy(), scales))
-    stored = empty_parts(encoding, grid.parts(expert, projection))
+    cut = (cut_slices(projection, whole, slicing.numa) for whole in (codes.cpu().numpy(), scales))
+    stored = allocate_slices(encoding, slicing.slices(expert, projection))
     assert encoding.pack is not None
     for (_, tensors), own_codes, own_scales in zip(stored, *cut, strict=True):
         encoding.pack(np.ascontiguousarray(own_codes), np.ascontiguousarray(own_scales), tensors)
@@ -311,7 +316,7 @@ def run_oneshot(
             f"{root}: llmcompressor's oneshot failed ({first_line(error)}); use --engine stream."
         ) from error
 
-    def read_linear(layer: int, expert: int, projection: str) -> Parts:
+    def read_linear(layer: int, expert: int, projection: str) -> PackedSlices:
         name = f"{names[layer]}.{expert}.{projection}_proj"
         linear = model.get_submodule(name)
         if not hasattr(linear, "weight_scale"):
@@ -321,7 +326,7 @@ def run_oneshot(
         n, k = codes.shape
         hidden, width = (n, k) if projection == "down" else (k, n)
         return pack_linear(
-            fmt.encoding, (expert, projection), codes, tensor_to_bits(scale), ExpertGrid(layer, hidden, width)
+            fmt.encoding, (expert, projection), codes, tensor_to_bits(scale), Slicing(layer, hidden, width)
         )
 
     return read_linear

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.calibration import portions
 from ktconvert.pipeline.calibration.expert_visitors import (
@@ -162,7 +162,7 @@ def _record_expert_inputs(
         inputs.routing_weights.append(weights.cpu())
     if needs_fisher:
         gradients = run.lm.prediction_gradients(torch.cat(layer_outputs), seed=run.layer)
-        inputs.output_fisher = predictions.information(gradients, len(run.lm.layers) - 1 - run.layer)
+        inputs.output_fisher = predictions.fisher_information(gradients, len(run.lm.layers) - 1 - run.layer)
     return inputs
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
 from ktconvert.pipeline.calibration.requirements import TOKENS_AT_ONCE
@@ -62,7 +62,7 @@ class LayeredModel:
     def __init__(
         self,
         source: TensorSource,
-        tensors: Mapping[str, OtherTensor],
+        tensors: Mapping[str, OutputTensor],
         *,
         trust_remote_code: bool = False,
         device: str = "cpu",
@@ -83,7 +83,7 @@ class LayeredModel:
         try:
             config = pretrained.read_config(str(source.root), trust_remote_code=trust_remote_code)
         except UnsupportedError as error:
-            raise error.advising(f"{alternative}.") from error
+            raise error.with_remedy(f"{alternative}.") from error
         for level in (config, config.get_text_config(decoder=True)):
             if getattr(level, "quantization_config", None) is not None:
                 del level.quantization_config

@@ -10,7 +10,7 @@ import click
 
 from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import BenchOptions
@@ -126,7 +126,7 @@ def overview_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     expert = f"{size(document['expert_bytes'])}: {document['hidden']} x {document['intermediate']}"
     return [
         ("output", document["output"]),
-        ("layer", f"{document['layer']}, of {len(document['layers'])} ({ranges(document['layers'])})"),
+        ("layer", f"{document['layer']}, of {len(document['layers'])} ({format_ranges(document['layers'])})"),
         ("method", f"{document['method']} ({document['weights']}), NUMA slices: {document['numa']}"),
         ("experts", f"{document['experts']}, each {expert}"),
         ("per token", f"{document['experts_per_token']} ({document['experts_per_token_from']})"),

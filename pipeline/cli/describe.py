@@ -13,17 +13,16 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, MOST_LAYERS, Arch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, formats_of
+from ktconvert.layouts.outputs import Format, formats_by_option
 from ktconvert.layouts.outputs.format import expert_bytes, illegal_reason, legal_counts
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import read_plan, unit_states
@@ -122,7 +121,7 @@ def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
         "activation": model.activation,
         "activation_formula": ACTIVATIONS[model.activation],
         "weights_on": model.weights_on,
-        "plain": model.plain,
+        "plain": model.is_plain,
         "routed_bytes": routed,
         "mtp_bytes": mtp,
         "rest_bytes": sum(info.nbytes for info in source.tensors.values()) - routed - mtp,
@@ -213,7 +212,7 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
 def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     """Return for each method the legal numbers of NUMA slices, why others are not, and the output's size by number."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
-    reasons = {fmt: {t: illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_of("cpu").values()}
+    reasons = {fmt: {t: illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_by_option("cpu").values()}
     return [
         {
             "quant_method": fmt.option,
@@ -230,11 +229,13 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     """Return for each --quant-type of `ktconvert gpu` the size of the output, or the reason if it is refused."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     types: list[dict[str, Any]] = []
-    for fmt in formats_of("gpu").values():
+    for fmt in formats_by_option("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
             reason = illegal_reason(fmt, shapes, 1)
-            rest = decoded_others(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
+            rest = find_non_expert_tensors(
+                model.source, model.expert_tensor_names(), model.quantization
+            ).output_tensors()
         except (InputError, UnsupportedError) as error:
             reason, rest = str(error), ()
         nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in rest)
@@ -255,7 +256,7 @@ def dequantize_output(source: TensorSource, where: str) -> dict[str, Any]:
     """Return the size of the output of `ktconvert dequantize`, and its command; {} if there is nothing to decode."""
     try:
         require_whole(source, "`ktconvert dequantize`")
-        tensors = decoded_others(other_tensors(source, (), source.quantization))
+        tensors = find_non_expert_tensors(source, (), source.quantization).output_tensors()
     except (InputError, UnsupportedError):
         return {}
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
@@ -269,10 +270,10 @@ def dequantize_output(source: TensorSource, where: str) -> dict[str, Any]:
 
 def output_bytes(model: MoeModel, fmt: Format, slices: int) -> int:
     """Return the size of all experts in a format, in this number of NUMA slices."""
-    total, slices = 0, slices if fmt.arrangement.parted else 1
+    total, slices = 0, slices if fmt.arrangement.sliced else 1
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)
-        total += experts * expert_bytes(fmt.encoding, ExpertGrid(layer, hidden, intermediate, slices))
+        total += experts * expert_bytes(fmt.encoding, Slicing(layer, hidden, intermediate, slices))
     return total
 
 
@@ -281,7 +282,7 @@ def cpu_commands(model: MoeModel, where: str) -> list[str]:
     pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
-    for option, fmt in formats_of("cpu").items():
+    for option, fmt in formats_by_option("cpu").items():
         if not (counts := legal_counts(fmt, shapes)):
             continue
         slices = next((t for t in (pools, DEFAULT_SLICES) if t in counts), counts[-1])

@@ -40,7 +40,7 @@ def experts(options: ExpertsOptions) -> None:
     counts = read_folder_counts(options.dir.expanduser())
     chosen = hot_experts.most_used_in_total if each is None else hot_experts.most_used_per_layer
     mask = chosen(counts, (total or 0) if each is None else each)
-    publish.write_whole(output, hot_experts.mask_file(mask))
+    publish.write_marked_file(output, hot_experts.mask_file(mask))
     covered = hot_experts.hot_fraction(counts, mask)
     document = {
         "event": "chosen",

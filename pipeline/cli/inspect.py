@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.describe import describe_path
 from ktconvert.pipeline.options.queries import InspectOptions
@@ -73,11 +73,11 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     dense, mtp, left_out = document["dense_layers"], document["mtp_layers"], document["mtp_left_out_tensors"]
     shared = "yes" if document["shared_experts"] else "no"
-    of_mtp = f"layers {ranges(mtp)}: " if mtp else ""
+    of_mtp = f"layers {format_ranges(mtp)}: " if mtp else ""
     out = [
         ("architecture", document["architecture"]),
-        ("MoE layers", f"{len(document['moe_layers'])} ({ranges(document['moe_layers'])})"),
-        ("dense layers", f"{len(dense)} ({ranges(dense)})" if dense else "none"),
+        ("MoE layers", f"{len(document['moe_layers'])} ({format_ranges(document['moe_layers'])})"),
+        ("dense layers", f"{len(dense)} ({format_ranges(dense)})" if dense else "none"),
         ("MTP", f"{of_mtp}{left_out} expert tensors, left out" if left_out else "none"),
         ("experts", f"{join_values(document['experts'])} per layer; shared experts: {shared}"),
         ("hidden size", join_values(document["hidden"])),

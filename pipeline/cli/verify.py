@@ -61,7 +61,7 @@ def verify(options: VerifyOptions) -> None:
     if options.run:
         report.checks.append(run_check(report, threads))
     if options.report is not None:
-        publish.write_whole(options.report, render_page(report).encode("utf-8", "backslashreplace"))
+        publish.write_marked_file(options.report, render_page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {options.report}")
     for note in report.notes:
         reporter.note(note)

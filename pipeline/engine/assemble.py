@@ -11,7 +11,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest, publish
-from ktconvert.layouts.files.direct_file import explained
+from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.files.shards import index_json
 from ktconvert.pipeline.engine import journal
@@ -47,11 +47,11 @@ def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> lis
     """Fill a folder with finished units and the files that go with them, synced; return the files of its manifest."""
     weights = {file.name: file for unit in units for file in _files_of(unit, work)}
     target.mkdir(exist_ok=True)
-    publish.keep_only(target, weights.keys())  # files of an interrupted assembly
+    publish.remove_all_but(target, weights.keys())  # files of an interrupted assembly
     for unit in units:
         stored = work.paths.store / unit.stored_name
         if stored.exists():
-            publish.place(stored, target / unit.final)
+            publish.link_or_move(stored, target / unit.final)
     files = [*weights.values(), *_list_kept_files(work.paths.output, plan.kept_folders or ())]
     for name, source in plan.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> lis
         command=plan.options.command,
         settings=dict(sorted(plan.options.settings.items())),
         facts={**plan.facts, **plan.hooks.measured_facts(stats)},
-        source=tuple(f.lasting() for f in plan.source),
+        source=tuple(f.without_mtime() for f in plan.source),
         files=files,
     )
     _write(target, manifest.NAME, document)
@@ -106,7 +106,7 @@ def _list_kept_files(output: Path, folders: Iterable[KeptFolder]) -> list[Output
 def _rename(paths: Paths, may_replace: bool) -> None:
     """Publish the output with one rename; an old output is swapped out and removed last. OutputError for new files."""
     output = paths.output
-    with explained(output):
+    with explain_full_disk(output):
         try:
             paths.assembly.rename(output)
         except OSError as error:
@@ -129,7 +129,7 @@ def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
     (output / INDEX).unlink(missing_ok=True)
     publish.sync_folder(output)
     if may_replace:
-        publish.keep_only(output, {*names, manifest.NAME}, spare={*NOT_OURS, paths.root.name})
+        publish.remove_all_but(output, {*names, manifest.NAME}, spare={*NOT_OURS, paths.root.name})
     last = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
     folders = {output}
     for name in names:
@@ -182,7 +182,7 @@ def publish_side_output(plan: Plan, work: WorkDir) -> None:
     publish.remove_tree(partial)  # of a run that was killed
     if _has_side_output(plan, work.finished):
         return
-    with explained(partial):
+    with explain_full_disk(partial):
         partial.mkdir()
     for unit in plan.side_units:
         publish.copy_file(work.paths.store / unit.stored_name, partial / unit.final)

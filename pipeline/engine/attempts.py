@@ -127,7 +127,7 @@ def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
 def _save(paths: Paths, attempt: Attempt) -> Attempt:
     path = paths.attempts / (attempt.name + ENDING)
     aside = path.with_name(f".{path.name}")
-    publish.write_file(aside, documents.one_line(attempt))
+    publish.write_file(aside, documents.encode_line(attempt))
     publish.publish(aside, path)
     return attempt
 

@@ -108,7 +108,7 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
     """Save the plan, or compare it with the one that another process has saved. Raise OutputError, InputError."""
     if not paths.plan.exists():
         aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
-        publish.write_file(aside, documents.indented(plan.document(overwrite)))
+        publish.write_file(aside, documents.encode_indented(plan.document(overwrite)))
         try:
             os.link(aside, paths.plan)
         except FileExistsError:

@@ -11,7 +11,7 @@ from pathlib import Path
 from msgspec import Struct, field
 
 from ktconvert.layouts.files import documents
-from ktconvert.layouts.files.direct_file import explained
+from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.files.documents import Number, Seconds
 from ktconvert.pipeline.engine.lock import Holder
 from ktconvert.pipeline.engine.units import Result, Written
@@ -127,7 +127,7 @@ class Journal:
         self.path = path
         self.records, self._size = _parse(path.read_bytes()) if path.exists() else ([], 0)
         self._lock = threading.Lock()
-        with explained(path):
+        with explain_full_disk(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.ftruncate(self._fd, self._size)
         if not self._size:
@@ -136,11 +136,11 @@ class Journal:
     def append(self, record: Record, *, sync: bool = False) -> None:
         """Append a record; with sync it is durable on return."""
         with self._lock:
-            self._write(documents.one_line(record), sync)
+            self._write(documents.encode_line(record), sync)
             self.records.append(record)
 
     def _write(self, line: bytes, sync: bool) -> None:
-        with explained(self.path):
+        with explain_full_disk(self.path):
             try:
                 done = 0
                 while done < len(line):

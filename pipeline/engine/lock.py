@@ -21,7 +21,7 @@ from msgspec import Struct
 
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.files import documents, publish
-from ktconvert.layouts.files.direct_file import explained
+from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.paths import ELSEWHERE, FOLDERS, make_private_folder, refuse_owner
@@ -87,7 +87,7 @@ class Lock:
     """A held lock. fds: files whose flocks are held; files: lock files that hold our name while the lock is held."""
 
     root: Path
-    own: bytes = field(default_factory=lambda: documents.one_line(Holder.this()))
+    own: bytes = field(default_factory=lambda: documents.encode_line(Holder.this()))
     fds: list[int] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ def acquire(root: Path, output: Path, share: JobShare | None = None) -> Lock:
         lock = Lock(root)
         try:
             require_ours(root)
-            with explained(root / "lock"):
+            with explain_full_disk(root / "lock"):
                 make_private_folder(root)
                 _lock(lock, output, share)
             return lock

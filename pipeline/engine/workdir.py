@@ -109,7 +109,7 @@ class WorkDir:
 def save_plan(paths: Paths, document: SavedPlan) -> None:
     """Write plan.json in one step, also in place of an old one."""
     partial = paths.partial / "plan.json"
-    publish.write_file(partial, documents.indented(document))
+    publish.write_file(partial, documents.encode_indented(document))
     publish.publish(partial, paths.plan)
 
 

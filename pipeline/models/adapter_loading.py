@@ -143,7 +143,7 @@ def _require_own_tensors(folder: Path, settings: Settings) -> None:
         parents = [info.name[: match.start()] for match in re.finditer(r"\.", info.name)]
         if ".lora_" not in info.name and not any(is_named(parent, saved) for parent in parents):
             problem = "replaces one of the model's own weights, which other clients need"
-            raise UnsupportedError.of_tensor(info.name, problem, "save it as plain LoRA", folder / WEIGHTS)
+            raise UnsupportedError.from_tensor(info.name, problem, "save it as plain LoRA", folder / WEIGHTS)
 
 
 @contextmanager

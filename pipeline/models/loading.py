@@ -17,8 +17,11 @@ import numpy as np
 from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, bytes_of, decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import (
+    OutputTensor,
+    find_non_expert_tensors,
+    read_chunks,
+)
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import METHOD
@@ -103,8 +106,8 @@ class ModelChoice:
         """Return the directory with all files of the model; None if the hub's cache lacks some."""
         if Path(self.model).is_dir():
             return Path(self.model)
-        folder = hub.snapshot(self.model, self.revision)
-        return folder if folder is not None and hub.complete(folder) else None
+        folder = hub.find_snapshot(self.model, self.revision)
+        return folder if folder is not None and hub.is_complete(folder) else None
 
     @property
     def has_hot_experts(self) -> bool:
@@ -291,14 +294,14 @@ def decode_weights(source: TensorSource, *, whole: bool) -> dict[str, torch.Tens
     if method in LOADED_BY_TRANSFORMERS[whole] or not dtypes.difference(FLOATS):
         return None
     expert_tensors = () if whole else recognise(source, to_read=True).expert_tensor_names()
-    tensors = decoded_others(other_tensors(source, expert_tensors, source.quantization))
+    tensors = find_non_expert_tensors(source, expert_tensors, source.quantization).output_tensors()
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
         return None
     # Copies, since a write to a view of the file would end the process.
     return {tensor.key: read_tensor(source, tensor, "use the model's BF16 release").clone() for tensor in tensors}
 
 
-def read_tensor(source: TensorSource, tensor: OtherTensor, remedy: str) -> torch.Tensor:
+def read_tensor(source: TensorSource, tensor: OutputTensor, remedy: str) -> torch.Tensor:
     """Return a stored tensor: a view of the file if its bytes can be used as they are, else decoded to BF16.
 
     Raises UnsupportedError for a dtype that cannot be computed with.
@@ -309,11 +312,11 @@ def read_tensor(source: TensorSource, tensor: OtherTensor, remedy: str) -> torch
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
     if dtype is None:
         problem = f"is {entry.dtype}, which cannot be computed with"
-        raise UnsupportedError.of_tensor(info.name, problem, remedy, source.path(info))
+        raise UnsupportedError.from_tensor(info.name, problem, remedy, source.path(info))
     if tensor.stored is info and info.start % dtype.itemsize == 0:
         raw = source.view(info).reshape(-1).view(np.uint8)
     else:
-        raw = np.concatenate(list(bytes_of(source, tensor)))
+        raw = np.concatenate(list(read_chunks(source, tensor)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the map is read-only, but nothing writes to weights here
         return torch.from_numpy(raw).view(dtype).reshape(entry.shape)

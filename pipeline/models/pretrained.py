@@ -147,7 +147,7 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
     experts = cfg.number(text, NUM_EXPERTS)
     if experts is not None and (problem := cfg.wrong_experts_per_token(text, experts[1])) is not None:
         raise InputError(f"{place}: {problem}")
-    root = Path(model) if Path(model).is_dir() else hub.snapshot(model, revision)
+    root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, revision)
     if root is not None and (large := cfg.large_sizes(config.to_dict())):
         tensors: dict[str, TensorInfo] = {}
         with suppress(KtconvertError):  # damaged weights: reported when they are loaded

@@ -13,7 +13,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.direct_file import explained
+from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.options.model_options import TrainOptions
@@ -179,14 +179,14 @@ def explain_failed_writes(folder: Path) -> Iterator[None]:
     from safetensors import SafetensorError
 
     try:
-        with explained(folder):
+        with explain_full_disk(folder):
             yield
     except (OSError, RuntimeError, SafetensorError) as error:
         number = _find_errno(error) or _probe_errno(folder)
         if number is None:
             remedy = "check the disk, then run the command again"
             raise KtconvertError(f"{folder}: cannot be written ({first_line(error)}); {remedy}.") from error
-        with explained(folder):
+        with explain_full_disk(folder):
             raise OSError(number, os.strerror(number), str(folder)) from error
 
 

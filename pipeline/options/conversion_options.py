@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.encodings import input_types
-from ktconvert.layouts.outputs import LAYOUTS, formats_of
+from ktconvert.layouts.outputs import LAYOUTS, formats_by_option
 from ktconvert.pipeline.options import option_groups as groups
 from ktconvert.pipeline.options.declare import (
     REQUIRED,
@@ -34,7 +34,7 @@ from ktconvert.pipeline.options.types import (
     Text,
 )
 from ktconvert.quantizers import GROUP_SIZES
-from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
+from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS
 
 AOCL = (
     "kt-kernel on AMD needs the order of AOCL-BLIS, which only that library knows; --layout plain writes the order of "
@@ -130,7 +130,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     )
     quant_method: str = weights_option(
         "Output format, or several (int4,int8) from one read of the input into OUT-int4 and OUT-int8.",
-        ChoiceList([*formats_of("cpu"), *UNSUPPORTED_METHODS]),
+        ChoiceList([*formats_by_option("cpu"), *UNSUPPORTED_METHODS]),
         default="int4",
     )
     method_map: tuple[str, ...] = weights_option(
@@ -197,7 +197,7 @@ class GpuOptions(QuantizationOptions, command="gpu"):
     )
     quant_type: str = weights_option(
         "Output format: 4 or 8 bits, symmetric, with one BF16 scale per group of columns.",
-        choice(formats_of("gpu")),
+        choice(formats_by_option("gpu")),
         default="W8A16",
     )
     group_size: int = weights_option(

@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
@@ -37,12 +36,12 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
         moments=options.second_moments,
     )
     shape = walk.with_group(shape, options)
-    rest = decoded_others(other_tensors(source, model.expert_tensor_names(), model.quantization))
+    rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
     about = walk.describe(model, options)
     notes = model.common_notes
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes = (*notes, f"the MTP part ({which}) is left out: it does not take part in the walk")
+        notes = (*notes, f"the MTP layers ({which}) are left out: they take no part in the walk")
     run = walk.plan_walk(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
     return Plan(
         options=options,

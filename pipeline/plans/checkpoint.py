@@ -20,7 +20,7 @@ from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, 
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
-from ktconvert.layouts.outputs.card import CONFIG_FILES, ranges
+from ktconvert.layouts.outputs.card import CONFIG_FILES, format_ranges
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.pipeline.engine.existing import read_settings
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat
@@ -100,7 +100,7 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
         absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
         if absent:
             raise UsageError(
-                f"{flag} {text}: layer {absent[0]} has no experts here; those that do are {ranges(present)}."
+                f"{flag} {text}: layer {absent[0]} has no experts here; those that do are {format_ranges(present)}."
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))

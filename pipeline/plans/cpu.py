@@ -9,16 +9,16 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, backward_alone, formats_of, is_complete, loose, mixed
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import Format, backward_only_format, formats_by_option, has_all_loose_files, loose, mixed
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import require_legal
-from ktconvert.layouts.outputs.parts import ExpertGrid
+from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint, expert_plan
 from ktconvert.pipeline.stages import copy_tensors
-from ktconvert.quantizers.choice import ABSMAX, MSE, QUANTIZERS, Quantizer
+from ktconvert.quantizers.quantizer import ABSMAX, MSE, QUANTIZERS, Quantizer
 
 DECODED_BITS = 16  # of the format that every source can be decoded to
 FEW_BITS = 5  # per stored weight, with its scales: a 4-bit format
@@ -36,22 +36,22 @@ def plan_cpu(options: CpuOptions) -> Plan:
     model = recognise(source, checkpoint.arch_table(options.arch_row))
     _require_input_type(options.input_type, model)
     fmt = expert_plan.apply_method_map(options, fmt, model)
-    choice = _choose_quantizer(options, fmt, model)
+    quantizer = _choose_quantizer(options, fmt, model)
     model = expert_plan.equalize_model(options, model, fmt)
-    statistics = expert_plan.open_input_statistics(choice, options, model)
-    numa = options.threadpool_count if fmt.arrangement.parted else 1
+    statistics = expert_plan.open_input_statistics(quantizer, options, model)
+    numa = options.threadpool_count if fmt.arrangement.sliced else 1
     recorded = _choose_layers(options, model, fmt, numa)
     if statistics is not None:
         recorded[f"{statistics.manifest_key}_sha256"] = statistics.sha256
     options = with_values(options, **recorded)
     layers = checkpoint.parse_layers(options.layers, model.layers)
-    alternatives = formats_of("cpu", fmt.arrangement.layout).values()
+    alternatives = formats_by_option("cpu", fmt.arrangement.layout).values()
     comparable = [other for other in alternatives if other.backward or not options.save_backward_weights]
     for layer in layers:
-        require_legal(fmt.of_layer(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
-    if choice.calibrated:
+        require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
+    if quantizer.calibrated:
         _require_walk_possible(source, options, layers == model.layers and not options.kept_layers)
-    measured = [layer for layer in layers if choice.serves(fmt.of_layer(layer).encoding.grid)]
+    measured = [layer for layer in layers if quantizer.supports(fmt.layer_format(layer).encoding.grid)]
     facts = _facts(model, fmt, numa, layers, options) | expert_plan.input_statistics_facts(statistics, measured)
     metadata = checkpoint.shard_metadata(
         facts, source, (*METADATA, *(name for name in checkpoint.CODE_FACTS if name in facts))
@@ -64,7 +64,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
         copy_tensors.select_non_experts(model, options.non_experts),
         facts,
         metadata,
-        choice=choice,
+        quantizer=quantizer,
         numa=numa,
         backward=options.save_backward_weights,
         statistics=statistics,
@@ -72,10 +72,10 @@ def plan_cpu(options: CpuOptions) -> Plan:
             *_notes(model, layers, options),
             *expert_plan.notes_by_format(fmt, lambda own: _format_notes(model, own, options)),
             *fmt.notes,
-            *expert_plan.mix_notes(fmt, layers, choice),
+            *expert_plan.mix_notes(fmt, layers, quantizer),
             *expert_plan.notes_on_unreached(facts),
         ],
-        notes=_scale_notes(fmt, choice),
+        notes=_scale_notes(fmt, quantizer),
         non_experts=options.non_experts,
         loose_files=options.no_merge_safetensor,
         kept_layers=options.kept_layers,
@@ -96,41 +96,43 @@ def _require_walk_possible(source: TensorSource, options: CpuOptions, whole: boo
 
 def _choose_quantizer(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
     """Return the quantizer of --scale. Raises UsageError if the format does not have it, or all numbers are kept."""
-    choice = QUANTIZERS[options.scale]
-    unserved = [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]
-    if len(unserved) == len(fmt.formats) or (choice.calibrated and unserved):
-        able = ", ".join(name for name, other in formats_of("cpu").items() if choice.serves(other.encoding.grid))
+    quantizer = QUANTIZERS[options.scale]
+    unserved = [own.name for own in fmt.formats if not quantizer.supports(own.encoding.grid)]
+    if len(unserved) == len(fmt.formats) or (quantizer.calibrated and unserved):
+        able = ", ".join(
+            name for name, other in formats_by_option("cpu").items() if quantizer.supports(other.encoding.grid)
+        )
         why = f"{unserved[0]} has only one way to choose codes: leave out --scale"
-        raise UsageError(f"--scale {choice.name} is for --quant-method {able}; {why}.")
+        raise UsageError(f"--scale {quantizer.name} is for --quant-method {able}; {why}.")
     for own in fmt.formats:
-        if choice != ABSMAX and choice.serves(own.encoding.grid) and own.encoding.is_exact(model):
+        if quantizer != ABSMAX and quantizer.supports(own.encoding.grid) and own.encoding.is_exact(model):
             raise UsageError(
-                f"--scale {choice.name} has no effect: the experts of {model.source.root} are "
+                f"--scale {quantizer.name} has no effect: the experts of {model.source.root} are "
                 f"{' and '.join(model.dtypes)} already, and {own.name} keeps every number. Leave out --scale."
             )
-    return choice
+    return quantizer
 
 
 def _format(options: CpuOptions) -> Format:
     """Return the format of the options. Raises for methods that we do not write and options that the format lacks."""
     method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
-    formats = formats_of("cpu", options.layout)
+    formats = formats_by_option("cpu", options.layout)
     if method in UNSUPPORTED_METHODS and method not in formats:
-        can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_of("cpu").items())
+        can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_by_option("cpu").items())
         raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; {can} can be made.")
     if loose_files and options.non_experts != "skip":
         raise UsageError(f"--non-experts {options.non_experts} needs safetensors; leave out --no-merge-safetensor.")
     if loose_files and options.max_shard_size:
         raise UsageError("--max-shard-size is for safetensors; leave it out with --no-merge-safetensor.")
     if method not in formats:
-        why = f"{method} has the layout {formats_of('cpu')[method].arrangement.layout}: leave out --layout"
+        why = f"{method} has the layout {formats_by_option('cpu')[method].arrangement.layout}: leave out --layout"
         raise UsageError(f"--layout {options.layout} is for {', '.join(formats)}; {why}.")
     fmt = formats[method]
-    if not fmt.arrangement.parted and options.non_experts != "skip":
+    if not fmt.arrangement.sliced and options.non_experts != "skip":
         raise UsageError(
             f"--non-experts {options.non_experts}: --layout {options.layout} holds only experts; leave one of them out."
         )
-    alone = backward_alone(method) if fmt.arrangement.parted else None
+    alone = backward_only_format(method) if fmt.arrangement.sliced else None
     if alone is not None and backward:
         if not loose_files:
             remedy = "add --no-merge-safetensor, or leave out --save-backward-weights"
@@ -152,17 +154,19 @@ def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int)
     if (saved := checkpoint.read_saved_values(options, "layers", "kept_layers")) is not None:
         return saved
     selected = checkpoint.parse_layers(options.layers, model.layers)
-    folders = loose.layers_in(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
+    folders = loose.find_layers(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
     if not folders:
         remaining = [n for n in selected if n >= first]
         if not remaining:
-            raise UsageError(f"--resume-layer {first}: no MoE layer remains; the model has {ranges(model.layers)}.")
+            raise UsageError(
+                f"--resume-layer {first}: no MoE layer remains; the model has {format_ranges(model.layers)}."
+            )
         return {"layers": _format_ranges(remaining)}
     kept = []
     for layer in (n for n in selected if n < first and n in folders):
         count, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, numa, options.save_backward_weights, fmt.forward)
-        if is_complete(folders[layer], grid, count, fmt):
+        grid = Slicing(layer, hidden, intermediate, numa, options.save_backward_weights, fmt.forward)
+        if has_all_loose_files(folders[layer], grid, count, fmt):
             kept.append(layer)
     rest = [n for n in selected if n not in kept]
     if not rest:
@@ -174,7 +178,7 @@ def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int)
 
 
 def _format_ranges(layers: Sequence[int]) -> str:
-    return ranges(layers).replace(" ", "")
+    return format_ranges(layers).replace(" ", "")
 
 
 def _require_input_type(expected: str | None, model: MoeModel) -> None:
@@ -189,7 +193,7 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:
     return {
         "architecture": model.arch.name,
-        **mixed.facts_of(fmt, layers),
+        **mixed.manifest_facts(fmt, layers),
         **({"layout": fmt.arrangement.layout} if fmt.arrangement.on_request else {}),
         "numa": numa,
         **checkpoint.shape_facts(model, layers),
@@ -200,10 +204,10 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
     }
 
 
-def _scale_notes(fmt: Format, choice: Quantizer) -> tuple[str, ...]:
+def _scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
     """Return a note on what other values of --scale would gain; only for the plan, not for the model card."""
     grids = [own.encoding.grid for own in fmt.formats]
-    if choice != ABSMAX or not any(grid.bits == 4 and grid.per_row and MSE.serves(grid) for grid in grids):
+    if quantizer != ABSMAX or not any(grid.bits == 4 and grid.per_row and MSE.supports(grid) for grid in grids):
         return ()
     return (
         "--scale mse makes the same files with less error: of Gaussian rows of 2048 11 % instead of 15 %, with heavy "
@@ -216,7 +220,7 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and options.kept_layers is None:
-        notes.append(f"layers {ranges(left)} are left out, as --layers or --resume-layer says")
+        notes.append(f"layers {format_ranges(left)} are left out, as --layers or --resume-layer says")
     if options.kept_layers:
         notes.append(
             f"layers {_format_ranges(options.kept_layers)} were in the output already and are kept as they are"
@@ -232,14 +236,14 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
 def _format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
     notes = []
     if kept := fmt.encoding.is_exact(model):
-        stored = [] if fmt.encoding.grid.bits < DECODED_BITS else encodings.quantized(model.dtypes)
+        stored = [] if fmt.encoding.grid.bits < DECODED_BITS else encodings.list_quantized_titles(model.dtypes)
         holds = (
             f"{fmt.name} holds all numbers of {stored[0]}"
             if stored
             else f"the experts are {fmt.option.upper()} already"
         )
         notes.append(f"{holds}: every number stays what it is")
-    for title in () if kept else encodings.quantized(model.dtypes):
+    for title in () if kept else encodings.list_quantized_titles(model.dtypes):
         notes.append(
             f"{title} to {fmt.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
@@ -250,7 +254,7 @@ def _format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str
             f"that: of Q4_K weights, int8 is 7.2 to 8.6 % off the original ones, int4 {lost}; "
             "--quant-method int8 is the better choice"
         )
-    for name, other in () if kept else formats_of("cpu").items():
+    for name, other in () if kept else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):
             notes.append(f"--quant-method {name} keeps every number of these experts as it is")
     return notes

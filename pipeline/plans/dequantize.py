@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import card, decoded
+from ktconvert.layouts.outputs import card, dequantized
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
@@ -23,7 +22,7 @@ from ktconvert.pipeline.stages import copy_tensors
 STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
 
 # Returns changed tensors of the output, and a note on the change
-TensorChange = Callable[[Sequence[OtherTensor]], tuple[Sequence[OtherTensor], str]]
+TensorChange = Callable[[Sequence[OutputTensor]], tuple[Sequence[OutputTensor], str]]
 
 
 def plan_dequantize(
@@ -36,8 +35,8 @@ def plan_dequantize(
     """
     source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, f"`ktconvert {options.command}`", "which loaders of the output need")
-    everything = other_tensors(source, (), source.quantization)
-    tensors: Sequence[OtherTensor] = decoded_others(everything)
+    everything = find_non_expert_tensors(source, (), source.quantization)
+    tensors: Sequence[OutputTensor] = everything.output_tensors()
     change_notes: Sequence[str] = ()
     if change is not None:
         tensors, *change_notes = change(tensors)
@@ -62,12 +61,12 @@ def plan_dequantize(
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
-        config=decoded.config_json(source.config) if facts["decoded"] else card.encoded(source.config),
+        config=dequantized.config_json(source.config) if facts["decoded"] else card.encode_json(source.config),
         hooks=Hooks(
             # A few windows of each shard in flight, whatever the number of threads.
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
             render_card=lambda stats: card.model_card(
-                decoded.card(facts, base), base, facts, notes, stats, tool_version()
+                dequantized.card(facts, base), base, facts, notes, stats, tool_version()
             ),
             check=_check,
         ),
@@ -80,20 +79,20 @@ def _check(assembled: Path) -> None:
     require_decoded(assembled)
 
 
-def _facts(source: TensorSource, tensors: Sequence[OtherTensor]) -> dict[str, Any]:
+def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> dict[str, Any]:
     """Return the facts of the output. decoded: title of an encoding -> number of weights stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
     mlx = cfg.find(source.config, ("quantization.bits",))  # releases of MLX before 2025 have no quantization_config
-    if not count and (quantization.method or mlx or card.unquantized(source.config) != source.config):
+    if not count and (quantization.method or mlx or card.remove_quantization(source.config) != source.config):
         raise UnsupportedError(
             f"{source.root}: {CONFIG} declares a quantized model ({quantization.method or 'unnamed method'}), but no "
             "tensor has the names of a supported encoding; use the model's BF16 or FP8 (E4M3) release."
         )
     return {
         "architecture": ", ".join(cfg.families(source.config)) or "unknown",
-        "method": decoded.METHOD,
-        "layout_version": decoded.VERSION,
+        "method": dequantized.METHOD,
+        "layout_version": dequantized.VERSION,
         "decoded": dict(sorted(count.items())),
         "tensors": len(tensors),
     }

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card, formats_of, loose, mixed
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import Format, card, formats_by_option, loose, mixed
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import (
     COUNTS,
@@ -30,8 +30,8 @@ from ktconvert.pipeline.options.conversion_options import CpuOptions, Quantizati
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors, expert_files, quantize_experts
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
-from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.equalizing import THRESHOLD
+from ktconvert.quantizers.quantizer import ABSMAX, Quantizer
 
 MAP = "--method-map"
 EQUALIZED_NOTE = (
@@ -61,11 +61,11 @@ def build_plan(
     model: MoeModel,
     fmt: Format,
     layers: Sequence[int],
-    others: Sequence[OtherTensor],
+    others: Sequence[OutputTensor],
     facts: dict[str, Any],
     metadata: Mapping[str, str],
     *,
-    choice: Quantizer = ABSMAX,
+    quantizer: Quantizer = ABSMAX,
     numa: int = 1,
     backward: bool = False,
     statistics: InputStatistics | None = None,
@@ -80,7 +80,7 @@ def build_plan(
     """Return the plan that quantizes experts, by rounding or on a walk through the model, and copies other tensors.
 
     others      non-expert tensors to copy
-    choice      how codes are chosen; statistics: of the experts' inputs, if it needs them
+    quantizer   how codes are chosen; statistics: of the experts' inputs, if it needs them
     numa        number of NUMA slices; backward: also make the matrices for fine-tuning
     card_notes  sentences for the plan and the model card; notes: only for the plan
     ignore      patterns of modules that are not quantized
@@ -92,7 +92,7 @@ def build_plan(
         from ktconvert.pipeline.plans import walk
 
         stage: Stage[Any] = walk.gptq_stage(
-            options, model, fmt, metadata, choice=choice, numa=numa, loose_files=loose_files
+            options, model, fmt, metadata, quantizer=quantizer, numa=numa, loose_files=loose_files
         )
         run = walk.plan_gptq_walk(options, model, fmt)
         if options.gptq.save_statistics is not None:
@@ -102,7 +102,7 @@ def build_plan(
             model,
             fmt,
             layers,
-            choice=choice,
+            quantizer=quantizer,
             numa=numa,
             backward=backward,
             loose_files=loose_files,
@@ -187,7 +187,7 @@ def _list_experts(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     for s in stats:
         if s.get(name):
             experts.setdefault(s["layer"], []).extend(s[name])
-    return [f"layer {layer}: {ranges(experts[layer])}" for layer in sorted(experts)]
+    return [f"layer {layer}: {format_ranges(experts[layer])}" for layer in sorted(experts)]
 
 
 def equalize_model(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
@@ -218,7 +218,7 @@ def _check(assembled: Path, calibrated: bool) -> None:
     require_sound(assembled, load=calibrated)
 
 
-def open_input_statistics(choice: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
+def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
     """Open the importance matrix or the second moments that the options name; None if they name none.
 
     Raises UsageError if they are needed and missing or the reverse, and InputError for those of a different model or
@@ -226,15 +226,15 @@ def open_input_statistics(choice: Quantizer, options: CpuOptions, model: MoeMode
     """
     given = options.importance
     path = given.file
-    if not choice.importance and path is not None and (given.imatrix is not None or not choice.moments):
-        raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {choice.name}; leave them out.")
+    if not quantizer.importance and path is not None and (given.imatrix is not None or not quantizer.moments):
+        raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {quantizer.name}; leave them out.")
     if path is None:
-        if choice.importance:
+        if quantizer.importance:
             raise UsageError(
-                f"--scale {choice.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
+                f"--scale {quantizer.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
             )
         return None
-    statistics = open_model_imatrix(path, model) if choice.importance else open_model_moments(path.parent, model)
+    statistics = open_model_imatrix(path, model) if quantizer.importance else open_model_moments(path.parent, model)
     first_sha256 = getattr(options, f"{statistics.manifest_key}_sha256")
     if first_sha256 not in (None, statistics.sha256):
         raise InputError(
@@ -257,7 +257,7 @@ def input_statistics_facts(inputs: InputStatistics | None, layers: Sequence[int]
     if inputs is None:
         return {}
     unreached = {layer: inputs.experts_without_tokens(layer) for layer in layers}
-    listed = [f"layer {layer}: {ranges(experts)}" for layer, experts in unreached.items() if experts]
+    listed = [f"layer {layer}: {format_ranges(experts)}" for layer, experts in unreached.items() if experts]
     return {inputs.manifest_key: inputs.sha256, **({"without_counts": listed} if listed else {})}
 
 
@@ -271,7 +271,7 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
     """Return the format of --quant-method, or with --method-map a mix of formats. Raises UsageError for a wrong map."""
     if not options.method_map:
         return fmt
-    can = {name: one for name, one in formats_of("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}
+    can = {name: one for name, one in formats_by_option("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}
     if fmt not in can.values():
         raise UsageError(f"--quant-method {options.quant_method}: {_not_mixed(fmt.name, can)}.")
     given = (
@@ -282,7 +282,7 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
     for is_given, flag, why in given:
         if is_given:
             raise UsageError(f"{MAP}: an output with a method per layer {why}; leave out {flag}.")
-    by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.in_a_mix(fmt))
+    by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.rename_for_mixed_output(fmt))
     for text in options.method_map:
         layers, sign, method = text.rpartition("=")
         if not sign:
@@ -292,11 +292,11 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
             raise UsageError(f"{MAP} {text}: {_not_mixed(method.strip(), can)}.")
         for layer in checkpoint.parse_layers(layers, model.layers, MAP):
             if layer in by_layer:  # else --layers leaves it out
-                by_layer[layer] = mixed.in_a_mix(can[name])
+                by_layer[layer] = mixed.rename_for_mixed_output(can[name])
     if len(set(by_layer.values())) == 1:
-        only = next(name for name in can if mixed.in_a_mix(can[name]) in by_layer.values())
+        only = next(name for name in can if mixed.rename_for_mixed_output(can[name]) in by_layer.values())
         raise UsageError(f"{MAP}: every layer would have {only}; give --quant-method {only}, and leave out {MAP}.")
-    return mixed.of_layers(by_layer)
+    return mixed.combine_formats(by_layer)
 
 
 def _not_mixed(name: str, can: dict[str, Format]) -> str:
@@ -310,10 +310,10 @@ def notes_by_format(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) ->
         yield from (f"{own.name}: {note}" if fmt.by_layer else note for note in notes_of(own))
 
 
-def mix_notes(fmt: Format, layers: Sequence[int], choice: Quantizer) -> Iterator[str]:
+def mix_notes(fmt: Format, layers: Sequence[int], quantizer: Quantizer) -> Iterator[str]:
     """Yield the notes of the plan and the model card on a mix of formats; none for other formats."""
-    for methods in mixed.methods_of(fmt, layers).values():
+    for methods in mixed.manifest_methods(fmt, layers).values():
         listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
         yield f"a method per layer, for the runtime of ktconvert: kt-kernel loads none of it ({listed})"
-    if others := [own.name for own in fmt.formats if not choice.serves(own.encoding.grid)]:
-        yield f"--scale {choice.name} changes nothing in layers of {' and '.join(others)}"
+    if others := [own.name for own in fmt.formats if not quantizer.supports(own.encoding.grid)]:
+        yield f"--scale {quantizer.name} changes nothing in layers of {' and '.join(others)}"

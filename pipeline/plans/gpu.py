@@ -7,13 +7,15 @@ from typing import Any
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
-from ktconvert.layouts.checkpoints.other_tensors import OtherTensors, other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import (
+    NonExpertTensors,
+    find_non_expert_tensors,
+)
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card, formats_of, gpu_card
-from ktconvert.layouts.outputs.gpu_card import loading_notes
+from ktconvert.layouts.outputs import Format, card, formats_by_option, gpu_card
+from ktconvert.layouts.outputs.gpu_card import notes_on_loading
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
 from ktconvert.pipeline.engine.plan import Plan
@@ -32,13 +34,13 @@ def plan_gpu(options: GpuOptions) -> Plan:
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()
     model = recognise(source, checkpoint.arch_table(options.arch_row))
-    fmt = formats_of("gpu")[options.quant_type].configured(
+    fmt = formats_by_option("gpu")[options.quant_type].apply_settings(
         {"rounding": options.rounding, "group_size": options.group_size}
     )
     model = expert_plan.equalize_model(options, model, fmt)
-    loading = loading_notes(fmt, model, sorted({*options.tp_size}))
+    loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
     ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
-    rest = other_tensors(source, model.expert_tensor_names(), model.quantization)
+    rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
     left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
     notes = _rawint4_notes(facts, options.output)
@@ -49,7 +51,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
         model,
         fmt,
         model.layers,
-        decoded_others(rest),
+        rest.output_tensors(),
         facts,
         checkpoint.shard_metadata(facts, source, METADATA),
         card_notes=_notes(model, rest, left_out, loading),
@@ -73,9 +75,9 @@ def _rawint4_notes(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
     """Return a note on experts in RAWINT4's format: the command that serves them on CPU and GPU, or why it cannot."""
     if not gpu_card.is_rawint4(facts):
         return ()
-    if why := gpu_card.why_not_for_cpu(facts):
+    if why := gpu_card.explain_not_rawint4(facts):
         return (f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {why}; use `ktconvert cpu` for those",)
-    block = gpu_card.launch(facts, str(output))
+    block = gpu_card.launch_lines(facts, str(output))
     command = " ".join(line.rstrip("\\").strip() for line in block[1 : block.index("```")])
     return (f"one directory for CPU and GPU: {command}",)
 
@@ -96,11 +98,11 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
     }
 
 
-def _notes(model: MoeModel, rest: OtherTensors, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
+def _notes(model: MoeModel, rest: NonExpertTensors, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
     notes = [*model.common_notes, *rest.notes]
     weights = [stored for stored in rest.tensors.values() if isinstance(stored, Weight)]
     decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})
-    for title in encodings.quantized(model.dtypes):
+    for title in encodings.list_quantized_titles(model.dtypes):
         notes.append(
             f"{title} to integers rounds twice: where there is a BF16 release, convert that for better accuracy"
         )
@@ -111,7 +113,7 @@ def _notes(model: MoeModel, rest: OtherTensors, dropped_files: list[str], loadin
         )
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes.append(f"the experts of the MTP part ({which}) are not quantized, and named in the ignore list")
+        notes.append(f"the experts of the MTP layers ({which}) are not quantized, and named in the ignore list")
     if dropped_files:
         notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")
     return [*notes, *loading]

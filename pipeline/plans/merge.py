@@ -16,15 +16,15 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, PROJECTIONS, card, cpu_card, loose
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, card, cpu_card, loose
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.numa import NumaNames
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import Place
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.outputs.slices import SliceId
+from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import MergeOptions
 from ktconvert.pipeline.options.declare import with_values
@@ -49,7 +49,7 @@ def plan_merge(options: MergeOptions) -> Plan:
     root = Path(options.input)
     if root.is_dir():
         loose.require_plain_numbers(root)
-    folders = loose.layers_in(root) if root.is_dir() else {}
+    folders = loose.find_layers(root) if root.is_dir() else {}
     if not folders:
         raise InputError(f"{root}: holds no _layer_N folders; give the output of --no-merge-safetensor.")
     layers = checkpoint.parse_layers(options.layers, tuple(folders))
@@ -62,7 +62,7 @@ def plan_merge(options: MergeOptions) -> Plan:
     facts = _facts(measured, recorded)
     about = cpu_card.AMX if measured.fmt is None else measured.fmt.description
     lines = about.card(facts, None, False, "skip", about.numbers)
-    entries = cpu_card.entries_of(facts, tool_version(), per_row=True)
+    entries = cpu_card.quantization_entries(facts, tool_version(), per_row=True)
     metadata = {**checkpoint.FORMAT_METADATA, "method": facts["method"], "numa": str(facts["numa"])}
     files = _sort_tensors(output)
     read = checkpoint.files_in(root, [file.file for file in files])
@@ -95,13 +95,13 @@ def _read_original(original: Path | None) -> tuple[list[str], dict[str, Any] | N
 def _sort_tensors(output: Output) -> list[TensorInfo]:
     """Return the loose files as tensors of the merged output, in the order of bytes.md."""
 
-    def order(key: tuple[Place, str]) -> tuple[object, ...]:
+    def order(key: tuple[SliceId, str]) -> tuple[object, ...]:
         place, suffix = key
         projection = PROJECTIONS.index(place.projection)
         return place.layer, place.expert, projection, place.backward, place.numa, suffix != "weight"
 
     names = NumaNames(tuple(loose.SUFFIXES))
-    return [replace(output.tensors[key], name=names.key(*key)) for key in sorted(output.tensors, key=order)]
+    return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=order)]
 
 
 def _measure_layers(output: Output, everything: bool) -> Measure:
@@ -208,8 +208,8 @@ def _require_all(
             )
     missing = list(islice((n for n in known if n not in layers), MOST_LAYERS))
     if missing:
-        which = f"layers {ranges(missing)} are" if len(missing) > 1 else f"layer {missing[0]} is"
-        raise InputError(f"{root}: {which} missing, {ranges(layers)} present; {REMEDY}.")
+        which = f"layers {format_ranges(missing)} are" if len(missing) > 1 else f"layer {missing[0]} is"
+        raise InputError(f"{root}: {which} missing, {format_ranges(layers)} present; {REMEDY}.")
 
 
 def _layers_to_expect(layers: Sequence[int], config: dict[str, Any] | None) -> Collection[int]:

@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     require_adapter,
 )
 from ktconvert.layouts.checkpoints.archs import PREFIXES
-from ktconvert.layouts.checkpoints.output_tensors import Added, OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, TensorDeltas
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
@@ -51,7 +51,7 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
     return plan_dequantize(options, partial(_with_adapter, folder, identity), files)
 
 
-def _with_adapter(folder: Path, identity: str, tensors: Sequence[OtherTensor]) -> tuple[Sequence[OtherTensor], str]:
+def _with_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) -> tuple[Sequence[OutputTensor], str]:
     """Return the tensors with the adapter's updates, and a note. Raises if the checkpoint lacks such weights."""
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
     blocks: dict[str, dict[int, Delta]] = {}
@@ -74,7 +74,7 @@ def _with_adapter(folder: Path, identity: str, tensors: Sequence[OtherTensor]) -
                     path=folder,
                 )
             tensor = replace(
-                tensor, added=Added(tensor.entry.shape[-1], tuple(sorted(blocks[tensor.key].items())), identity)
+                tensor, deltas=TensorDeltas(tensor.entry.shape[-1], tuple(sorted(blocks[tensor.key].items())), identity)
             )
         changed.append(tensor)
     return changed, f"the adapter {folder.name} is added to {len(blocks)} tensors, each rounded to BF16 once"

@@ -12,19 +12,19 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, card, cpu_card, mixed
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
-from ktconvert.layouts.outputs.rearrange import rounds_again
+from ktconvert.layouts.outputs.rearrange import requires_rounding
+from ktconvert.layouts.outputs.slices import PackedSlices, Slicing
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -42,7 +42,7 @@ from ktconvert.pipeline.stages.quantize_experts import (
     unequalize,
 )
 from ktconvert.pipeline.stages.resplit_experts import ResplitWork
-from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS
+from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS
 
 # Metadata of shards that does not depend on the number of NUMA slices
 KEPT_METADATA = ("activation", "weights_on", *checkpoint.CODE_FACTS, "source")
@@ -62,7 +62,7 @@ def _plan(options: ResplitOptions) -> Plan:
     numa = options.threadpool_count
     output, measured, fmt = _open(root)
     for layer, (_, hidden, intermediate) in measured.shapes.items():
-        require_legal(fmt.of_layer(layer), hidden, intermediate, numa)
+        require_legal(fmt.layer_format(layer), hidden, intermediate, numa)
     if output.loose and options.max_shard_size:
         raise UsageError(f"--max-shard-size is for safetensors, and {root} is loose; leave it out.")
     source = TensorSource(root, output.config, (), {}, root) if output.loose else open_checkpoint(root)
@@ -75,14 +75,14 @@ def _plan(options: ResplitOptions) -> Plan:
     rearranging = resplit_experts.stage(
         output,
         fmt,
-        [(ExpertGrid(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
+        [(Slicing(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
         numa,
         {file.name: file for file in files.values()},
         max_shard_size=options.max_shard_size,
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [rearranging]
-    others = tuple(OtherTensor(name, info) for name, info in source.tensors.items() if name in output.others)
+    others = tuple(OutputTensor(name, info) for name, info in source.tensors.items() if name in output.others)
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
@@ -129,7 +129,7 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     measured = measure(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     fmt = measured.fmt
-    if fmt is not None and fmt.forward and not fmt.arrangement.parted:
+    if fmt is not None and fmt.forward and not fmt.arrangement.sliced:
         raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA slices; give an output of `ktconvert cpu`.")
     if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
         remedy = "convert the model again with --threadpool-count"
@@ -148,7 +148,7 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[st
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
     return {
         "architecture": "unknown",
-        **mixed.facts_of(fmt, list(measured.shapes)),
+        **mixed.manifest_facts(fmt, list(measured.shapes)),
         "numa": numa,
         "layers": sorted(measured.shapes),
         "experts": experts,
@@ -178,7 +178,9 @@ def _inherit_settings(output: Output, measured: Measure) -> dict[str, Any]:
     """Return the options of the first conversion that hold for the new output: loose files, layers, --arch-file."""
     before = output.settings
     layers = (
-        ranges(sorted(measured.shapes)).replace(" ", "") if before.get("layers", "all") not in ("all", None) else None
+        format_ranges(sorted(measured.shapes)).replace(" ", "")
+        if before.get("layers", "all") not in ("all", None)
+        else None
     )
     inherited = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
     return {name: value for name, value in inherited.items() if value is not None and value != ""}
@@ -192,15 +194,15 @@ def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
 
 def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
     work = units[0].work
-    matrices = "down_proj" + (" and the transposed gate_proj and up_proj" if work.grid.backward else "")
+    matrices = "down_proj" + (" and the transposed gate_proj and up_proj" if work.slicing.backward else "")
     if old == new:
-        yield f"the output has {plural(old, 'NUMA part')} already: every tensor stays as it is"
+        yield f"the output has {plural(old, 'NUMA slice')} already: every tensor stays as it is"
     elif not work.fmt.encoding.grid.per_row:
         yield "every weight and scale stays what it is: these are the bytes of converting again"
-    elif not rounds_again(work.fmt.encoding, old, new):
+    elif not requires_rounding(work.fmt.encoding, old, new):
         yield (
-            f"all weights keep their values; {matrices} keeps the scales of {plural(old, 'part')}, where "
-            "converting again would choose one for each new part"
+            f"all weights keep their values; {matrices} keeps the scales of {plural(old, 'slice')}, where "
+            "converting again would choose one for each new slice"
         )
     else:
         works = sample(units)
@@ -209,7 +211,7 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
         )
         error = error_figures(sums)["relative_error"]
         yield (
-            f"{matrices}: columns of several parts come to share a scale, so they are rounded once more; that moves "
+            f"{matrices}: columns of several slices come to share a scale, so they are rounded once more; that moves "
             f"them by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
         )
 
@@ -230,18 +232,18 @@ def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
         reads = (*plan.reads, *source.paths())
         model = recognise(source, checkpoint.arch_table(plan.options.settings.get("arch_row")))
         for work in works:
-            grid = work.grid
-            choice = QUANTIZERS[scale].where_it_serves(work.fmt.encoding.grid)
+            slicing = work.slicing
+            quantizer = QUANTIZERS[scale].select_for(work.fmt.encoding.grid)
             read = equalize_for_format(model, work.fmt) if EQUALIZED in plan.facts else model
-            again = ExpertsWork(work.fmt, grid, work.sampled_expert, work.sampled_expert + 1, {}, read, choice)
-            shape = model.shape(grid.layer) if grid.layer in model.moe_layers else (0, 0, 0)
-            fits = shape[1:] == (grid.hidden, grid.intermediate) and work.sampled_expert < shape[0]
+            again = ExpertsWork(work.fmt, slicing, work.sampled_expert, work.sampled_expert + 1, {}, read, quantizer)
+            shape = model.shape(slicing.layer) if slicing.layer in model.moe_layers else (0, 0, 0)
+            fits = shape[1:] == (slicing.hidden, slicing.intermediate) and work.sampled_expert < shape[0]
             if not fits or not _equal(
                 work.make((work.sampled_expert, "gate")), again.make((work.sampled_expert, "gate"))
             ):
                 raise InputError(
-                    f"{against}: expert {work.sampled_expert} of layer {grid.layer} is not that of {work.output.root}; "
-                    "give the checkpoint that it was made from with --against."
+                    f"{against}: expert {work.sampled_expert} of layer {slicing.layer} is not that of "
+                    f"{work.output.root}; give the checkpoint that it was made from with --against."
                 )
             item = work.sampled_expert, "down"
             for own, parts in zip(sums, (work.read_linear(item), work.make(item), again.make(item)), strict=True):
@@ -258,7 +260,7 @@ def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
     return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
 
 
-def _equal(ours: Parts, theirs: Parts) -> bool:
+def _equal(ours: PackedSlices, theirs: PackedSlices) -> bool:
     """Return whether the forward matrices of two experts have the same bytes."""
     return all(
         np.array_equal(mine, other)

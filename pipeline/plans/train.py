@@ -11,7 +11,7 @@ from msgspec import structs
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.containers import CONTAINERS
-from ktconvert.layouts.errors import damaged_file
+from ktconvert.layouts.errors import bad_file
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.pipeline.engine.plan import Hooks, Plan, identify_by_stat
@@ -70,4 +70,4 @@ def _identity(path: Path, name: str) -> SourceFile:
         file = identify_by_stat(path, name)
         return file if path.suffix == ".kt" else structs.replace(file, sha256=sha256_file(path))
     except OSError as error:
-        raise damaged_file(path, f"cannot be read ({error.strerror})", "check its permissions") from None
+        raise bad_file(path, f"cannot be read ({error.strerror})", "check its permissions") from None

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.outputs import Format
 from ktconvert.pipeline.calibration import chain, requirements
@@ -20,7 +19,7 @@ from ktconvert.pipeline.options.conversion_options import CalibrateOptions, Quan
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import gptq_layers
-from ktconvert.quantizers.choice import ABSMAX, Quantizer
+from ktconvert.quantizers.quantizer import ABSMAX, Quantizer
 
 ONESHOT = (
     "--engine oneshot is for comparison: it holds the whole model in memory, cannot resume, and uses the library's own "
@@ -39,13 +38,13 @@ def gptq_stage(
     fmt: Format,
     metadata: Mapping[str, str],
     *,
-    choice: Quantizer = ABSMAX,
+    quantizer: Quantizer = ABSMAX,
     numa: int = 1,
     loose_files: bool = False,
 ) -> Stage[Any]:
     """Return the stage that quantizes experts with GPTQ. Raises UnsupportedError if the model cannot be calibrated."""
     chain.require_calibratable(model, gptq_layers.ALTERNATIVE)
-    rest = decoded_others(other_tensors(model.source, model.expert_tensor_names(), model.quantization))
+    rest = find_non_expert_tensors(model.source, model.expert_tensor_names(), model.quantization).output_tensors()
     return gptq_layers.stage(
         model,
         fmt,
@@ -53,7 +52,7 @@ def gptq_stage(
         {tensor.key: tensor for tensor in rest},
         _gptq_shape(model, fmt, options).experts_at_once,
         metadata,
-        choice=choice,
+        quantizer=quantizer,
         numa=numa,
         loose_files=loose_files,
         document=describe(model, options) if options.gptq.save_statistics is not None else None,

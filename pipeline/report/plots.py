@@ -118,4 +118,4 @@ def _save(figure: Figure, path: Path) -> None:
     kind = path.suffix.lower()
     data = io.BytesIO()
     figure.savefig(data, format=kind[1:], metadata={FORMATS[kind]: publish.MARK})
-    publish.write_whole(path, data.getvalue())
+    publish.write_marked_file(path, data.getvalue())

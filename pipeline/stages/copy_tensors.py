@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.output_tensors import Bytes, OtherTensor, Read, Span, spans_of
+from ktconvert.layouts.checkpoints.non_expert_tensors import Bytes, OutputTensor, Read, Span, split_into_spans
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, aligned_buffer
+from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, allocate_aligned
 from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
@@ -31,7 +31,7 @@ class CopyWork:
     """The work of a unit: tensors of a shard. metadata: of the shard."""
 
     source: TensorSource
-    tensors: tuple[OtherTensor, ...]
+    tensors: tuple[OutputTensor, ...]
     metadata: Mapping[str, str]
 
 
@@ -39,7 +39,7 @@ class CopyWork:
 RENAMES: Mapping[str, Callable[[str], str]] = {"copy": numa.rename_non_expert, "keep": lambda name: name}
 
 
-def select_non_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
+def select_non_experts(model: MoeModel, choice: str) -> tuple[OutputTensor, ...]:
     """Return the non-expert tensors with their names for a choice of --non-experts; none for "skip".
 
     Raises InputError if two tensors would get the same name.
@@ -48,7 +48,7 @@ def select_non_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
         return ()
     source = model.source
     experts = model.expert_tensor_names() | model.mtp_tensors
-    by_key: dict[str, OtherTensor] = {}
+    by_key: dict[str, OutputTensor] = {}
     for name, info in source.tensors.items():
         if name in experts:
             continue
@@ -56,7 +56,7 @@ def select_non_experts(model: MoeModel, choice: str) -> tuple[OtherTensor, ...]:
         if key in by_key:
             what = f"tensors {by_key[key].reads[0].name} and {name} would both be named {key}"
             raise InputError(f"{source.root}: {what}; use --non-experts keep.")
-        by_key[key] = OtherTensor(key, info)
+        by_key[key] = OutputTensor(key, info)
     return tuple(by_key.values())
 
 
@@ -69,7 +69,7 @@ def infer_choice(others: Collection[str]) -> str:
 
 def stage(
     source: TensorSource,
-    tensors: Collection[OtherTensor],
+    tensors: Collection[OutputTensor],
     max_shard_size: int | None,
     metadata: Mapping[str, str],
     *,
@@ -89,7 +89,7 @@ def stage(
         ]
         decoded = tuple((t.key, t.stored.fit()) for t in group if isinstance(t.stored, Weight))
         params += [("decoded", decoded)] if decoded else []
-        changed = tuple((t.key, t.added.identity) for t in group if t.added is not None)
+        changed = tuple((t.key, t.deltas.identity) for t in group if t.deltas is not None)
         params += [("changed", changed)] if changed else []
         units.append(
             Unit(
@@ -106,11 +106,11 @@ def stage(
     return Stage(name, title, tuple(units), write_shard)
 
 
-def peak_memory(tensors: Iterable[OtherTensor]) -> int:
+def peak_memory(tensors: Iterable[OutputTensor]) -> int:
     """Return the bytes for the windows of the units in flight, for decoding one, and for the largest scales."""
     stored = (tensor.stored for tensor in tensors)
     weights = {(w.encoding.name, w.shape): w for w in stored if isinstance(w, Weight)}.values()
-    reading = max((weight.reading_bytes(False) for weight in weights), default=0)
+    reading = max((weight.memory_for_reading(False) for weight in weights), default=0)
     row = max((2 * weight.released_shape[-1] for weight in weights), default=0)
     return UNITS_AT_ONCE * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * UNITS_AT_ONCE * reading
 
@@ -136,8 +136,8 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
     """Write one shard: many threads make and write windows, which are hashed in order."""
     work = unit.work
     plan = plan_shard([t.entry for t in work.tensors], work.metadata)
-    buffers = [aligned_buffer(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
-    spans = (span for tensor in work.tensors for span in spans_of(work.source, tensor))
+    buffers = [allocate_aligned(min(WINDOW, plan.data_bytes)) for _ in range(min(WINDOWS, context.window))]
+    spans = (span for tensor in work.tensors for span in split_into_spans(work.source, tensor))
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
@@ -161,7 +161,7 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
 def split_into_windows(spans: Iterable[Span]) -> Iterator[Window]:
     window = Window()
     for span in spans:
-        read, start = span.opened(), 0
+        read, start = span.open(), 0
         while start < span.nbytes:
             stop = min(span.nbytes, start + WINDOW - window.nbytes)
             window.runs.append((window.nbytes, read, start, stop))

@@ -16,12 +16,12 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
+from ktconvert.layouts.files.direct_file import DirectFile, allocate_aligned
 from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit, plan_shard
-from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
+from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.outputs.slices import LinearId, NumaSlice, PackedSlices, SliceTensors, Slicing, TensorNames
+from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.report.progress import Reporter
@@ -33,7 +33,7 @@ BATCH = 2 << 20
 Thing = TypeVar("Thing")
 
 
-def items(start: int, stop: int) -> Iterator[Item]:
+def items(start: int, stop: int) -> Iterator[LinearId]:
     """Yield (expert, projection) of the experts start..stop-1, in file order."""
     return itertools.product(range(start, stop), PROJECTIONS)
 
@@ -57,7 +57,7 @@ def read_ahead(
     yield from (thing for thing, _ in ahead)
 
 
-def release_expert(model: MoeModel, layer: int, item: Item, reporter: Reporter) -> None:
+def release_expert(model: MoeModel, layer: int, item: LinearId, reporter: Reporter) -> None:
     """Release an expert's mapped pages and report progress, once its last projection has been converted."""
     expert, projection = item
     if projection == PROJECTIONS[-1]:
@@ -70,17 +70,17 @@ def release_expert(model: MoeModel, layer: int, item: Item, reporter: Reporter) 
 class Batch(NamedTuple):
     """Items whose first tensors are adjacent in a shard, `offset` bytes after its header."""
 
-    items: tuple[Item, ...]
+    items: tuple[LinearId, ...]
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True)
 class ExpertsToWrite(ABC):
-    """The work of a unit: experts [start, stop) of one layer, cut as `grid` says. metadata: of the shard."""
+    """The work of a unit: experts [start, stop) of one layer, cut as `slicing` says. metadata: of the shard."""
 
     fmt: Format
-    grid: ExpertGrid
+    slicing: Slicing
     start: int
     stop: int
     metadata: Mapping[str, str]
@@ -88,25 +88,25 @@ class ExpertsToWrite(ABC):
     @property
     def sampled_expert(self) -> int:
         """The expert whose error is measured."""
-        return self.start + self.grid.layer % (self.stop - self.start)
+        return self.start + self.slicing.layer % (self.stop - self.start)
 
     @property
     @abstractmethod
-    def names(self) -> Names: ...
+    def names(self) -> TensorNames: ...
 
     @abstractmethod
-    def make(self, item: Item, place: Bytes | None = None) -> Parts:
-        """Make all parts of a projection of an expert; many threads call this.
+    def make(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
+        """Make all slices of a projection of an expert; many threads call this.
 
-        place: memory for the first tensor of each part, one after another.
+        buffer: memory for the first tensor of each slice, one after another.
         """
 
-    def iterate_items(self) -> Iterator[Item]:
+    def iterate_items(self) -> Iterator[LinearId]:
         """Yield the items in file order; may prefetch their inputs."""
         return items(self.start, self.stop)
 
     @abstractmethod
-    def finish_item(self, item: Item, reporter: Reporter) -> None:
+    def finish_item(self, item: LinearId, reporter: Reporter) -> None:
         """Release the inputs of an item that has been written, and report progress."""
 
     @abstractmethod
@@ -121,30 +121,35 @@ class ExpertsToWrite(ABC):
 Work = TypeVar("Work", bound=ExpertsToWrite)
 
 
-def split_layer(fmt: Format, grid: ExpertGrid, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:
+def split_layer(fmt: Format, slicing: Slicing, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:
     """Split a layer into units of at most `limit` bytes: (key, first expert, expert after the last, bytes)."""
-    each = expert_bytes(fmt.encoding, grid)
+    each = expert_bytes(fmt.encoding, slicing)
     groups = group_by_limit([each] * experts, limit)
     return [
-        (f"layer-{grid.layer:03d}" + (f"-{number:03d}" if len(groups) > 1 else ""), start, stop, each * (stop - start))
+        (
+            f"layer-{slicing.layer:03d}" + (f"-{number:03d}" if len(groups) > 1 else ""),
+            start,
+            stop,
+            each * (stop - start),
+        )
         for number, (start, stop) in enumerate(groups)
     ]
 
 
-def plan_parts(fmt: Format, names: Names, parts: Iterable[Part], metadata: Mapping[str, str]) -> ShardPlan:
-    """Plan a shard of parts: all first tensors, then all second ones, and so on; so each is aligned to its items."""
-    by_part = [
+def plan_slices(fmt: Format, names: TensorNames, slices: Iterable[NumaSlice], metadata: Mapping[str, str]) -> ShardPlan:
+    """Plan a shard of slices: all first tensors, then all second ones, and so on; so each is aligned to its items."""
+    by_slice = [
         [
-            TensorInfo(names.key(part.place, t.name), t.dtype, t.shape, t.nbytes)
-            for t in fmt.encoding.tensors(part.n, part.k)
+            TensorInfo(names.tensor_name(numa_slice.id, t.name), t.dtype, t.shape, t.nbytes)
+            for t in fmt.encoding.tensors(numa_slice.n, numa_slice.k)
         ]
-        for part in parts
+        for numa_slice in slices
     ]
-    return plan_shard([entry for kind in zip(*by_part, strict=True) for entry in kind], metadata)
+    return plan_shard([entry for kind in zip(*by_slice, strict=True) for entry in kind], metadata)
 
 
-def append_later_tensors(file: DirectFile, others: Sequence[Packed]) -> None:
-    """Write the tensors after all first ones. others: the tensors of each part without the first."""
+def append_later_tensors(file: DirectFile, others: Sequence[SliceTensors]) -> None:
+    """Write the tensors after all first ones. others: the tensors of each slice without the first."""
     for kind in zip(*others, strict=True):
         file.append(np.concatenate(kind))
 
@@ -152,14 +157,14 @@ def append_later_tensors(file: DirectFile, others: Sequence[Packed]) -> None:
 def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """Write a safetensors shard: header, all first tensors straight from the packing threads, then the others."""
     work = unit.work
-    plan = plan_parts(work.fmt, work.names, work.grid.all_parts(range(work.start, work.stop)), work.metadata)
+    plan = plan_slices(work.fmt, work.names, work.slicing.all_slices(range(work.start, work.stop)), work.metadata)
     sizes = _first_tensor_bytes(work)
     in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
-    others: list[Packed] = []
+    others: list[SliceTensors] = []
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(batch: Batch, buffer: Bytes) -> Parts:
+        def make(batch: Batch, buffer: Bytes) -> PackedSlices:
             packed, at = [], 0
             for expert, projection in batch.items:
                 packed += _make_checked(work, (expert, projection), buffer[at:], context)
@@ -182,13 +187,13 @@ def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Re
 def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
     """Write a folder of loose files, one for each tensor, synced together."""
     work = unit.work
-    make_folders(partial, work.grid.numa)
+    make_folders(partial, work.slicing.numa)
 
-    def make(item: Item, buffer: Bytes) -> list[Written]:
+    def make(item: LinearId, buffer: Bytes) -> list[Written]:
         return [
             written
-            for part, packed in _make_checked(work, item, buffer, context)
-            for written in write_loose_files(work.fmt, part, packed, partial)
+            for numa_slice, packed in _make_checked(work, item, buffer, context)
+            for written in write_loose_files(work.fmt, numa_slice, packed, partial)
         ]
 
     files: list[Written] = []
@@ -207,20 +212,20 @@ def make_folders(folder: Path, numa: int) -> None:
         (folder / loose.numa_folder(node)).mkdir()
 
 
-def write_loose_files(fmt: Format, part: Part, packed: Packed, folder: Path) -> Iterator[Written]:
-    """Write the loose files of a part below its layer's folder, without syncing them."""
-    for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), packed, strict=True):
-        name = fmt.loose_path(part, tensor)
+def write_loose_files(fmt: Format, numa_slice: NumaSlice, packed: SliceTensors, folder: Path) -> Iterator[Written]:
+    """Write the loose files of a slice below its layer's folder, without syncing them."""
+    for tensor, data in zip(fmt.encoding.tensors(numa_slice.n, numa_slice.k), packed, strict=True):
+        name = fmt.loose_path(numa_slice, tensor)
         assert name is not None
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _make_checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Context) -> Parts:
+def _make_checked(work: ExpertsToWrite, item: LinearId, buffer: Bytes, context: Context) -> PackedSlices:
     """Make one item; warn if the result is all zeros."""
     packed = work.make(item, buffer)
-    if all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in packed):
-        part, _ = packed[0]
-        name = work.names.key(part.place, "").removesuffix(".")
+    if all(is_zero(work.fmt.encoding, tensors, numa_slice.n, numa_slice.k) for numa_slice, tensors in packed):
+        numa_slice, _ = packed[0]
+        name = work.names.tensor_name(numa_slice.id, "").removesuffix(".")
         context.reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
     return packed
 
@@ -228,7 +233,7 @@ def _make_checked(work: ExpertsToWrite, item: Item, buffer: Bytes, context: Cont
 def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:
     """Return the bytes for `packing` batches in progress, and for tensors that wait in the shards in flight."""
     each = scratch = measured = waiting = 0
-    for work in {(unit.work.grid, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
+    for work in {(unit.work.slicing, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
         # For each projection, the tensors after the first, which wait to be written.
         rest = [sum(sum(others) for _, *others in sizes) for sizes in _tensor_bytes(work).values()]
         count, (making, measuring) = work.stop - work.start, work.scratch_bytes()
@@ -238,9 +243,11 @@ def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:
 
 
 def _tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
-    """Return for each projection, for each of its parts, the bytes of the tensors."""
+    """Return for each projection, for each of its slices, the bytes of the tensors."""
     return {
-        projection: [[t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.grid.parts(0, projection)]
+        projection: [
+            [t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.slicing.slices(0, projection)
+        ]
         for projection in PROJECTIONS
     }
 
@@ -265,4 +272,4 @@ def _batch_bytes(sizes: Collection[int], experts: int) -> int:
 
 
 def _buffers(context: Context, size: int) -> list[Bytes]:
-    return [aligned_buffer(size) for _ in range(context.window)]
+    return [allocate_aligned(size) for _ in range(context.window)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
@@ -19,7 +19,7 @@ from ktconvert.layouts.files.shards import ShardPlan
 from ktconvert.layouts.outputs import loose
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.linear_names import linear_name
-from ktconvert.layouts.outputs.parts import ExpertGrid, Parts
+from ktconvert.layouts.outputs.slices import PackedSlices, Slicing
 from ktconvert.pipeline.calibration import chain, gather_statistics, portions
 from ktconvert.pipeline.calibration.expert_visitors import ExpertVisitor, TokenCounts
 from ktconvert.pipeline.calibration.gptq_experts import (
@@ -37,8 +37,8 @@ from ktconvert.pipeline.options.conversion_options import QuantizationOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages import expert_files, quantize_experts
 from ktconvert.quantizers import descent, gptq, predictions
-from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.differences import source_values
+from ktconvert.quantizers.quantizer import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
 
 NAME = "gptq"
@@ -52,15 +52,15 @@ class GptqWork(chain.LayerWork):
     """The work of a layer's unit.
 
     grid         how the layer's experts are cut
-    choice       the quantizer that chooses scales
+    quantizer    the quantizer that chooses scales
     metadata     of the shard
     run_oneshot  path of the samples -> a function that returns a linear, for --engine oneshot
     loose        whether the unit is a folder of loose files
     """
 
     fmt: Format
-    grid: ExpertGrid
-    choice: Quantizer
+    slicing: Slicing
+    quantizer: Quantizer
     metadata: Mapping[str, str]
     run_oneshot: Callable[[Path], ReadLinear]
     loose: bool = False
@@ -76,11 +76,11 @@ def stage(
     model: MoeModel,
     fmt: Format,
     options: QuantizationOptions,
-    non_experts: Mapping[str, OtherTensor],
+    non_experts: Mapping[str, OutputTensor],
     experts_at_once: int,
     metadata: Mapping[str, str],
     *,
-    choice: Quantizer = ABSMAX,
+    quantizer: Quantizer = ABSMAX,
     numa: int = 1,
     loose_files: bool = False,
     document: Mapping[str, Any] | None = None,
@@ -119,7 +119,7 @@ def stage(
     for unit in own.layer_units():
         layer, dense_layers = unit.work.layer, unit.work.dense_layers
         experts, hidden, width = model.shape(layer)
-        layer_fmt, grid = fmt.of_layer(layer), ExpertGrid(layer, hidden, width, numa)
+        layer_fmt, slicing = fmt.layer_format(layer), Slicing(layer, hidden, width, numa)
         versions = VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION
         shard_metadata = quantize_experts.layer_metadata(layer_fmt, layer, model.shape(layer), metadata)
         units.append(
@@ -129,17 +129,17 @@ def stage(
                 params=(
                     ("after", units[-1].fingerprint),
                     ("format", layer_fmt.name),
-                    ("quantizer", (choice.name, choice.version)),
-                    ("reading", model.reading(layer)),
+                    ("quantizer", (quantizer.name, quantizer.version)),
+                    ("reading", model.storage_identity(layer)),
                     ("metadata", tuple(sorted(shard_metadata.items()))),
                 ),
                 inputs=unit.inputs + outer_identities,
                 final=loose.layer_folder(layer) if loose_files else "",
                 folder=loose_files,
-                bytes_out=experts * expert_bytes(layer_fmt.encoding, grid),
+                bytes_out=experts * expert_bytes(layer_fmt.encoding, slicing),
                 side_bytes=0 if document is None else gather_statistics.layer_bytes(model, layer),
                 work=GptqWork(
-                    own, layer, dense_layers, layer_fmt, grid, choice, shard_metadata, run_library, loose_files
+                    own, layer, dense_layers, layer_fmt, slicing, quantizer, shard_metadata, run_library, loose_files
                 ),
             )
         )
@@ -191,7 +191,7 @@ def _make_visitors(
         gptq_options.min_expert_tokens,
         _make_rounder(work),
         write_linear,
-        work.grid.numa,
+        work.slicing.numa,
         gptq_options.gptq_steps,
         shared=shared,
     )
@@ -206,7 +206,7 @@ def _share_factors(_layer: str, _sha256: str) -> SharedFactors:
 
 
 def _run_portion(layer_unit: Unit[GptqWork], portion: Portion, partial: Path) -> Result:
-    work, linears = layer_unit.work, list[tuple[int, str, Parts]]()
+    work, linears = layer_unit.work, list[tuple[int, str, PackedSlices]]()
     statistics = gather_statistics.LayerStatistics(work.layer)
     shared = _share_factors(layer_unit.fingerprint, portion.sha256)
     visitors, gptq_visitor = _make_visitors(layer_unit, statistics, lambda *linear: linears.append(linear), shared)
@@ -218,9 +218,9 @@ def _run_portion(layer_unit: Unit[GptqWork], portion: Portion, partial: Path) ->
 def _make_rounder(work: GptqWork) -> RoundLinear:
     """Return a function that rounds a linear of the layer to nearest, with scales from the work's quantizer."""
     count = work.model.shape(work.layer)[0]
-    rtn = quantize_experts.ExpertsWork(work.fmt, work.grid, 0, count, work.metadata, work.model, work.choice)
+    rtn = quantize_experts.ExpertsWork(work.fmt, work.slicing, 0, count, work.metadata, work.model, work.quantizer)
 
-    def round_linear(expert: int, projection: str, importance: F32 | None) -> Parts:
+    def round_linear(expert: int, projection: str, importance: F32 | None) -> PackedSlices:
         return replace(rtn, importance=lambda *_: importance).make((expert, projection))
 
     return round_linear
@@ -242,14 +242,14 @@ class LayerWriter:
         self._written: list[Written] = []
         self._others: list[list[Bytes]] = []
 
-    def write(self, expert: int, projection: str, stored: Parts) -> None:
+    def write(self, expert: int, projection: str, stored: PackedSlices) -> None:
         """Write a linear. Raise VerificationError if all its codes are zero but the source is not."""
         _require_nonzero_codes(self.work, expert, projection, stored, self.reporter)
         if expert == self.figures["sampled_expert"]:
             self.figures[projection] = quantize_experts.measure_error(self.work.model, self.work.fmt.encoding, stored)
-        for part, tensors in stored:
+        for numa_slice, tensors in stored:
             if self._shard is None:
-                self._written += expert_files.write_loose_files(self.work.fmt, part, tensors, self.partial)
+                self._written += expert_files.write_loose_files(self.work.fmt, numa_slice, tensors, self.partial)
             else:
                 self._shard[0].append(tensors[0])
                 self._others.append(tensors[1:])
@@ -268,19 +268,21 @@ class LayerWriter:
 @contextmanager
 def _open_writer(work: GptqWork, partial: Path, reporter: Reporter) -> Iterator[LayerWriter]:
     if work.loose:
-        expert_files.make_folders(partial, work.grid.numa)
+        expert_files.make_folders(partial, work.slicing.numa)
         yield LayerWriter(work, partial, reporter)
         return
-    parts = work.grid.all_parts(range(work.model.shape(work.layer)[0]))
-    plan = expert_files.plan_parts(work.fmt, work.fmt.names_in(work.model), parts, work.metadata)
+    slices = work.slicing.all_slices(range(work.model.shape(work.layer)[0]))
+    plan = expert_files.plan_slices(work.fmt, work.fmt.names_for_source(work.model), slices, work.metadata)
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
         yield LayerWriter(work, partial, reporter, (file, plan))
 
 
-def _require_nonzero_codes(work: GptqWork, expert: int, projection: str, stored: Parts, reporter: Reporter) -> None:
+def _require_nonzero_codes(
+    work: GptqWork, expert: int, projection: str, stored: PackedSlices, reporter: Reporter
+) -> None:
     """Raise VerificationError if all codes of a linear are zero but the source is not: it would compute nothing."""
-    if not all(is_zero(work.fmt.encoding, tensors, part.n, part.k) for part, tensors in stored):
+    if not all(is_zero(work.fmt.encoding, tensors, numa_slice.n, numa_slice.k) for numa_slice, tensors in stored):
         return
     name = linear_name(work.model, work.layer, expert, projection)
     source = work.model.linear(work.layer, expert, projection)
@@ -294,7 +296,7 @@ def _require_nonzero_codes(work: GptqWork, expert: int, projection: str, stored:
 def _report(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, reporter: Reporter) -> dict[str, Any]:
     """Report what happened to the layer's experts; return the figures for the journal and the model card."""
     if visitor.too_few_tokens:
-        how = "rounded to nearest" if work.choice.choose is None else "not compensated"
+        how = "rounded to nearest" if work.quantizer.choose is None else "not compensated"
         where = " in down" if visitor.statistics.shared_gate_up else ""  # gate and up count all tokens of the layer
         experts = visitor.too_few_tokens
         listing = ", ".join(map(str, experts[:16])) + (", ..." if len(experts) > 16 else "")

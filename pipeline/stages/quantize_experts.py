@@ -13,22 +13,23 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_bytes, error_sums
 from ktconvert.layouts.errors import InputError
-from ktconvert.layouts.outputs import PROJECTIONS, Format, loose
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Part, Parts, empty_parts
+from ktconvert.layouts.outputs import Format, loose
+from ktconvert.layouts.outputs.slices import LinearId, NumaSlice, PackedSlices, Slicing, TensorNames, allocate_slices
 from ktconvert.layouts.statistics.folder import InputStatistics
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages import expert_files
 from ktconvert.pipeline.stages.expert_files import ExpertsToWrite, read_ahead, release_expert
-from ktconvert.quantizers.choice import ABSMAX, Quantizer
 from ktconvert.quantizers.equalizing import Exponents
+from ktconvert.quantizers.quantizer import ABSMAX, Quantizer
 from ktconvert.quantizers.reference import F32
 
 NAME = "experts"
 VERSION = 1
-# Codes are chosen and packed for about CHUNK weights of a part at a time, while these are in cache. A chunk has whole
+# Codes are chosen and packed for about CHUNK weights of a slice at a time, while these are in cache. A chunk has whole
 # blocks of ROWS rows, so that the bytes of a chunk are contiguous in every encoding that packs chosen codes.
 CHUNK, ROWS = 1 << 18, 128
 EQUALIZED = "equalized"  # key of the manifest: the equalized experts; absent without --equalize
@@ -44,29 +45,29 @@ class ExpertsWork(ExpertsToWrite):
     """
 
     model: MoeModel
-    choice: Quantizer
+    quantizer: Quantizer
     importance: Callable[[int, str], F32 | None] | None = None
 
     @property
-    def names(self) -> Names:
-        return self.fmt.names_in(self.model)
+    def names(self) -> TensorNames:
+        return self.fmt.names_for_source(self.model)
 
-    def make(self, item: Item, place: Bytes | None = None) -> Parts:
+    def make(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         """Quantize a linear. Raise InputError, which names the position, for a value that is not finite."""
         expert, projection = item
-        linear = self.model.linear(self.grid.layer, expert, projection)
+        linear = self.model.linear(self.slicing.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
-        packed = empty_parts(self.fmt.encoding, self.grid.parts(*item), place)
-        for part, out in packed:
-            matrix = part.of(linear)
+        packed = allocate_slices(self.fmt.encoding, self.slicing.slices(*item), buffer)
+        for numa_slice, out in packed:
+            matrix = numa_slice.cut(linear)
             try:
-                quantize(self.fmt.encoding, self.choice, matrix, out, part.of_columns(importance))
+                quantize(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
             except kernels.NonFinite as error:
                 at = matrix.origin[0] + error.row, matrix.origin[1] + error.column
-                row, column = reversed(at) if part.backward else at
-                info = self.model.weight(self.grid.layer, expert, projection).values
+                row, column = reversed(at) if numa_slice.backward else at
+                info = self.model.weight(self.slicing.layer, expert, projection).values
                 raise InputError(
-                    f"{self.model.source.path(info)}: tensor {info.name} (layer {self.grid.layer}, expert {expert}, "
+                    f"{self.model.source.path(info)}: tensor {info.name} (layer {self.slicing.layer}, expert {expert}, "
                     f"{projection}_proj) holds a value that is not finite at row {row}, column {column}; download the "
                     "file again or ask its publisher."
                 ) from error
@@ -77,27 +78,27 @@ class ExpertsWork(ExpertsToWrite):
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
         linear = self.make((expert, projection))
-        parts = ((part, packed) for part, packed in linear if self.grid.is_measured(part))
-        return measure_error(self.model, self.fmt.encoding, parts)
+        slices = ((numa_slice, packed) for numa_slice, packed in linear if self.slicing.is_measured(numa_slice))
+        return measure_error(self.model, self.fmt.encoding, slices)
 
-    def iterate_items(self) -> Iterator[Item]:
-        tensors = partial(self.model.expert_tensors, self.grid.layer)
+    def iterate_items(self) -> Iterator[LinearId]:
+        tensors = partial(self.model.expert_tensors, self.slicing.layer)
         experts = read_ahead(self.model.source, range(self.start, self.stop), tensors)
         return ((expert, projection) for expert in experts for projection in PROJECTIONS)
 
-    def finish_item(self, item: Item, reporter: Reporter) -> None:
-        release_expert(self.model, self.grid.layer, item, reporter)
+    def finish_item(self, item: LinearId, reporter: Reporter) -> None:
+        release_expert(self.model, self.slicing.layer, item, reporter)
 
     def scratch_bytes(self) -> tuple[int, int]:
-        widest = max(self.grid.hidden, self.grid.intermediate)
-        reading = self.model.reading_bytes(self.grid.layer, self.grid.backward)
+        widest = max(self.slicing.hidden, self.slicing.intermediate)
+        reading = self.model.memory_for_reading(self.slicing.layer, self.slicing.backward)
         # BF16 and codes of a chunk; the codes of a whole linear, concatenated, and again while they are packed.
-        chosen = 4 * max(ROWS * widest, CHUNK) + 3 * self.grid.hidden * self.grid.intermediate
-        chosen = 0 if self.choice.choose is None else chosen
+        chosen = 4 * max(ROWS * widest, CHUNK) + 3 * self.slicing.hidden * self.slicing.intermediate
+        chosen = 0 if self.quantizer.choose is None else chosen
         return 2 * ROWS * widest + reading + chosen, error_bytes(widest)
 
     def measure(self) -> dict[str, object]:
-        layer, expert = self.grid.layer, self.sampled_expert
+        layer, expert = self.slicing.layer, self.sampled_expert
         errors = {projection: self.error(expert, projection) for projection in PROJECTIONS}
         for info in self.model.expert_tensors(layer, expert):
             self.model.source.release(info)
@@ -106,13 +107,13 @@ class ExpertsWork(ExpertsToWrite):
 
 
 def quantize(
-    encoding: Encoding, choice: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
+    encoding: Encoding, quantizer: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
 ) -> None:
     """Choose codes and pack them into `out`. Raise kernels.NonFinite for a value that is not finite.
 
     importance: as in `Choose`.
     """
-    if choice.choose is None:
+    if quantizer.choose is None:
         encoding.quantize(matrix, out)
         return
     assert encoding.pack is not None
@@ -122,7 +123,7 @@ def quantize(
     for first in range(0, n, step):
         stop = min(first + step, n)
         try:
-            chosen.append(choice.choose(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance))
+            chosen.append(quantizer.choose(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance))
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
     codes, scales = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*chosen, strict=True))
@@ -134,7 +135,7 @@ def stage(
     fmt: Format,
     layers: Sequence[int],
     *,
-    choice: Quantizer = ABSMAX,
+    quantizer: Quantizer = ABSMAX,
     numa: int = 1,
     backward: bool = False,
     loose_files: bool = False,
@@ -145,22 +146,22 @@ def stage(
 ) -> Stage[ExpertsWork]:
     """Return the stage that converts these layers.
 
-    choice   the quantizer of layers whose format supports it
+    quantizerthe quantizer of layers whose format supports it
     options  (name, value) of options that change bytes
     """
-    names = fmt.names_in(model)
+    names = fmt.names_for_source(model)
     units = []
     for layer in layers:
-        own = fmt.of_layer(layer)
-        chosen = choice.where_it_serves(own.encoding.grid)
+        own = fmt.layer_format(layer)
+        chosen = quantizer.select_for(own.encoding.grid)
         importance = None if chosen == ABSMAX else importance_of(model, statistics, layer)
         experts, hidden, intermediate = model.shape(layer)
-        grid = ExpertGrid(layer, hidden, intermediate, numa, backward, own.forward)
+        slicing = Slicing(layer, hidden, intermediate, numa, backward, own.forward)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         about = layer_metadata(own, layer, model.shape(layer), metadata)
-        for key, start, stop, nbytes in expert_files.split_layer(own, grid, experts, limit):
+        for key, start, stop, nbytes in expert_files.split_layer(own, slicing, experts, limit):
             tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
-            ends = [part.place for expert in (start, stop - 1) for part in grid.all_parts([expert])]
+            ends = [numa_slice.id for expert in (start, stop - 1) for numa_slice in slicing.all_slices([expert])]
             units.append(
                 Unit(
                     stage=NAME,
@@ -168,11 +169,11 @@ def stage(
                     versions=(VERSION, own.encoding.grid.version, own.encoding.version),
                     params=(
                         ("format", own.name),
-                        ("reading", model.reading(layer)),
+                        ("reading", model.storage_identity(layer)),
                         ("metadata", tuple(sorted(about.items()))),
                         ("options", options),
                         ("experts", (start, stop)),
-                        ("names", tuple(names.key(place, "") for place in ends)),
+                        ("names", tuple(names.tensor_name(slice_id, "") for slice_id in ends)),
                         ("quantizer", (chosen.name, chosen.version)),
                     ),
                     inputs=tuple(map(model.source.identity, tensors)),
@@ -180,7 +181,7 @@ def stage(
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=nbytes,
                     folder=loose_files,
-                    work=ExpertsWork(own, grid, start, stop, about, model, chosen, importance),
+                    work=ExpertsWork(own, slicing, start, stop, about, model, chosen, importance),
                 )
             )
     write = expert_files.write_experts_folder if loose_files else expert_files.write_experts_shard
@@ -237,16 +238,16 @@ def error_figures(sums: npt.NDArray[np.float64]) -> dict[str, float]:
 
 
 def measure_error(
-    model: MoeModel, encoding: Encoding, parts: Iterable[tuple[Part, Sequence[Bytes]]]
+    model: MoeModel, encoding: Encoding, slices: Iterable[tuple[NumaSlice, Sequence[Bytes]]]
 ) -> dict[str, float]:
-    """Return the error_figures of these parts of a linear against the checkpoint."""
-    sums = (error_sums(*unequalize(model, encoding, part), tensors) for part, tensors in parts)
+    """Return the error_figures of these slices of a linear against the checkpoint."""
+    sums = (error_sums(*unequalize(model, encoding, numa_slice), tensors) for numa_slice, tensors in slices)
     return error_figures(sum(sums, np.zeros(4)))
 
 
 def equalize_for_format(model: MoeModel, fmt: Format) -> MoeModel:
     """Return the model as --equalize reads it: equalized in layers that are rounded to scales per row."""
-    encodings = {layer: fmt.of_layer(layer).encoding for layer in model.layers}
+    encodings = {layer: fmt.layer_format(layer).encoding for layer in model.layers}
     return equalize(model, (n for n, own in encodings.items() if own.pack is not None and not own.is_exact(model)))
 
 
@@ -257,21 +258,21 @@ def report_equalized(model: MoeModel, layer: int, start: int, stop: int) -> dict
     return {"equalized_experts": [e for e in range(start, stop) if model.exponents(layer, e) is not None]}
 
 
-def exponents_of(model: MoeModel, part: Part) -> Exponents | None:
-    """Return the exponents of an equalized part, for each row of up or column of down; None if it is not scaled."""
-    whole = None if part.projection == "gate" else model.exponents(part.layer, part.expert)
-    width = part.k if part.projection == "down" else part.n
-    return None if whole is None else whole[part.first : part.first + width]
+def exponents_of(model: MoeModel, numa_slice: NumaSlice) -> Exponents | None:
+    """Return the exponents of an equalized slice, for each row of up or column of down; None if it is not scaled."""
+    whole = None if numa_slice.projection == "gate" else model.exponents(numa_slice.layer, numa_slice.expert)
+    width = numa_slice.k if numa_slice.projection == "down" else numa_slice.n
+    return None if whole is None else whole[numa_slice.start : numa_slice.start + width]
 
 
-def unequalize(model: MoeModel, encoding: Encoding, part: Part) -> tuple[Encoding, Matrix]:
-    """Return a part as the checkpoint has it, and the encoding that decodes an equalized part to it."""
-    linear = part.of(model.stored(part.layer, part.expert, part.projection))
-    if (exponents := exponents_of(model, part)) is None:
+def unequalize(model: MoeModel, encoding: Encoding, numa_slice: NumaSlice) -> tuple[Encoding, Matrix]:
+    """Return a slice as the checkpoint has it, and the encoding that decodes an equalized slice to it."""
+    linear = numa_slice.cut(model.linear(numa_slice.layer, numa_slice.expert, numa_slice.projection, equalized=False))
+    if (exponents := exponents_of(model, numa_slice)) is None:
         return encoding, linear
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows) -> F32:
-        each = -exponents[rows, None] if part.projection == "up" else exponents
+        each = -exponents[rows, None] if numa_slice.projection == "up" else exponents
         values: F32 = np.ldexp(encoding.decode(stored, n, k, rows), each)
         return values
 

@@ -12,10 +12,19 @@ import numpy.typing as npt
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, suffixes
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import PROJECTIONS, loose, rearrange
+from ktconvert.layouts.outputs import loose, rearrange
 from ktconvert.layouts.outputs.format import Format, expert_bytes
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Item, Names, Packed, Part, Parts, empty_parts
+from ktconvert.layouts.outputs.slices import (
+    LinearId,
+    NumaSlice,
+    PackedSlices,
+    SliceTensors,
+    Slicing,
+    TensorNames,
+    allocate_slices,
+)
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
@@ -30,21 +39,21 @@ SCRATCH = 32  # bytes for each code of a row block: codes, float32 and float64 o
 
 @dataclass(frozen=True)
 class ResplitWork(ExpertsToWrite):
-    """The work of a unit: experts that are rearranged, from the parts of `old` to those of `grid`."""
+    """The work of a unit: experts that are rearranged, from the slices of `old` to those of `slicing`."""
 
     output: Output
-    old: ExpertGrid
+    old: Slicing
 
     @property
-    def names(self) -> Names:
+    def names(self) -> TensorNames:
         return self.output.names
 
-    def make(self, item: Item, place: Bytes | None = None) -> Parts:
+    def make(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         """Rearrange a linear. Raise InputError, which names the tensor, for a scale or code of no finite weight."""
-        return self._rearrange(self.read_linear(item), item, place)
+        return self._rearrange(self.read_linear(item), item, buffer)
 
-    def change_sums(self, item: Item) -> npt.NDArray[np.float64]:
-        """Return sums of x*x, y*y, x*y, (x-y)^2 for old numbers x and new ones y, if parts are columns."""
+    def change_sums(self, item: LinearId) -> npt.NDArray[np.float64]:
+        """Return sums of x*x, y*y, x*y, (x-y)^2 for old numbers x and new ones y, if slices are columns."""
         old = self.read_linear(item)
         new = self._rearrange(old, item)
         sums = np.zeros(4)
@@ -53,75 +62,82 @@ class ResplitWork(ExpertsToWrite):
                 sums += rearrange.change_sums(self.fmt.encoding, before, after)
         return sums
 
-    def read_linear(self, item: Item) -> Parts:
-        return [(part, self._read(part)) for part in self.old.parts(*item)]
+    def read_linear(self, item: LinearId) -> PackedSlices:
+        return [(numa_slice, self._read(numa_slice)) for numa_slice in self.old.slices(*item)]
 
-    def finish_item(self, item: Item, reporter: Reporter) -> None:
+    def finish_item(self, item: LinearId, reporter: Reporter) -> None:
         reporter.advance(self.read_bytes(item))
 
-    def read_bytes(self, item: Item) -> int:
+    def read_bytes(self, item: LinearId) -> int:
         return sum(
-            tensor.nbytes for part in self.old.parts(*item) for tensor in self.fmt.encoding.tensors(part.n, part.k)
+            tensor.nbytes
+            for numa_slice in self.old.slices(*item)
+            for tensor in self.fmt.encoding.tensors(numa_slice.n, numa_slice.k)
         )
 
     def scratch_bytes(self) -> tuple[int, int]:
         old = max(self.read_bytes((0, projection)) for projection in PROJECTIONS)
-        rounding = SCRATCH * self.fmt.encoding.multiple * max(self.grid.hidden, self.grid.intermediate)
+        rounding = SCRATCH * self.fmt.encoding.multiple * max(self.slicing.hidden, self.slicing.intermediate)
         return 2 * old + rounding, 2 * old
 
     def measure(self) -> dict[str, object]:
         """Return how much one expert's down projection changed; {} if all numbers stay equal."""
-        if not rearrange.rounds_again(self.fmt.encoding, self.old.numa, self.grid.numa):
+        if not rearrange.requires_rounding(self.fmt.encoding, self.old.numa, self.slicing.numa):
             return {}
         expert = self.sampled_expert
         return {"sampled_expert": expert, "down_change": error_figures(self.change_sums((expert, "down")))}
 
     @property
     def column_projections(self) -> tuple[str, ...]:
-        """Return the projections whose parts, or whose transposes' parts, are columns; others never change."""
-        return PROJECTIONS if self.grid.backward else ("down",)
+        """Return the projections whose slices, or whose transposes' slices, are columns; others never change."""
+        return PROJECTIONS if self.slicing.backward else ("down",)
 
-    def _rearrange(self, old: Parts, item: Item, place: Bytes | None = None) -> Parts:
+    def _rearrange(self, old: PackedSlices, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         try:
-            return resplit(self.fmt.encoding, old, self.grid, item, place)
+            return resplit(self.fmt.encoding, old, self.slicing, item, buffer)
         except ValueError as error:
-            key, high = self.names.key(old[0][0].place, suffixes(self.fmt.encoding)[0]), self.fmt.encoding.grid.high
+            key, high = (
+                self.names.tensor_name(old[0][0].id, suffixes(self.fmt.encoding)[0]),
+                self.fmt.encoding.grid.high,
+            )
             what = f"{key} or another NUMA slice of this linear has a code outside -{high}..{high}"
             raise InputError(f"{self.output.root}: {what}; convert it again.") from error
 
-    def _read(self, part: Part) -> Packed:
+    def _read(self, numa_slice: NumaSlice) -> SliceTensors:
         stored = []
-        for tensor in self.fmt.encoding.tensors(part.n, part.k):
-            here = self.output.tensors[part.place, tensor.name]
+        for tensor in self.fmt.encoding.tensors(numa_slice.n, numa_slice.k):
+            here = self.output.tensors[numa_slice.id, tensor.name]
             try:
                 stored.append(self.output.read(here))
             except VerificationError as error:
                 raise InputError(str(error)) from error
-        read = self.output.reader(part.place, suffixes(self.fmt.encoding))
+        read = self.output.reader(numa_slice.id, suffixes(self.fmt.encoding))
         for defect in self.fmt.encoding.defects[1:]:
-            if defect is not None and (what := defect(read, part.n, part.k)):
+            if defect is not None and (what := defect(read, numa_slice.n, numa_slice.k)):
                 raise InputError(f"{self.output.root}: {here.name} in {here.file}: {what}; convert it again.")
         return stored
 
 
-def resplit(encoding: Encoding, old: Parts, grid: ExpertGrid, item: Item, place: Bytes | None = None) -> Parts:
-    """Rearrange a linear into the parts of `grid`. Raise ValueError for a code that the encoding does not have."""
-    new = empty_parts(encoding, grid.parts(*item), place)
+def resplit(
+    encoding: Encoding, old: PackedSlices, slicing: Slicing, item: LinearId, buffer: Bytes | None = None
+) -> PackedSlices:
+    """Rearrange a linear into the slices of `slicing`. Raise ValueError for a code that the encoding does not have."""
+    new = allocate_slices(encoding, slicing.slices(*item), buffer)
     for before, after in zip(_linears(old), _linears(new), strict=True):
         rearrange.rearrange(encoding, before, after)
     return new
 
 
-def _linears(parts: Parts) -> list[Parts]:
-    """Return the parts of the linear, and those of its transpose, if present."""
-    both = ([part for part in parts if part[0].backward == backward] for backward in (False, True))
+def _linears(slices: PackedSlices) -> list[PackedSlices]:
+    """Return the slices of the linear, and those of its transpose, if present."""
+    both = ([numa_slice for numa_slice in slices if numa_slice[0].backward == backward] for backward in (False, True))
     return [linear for linear in both if linear]
 
 
 def stage(
     output: Output,
     fmt: Format,
-    grids: Sequence[tuple[ExpertGrid, int]],
+    slicings: Sequence[tuple[Slicing, int]],
     numa: int,
     files: Mapping[str, SourceFile],
     *,
@@ -130,17 +146,17 @@ def stage(
 ) -> Stage[ResplitWork]:
     """Return the stage that rearranges layers.
 
-    grids  (old grid, number of experts) of each layer
+    slicings  (old slicing, number of experts) of each layer
     files  the output's weight files, by name
     """
     units = []
-    for old, experts in grids:
-        own, grid = fmt.of_layer(old.layer), replace(old, numa=numa)
+    for old, experts in slicings:
+        own, slicing = fmt.layer_format(old.layer), replace(old, numa=numa)
         about = layer_metadata(own, old.layer, (experts, old.hidden, old.intermediate), metadata)
         for key, start, stop, nbytes in expert_files.split_layer(
-            own, grid, experts, None if output.loose else max_shard_size
+            own, slicing, experts, None if output.loose else max_shard_size
         ):
-            work = ResplitWork(own, grid, start, stop, about, output, old)
+            work = ResplitWork(own, slicing, start, stop, about, output, old)
             units.append(
                 Unit(
                     stage=NAME,
@@ -169,8 +185,8 @@ def stage(
 
 
 def _input_identities(work: ResplitWork, files: Mapping[str, SourceFile]) -> Iterator[tuple[Any, ...]]:
-    for part in work.old.all_parts(range(work.start, work.stop)):
-        for tensor in work.fmt.encoding.tensors(part.n, part.k):
-            here = work.output.tensors[part.place, tensor.name]
+    for numa_slice in work.old.all_slices(range(work.start, work.stop)):
+        for tensor in work.fmt.encoding.tensors(numa_slice.n, numa_slice.k):
+            here = work.output.tensors[numa_slice.id, tensor.name]
             file = files[here.file]
             yield here.name, here.dtype, here.shape, (file.name, file.header_sha256, file.size)

@@ -6,11 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, bytes_of
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
@@ -45,9 +44,9 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     problems, notes = _compare_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     for numa in (*before, measure.numa):
-        reasons = {n: illegal_reason(compared.fmt.of_layer(n), [measure.shapes[n][1:]], numa) for n in layers}
+        reasons = {n: illegal_reason(compared.fmt.layer_format(n), [measure.shapes[n][1:]], numa) for n in layers}
         if numa in before and (reason := next(filter(None, reasons.values()), None)):
-            problems.append(f"the manifest says that it was resplit from {numa} NUMA parts: {reason}")
+            problems.append(f"the manifest says that it was resplit from {numa} NUMA slices: {reason}")
         layers = [n for n in layers if reasons[n] is None]
     total, errors = _compare_experts(model, layers, check_items)
     problems += total.problems + compare_non_experts(compared.inputs, compared.non_experts, check_items)
@@ -97,8 +96,8 @@ def _compare_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[
     if not missing:
         return problems, []
     if output.settings.get("layers", "all") != "all":
-        return problems, [f"layers {ranges(missing)} of the source were left out by --layers"]
-    return [*problems, f"layers {ranges(missing)} of {root} are missing here"], []
+        return problems, [f"layers {format_ranges(missing)} of the source were left out by --layers"]
+    return [*problems, f"layers {format_ranges(missing)} of {root} are missing here"], []
 
 
 def require_source(inputs: Inputs) -> TensorSource:
@@ -107,14 +106,14 @@ def require_source(inputs: Inputs) -> TensorSource:
     return inputs.source
 
 
-def list_dequantized(inputs: Inputs) -> dict[str, OtherTensor]:
+def list_dequantized(inputs: Inputs) -> dict[str, OutputTensor]:
     """Return the tensors that `dequantize` writes for a source, by name.
 
     Raises InputError and UnsupportedError for a source that it does not accept.
     """
     source = require_source(inputs)
-    tensors = other_tensors(source, (), source.quantization).tensors
-    return {name: OtherTensor(name, stored) for name, stored in tensors.items()}
+    tensors = find_non_expert_tensors(source, (), source.quantization).tensors
+    return {name: OutputTensor(name, stored) for name, stored in tensors.items()}
 
 
 def compare_dequantized(inputs: Inputs, check_items: CheckItems) -> Check:
@@ -126,7 +125,7 @@ def compare_dequantized(inputs: Inputs, check_items: CheckItems) -> Check:
     return Check("source", result, problems)
 
 
-def compare_non_experts(inputs: Inputs, expected: Mapping[str, OtherTensor], check_items: CheckItems) -> list[str]:
+def compare_non_experts(inputs: Inputs, expected: Mapping[str, OutputTensor], check_items: CheckItems) -> list[str]:
     """Return what is wrong with the non-expert tensors of an output; expected: by name."""
     others, root = inputs.output.others, require_source(inputs).root
     problems = [f"{name} in {others[name].file} is not in {root}" for name in others if name not in expected]
@@ -135,7 +134,7 @@ def compare_non_experts(inputs: Inputs, expected: Mapping[str, OtherTensor], che
     return problems + [problem for _, problem in found if problem is not None]
 
 
-def compare_non_expert(inputs: Inputs, tensor: OtherTensor) -> str | None:
+def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
     """Return what is wrong with a non-expert tensor; None if it equals the source's."""
     output, source = inputs.output, require_source(inputs)
     stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
@@ -145,7 +144,7 @@ def compare_non_expert(inputs: Inputs, tensor: OtherTensor) -> str | None:
         here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
         return f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
     at = 0
-    for chunk in bytes_of(source, tensor):
+    for chunk in read_chunks(source, tensor):
         difference = first_difference(output.read(stored, at, at + chunk.size), chunk)
         if difference is not None:
             return f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"
@@ -183,7 +182,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, check_items
 def tensor_pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
     """Return the tensors that both outputs have, by name."""
     experts = {
-        output.names.key(*key): (stored, other.tensors[key])
+        output.names.tensor_name(*key): (stored, other.tensors[key])
         for key, stored in sorted(output.tensors.items())
         if key in other.tensors
     }
@@ -194,13 +193,13 @@ def tensor_pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, T
 def _find_missing(output: Output, other: Output) -> list[str]:
     """Return the expert tensors that only `output` has; a layer that `other` lacks completely counts as one."""
     missing = sorted(output.tensors.keys() - other.tensors.keys())
-    layers = {place.layer for place, _ in other.tensors}
-    missing_layers = Counter(place.layer for place, _ in missing if place.layer not in layers)
+    layers = {slice_id.layer for slice_id, _ in other.tensors}
+    missing_layers = Counter(slice_id.layer for slice_id, _ in missing if slice_id.layer not in layers)
     problems = [
         f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in missing_layers.items()
     ]
     return problems + [
-        f"{output.names.key(*key)} is missing in {other.root} ({output.names.describe(*key)})"
+        f"{output.names.tensor_name(*key)} is missing in {other.root} ({output.names.describe(*key)})"
         for key in missing
         if key[0].layer in layers
     ]

@@ -11,13 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor, decoded_others
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_sums, scale_values
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import PROJECTIONS, Format
+from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.quantize_experts import (
@@ -31,8 +31,8 @@ from ktconvert.pipeline.stages.quantize_experts import (
 from ktconvert.pipeline.stages.resplit_experts import resplit
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers import Matrix
-from ktconvert.quantizers.choice import ABSMAX, QUANTIZERS, Quantizer
 from ktconvert.quantizers.differences import sums_of
+from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS, Quantizer
 from ktconvert.quantizers.reference import bf16_to_f32
 
 # quant_method of the manifest -> whether the codes were calibrated. Calibrated codes are judged; only their shapes and
@@ -98,11 +98,11 @@ class Comparison:
         return self.inputs.output
 
     @cached_property
-    def non_experts(self) -> dict[str, OtherTensor]:
+    def non_experts(self) -> dict[str, OutputTensor]:
         """The expected non-expert tensors: all of a whole model; else those that the output has."""
         if self.output.whole:
-            rest = other_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
-            return {tensor.key: tensor for tensor in decoded_others(rest)}
+            rest = find_non_expert_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
+            return {tensor.key: tensor for tensor in rest.output_tensors()}
         found = copy_tensors.select_non_experts(self.model, copy_tensors.infer_choice(self.output.others))
         return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
 
@@ -111,10 +111,10 @@ class Comparison:
         """The NUMA counts that the output had before each `ktconvert resplit`, in order."""
         return [] if self.output.whole else list(self.output.facts.get("resplit_from", []))
 
-    def make_expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[Part, list[Bytes]]]:
+    def make_expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[NumaSlice, list[Bytes]]]:
         """Return the expected NUMA slices of a projection: quantized from the source, and resplit as the output was."""
-        first, *later = (replace(work.grid, numa=numa) for numa in (*self.resplit_from, work.grid.numa))
-        slices = replace(work, grid=first).make(item)
+        first, *later = (replace(work.slicing, numa=numa) for numa in (*self.resplit_from, work.slicing.numa))
+        slices = replace(work, slicing=first).make(item)
         for grid in later:
             slices = resplit(work.fmt.encoding, slices, grid, item)
         return slices
@@ -155,17 +155,17 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindings:
     """Compare all tensors of an expert with those that its source gives, and measure its error if it is a sample."""
     count, hidden, intermediate = compared.model.shape(layer)
-    fmt, measure, options = compared.fmt.of_layer(layer), compared.inputs.measure, compared.inputs.options
-    quantizer = compared.quantizer.where_it_serves(fmt.encoding.grid)
+    fmt, measure, options = compared.fmt.layer_format(layer), compared.inputs.measure, compared.inputs.options
+    quantizer = compared.quantizer.select_for(fmt.encoding.grid)
     is_sample = options.full or expert in sample_experts(count)
-    grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    grid = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
     importance = None if quantizer == ABSMAX else importance_of(compared.model, compared.inputs.imatrix, layer)
     work = ExpertsWork(fmt, grid, expert, expert + 1, {}, compared.model, quantizer, importance)
     found = ExpertFindings()
     for projection in PROJECTIONS:
         for part, expected in compared.make_expected(work, (expert, projection)):
             stored = _compare_slice(compared, work, part, expected, found)
-            if stored is None or not work.grid.is_measured(part):
+            if stored is None or not work.slicing.is_measured(part):
                 continue
             encoding, matrix = unequalize(work.model, fmt.encoding, part)
             sums = np.zeros(4)
@@ -174,7 +174,7 @@ def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindi
                     fmt.encoding, matrix, stored, expected, whole=is_sample, measured=encoding
                 )
                 found.calibrated.append(linear)
-                codes = compared.output.tensors[part.place, fmt.encoding.tensors(part.n, part.k)[0].name]
+                codes = compared.output.tensors[part.id, fmt.encoding.tensors(part.n, part.k)[0].name]
                 found.problems += [f"{codes.name} in {codes.file} {problem}"] if problem else []
             elif is_sample:
                 sums = error_sums(encoding, matrix, stored)
@@ -204,16 +204,16 @@ def _check_equalized_codes(compared: Comparison, work: ExpertsWork) -> list[str]
 
 
 def _compare_slice(
-    compared: Comparison, work: ExpertsWork, part: Part, expected: list[Bytes], found: ExpertFindings
+    compared: Comparison, work: ExpertsWork, part: NumaSlice, expected: list[Bytes], found: ExpertFindings
 ) -> list[Bytes] | None:
     """Return the stored tensors of a NUMA slice if all exist with the right sizes; add problems to `found`."""
     output, names, before = compared.output, compared.output.names, len(found.problems)
     stored: list[Bytes] = []
     tensors = work.fmt.encoding.tensors(part.n, part.k)
     for tensor, data in zip(tensors, expected, strict=True):
-        info, description = output.tensors.get((part.place, tensor.name)), names.describe(part.place, tensor.name)
+        info, description = output.tensors.get((part.id, tensor.name)), names.describe(part.id, tensor.name)
         if info is None:
-            found.problems.append(f"{description} is missing ({names.key(part.place, tensor.name)})")
+            found.problems.append(f"{description} is missing ({names.tensor_name(part.id, tensor.name)})")
             continue
         where = f"{info.name} in {info.file}"
         if info.nbytes != data.size:

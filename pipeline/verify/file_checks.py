@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART, re
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.measuring import Measure
-from ktconvert.layouts.outputs.output import Output, files_of
+from ktconvert.layouts.outputs.output import Output, list_files
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import first_line, plural
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems
@@ -29,7 +29,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
     notes: list[str] = []
     listed = {file.name for file in manifest_files(output)}
     problems = list(find_damaged_files(output).values())
-    extra = [name for name in files_of(output.root) if name not in listed and name != manifest.NAME]
+    extra = [name for name in list_files(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
         stale = sorted(name for name in {*listed, *extra} if LOOSE.search(name))
         problems += [f"{name} is a loose weight file in an output of safetensors: move it elsewhere" for name in stale]
@@ -74,7 +74,7 @@ def _find_foreign_files(output: Output) -> list[str]:
     """Return weight files that do not belong to an output without a manifest."""
     if output.loose:
         known = {*output.damaged, *(s.file for s in output.tensors.values()), *(file for _, file, _ in output.strays)}
-        return [name for name in files_of(output.root) if name.endswith(".kt") and name not in known]
+        return [name for name in list_files(output.root) if name.endswith(".kt") and name not in known]
     if output.weight_map is not None:
         in_index = set(output.weight_map.values())
         return [shard for shard in output.shards if shard not in in_index]

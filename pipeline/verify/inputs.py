@@ -10,9 +10,9 @@ from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
-from ktconvert.layouts.outputs import decoded
+from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure
-from ktconvert.layouts.outputs.opening import is_decoded, is_output, is_whole_model, open_decoded, open_output
+from ktconvert.layouts.outputs.opening import is_dequantized, is_output, is_whole_model, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
@@ -21,7 +21,7 @@ from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
-DECODED = Measure(decoded.METHOD, None, 1, False, {})  # an output of `dequantize`: it has no converted experts
+DECODED = Measure(dequantized.METHOD, None, 1, False, {})  # an output of `dequantize`: it has no converted experts
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     for a damaged source, UsageError for options that do not fit this output.
     """
     require_finished(options.output)
-    if is_decoded(options.output):
+    if is_dequantized(options.output):
         if options.numa is not None or options.method is not None:
             raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
         source = None if options.against is None else open_checkpoint(options.against, options.revision)
-        return Inputs(options, open_decoded(options.output), DECODED, source=source)
+        return Inputs(options, open_dequantized(options.output), DECODED, source=source)
     output = open_output(options.output)
     if output.whole and options.numa is not None:
-        raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA parts; leave it out.")
+        raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA slices; leave it out.")
     measured = measure(output)
     if options.against is None:
         return Inputs(options, output, measured, imatrix=_open_imatrix(options, output, None))

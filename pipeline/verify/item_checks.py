@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from ktconvert.layouts.checkpoints.output_tensors import OtherTensor
+from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import KtconvertError, OutputError
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.output import Output
@@ -44,7 +44,7 @@ class ItemChecker:
         return expert_checks.create_comparison(self.inputs)
 
     @cached_property
-    def non_experts(self) -> Mapping[str, OtherTensor]:
+    def non_experts(self) -> Mapping[str, OutputTensor]:
         """The expected non-expert tensors, by their names in the output."""
         return self.comparison.non_experts if self.inputs.model else against.list_dequantized(self.inputs)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.files.publish import MARK
-from ktconvert.layouts.outputs import PROJECTIONS
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import I64
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures
@@ -32,8 +32,8 @@ LEAST_RANGE = 1.1  # smallest ratio of the ends of a colour scale: nearly equal 
 # With more cells on a page, only rows have titles: a title takes 100 bytes instead of 30 for each cell.
 MOST_TITLES = 64_000
 
-# Cells of tables. Only outputs with several NUMA parts have the column NUMA.
-LINEAR, NUMA = "layer {0.layer}, expert {0.expert}, {0.projection}", "NUMA part"
+# Cells of tables. Only outputs with several NUMA slices have the column NUMA.
+LINEAR, NUMA = "layer {0.layer}, expert {0.expert}, {0.projection}", "NUMA slice"
 
 Row = tuple[str, ...]
 

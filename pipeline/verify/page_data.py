@@ -16,13 +16,14 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings import fp8, pack_quantized
 from ktconvert.layouts.encodings.encoding import Bytes, scale_values
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs import PROJECTIONS, Format
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Part
+from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.statistics.folder import COUNTS, read_folder_counts
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import I64
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.threads import run_in_order
@@ -46,7 +47,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class WorstRow(NamedTuple):
-    """The row of a linear with the largest ||x-y||/||x||, of all its NUMA parts."""
+    """The row of a linear with the largest ||x-y||/||x||, of all its NUMA slices."""
 
     linear: LinearError
     numa: int
@@ -55,7 +56,7 @@ class WorstRow(NamedTuple):
 
 
 class LinearScales(NamedTuple):
-    """The positive scales of one projection of one expert, in all its NUMA parts.
+    """The positive scales of one projection of one expert, in all its NUMA slices.
 
     numa and row are those of the first row with the largest scale. NaN and -1 if there is no positive scale.
     """
@@ -105,18 +106,18 @@ def collect_page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts
     return PageData(rows, _read_scales(output, measure, inputs.options.threads), counts)
 
 
-def _parts_of_linear(measure: Measure, fmt: Format, linear: Linear) -> Iterator[Part]:
-    """Yield the NUMA parts of a linear that count for its error."""
+def _parts_of_linear(measure: Measure, fmt: Format, linear: Linear) -> Iterator[NumaSlice]:
+    """Yield the NUMA slices of a linear that count for its error."""
     layer, expert, projection = linear
     _, hidden, intermediate = measure.shapes[layer]
-    grid = ExpertGrid(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
-    return filter(grid.is_measured, grid.parts(expert, projection))
+    slicing = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    return filter(slicing.is_measured, slicing.slices(expert, projection))
 
 
-def _read(output: Output, fmt: Format, part: Part, tensors: slice = slice(None)) -> list[Bytes]:
-    """Return some tensors of a NUMA part; an empty list if one is missing or has a wrong size."""
-    expected = fmt.encoding.tensors(part.n, part.k)[tensors]
-    stored = [output.tensors.get((part.place, tensor.name)) for tensor in expected]
+def _read(output: Output, fmt: Format, numa_slice: NumaSlice, tensors: slice = slice(None)) -> list[Bytes]:
+    """Return some tensors of a NUMA slice; an empty list if one is missing or has a wrong size."""
+    expected = fmt.encoding.tensors(numa_slice.n, numa_slice.k)[tensors]
+    stored = [output.tensors.get((numa_slice.id, tensor.name)) for tensor in expected]
     if any(s is None or s.nbytes != tensor.nbytes for s, tensor in zip(stored, expected, strict=True)):
         return []
     return [output.read(s) for s in stored if s is not None]
@@ -128,25 +129,27 @@ def _read(output: Output, fmt: Format, part: Part, tensors: slice = slice(None))
 def _find_worst_rows(
     output: Output, measure: Measure, model: MoeModel, linears: Iterable[LinearError]
 ) -> Iterator[WorstRow]:
-    """Yield the worst row of each linear; one NUMA part at a time is in memory, as float32."""
+    """Yield the worst row of each linear; one NUMA slice at a time is in memory, as float32."""
     assert measure.fmt is not None
     whole_fmt = measure.fmt
     for linear in linears:
-        fmt = whole_fmt.of_layer(linear.layer)
+        fmt = whole_fmt.layer_format(linear.layer)
         exact = EXACT_VALUES.get(fmt.encoding.name, source_values)
         read_source = exact if fmt.encoding.is_exact(model) else source_values
         found = []
-        for part in _parts_of_linear(measure, fmt, linear[:3]):
-            if not (stored := _read(output, fmt, part)):
+        for numa_slice in _parts_of_linear(measure, fmt, linear[:3]):
+            if not (stored := _read(output, fmt, numa_slice)):
                 continue
-            encoding, matrix = unequalize(model, fmt.encoding, part)
-            values = encoding.decode(stored, part.n, part.k, slice(None))
-            chunks = [slice(start, min(start + CHUNK_ROWS, part.n)) for start in range(0, part.n, CHUNK_ROWS)]
+            encoding, matrix = unequalize(model, fmt.encoding, numa_slice)
+            values = encoding.decode(stored, numa_slice.n, numa_slice.k, slice(None))
+            chunks = [
+                slice(start, min(start + CHUNK_ROWS, numa_slice.n)) for start in range(0, numa_slice.n, CHUNK_ROWS)
+            ]
             errors = np.concatenate(
                 [_relative_errors(read_source(matrix.rows(c.start, c.stop)), values[c]) for c in chunks]
             )
             row = int(np.argmax(errors))
-            found.append(WorstRow(linear, part.numa, row, float(errors[row])))
+            found.append(WorstRow(linear, numa_slice.node, row, float(errors[row])))
         if found:
             yield max(found, key=lambda row: row.relative_error)
 
@@ -169,43 +172,44 @@ def _read_scales(output: Output, measure: Measure, threads: int) -> Scales | Non
     formats = {
         n: fmt
         for n, shape in measure.shapes.items()
-        if (fmt := measure.fmt.of_layer(n)).encoding.scales and illegal_reason(fmt, [shape[1:]], measure.numa) is None
+        if (fmt := measure.fmt.layer_format(n)).encoding.scales
+        and illegal_reason(fmt, [shape[1:]], measure.numa) is None
     }
-    linears = {place[:3] for place, _ in output.tensors if place.layer in formats}
+    linears = {slice_id[:3] for slice_id, _ in output.tensors if slice_id.layer in formats}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
     found, zeros, others = [], 0, 0
     counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
 
-    def read(linear: Linear, _slot: int) -> list[tuple[Part, F32]]:
+    def read(linear: Linear, _slot: int) -> list[tuple[NumaSlice, F32]]:
         fmt = formats[linear[0]]
         magnitude = np.abs if fmt.encoding.grid.name in SIGNED_GRIDS else np.asarray
         return [
-            (part, magnitude(scale_values(fmt.encoding, stored[0], part.n, part.k)))
-            for part in _parts_of_linear(measure, fmt, linear)
-            if (stored := _read(output, fmt, part, slice(-1, None)))
+            (numa_slice, magnitude(scale_values(fmt.encoding, stored[0], numa_slice.n, numa_slice.k)))
+            for numa_slice in _parts_of_linear(measure, fmt, linear)
+            if (stored := _read(output, fmt, numa_slice, slice(-1, None)))
         ]
 
     with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=unbind_thread) as pool:
-        for linear, _, parts in run_in_order(pool, ordered, list(range(2 * threads)), read):
-            if not parts:
+        for linear, _, slices in run_in_order(pool, ordered, list(range(2 * threads)), read):
+            if not slices:
                 continue
-            values = np.concatenate([scales.reshape(-1) for _, scales in parts])
+            values = np.concatenate([scales.reshape(-1) for _, scales in slices])
             positive = values[np.isfinite(values) & (values > 0)]
             zero = int((values == 0).sum())
             zeros, others = zeros + zero, others + values.size - positive.size - zero
             bins = (STEPS * (np.log2(positive.astype(np.float64)) - LOWEST)).astype(np.int64)
             counts[linear[2]] += np.bincount(bins, minlength=BINS)
-            found.append(_summarize_scales(linear, positive, parts))
+            found.append(_summarize_scales(linear, positive, slices))
     return Scales(found, counts, zeros, others)
 
 
-def _summarize_scales(linear: Linear, positive: F32, parts: Sequence[tuple[Part, F32]]) -> LinearScales:
+def _summarize_scales(linear: Linear, positive: F32, slices: Sequence[tuple[NumaSlice, F32]]) -> LinearScales:
     if not positive.size:
         return LinearScales(*linear, np.nan, np.nan, -1, -1)
     largest = positive.max()
-    part, scales = next((part, scales) for part, scales in parts if (scales == largest).any())
-    row = int(np.argmax((scales == largest).any(axis=1))) * (part.n // len(scales))
-    return LinearScales(*linear, float(np.median(positive)), float(largest), part.numa, row)
+    numa_slice, scales = next((numa_slice, scales) for numa_slice, scales in slices if (scales == largest).any())
+    row = int(np.argmax((scales == largest).any(axis=1))) * (numa_slice.n // len(scales))
+    return LinearScales(*linear, float(np.median(positive)), float(largest), numa_slice.node, row)
 
 
 # --- use of experts -------------------------------------------------------------------------------
@@ -227,9 +231,9 @@ def read_counts(folder: Path, measure: Measure, output: Output) -> I64 | None:
     layers, experts = counts.shape
     known = {shape[0] for layer, shape in measure.shapes.items() if layer < layers and counts[layer].any()}
     if known != {experts} or experts > MOST_EXPERTS:
-        here = ranges(sorted({shape[0] for shape in measure.shapes.values()}))
+        here = format_ranges(sorted({shape[0] for shape in measure.shapes.values()}))
         raise InputError(
             f"{path}: has counts of {experts} experts in {layers} layers, and {root} has {here} experts in layers "
-            f"{ranges(sorted(measure.shapes))}; give the statistics of this model."
+            f"{format_ranges(sorted(measure.shapes))}; give the statistics of this model."
         )
     return counts

@@ -9,21 +9,21 @@ from typing import Any
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
-from ktconvert.layouts.checkpoints.match import unread_formats
+from ktconvert.layouts.checkpoints.match import find_unread_formats
 from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
-from ktconvert.layouts.outputs.card import ranges, unquantized
+from ktconvert.layouts.outputs.card import format_ranges, remove_quantization
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.parts import ExpertGrid, Place, part_shape
+from ktconvert.layouts.outputs.slices import SliceId, Slicing, slice_shape
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check
 from ktconvert.pipeline.verify.file_checks import check_files, check_index, check_safetensors, has_all_weights
-from ktconvert.quantizers.packed import lowest_codes
+from ktconvert.quantizers.packed import count_lowest_codes
 
 # Largest number of NUMA slices that names and the manifest may imply: SLICES_PER_TENSOR for each tensor, or
 # SLICES_AT_LEAST. A complete output has three tensors or more for a slice, and a list of all slices that a damaged name
@@ -31,7 +31,7 @@ from ktconvert.quantizers.packed import lowest_codes
 SLICES_PER_TENSOR, SLICES_AT_LEAST = 4, 4096
 
 
-def list_expected_layers(output: Output, measure: Measure) -> Iterator[tuple[ExpertGrid, int]]:
+def list_expected_layers(output: Output, measure: Measure) -> Iterator[tuple[Slicing, int]]:
     """Yield every layer that must exist and its number of experts, from manifest and bytes, whichever has more."""
     facts = output.facts
     parts = max(measure.numa, facts.get("numa", 0))
@@ -43,12 +43,12 @@ def list_expected_layers(output: Output, measure: Measure) -> Iterator[tuple[Exp
         own = measure.shapes.get(layer, usual)
         experts = own[0] if _may_vary_by_layer(output, "experts") else most
         width = own[2] if _may_vary_by_layer(output, "intermediate") else usual[2]
-        yield ExpertGrid(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
+        yield Slicing(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
 
 
 def check_tensors(output: Output, measure: Measure) -> Check:
     """Check that every tensor of every NUMA slice exists exactly once, with the dtype and shape of its format."""
-    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
+    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
     problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
         return Check("tensors", "", (*problems, "no expert weights are here"))
@@ -58,23 +58,23 @@ def check_tensors(output: Output, measure: Measure) -> Check:
         none = f"fit neither {' nor '.join(names)}" if len(names) > 1 else f"do not fit {names[0]}"
         problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
     fmt = measure.fmt or formats_by_names(output)[0]
-    used: set[tuple[Place, str]] = set()
+    used: set[tuple[SliceId, str]] = set()
     expected = list(list_expected_layers(output, measure))
     implied, tensors = sum(experts * grid.numa for grid, experts in expected), len(output.tensors)
     if implied > SLICES_AT_LEAST + SLICES_PER_TENSOR * tensors:
-        largest = max(output.tensors, key=lambda key: (key[0].expert + 1) * (key[0].numa + 1))
+        largest = max(output.tensors, key=lambda key: (key[0].expert + 1) * (key[0].node + 1))
         most = f"most of them are missing, or a name is damaged: {output.tensors[largest].name}"
         problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied} parts of experts; {most}")
         return Check("tensors", "", problems)
     for grid, experts in expected:
-        own = fmt.of_layer(grid.layer)
-        for part in grid.all_parts(range(experts)):
+        own = fmt.layer_format(grid.layer)
+        for part in grid.all_slices(range(experts)):
             for tensor in own.encoding.tensors(part.n, part.k):
-                key = part.place, tensor.name
+                key = part.id, tensor.name
                 used.add(key)
                 stored = output.tensors.get(key)
                 if stored is None:
-                    problems.append(f"{output.names.key(*key)} is missing ({output.names.describe(*key)})")
+                    problems.append(f"{output.names.tensor_name(*key)} is missing ({output.names.describe(*key)})")
                 elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
                     must = f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
                     problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {must}")
@@ -98,7 +98,7 @@ def _find_size_conflicts(output: Output, measure: Measure) -> Iterator[str]:
     _, hidden, intermediate = _usual_shape(measure)
     for fmt in measure.fmt.formats if measure.fmt is not None and (hidden or intermediate) else ():
         if reason := illegal_reason(fmt, [(hidden, intermediate)], measure.numa):
-            yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA parts: {reason}"
+            yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA slices: {reason}"
     for name, actual in model_sizes(measure).items():
         recorded = output.facts.get(name)
         one_or_more = [actual] if isinstance(recorded, list) and not isinstance(actual, list) else actual
@@ -115,7 +115,7 @@ def model_sizes(measure: Measure) -> dict[str, Any]:
 
     return {
         "method": measure.method,
-        **({} if measure.fmt is None else mixed.methods_of(measure.fmt, list(measure.shapes))),
+        **({} if measure.fmt is None else mixed.manifest_methods(measure.fmt, list(measure.shapes))),
         "numa": measure.numa,
         "experts": one_or_all(0),
         "hidden": one_or_all(1),
@@ -158,7 +158,7 @@ def check_config(output: Output, measure: Measure) -> Check | None:
         return None
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
     architecture = str(output.facts.get("architecture"))
-    if (other := claims.other_family(config, architecture)) is not None:
+    if (other := claims.find_other_family(config, architecture)) is not None:
         problems.append(f"config.json is of {other}, and the manifest says that the experts are of {architecture}")
     manifest = output.manifest
     if manifest is None or (manifest.command == "merge" and manifest.settings.get("layers", "all") == "all"):
@@ -167,7 +167,7 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     limit = claims.num_layers(config) if manifest is None and measure.shapes else None
     absent = [n for n in range(min(limit[1], MOST_LAYERS)) if n not in measure.shapes] if limit is not None else []
     if limit is not None and absent:
-        notes.append(f"layers {ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
+        notes.append(f"layers {format_ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
     if measure.fmt is not None and not output.whole:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
     return Check("config", "experts and sizes match config.json", problems, notes)
@@ -183,7 +183,7 @@ def check_quantization(output: Output, measure: Measure) -> Check | None:
 
 def check_options(measure: Measure, numa: int | None, method: str | None) -> Check:
     """Check the NUMA count and the method that the user intends to load; kt-kernel does not check them."""
-    fmt, here = measure.fmt, plural(measure.numa, "NUMA part")
+    fmt, here = measure.fmt, plural(measure.numa, "NUMA slice")
     problems = []
     if numa is not None and numa != measure.numa:
         problems.append(f"--numa {numa} was given, the weights are for {here}")
@@ -202,18 +202,18 @@ def check_options(measure: Measure, numa: int | None, method: str | None) -> Che
 
 def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     """Check that an output of `dequantize` has as many tensors as the manifest says, no duplicate, and all decoded."""
-    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.doubles]
+    problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
     planned = output.facts.get("tensors")
     if planned != len(output.others):
         problems.append(f"{len(output.others)} tensors exist, the plan had {planned}")
-    stored = unread_formats(output.others, output.others)
+    stored = find_unread_formats(output.others, output.others)
     problems += [f"{info.name} in {info.file} is {what}, and was not decoded" for info, what in stored]
     return Check("tensors", f"{plural(len(output.others), 'tensor')}, no duplicates", problems)
 
 
 def check_decoded_config(output: Output, _measure: Measure) -> Check:
     """Check that config.json of an output of `dequantize` makes no loader look for quantized weights."""
-    quantized = unquantized(output.config) != output.config
+    quantized = remove_quantization(output.config) != output.config
     problems = ("config.json still says that the model is quantized",) if quantized else ()
     return Check("config", "not quantized", problems)
 
@@ -262,10 +262,10 @@ def _find_bad_numbers(output: Output, measure: Measure) -> Iterator[str]:
     """Yield bad numbers by the format of each layer; if none was measured, by the first whose names match."""
     fmt = measure.fmt or formats_by_names(output)[0]
     for place in dict.fromkeys(place for place, _ in output.tensors):
-        encoding = fmt.of_layer(place.layer).encoding
+        encoding = fmt.layer_format(place.layer).encoding
         endings = suffixes(encoding)
         _, hidden, intermediate = measure.shapes[place.layer]
-        n, k = part_shape(place.projection, hidden, intermediate, measure.numa)  # 0 if they are unknown
+        n, k = slice_shape(place.projection, hidden, intermediate, measure.numa)  # 0 if they are unknown
         n, k = (k, n) if place.backward else (n, k)
         if encoding.scales is not None and not n * k:
             continue
@@ -288,7 +288,9 @@ def find_unverified_codes(output: Output, measure: Measure) -> list[TensorInfo]:
     """
     if output.manifest is not None or measure.fmt is None:
         return []
-    encodings = {layer: measure.fmt.of_layer(layer).encoding for layer in {place.layer for place, _ in output.tensors}}
+    encodings = {
+        layer: measure.fmt.layer_format(layer).encoding for layer in {place.layer for place, _ in output.tensors}
+    }
     coded = {n: suffixes(e)[0] for n, e in encodings.items() if e.grid.bits == 4 and e.grid.per_row}
     return [tensor for (place, suffix), tensor in output.tensors.items() if coded.get(place.layer) == suffix]
 
@@ -300,7 +302,7 @@ def check_codes(output: Output, tensors: list[TensorInfo], reporter: Reporter) -
         count = 0
         for start in range(0, tensor.nbytes, CHUNK_BYTES):
             data = output.read(tensor, start, min(tensor.nbytes, start + CHUNK_BYTES))
-            count += lowest_codes(data)
+            count += count_lowest_codes(data)
             reporter.advance(len(data))
         if count:
             problems.append(f"{tensor.name} in {tensor.file} has {count} codes of -8, which kt-kernel misreads")

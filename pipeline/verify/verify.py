@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import UsageError, VerificationError
-from ktconvert.layouts.outputs import cpu_card, decoded
-from ktconvert.layouts.outputs.card import ranges
+from ktconvert.layouts.outputs import cpu_card, dequantized
+from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure
-from ktconvert.layouts.outputs.opening import is_decoded, is_output, open_decoded, open_output
+from ktconvert.layouts.outputs.opening import is_dequantized, is_output, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
 from ktconvert.pipeline.models.evaluate import read_text
@@ -35,7 +35,7 @@ ARRANGEMENTS = {
     "loose": "loose .kt folders",
     "pack-quantized": "model for the GPU, pack-quantized, {shards} safetensors shards",
     CHECKPOINT: "checkpoint, {shards} safetensors shards",
-    decoded.ARRANGEMENT: "checkpoint, not quantized, {shards} safetensors shards",
+    dequantized.ARRANGEMENT: "checkpoint, not quantized, {shards} safetensors shards",
 }
 
 
@@ -78,7 +78,7 @@ def verify(
     """
     text, folder = None if options.text is None else read_text(options.text), options.page_statistics
     require_finished(options.output)
-    converted = is_decoded(options.output) or is_output(options.output)
+    converted = is_dequantized(options.output) or is_output(options.output)
     if options.run and not converted and is_checkpoint(options.output):
         return _open_checkpoint(options)
     with closing(open_inputs(options)) as inputs:
@@ -123,7 +123,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     if source is not None and not whole:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
     elif source is not None:
-        if output.manifest is not None and output.manifest.command in ("cpu", "gpu", decoded.COMMAND):
+        if output.manifest is not None and output.manifest.command in ("cpu", "gpu", dequantized.COMMAND):
             recorded = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
             if recorded != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the weights may be equal
                 different = "its files are not those from which this output was made, according to the manifest"
@@ -162,7 +162,7 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
     shapes = {layer: source.shape_of(layer) for layer in source.layers}
     measured = Measure(source.rows_of(min(shapes))["gate"].name, None, 1, False, shapes)
     found = f"{plural(len(shapes), 'layer')} with all experts, all of the expected size"
-    return Report(open_decoded(root), measured, [Check("tensors", found)])
+    return Report(open_dequantized(root), measured, [Check("tensors", found)])
 
 
 # --- after a conversion ---------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def require_sound(root: Path, *, load: bool = True) -> None:
 
 def require_decoded(root: Path) -> None:
     """Check a new output of `dequantize`. Raises VerificationError with the first problem."""
-    output = open_decoded(root)
+    output = open_dequantized(root)
     if problems := Report(output, DECODED, tensor_checks.check_structure(output, DECODED)).problems:
         raise VerificationError(f"{root}: {problems[0]}.")
 
@@ -196,7 +196,7 @@ def require_decoded(root: Path) -> None:
 
 def describe_output(output: Output, measure: Measure) -> dict[str, Any]:
     """Return a JSON object that describes an output: sizes by its bytes, and origin by its manifest."""
-    manifest, bare = output.manifest, decoded.ARRANGEMENT if output.manifest else CHECKPOINT
+    manifest, bare = output.manifest, dequantized.ARRANGEMENT if output.manifest else CHECKPOINT
     arrangement = "loose" if output.loose else formats_by_names(output)[0].arrangement.name if output.methods else bare
     return {
         "output": str(output.root),
@@ -221,16 +221,16 @@ def output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [("output", document["output"]), ("made by", maker)]
     rows.append(("arrangement", ARRANGEMENTS[arrangement].format(**document)))
     others = f"{size(document['other_bytes'])} in {document['other_tensors']} tensors"
-    if arrangement == decoded.ARRANGEMENT:
+    if arrangement == dequantized.ARRANGEMENT:
         return [*rows, ("weights", others)]
     rows += [
         ("method", document["method"]),
         *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
         *([("scales", document["scale"])] if "scale" in document else []),
         *([("too few tokens", "; ".join(document["too_few_tokens"]))] if "too_few_tokens" in document else []),
-        *cpu_card.equalized(document),
-        *([("NUMA parts", join_values(document["numa"]))] if arrangement in ("merged", "loose") else []),
-        ("layers", f"{len(document['layers'])} ({ranges(document['layers'])})"),
+        *cpu_card.equalize_rows(document),
+        *([("NUMA slices", join_values(document["numa"]))] if arrangement in ("merged", "loose") else []),
+        ("layers", f"{len(document['layers'])} ({format_ranges(document['layers'])})"),
         ("experts", join_values(document["experts"])),
         ("hidden size", join_values(document["hidden"] or "unknown")),
         ("expert width", join_values(document["intermediate"] or "unknown")),

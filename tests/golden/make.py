@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from ktconvert.layouts.encodings import fp4
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS
-from ktconvert.quantizers.choice import MSE
+from ktconvert.quantizers.quantizer import MSE
 from rig import floats, reference, scale_search
 
 FOLDER = Path(__file__).parent

@@ -28,7 +28,7 @@ def variant() -> Variant:
 
 @pytest.fixture
 def model() -> Path:
-    """24 layers of AMXINT8 in two NUMA parts of 150 MiB, which the host made (model.py)."""
+    """24 layers of AMXINT8 in two NUMA slices of 150 MiB, which the host made (model.py)."""
     return Path(os.environ["MODEL"])
 
 

@@ -1,5 +1,5 @@
 """The model of the checks, 24 layers of four random experts, H = I = 1024: `model.py OUTPUT` writes it as AMXINT8 in two
-NUMA parts of 150 MiB.
+NUMA slices of 150 MiB.
 """
 
 from __future__ import annotations

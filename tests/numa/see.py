@@ -43,10 +43,10 @@ def nodes_of(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
 
 
 def parts_of(experts: Any) -> list[dict[int, int]]:
-    """nodes_of each NUMA part of an Experts."""
+    """nodes_of each NUMA slice of an Experts."""
     arrays: list[list[npt.NDArray[Any]]] = [[] for _ in range(experts.parts)]
     for part, pair in experts.packed.arrays.items():
-        arrays[part.numa] += pair
+        arrays[part.node] += pair
     return [nodes_of(each) for each in arrays]
 
 

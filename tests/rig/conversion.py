@@ -37,7 +37,7 @@ MODELS = (
 ROOM = 256 << 20  # bytes; a test needs a few MB
 # That a test makes use of: each runs a server, and a container may show all of a large machine's.
 CORES = min(8, machine.usable_cpus())
-HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA parts allows
+HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA slices allows
 # What is drawn by chance is the same in every run, unless KTCONVERT_TEST_SEED is another; `make test-long` draws others.
 SEED = int(os.environ.get("KTCONVERT_TEST_SEED", 0))
 FUZZ = int(os.environ.get("KTCONVERT_FUZZ", 1))  # how many times more mutations than usual

@@ -26,7 +26,7 @@ from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.config import experts_per_token, quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import recognise
-from ktconvert.layouts.checkpoints.other_tensors import other_tensors
+from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_quantization
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure
@@ -140,7 +140,7 @@ def make_inputs(root: Path) -> Inputs:
         ["cpu", "-o", root / "output", *PARTED],  # AMXINT4
         ["cpu", "-o", root / "loose", *PARTED, "--no-merge-safetensor"],
         ["gpu", "-o", root / "packed", *RTN],
-        ["cpu", "-o", root / "panels", *PARTED, "--quant-method", "mxfp4"],  # in NUMA parts
+        ["cpu", "-o", root / "panels", *PARTED, "--quant-method", "mxfp4"],  # in NUMA slices
         ["cpu", "-o", root / "native", *PARTED, "--quant-method", "fp8", "--layout", "kt"],
     ):
         code, said = run(*words, "-i", inputs.source, "-q")
@@ -430,7 +430,7 @@ def read_quantized(_: Inputs, path: Path) -> None:
     read_quantization(path.parent)
     with open_checkpoint(path.parent) as source:
         model = recognise(source)
-        other_tensors(source, model.expert_tensor_names(), source.quantization)
+        find_non_expert_tensors(source, model.expert_tensor_names(), source.quantization)
 
 
 def make_gguf(inputs: Inputs) -> Path:
@@ -744,7 +744,7 @@ def build_walk(_: Inputs, path: Path) -> None:
 
     with open_checkpoint(path.parent) as source:
         model = recognise(source)
-        others = other_tensors(source, model.expert_tensor_names(), source.quantization).tensors
+        others = find_non_expert_tensors(source, model.expert_tensor_names(), source.quantization).tensors
         walk = LayeredModel(source, others)
         walk.tokenizer()
 

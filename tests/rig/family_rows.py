@@ -55,7 +55,7 @@ def _rope(*sections: int) -> Settings:
 ACTIVATION = "has another activation"
 INPUT = "is not called with hidden_states, top_k_index, top_k_weights"
 NO_MODULE = "builds no routed experts in it that could be replaced"
-STRAY = "stands among the experts but is none of their parts"
+STRAY = "is among the experts but is not one of their weights"
 UNKNOWN = "its experts are not stored as any known family's"
 
 

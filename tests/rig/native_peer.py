@@ -1,7 +1,7 @@
 """`native_peer.py JOB.json`: kt-kernel's outputs. The job lists runs (weights, method, layer, swiglu_limit, swiglu_alpha,
 sizes, a file with inputs) and the safetensors file for the results. In place of inputs a run may have `ranks`: what is
 written to GPU buffers for each of these counts of ranks; or `tensors`: kt-kernel packs and writes them, `backward` for
-training; or computes with them a forward and a backward with LoRA (`train`: a file). `parts`: NUMA parts, of the whole
+training; or computes with them a forward and a backward with LoRA (`train`: a file). `parts`: NUMA slices, of the whole
 process.
 """
 

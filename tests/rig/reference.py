@@ -36,10 +36,10 @@ def decode(matrix: Matrix) -> U16:
         if kind in packed.BITS:
             zeros = matrix.each_zero()
             half = np.float32(1 << packed.BITS[kind] - 1)
-            codes = packed.codes(matrix).astype(np.float32) - (half if zeros is None else zeros)
+            codes = packed.read_codes(matrix).astype(np.float32) - (half if zeros is None else zeros)
             return f32_to_bf16(codes * matrix.each_scale())
         if kind == "fp4_e2m1":
-            return f32_to_bf16(E2M1[packed.codes(matrix)] * matrix.each_scale())
+            return f32_to_bf16(E2M1[packed.read_codes(matrix)] * matrix.each_scale())
         name = next(name for name, of in GGML.items() if of.name == kind)
         decoded = gguf.quants.dequantize(np.ascontiguousarray(values), gguf.GGMLQuantizationType[name])
         if name == "MXFP4":  # gguf-py takes the scale 255 for a number, and it stands for NaN

@@ -11,7 +11,7 @@ from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.parts import Place
+from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.statistics.folder import encode_document
 from ktconvert.quantizers import Grid
 from rig import group_search, scale_search
@@ -55,7 +55,7 @@ def check_searched(
     """
     opened, weights, differ = open_output(output), read_folder(source), 0
     fmt = FORMATS[measure(opened).method]
-    form, parts = fmt.encoding, 2 if fmt.arrangement.parted else 1
+    form, parts = fmt.encoding, 2 if fmt.arrangement.sliced else 1
     for layer, expert, projection in linears:
         whole = weights[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"].bits
         importance, down = importance_of(layer, expert, projection), projection == "down"
@@ -63,7 +63,7 @@ def check_searched(
             part, columns = np.ascontiguousarray(part), slice(numa * part.shape[1], (numa + 1) * part.shape[1])
             own = importance[(columns,) * importance.ndim] if down and importance is not None else importance
             codes, scales = search(part, form.grid, own)
-            place = Place(layer, expert, projection, False, numa)
+            place = SliceId(layer, expert, projection, False, numa)
             stored = [opened.read(opened.tensors[place, suffix]) for suffix in suffixes(form)]
             expected = [np.empty_like(data) for data in stored]
             form.pack(codes, scales, expected)

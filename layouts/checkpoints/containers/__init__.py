@@ -1,6 +1,6 @@
 """The table of containers: every kind of weight file that a checkpoint may consist of.
 
-To add one, write its file beside these and name it here. A container knows nothing of experts or of encodings.
+To add one, write its module in this package and list it here. A container knows nothing of experts or encodings.
 """
 
 from __future__ import annotations
@@ -10,6 +10,13 @@ from ktconvert.layouts.checkpoints.containers.container import Container
 
 SAFETENSORS = Container("safetensors", ".safetensors", safetensors.read_header, safetensors.select)
 GGUF = Container(
-    "GGUF", ".gguf", gguf.read_header, gguf.select, gguf.of_file, gguf.check, input_type="gguf", experts_only=True
+    "GGUF",
+    ".gguf",
+    gguf.read_header,
+    gguf.select,
+    gguf.select_file,
+    gguf.check_split,
+    input_type="gguf",
+    experts_only=True,
 )
 CONTAINERS: tuple[Container, ...] = (SAFETENSORS, GGUF)  # of files of several kinds in a directory, the first are read

@@ -1,4 +1,4 @@
-"""The contract of a container of weights, and how a file of weights is opened for its header."""
+"""The interface of containers of weights, and opening a file of weights for its header."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import REMEDY, InputError, damaged_file, unreadable_file
+from ktconvert.layouts.errors import REMEDY, InputError, bad_file, unreadable_file
 from ktconvert.layouts.tensors import TensorInfo
 
 
 @dataclass(frozen=True)
 class Header:
-    """A file's tensors, in order; size and hash of its header identify it anywhere; config: as a config.json, or {}."""
+    """Tensors of a file, in order. Size and hash of the header identify the file.
+
+    config  the configuration in it, as in a config.json; {} if it contains none
+    """
 
     entries: tuple[TensorInfo, ...]
     metadata: dict[str, str]
@@ -28,11 +31,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Selection:
-    """The files of a directory that make up a checkpoint.
+    """Files of a directory that make up a checkpoint.
 
-    index    tensor -> file, where there is an index
-    decider  the file that decides which files count: an index, or the only file of weights; "": their names do
-    ignored  files that do not belong to it; note: a sentence where they may be a second set of weights
+    index    tensor -> file, if there is an index
+    decider  file that decides which files count: an index, or the only file of weights; "" if their names decide
+    ignored  files that do not belong to it
+    note     a sentence if they may be a second set of weights
     """
 
     names: list[str]
@@ -47,20 +51,20 @@ class Container:
     """A kind of weight file: a row of CONTAINERS.
 
     title         its usual name, for messages
-    read_header   (path, what tensors have as their file): reads a file's header, without weights, and checks every
-                  length against the file. InputError
-    select        (directory, its files) -> the checkpoint that they make up; None if no file is of this kind
-    of_file       the checkpoint that a named file belongs to, alone by default. InputError
-    check         (directory, names, headers): InputError where the files say that they are not one checkpoint
-    input_type    its name in --input-type, where it has one
-    experts_only  tensors other than experts are not stored as in a Hugging Face checkpoint, so nothing else is read
+    read_header   (path, file name for its tensors): reads a file's header, without weights, and checks every length
+                  against the file; raises InputError
+    select        (directory, its files) -> the checkpoint in them; None if no file is of this kind
+    select_file   the checkpoint that a given file belongs to, by default only that file; raises InputError
+    check         (directory, names, headers): raises InputError if the headers say that they are not one checkpoint
+    input_type    its name in --input-type, if it has one
+    experts_only  whether only experts are read, since other tensors are not stored as in a Hugging Face checkpoint
     """
 
     title: str
     suffix: str
     read_header: Callable[[Path, str], Header]
     select: Callable[[Path, list[str]], Selection | None]
-    of_file: Callable[[Path], Selection] = lambda path: Selection([path.name])
+    select_file: Callable[[Path], Selection] = lambda path: Selection([path.name])
     check: Callable[[Path, Sequence[str], Sequence[Header]], None] = lambda root, names, headers: None
     input_type: str | None = None
     experts_only: bool = False
@@ -71,8 +75,11 @@ LFS_REMEDY = f"run `git lfs pull` in that directory or {REMEDY}"
 
 
 @contextlib.contextmanager
-def opened(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
-    """A file's descriptor and status. InputError where it is missing, no regular file or a Git LFS pointer."""
+def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Open a file and yield its descriptor and status.
+
+    Raises InputError if it is missing, not a regular file, or a Git LFS pointer.
+    """
     try:
         # O_NONBLOCK: a pipe in a checkpoint's place must not hang us; it is refused below.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -83,15 +90,15 @@ def opened(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_result]]:
         if not stat.S_ISREG(status.st_mode):
             raise InputError(f"{path}: not a regular file; give a {suffix} file or a directory of them")
         if read_at(fd, 0, len(LFS_MAGIC), path) == LFS_MAGIC:
-            raise damaged_file(path, "a Git LFS pointer, not the weights", LFS_REMEDY)
+            raise bad_file(path, "a Git LFS pointer, not the weights", LFS_REMEDY)
         yield fd, status
     finally:
         os.close(fd)
 
 
 def read_unchanged(path: Path, suffix: str, start: int, count: int, size: int, mtime_ns: int) -> bytes:
-    """Bytes of a file that had this size and time of change. InputError if it changed."""
-    with opened(path, suffix) as (fd, status):
+    """Read bytes of a file that had this size and time of change. Raise InputError if it changed."""
+    with open_regular_file(path, suffix) as (fd, status):
         data = read_at(fd, start, count, path)
         if (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or len(data) != count:
             raise InputError(f"{path}: changed while it was being read; put the old file back and resume.")
@@ -99,13 +106,13 @@ def read_unchanged(path: Path, suffix: str, start: int, count: int, size: int, m
 
 
 def read_at(fd: int, start: int, count: int, path: Path) -> bytes:
-    """Bytes start .. start+count-1, fewer at the end of the file. InputError where they cannot be read."""
-    parts: list[bytes] = []
+    """Read bytes start .. start+count-1, fewer at the end of the file. Raise InputError if they cannot be read."""
+    chunks: list[bytes] = []
     try:
-        while count > 0 and (part := os.pread(fd, count, start)):
-            parts.append(part)
-            start += len(part)
-            count -= len(part)
+        while count > 0 and (chunk := os.pread(fd, count, start)):
+            chunks.append(chunk)
+            start += len(chunk)
+            count -= len(chunk)
     except OSError as e:
         raise unreadable_file(path, e, remedy=f"check the disk, or {REMEDY}") from None
-    return b"".join(parts)
+    return b"".join(chunks)

@@ -1,6 +1,6 @@
-"""Reads the header of a GGUF file (versions 2 and 3, little-endian) and checks all of it against the file.
+"""Headers of GGUF files (versions 2 and 3, little-endian), checked completely against the file.
 
-Nothing but a few numbers and short texts becomes a Python object: a vocabulary is stepped over, string by string.
+Only a few numbers and short texts become Python objects: a vocabulary is skipped string by string.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.container import Header, Selection, opened, read_at
-from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file
+from ktconvert.layouts.checkpoints.containers.container import Header, Selection, open_regular_file, read_at
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file
 from ktconvert.layouts.tensors import TensorInfo
 
 # Before general.architecture, whose names are llama.cpp's, in model_type and in the table of architectures.
@@ -33,11 +33,11 @@ KEYS = {
     "swiglu_limits": "swiglu_clamp_exp",
     "hidden_act": "hidden_activation",
 }
-LAYERS, MTP_LAYERS = "block_count", "nextn_predict_layers"  # the last blocks are the MTP part
+LAYERS, MTP_LAYERS = "block_count", "nextn_predict_layers"  # the last blocks are the MTP layers
 
 
-def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration made of the metadata; {} for a file without an architecture, such as a later part of a split."""
+def make_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metadata as a configuration; {} without an architecture, as in later files of a split."""
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str):
         return {}
@@ -53,7 +53,7 @@ def config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class GgmlType:
-    """A block of `columns` values is stored in `nbytes` bytes. Blocks run along the last axis, the columns of a row."""
+    """A type of ggml: a block of `columns` neighbours in a row is stored in `nbytes` bytes."""
 
     name: str
     columns: int
@@ -97,31 +97,32 @@ LENGTH = struct.Struct("<Q")
 
 
 def read_header(path: Path, file: str = "") -> Header:
-    """Reads and checks one file's header, without reading weights. file: what its tensors have as their file.
+    """Read and check a file's header, without weights; `file` is the file name of its tensors.
 
-    metadata holds the split.* keys; config what the rest says, under the names of a config.json.
-    Raises InputError when the file is missing, cut short, big-endian or a Git LFS pointer, or when its header breaks
-    the format; UnsupportedError for version 1.
+    metadata of the result has the split.* keys, config the rest under the names of a config.json.
+
+    Raises InputError if the file is missing, cut short, big-endian or a Git LFS pointer, or if its header is malformed;
+    UnsupportedError for version 1.
     """
-    with opened(path, ".gguf") as (fd, status):
+    with open_regular_file(path, ".gguf") as (fd, status):
         cursor = _Cursor(fd, status.st_size, path)
-        tensors, pairs = _counts(cursor)
-        metadata = _metadata(cursor, pairs)
+        tensors, pairs = _read_counts(cursor)
+        metadata = _read_metadata(cursor, pairs)
         alignment = metadata.get("general.alignment", 32)
         if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise cursor.fault(f"general.alignment is {str(alignment)[:40]}, not a power of two")
-        infos = [_info(cursor) for _ in range(tensors)]
+        infos = [_read_tensor(cursor) for _ in range(tensors)]
         end = cursor.position
-        entries = tuple(_placed(infos, -(-end // alignment) * alignment, alignment, cursor, file))
+        entries = tuple(_place_tensors(infos, -(-end // alignment) * alignment, alignment, cursor, file))
         digest = hashlib.sha256()
         for start in range(0, end, CHUNK):
             digest.update(read_at(fd, start, min(CHUNK, end - start), path))
     split = {key: str(value) for key, value in metadata.items() if key.startswith("split.")}
-    return Header(entries, split, status.st_size, status.st_mtime_ns, digest.hexdigest(), config_of(metadata))
+    return Header(entries, split, status.st_size, status.st_mtime_ns, digest.hexdigest(), make_config(metadata))
 
 
 class _Cursor:
-    """Goes through a file from its start. No length is believed that does not fit what is left of the file."""
+    """A position in a file, starting at its beginning. Lengths that exceed the rest of the file are rejected."""
 
     def __init__(self, fd: int, size: int, path: Path) -> None:
         self.fd, self.size, self.path = fd, size, path
@@ -132,7 +133,7 @@ class _Cursor:
         return self._start + self._at
 
     def fault(self, what: str) -> InputError:
-        return damaged_file(self.path, what)
+        return bad_file(self.path, what)
 
     def take(self, count: int) -> bytes:
         if self._at + count > len(self._chunk):
@@ -142,11 +143,14 @@ class _Cursor:
         return taken
 
     def number(self, code: str) -> Any:
-        """The next number, by its code of the struct module."""
+        """Read the next number, by its code in the struct module."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
     def length(self, what: str, most: int, each: int = 1) -> int:
-        """The next number, a count of things of `each` bytes or more. InputError above `most`, or beyond the file."""
+        """Read the next number, a count of things of at least `each` bytes.
+
+        Raises InputError if it is above `most`, or beyond the file.
+        """
         count: int = self.number("Q")
         if count > most or count * each > self.size - self.position:
             raise self.fault(f"the header has {count} {what}, which a file of {self.size} bytes cannot hold")
@@ -156,7 +160,7 @@ class _Cursor:
         self._at += count
 
     def skip_texts(self, count: int) -> None:
-        """Leaves out texts, each after its length. InputError where one does not fit the file."""
+        """Skip texts, each after its length. Raise InputError if one exceeds the file."""
         chunk, at, length = self._chunk, self._at, LENGTH.unpack_from
         for _ in range(count):
             if at + LENGTH.size > len(chunk):
@@ -183,7 +187,7 @@ class _Cursor:
         return self.fault(f"ends inside its header, at byte {self.size}")
 
 
-def _counts(cursor: _Cursor) -> tuple[int, int]:
+def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     if cursor.size < 24:
         raise cursor.fault(f"only {cursor.size} bytes, too short for a GGUF header")
     magic, version = cursor.take(4), cursor.number("I")
@@ -199,7 +203,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     return cursor.length("tensors", 1 << 32, 24), cursor.length("key-value pairs", 1 << 32, 13)
 
 
-def _text(cursor: _Cursor, what: str, most: int) -> str:
+def _read_text(cursor: _Cursor, what: str, most: int) -> str:
     raw = cursor.take(cursor.length(f"bytes in {what}", most))
     try:
         return raw.decode("utf-8")
@@ -207,19 +211,19 @@ def _text(cursor: _Cursor, what: str, most: int) -> str:
         raise cursor.fault(f"{what} {raw[:80]!r} is not UTF-8 text") from None
 
 
-def _metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
-    """Every key with its value, None for values that are not kept."""
+def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
+    """Read all keys with their values; None for values that are not kept."""
     metadata: dict[str, Any] = {}
     for _ in range(pairs):
-        key = _text(cursor, "a key", MAX_NAME)
+        key = _read_text(cursor, "a key", MAX_NAME)
         if key in metadata:
             raise cursor.fault(f"key {key!r} appears twice")
-        metadata[key] = _value(cursor, key, cursor.number("I"))
+        metadata[key] = _read_value(cursor, key, cursor.number("I"))
     return metadata
 
 
-def _value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
-    """A value of this type; None if it is too long to be of use here."""
+def _read_value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
+    """Read a value of this type; return None if it is too long to be useful here."""
     if kind in NUMBERS:
         return cursor.number(NUMBERS[kind])
     if kind == TEXT:
@@ -240,13 +244,13 @@ def _value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
             return cursor.skip(count * width)
         return list(struct.unpack(f"<{count}{NUMBERS[inner]}", cursor.take(count * width)))
     for _ in range(cursor.length(f"arrays in {key!r}", KEPT_ITEMS, 12)):
-        _value(cursor, key, inner, depth + 1)
+        _read_value(cursor, key, inner, depth + 1)
     return None
 
 
-def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape (rows before columns), type and offset of a tensor."""
-    name = _text(cursor, "a tensor's name", MAX_NAME)
+def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Read name, shape (rows before columns), type and offset of a tensor."""
+    name = _read_text(cursor, "a tensor's name", MAX_NAME)
     rank = cursor.number("I")
     if rank > MAX_RANK:
         raise cursor.fault(f"tensor {name!r} has {rank} dimensions, and ggml {MAX_RANK} at most")
@@ -256,10 +260,10 @@ def _info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, shape, cursor.number("I"), cursor.number("Q")
 
 
-def _placed(
+def _place_tensors(
     infos: list[tuple[str, tuple[int, ...], int, int]], first: int, alignment: int, cursor: _Cursor, file: str
 ) -> Iterator[TensorInfo]:
-    """The tensors in file order, each with its bytes. InputError where they overlap, or reach beyond the file."""
+    """Yield the tensors in file order, each with its bytes. Raise InputError if they overlap or exceed the file."""
     seen: set[str] = set()
     at, before = 0, ""
     ordered = sorted(infos, key=lambda info: info[3])
@@ -289,49 +293,52 @@ def _placed(
 
 # --- which files make up a checkpoint: one, or all of a split, as llama.cpp's gguf-split names them ---------------
 
-PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 COUNT = "split.count"
 # Beside a model's weights: a vision or audio encoder, and statistics for quantizing.
 OTHER = re.compile(r"mmproj|imatrix", re.I)
 
 
 def select(root: Path, files: list[str]) -> Selection | None:
-    """The GGUF files of a directory that are a checkpoint. InputError where one is missing, or for several models."""
+    """Select the GGUF files of a directory that are a checkpoint.
+
+    Raises InputError if one is missing, or for several models.
+    """
     present = [f for f in files if f.endswith(".gguf")]
     if not present:
         return None
     main = [f for f in present if not OTHER.search(f)] or present
-    models = dict.fromkeys(parts_of(name, 1)[0] for name in main)
+    models = dict.fromkeys(split_names(name, 1)[0] for name in main)
     if len(models) > 1:
         raise InputError(f"{root}: holds several GGUF models ({', '.join(models)}); name one of these files")
-    parts = parts_of(next(iter(models)))
-    _complete(root, parts)
-    return Selection(parts, None, tuple(f for f in present if f not in parts))
+    names = split_names(next(iter(models)))
+    _require_complete(root, names)
+    return Selection(names, None, tuple(f for f in present if f not in names))
 
 
-def of_file(path: Path) -> Selection:
-    """The file with the others of its split, if it is of one. InputError where one is missing."""
-    parts = parts_of(path.name)
-    _complete(path.parent, parts)
-    return Selection(parts)
+def select_file(path: Path) -> Selection:
+    """Select the file and the others of its split. Raise InputError if one is missing."""
+    names = split_names(path.name)
+    _require_complete(path.parent, names)
+    return Selection(names)
 
 
-def parts_of(name: str, most: int | None = None) -> list[str]:
-    """Return all names of the split that a file is of, in their order, or the first `most` of them."""
-    part = PART.fullmatch(name)
-    if part is None or not 1 <= int(part[2]) <= int(part[3]):
+def split_names(name: str, most: int | None = None) -> list[str]:
+    """Return the names of all files of the split that a file belongs to, in order, or the first `most` of them."""
+    match = SPLIT_NAME.fullmatch(name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
         return [name]
-    return [f"{part[1]}-{number:05d}-of-{part[3]}.gguf" for number in range(1, int(part[3]) + 1)[:most]]
+    return [f"{match[1]}-{number:05d}-of-{match[3]}.gguf" for number in range(1, int(match[3]) + 1)[:most]]
 
 
-def _complete(root: Path, parts: Sequence[str]) -> None:
-    for name in parts:
-        if len(parts) > 1 and not (root / name).exists():
-            raise damaged_file(root / name, f"missing, one of {len(parts)} files of a split")
+def _require_complete(root: Path, names: Sequence[str]) -> None:
+    for name in names:
+        if len(names) > 1 and not (root / name).exists():
+            raise bad_file(root / name, f"missing, one of {len(names)} files of a split")
 
 
-def check(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
-    """Raises InputError unless the files say of themselves that they are the parts of one split, in this order."""
+def check_split(root: Path, names: Sequence[str], headers: Sequence[Header]) -> None:
+    """Raise InputError unless the headers say that the files are one split, in this order."""
     tensors = sum(len(header.entries) for header in headers)
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         for key, value in ((COUNT, len(names)), ("split.no", number), ("split.tensors.count", tensors)):

@@ -1,4 +1,4 @@
-"""Safetensors: a file's header, checked against the file, and which files of a directory make up a checkpoint."""
+"""Headers of safetensors files, checked against the file, and the files of a directory that make up a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.container import LFS_MAGIC, LFS_REMEDY, Header, Selection, opened, read_at
-from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, damaged_file, damaged_tensor, unreadable_file
+from ktconvert.layouts.checkpoints.containers.container import (
+    LFS_MAGIC,
+    LFS_REMEDY,
+    Header,
+    Selection,
+    open_regular_file,
+    read_at,
+)
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file, bad_tensor, unreadable_file
 from ktconvert.layouts.files.manifest import LONGEST_NAME
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
@@ -38,19 +45,19 @@ INTEGERS = {"BOOL": "u1", "I64": "<i8"}
 
 
 def read_header(path: Path, file: str = "") -> Header:
-    """Reads and checks a file's header, without weights. file: what its tensors have as their file. InputError."""
-    with opened(path, ".safetensors") as (fd, status):
+    """Read and check a file's header, without weights; `file` is the file name of its tensors. Raise InputError."""
+    with open_regular_file(path, ".safetensors") as (fd, status):
         head = read_at(fd, 0, 8, path)
         if len(head) < 8:
-            raise damaged_file(path, f"only {status.st_size} bytes, too short for a safetensors header")
+            raise bad_file(path, f"only {status.st_size} bytes, too short for a safetensors header")
         length = int.from_bytes(head, "little")
         if length > MAX_HEADER:
-            raise damaged_file(path, f"header length {length} is over the format's limit of {MAX_HEADER}")
+            raise bad_file(path, f"header length {length} is over the format's limit of {MAX_HEADER}")
         if 8 + length > status.st_size:
-            raise damaged_file(path, f"header of {length} bytes does not fit a file of {status.st_size} bytes")
+            raise bad_file(path, f"header of {length} bytes does not fit a file of {status.st_size} bytes")
         raw = read_at(fd, 0, 8 + length, path)
     if len(raw) != 8 + length:
-        raise damaged_file(path, "ends inside its header")
+        raise bad_file(path, "ends inside its header")
     entries, metadata = parse_header(raw[8:], status.st_size - 8 - length, 8 + length, str(path), file)
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
@@ -59,7 +66,10 @@ MOST_NUMBERS = 1 << 22  # of a matrix of layers and experts
 
 
 def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
-    """A file's tensor of this name, of rank 2 and INTEGERS. form: what is needed. InputError for anything else."""
+    """Read the tensor of this name, of rank 2 and one of INTEGERS; `form` says what is needed.
+
+    Raises InputError for any other tensor.
+    """
     entries = {entry.name: entry for entry in read_header(path).entries}
     entry = entries.get(name)
     if entry is None:
@@ -77,17 +87,17 @@ def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
 def parse_header(
     raw: bytes, data_size: int, data_start: int, where: str, file: str = ""
 ) -> tuple[tuple[TensorInfo, ...], dict[str, str]]:
-    """The entries (in file order) and the metadata of a header's JSON, checked against the bytes that follow it."""
+    """Return the entries (in file order) and metadata of a header's JSON, checked against the bytes that follow it."""
     try:
         text = raw.decode("utf-8")
         if not text.startswith("{"):
             raise ValueError("it does not begin with '{'")
         tree = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise damaged_file(where, f"header is not valid JSON ({_short(e)})") from None
+        raise bad_file(where, f"header is not valid JSON ({_short(e)})") from None
     metadata = tree.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise damaged_file(where, "__metadata__ in the header must map strings to strings")
+        raise bad_file(where, "__metadata__ in the header must map strings to strings")
     entries = sorted(
         (_entry(n, v, data_start, where, file) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes)
     )
@@ -95,11 +105,11 @@ def parse_header(
     for entry in entries:
         if entry.start != at:
             fault = "overlaps the tensor before it" if entry.start < at else "leaves a gap after the tensor before it"
-            raise damaged_tensor(entry.name, f"at byte {entry.start - data_start} {fault}", REMEDY, where)
+            raise bad_tensor(entry.name, f"at byte {entry.start - data_start} {fault}", REMEDY, where)
         at += entry.nbytes
     if at != data_start + data_size:
         what = "cut short" if at > data_start + data_size else "longer than its header says"
-        raise damaged_file(where, f"{what} ({data_size} bytes of weights, header names {at - data_start})")
+        raise bad_file(where, f"{what} ({data_size} bytes of weights, header names {at - data_start})")
     return tuple(entries), metadata
 
 
@@ -107,12 +117,12 @@ def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> Ten
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        raise damaged_file(where, f"tensor name {name[:200]!r} is not valid text") from None
+        raise bad_file(where, f"tensor name {name[:200]!r} is not valid text") from None
     if len(name) > MAX_NAME:
-        raise damaged_file(where, f"a tensor's name has {len(name)} characters ({name[:80]!r}…)")
+        raise bad_file(where, f"a tensor's name has {len(name)} characters ({name[:80]!r}…)")
 
     def fail(what: str) -> InputError:
-        return damaged_tensor(name, f": {what}", REMEDY, where)
+        return bad_tensor(name, f": {what}", REMEDY, where)
 
     if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise fail("its header entry must have exactly dtype, shape and data_offsets")
@@ -149,7 +159,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _short(e: BaseException) -> str:
-    """The reason in one line; a header can be megabytes long, its error message must not be."""
+    """Return the reason in one line: a header can be megabytes long, its error message must not be."""
     if isinstance(e, UnicodeDecodeError):
         return f"byte {e.start} is not UTF-8"
     if isinstance(e, RecursionError):
@@ -164,9 +174,11 @@ SLICE = re.compile(r".*-TP-\d+\.safetensors|model\d+-mp(?!1\.)\d+\.safetensors")
 
 
 def select(root: Path, files: list[str], named: str | None = None) -> Selection | None:
-    """Choose the safetensors files that are a checkpoint, in the order in which transformers looks for them: what the
-    config names (`named`), model.safetensors, the files of an index. InputError where one is missing, or several sets
-    remain; UnsupportedError for slices of tensors.
+    """Select the safetensors files that are a checkpoint, in the order in which transformers looks for them.
+
+    That is: the file that the config names (`named`), model.safetensors, the files of an index.
+
+    Raises InputError if one is missing, or several sets remain; UnsupportedError for slices of tensors.
     """
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
@@ -177,7 +189,7 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
         remedy = f"copy the one to convert to {INDEX}, which loaders read"
         raise InputError(f"{root}: several indexes ({', '.join(indexes)}); {remedy}")
     decider = named or (INDEX if INDEX in indexes else "".join(indexes))
-    if named is None and SINGLE in present and not (decider and _names(root / decider, SINGLE)):
+    if named is None and SINGLE in present and not (decider and _index_names_shard(root / decider, SINGLE)):
         decider = SINGLE
     if decider.endswith(".json"):
         index, _ = read_index(root / decider)
@@ -185,7 +197,7 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
         for name in names:
             if not (root / name).exists():
                 remedy = "download the missing file, or the index of the files that are here"
-                raise damaged_file(root / decider, f"names {name}, which is missing", remedy)
+                raise bad_file(root / decider, f"names {name}, which is missing", remedy)
         return _selection(names, decider, [f for f in present if f not in names], index)
     if decider:
         return _selection([decider], decider, [f for f in (*present, *indexes) if f != decider])
@@ -193,7 +205,7 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
         return None
     # Mistral releases hold the same weights twice, as model-* and as consolidated*.
     main = [f for f in present if not f.startswith("consolidated")] or present
-    _complete(root, main)
+    _require_all_shards(root, main)
     return _selection(main, "", [f for f in present if f not in main])
 
 
@@ -211,7 +223,7 @@ def _and_more(names: Sequence[str]) -> str:
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
-def _names(index: Path, shard: str) -> bool:
+def _index_names_shard(index: Path, shard: str) -> bool:
     """Return whether an index can be read and places tensors in this shard."""
     with contextlib.suppress(InputError):
         return shard in read_index(index)[0].values()
@@ -219,27 +231,27 @@ def _names(index: Path, shard: str) -> bool:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:
-    """(tensor name -> shard in the index's directory, total_size or None) of an index. Raises InputError."""
+    """Return (tensor name -> shard in the index's directory, total_size or None) of an index. Raise InputError."""
     try:
         data = path.read_bytes()
         if data.startswith(LFS_MAGIC):
-            raise damaged_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
+            raise bad_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
         tree = json.loads(data.decode("utf-8"))
     except OSError as e:
         raise unreadable_file(path, e) from None
     except (ValueError, RecursionError):
-        raise damaged_file(path, "not valid JSON") from None
+        raise bad_file(path, "not valid JSON") from None
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise damaged_file(path, "has no weight_map")
+        raise bad_file(path, "has no weight_map")
     shards = {shard if isinstance(shard, str) else repr(shard): name for name, shard in weight_map.items()}
     for shard, name in shards.items():
         if not isinstance(weight_map[name], str) or not is_inside(shard):
-            raise damaged_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
+            raise bad_file(path, f"places tensor {name!r} in {shard[:200]!r}, outside this directory")
         if len(shard.encode()) > LONGEST_NAME:
-            raise damaged_file(path, f"places tensor {name!r} in a file whose name has {len(shard)} characters")
+            raise bad_file(path, f"places tensor {name!r} in a file whose name has {len(shard)} characters")
         if not shard.endswith(".safetensors"):
-            raise damaged_file(path, f"places tensor {name!r} in {shard!r}, not a .safetensors file")
+            raise bad_file(path, f"places tensor {name!r} in {shard!r}, not a .safetensors file")
     plain = {shard: "/".join(PurePosixPath(shard).parts) for shard in shards}  # without "./"
     weight_map = {name: plain[shard] for name, shard in weight_map.items()}
     about = tree.get("metadata")
@@ -248,13 +260,13 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
 
 
 def is_inside(shard: str) -> bool:
-    """Return whether the name of a file leads to no other directory than those within."""
+    """Return whether the name of a file stays inside the directory."""
     parts, plain = PurePosixPath(shard).parts, shard.isprintable() and "\\" not in shard
     return plain and bool(parts) and parts[0] != "/" and ".." not in parts
 
 
-def _complete(root: Path, names: list[str]) -> None:
-    """Without an index, files called …-00002-of-00005 still say how many there must be."""
+def _require_all_shards(root: Path, names: list[str]) -> None:
+    """Raise InputError if one of the files …-00002-of-00005 is missing, or if there are several sets of them."""
     sets: dict[tuple[str, str], set[int]] = {}
     for name in names:
         if match := PART.fullmatch(name):
@@ -266,6 +278,6 @@ def _complete(root: Path, names: list[str]) -> None:
         # Stops at the first gap: the total is what a file's name claims, and may be anything.
         missing = next((n for n in range(1, int(total) + 1) if n not in numbers), None)
         if missing is not None:
-            raise damaged_file(
+            raise bad_file(
                 root, f"{stem}-{missing:05d}-of-{total}.safetensors is missing", "download it, or give one of the files"
             )

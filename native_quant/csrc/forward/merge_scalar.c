@@ -1,4 +1,4 @@
-/* The sum over NUMA parts, as BF16. */
+/* The sum over NUMA slices, as BF16. */
 #include "bf16.h"
 #include "kernels.h"
 

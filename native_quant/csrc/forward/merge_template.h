@@ -1,4 +1,4 @@
-/* The sum over NUMA parts, as BF16: two vectors of columns at a time. */
+/* The sum over NUMA slices, as BF16: two vectors of columns at a time. */
 #include "outputs_template.h"
 
 TARGET static inline ints bf16_of_sum(int64_t terms, const float *const *rows, int64_t c) {

@@ -1,4 +1,4 @@
-"""Ways to choose codes: QUANTIZERS is their table. They choose numbers (numerics.md); forms pack them."""
+"""Quantizers: ways to choose codes and scales (numerics.md). QUANTIZERS is their table; encodings pack the codes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Choose = Callable[[U16, Grid, F32 | None], tuple[I8, Array]]
 class Quantizer:
     """One way to choose codes.
 
-    version     raised whenever codes or scales change; part of every unit's fingerprint, except for the default
-    choose      the function; None: the form's own kernel, which scales by the largest value, rounds and packs at once
-    grids       the names of the grids that it chooses codes of; None: all of them
-    importance  whether it asks for an importance matrix
-    moments     whether it searches in the metric of second moments, where there are any
-    calibrated  whether codes come from a walk through the model, which compensates rounding errors; `choose`: scales
+    version     raised whenever codes or scales change; in every unit's fingerprint, except for the default
+    choose      the function; None: the encoding's own kernel, which scales by the largest value, rounds and packs
+    grids       names of the grids that it supports; None: all of them
+    importance  whether it requires an importance matrix
+    moments     whether it searches in the metric of second moments, if there are any
+    calibrated  whether codes come from a run of the model, which compensates rounding errors; `choose`: scales
     """
 
     name: str
@@ -36,16 +36,16 @@ class Quantizer:
     moments: bool = False
     calibrated: bool = False
 
-    def serves(self, grid: Grid) -> bool:
+    def supports(self, grid: Grid) -> bool:
         return self.grids is None or grid.name in self.grids
 
-    def where_it_serves(self, grid: Grid) -> Quantizer:
-        """This one for a grid whose codes it chooses, else absmax: of mixed formats."""
-        return self if self.serves(grid) else ABSMAX
+    def select_for(self, grid: Grid) -> Quantizer:
+        """Return this quantizer if it supports the grid, else absmax: for mixed formats."""
+        return self if self.supports(grid) else ABSMAX
 
 
 def least_squares(bf16: U16, grid: Grid, importance: F32 | None) -> tuple[I8, Array]:
-    """The scale of least squared error for each row or group (numerics.md, sections 2b, 2d and 2e)."""
+    """Choose the scale of least squared error for each row or group (numerics.md, sections 2b, 2d and 2e)."""
     if not grid.per_row:
         return search_groups(grid.name, bf16, importance)
     codes, scales = search_scales(grid.bits, bf16, importance)
@@ -57,4 +57,4 @@ ABSMAX = Quantizer("absmax", 1, None, grids=None)
 MSE = Quantizer("mse", 1, least_squares, SEARCHED, moments=True)
 IMATRIX = Quantizer("imatrix", 1, least_squares, SEARCHED, importance=True)
 GPTQ = Quantizer("gptq", 1, least_squares, SEARCHED, calibrated=True)
-QUANTIZERS = {choice.name: choice for choice in (ABSMAX, MSE, IMATRIX, GPTQ)}
+QUANTIZERS = {quantizer.name: quantizer for quantizer in (ABSMAX, MSE, IMATRIX, GPTQ)}

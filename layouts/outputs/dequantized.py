@@ -1,4 +1,4 @@
-"""What `ktconvert dequantize` writes, a checkpoint in which nothing is quantized: its config.json, card and names."""
+"""Checkpoints without quantization, as `ktconvert dequantize` writes them: config.json, card and names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.outputs.card import STORED_KEYS, encoded, unquantized
-from ktconvert.layouts.outputs.format import Card
+from ktconvert.layouts.outputs.card import STORED_KEYS, Card, encode_json, remove_quantization
 
 COMMAND = "dequantize"
 COMMANDS = (COMMAND, "merge-adapter")
@@ -17,13 +16,13 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 
 
 def config_json(original: Mapping[str, Any]) -> bytes:
-    """The source's config without quantization at any depth; its dtypes become bfloat16."""
-    config = unquantized(original, STORED_KEYS)
+    """Return the source's config.json without quantization at any depth; its dtypes become bfloat16."""
+    config = remove_quantization(original, STORED_KEYS)
     for scope in cfg.scopes(config):
         scope.update({key: "bfloat16" for key in DTYPE_KEYS if key in scope})
     if not any(key in config for key in DTYPE_KEYS):
         config["torch_dtype"] = "bfloat16"  # the older of the two names, which all versions of transformers read
-    return encoded(config)
+    return encode_json(config)
 
 
 def card(facts: Mapping[str, Any], base_model: str | None) -> Card:

@@ -1,0 +1,172 @@
+"""NUMA slices of experts, in the order of their tensors in a shard (bytes.md, section "The split").
+
+Each slice is quantized and packed separately, so the number of slices T is baked into the bytes of down_proj's scales.
+Formats that are not split over NUMA nodes have T = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS, MOST_LAYERS
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding
+from ktconvert.layouts.tensors import PROJECTIONS
+from ktconvert.quantizers import Matrix
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+MOST_NUMA_NODES = 1 << 10  # that Linux supports
+
+
+class SliceId(NamedTuple):
+    """Identity of one packed matrix: a projection of an expert on a NUMA node. backward: the transposed matrix."""
+
+    layer: int
+    expert: int
+    projection: str
+    backward: bool
+    node: int
+
+    @property
+    def is_possible(self) -> bool:
+        """Return whether a model and a machine can have this slice; a damaged name may contain any number."""
+        return self.layer < MOST_LAYERS and self.expert < MOST_EXPERTS and self.node < MOST_NUMA_NODES
+
+
+class TensorNames(Protocol):
+    """Naming scheme for an output's tensors. Two schemes that give the same names compare equal.
+
+    tensor_name    returns the name of a slice's tensor with this suffix
+    parse          returns the slice and the suffix that a name stands for; None if it is not of a routed expert
+    explain_stray  returns why a tensor that is not of a routed expert does not belong in the output; None if it may
+    describe       returns layer, expert, projection, node and suffix, for messages
+    """
+
+    def tensor_name(self, slice_id: SliceId, suffix: str) -> str: ...
+    def parse(self, name: str) -> tuple[SliceId, str] | None: ...
+    def explain_stray(self, name: str) -> str | None: ...
+    def describe(self, slice_id: SliceId, suffix: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class NumaSlice:
+    """One packed matrix [n, k]: a projection of an expert on a NUMA node.
+
+    backward  whether it is the transposed matrix, for fine-tuning
+    start     its first index along the expert's intermediate size
+    """
+
+    layer: int
+    expert: int
+    projection: str
+    node: int
+    n: int
+    k: int
+    backward: bool = False
+    start: int = 0
+
+    @property
+    def id(self) -> SliceId:
+        return SliceId(self.layer, self.expert, self.projection, self.backward, self.node)
+
+    def cut(self, linear: Matrix) -> Matrix:
+        """Return this slice of a whole linear, as a view."""
+        n, k = (self.k, self.n) if self.backward else (self.n, self.k)
+        down = self.projection == "down"
+        cut = linear.columns(self.start, self.start + k) if down else linear.rows(self.start, self.start + n)
+        return cut.T if self.backward else cut
+
+    def cut_columns(self, whole: npt.NDArray[Scalar] | None) -> npt.NDArray[Scalar] | None:
+        """Return this slice of an array indexed by the linear's columns, along all its axes, as a view.
+
+        Returns None for a transposed slice.
+        """
+        if whole is None or self.backward:
+            return None
+        own = slice(self.start, self.start + self.k)
+        return whole[(own,) * whole.ndim] if self.projection == "down" else whole
+
+
+def slice_shape(projection: str, hidden: int, intermediate: int, numa: int) -> tuple[int, int]:
+    """Return (n, k) of one of `numa` equal slices: gate and up are split by rows, down by columns."""
+    width = intermediate // numa
+    return (hidden, width) if projection == "down" else (width, hidden)
+
+
+def join_slices(projection: str, arrays: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
+    """Join arrays [n, ...] of all slices of a linear (codes or scales), in order, into that of the whole linear."""
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1 if projection == "down" else 0)
+
+
+def cut_slices(projection: str, whole: npt.NDArray[Scalar], numa: int) -> list[npt.NDArray[Scalar]]:
+    """Cut an array [n, ...] of a whole linear (codes or scales) into those of its slices, as views."""
+    return np.split(whole, numa, axis=1 if projection == "down" else 0)
+
+
+@dataclass(frozen=True)
+class Slicing:
+    """Division of one layer's experts into NUMA slices.
+
+    hidden, intermediate  sizes H and I of the experts
+    numa                  number of slices T
+    backward, forward     whether there are slices of the transposed matrices, and of the matrices themselves
+    multiple              width of a slice is a multiple of this; the first slices are wider if T does not divide I;
+                          0: all slices have the same width
+    """
+
+    layer: int
+    hidden: int
+    intermediate: int
+    numa: int = 1
+    backward: bool = False
+    forward: bool = True
+    multiple: int = 0
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        if not self.multiple:
+            return (self.intermediate // self.numa,) * self.numa
+        each, remainder = divmod(self.intermediate // self.multiple, self.numa)
+        return tuple((each + (node < remainder)) * self.multiple for node in range(self.numa))
+
+    def slices(self, expert: int, projection: str) -> tuple[NumaSlice, ...]:
+        """Return the slices of one projection of one expert in file order: forward, then backward, by NUMA node."""
+        forward, backward, start = [], [], 0
+        for node, width in enumerate(self.widths):
+            n, k = slice_shape(projection, self.hidden, width, 1)
+            forward.append(NumaSlice(self.layer, expert, projection, node, n, k, start=start))
+            backward.append(NumaSlice(self.layer, expert, projection, node, k, n, True, start))
+            start += width
+        return (*(forward if self.forward else ()), *(backward if self.backward else ()))
+
+    def is_measured(self, numa_slice: NumaSlice) -> bool:
+        """Return whether the error of this slice counts; backward slices count only if there are no others."""
+        return numa_slice.backward != self.forward
+
+    def all_slices(self, experts: Iterable[int]) -> Iterator[NumaSlice]:
+        """Yield all slices of these experts in file order: by expert, then gate, up, down."""
+        for expert in experts:
+            for projection in PROJECTIONS:
+                yield from self.slices(expert, projection)
+
+
+LinearId = tuple[int, str]  # expert, projection
+SliceTensors = list[Bytes]  # the tensors of one slice, in the encoding's order
+PackedSlices = list[tuple[NumaSlice, SliceTensors]]
+
+
+def allocate_slices(encoding: Encoding, slices: Iterable[NumaSlice], buffer: Bytes | None = None) -> PackedSlices:
+    """Return memory for the tensors of slices; if there is a buffer, all first tensors are in it, one after another."""
+    allocated, at = [], 0
+    for numa_slice in slices:
+        first, *others = (tensor.nbytes for tensor in encoding.tensors(numa_slice.n, numa_slice.k))
+        own = np.empty(first, np.uint8) if buffer is None else buffer[at : at + first]
+        allocated.append((numa_slice, [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]))
+        at += first
+    return allocated
