@@ -42,7 +42,7 @@ def bench(options: BenchOptions) -> None:
     if options.as_json:
         click.echo(json.dumps(document))
         return
-    click.echo("\n".join([*format_table(overview_rows(document)), "", *format_table(speed_rows(document)), ""]))
+    click.echo("\n".join([*format_table(overview_rows(document)), "", *format_table(format_timings(document)), ""]))
     for note in document["notes"]:
         click.echo(f"note: {note}")
 
@@ -135,7 +135,7 @@ def overview_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def speed_rows(document: dict[str, Any]) -> list[tuple[str, ...]]:
+def format_timings(document: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the timings, one row per number of tokens, below a header."""
     columns = {
         "tokens": "{tokens}",

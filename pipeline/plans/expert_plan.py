@@ -149,7 +149,7 @@ def build_plan(
         companions=checkpoint.companions(source.companion_root, copied),
         config=config,
         has_index=not loose_files,
-        kept_folders=None if kept_layers is None else tuple(map(_kept_folder, kept_layers)),
+        kept_folders=None if kept_layers is None else tuple(map(_folder_pattern, kept_layers)),
         side_output=side_output,
         needs=Needs() if run is None else run.needs,
         hooks=Hooks(
@@ -162,7 +162,7 @@ def build_plan(
     )
 
 
-def _kept_folder(layer: int) -> KeptFolder:
+def _folder_pattern(layer: int) -> KeptFolder:
     return KeptFolder(loose.layer_folder(layer), "_numa_*/*.kt")
 
 
