@@ -70,7 +70,10 @@ def wholes(source: Path) -> dict[str, Path]:
         ([*mapped("0=int8"), "--no-merge-safetensor"], "leave out --no-merge-safetensor"),
         ([*mapped("0=int8"), "--save-backward-weights"], "leave out --save-backward-weights"),
         ([*mapped("0=int8"), "--resume-layer", "2"], "leave out --resume-layer"),
-        ([*mapped("0=int8"), "--quant-method", "fp8", "--layout", "kt"], "--quant-method fp8: KT_FP8 cannot be the method"),
+        (
+            [*mapped("0=int8"), "--quant-method", "fp8", "--layout", "kt"],
+            "--quant-method fp8: KT_FP8 cannot be the method",
+        ),
         ([*mapped("0=bf16"), "--quant-method", "fp8", "--scale", "mse"], "leave out --scale"),
         ([*mapped("0=bf16"), "--scale", "imatrix"], "needs the importance of inputs"),
     ],
