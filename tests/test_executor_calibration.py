@@ -75,7 +75,7 @@ class Flips(Executor):
     def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(attempt := fn(*arguments))
-        conversion.edit(locate(Path(arguments[0].of.output)).partial / attempt.name, -5000, keep_time=True)
+        conversion.edit(locate(Path(arguments[0].conversion.output)).partial / attempt.name, -5000, keep_time=True)
         return future
 
 
