@@ -38,7 +38,7 @@ def __getattr__(name: str) -> Any:
     if name == "KTConvertConfig":  # before transformers is imported: an older one lacks what it subclasses
         from ktconvert.native_quant.runtime import transformers_version
 
-        transformers_version.require(functools.partial(warnings.warn, stacklevel=3))
+        transformers_version.check_version(functools.partial(warnings.warn, stacklevel=3))
     if name in _MODULES:
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
     if name == "__version__":  # of ktconvert, not of kt-kernel

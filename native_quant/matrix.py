@@ -44,7 +44,7 @@ class Kind:
 
     @property
     def can_transpose(self) -> bool:
-        """Whether C also reads it transposed, that is with either axis contiguous."""
+        """True if C also reads it transposed, that is with either axis contiguous."""
         return self.number is not None and self.columns == self.items == self.rows == 1 and not self.by_rows
 
 

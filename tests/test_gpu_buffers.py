@@ -144,6 +144,6 @@ def test_methods_without_gpu_layout_are_rejected(tmp_path: Path) -> None:
     moe = wrapper(layer.write(tmp_path), "GPTQ_INT4")
     moe.load_weights()
     able = "BF16, FP8, FP8_PERCHANNEL, MXFP4, MXFP8, RAWINT4"
-    assert able == ", ".join(sorted(name for name, method in METHODS.items() if method.in_rows))
+    assert able == ", ".join(sorted(name for name, method in METHODS.items() if method.row_layouts))
     with pytest.raises(NotImplementedError, match=f"those of {able} can be written.*kt-gpu-prefill-token-threshold"):
         moe.submit_write_weight_scale_to_buffer(1, 0, [1], [1], [1], [1])

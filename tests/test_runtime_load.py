@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.native_quant.runtime.converted import open_converted
+from ktconvert.native_quant.runtime.converted_experts import open_converted
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.weights import in_parallel
+from ktconvert.native_quant.runtime.weights import run_parallel
 from rig.files import rewrite
 from rig.safetensors import edit_header
 
@@ -216,5 +216,5 @@ def test_the_first_exception_is_raised_and_stops_further_items(fails):
             raise ValueError("item 0")
 
     with pytest.raises(ValueError, match="item 3" if fails == 3 else "item 0"):
-        in_parallel(work, range(100 if fails == 3 else 2), 1 if fails == 3 else 2)
+        run_parallel(work, range(100 if fails == 3 else 2), 1 if fails == 3 else 2)
     assert fails == 1 or begun == [0, 1, 2, 3]

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.native_quant.runtime.methods import TRAINED, TRAINING
+from ktconvert.native_quant.runtime.methods import SFT_METHODS, SFT_WEIGHTS
 from ktconvert.native_quant.runtime.sft import KTMoEFunction, RAWINT4ExpertWeights
 from ktconvert.native_quant.runtime.training import Lora
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
@@ -255,8 +255,8 @@ def test_autograd_maps_masks_and_dropout_match_plain_calls() -> None:
 
 
 def test_unsupported_methods_and_settings_are_rejected() -> None:
-    for method in TRAINING:
-        if method in TRAINED:
+    for method in SFT_METHODS:
+        if method in SFT_WEIGHTS:
             assert wrapper(method).method == method
         else:
             with pytest.raises(NotImplementedError, match=f"'{method}' is a name that kt-kernel lists and cannot"):

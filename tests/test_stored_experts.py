@@ -13,8 +13,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import smoke
-from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.from_checkpoint import open_experts
+from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.eval import eval as evaluate
@@ -223,7 +222,7 @@ def test_layers_may_have_different_limits(tmp_path, cli):
     layer = native.read("MXFP4_v4")
     outs: list[list[Any]] = []
     for path in (model, tmp_path / "numa", tmp_path / "kt"):
-        assert tuple(open_experts(path).swiglu_of(n).limit for n in range(3)) == limits
+        assert tuple(open_experts(path).swiglu(n).limit for n in range(3)) == limits
         experts = [Experts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
         outs.append([one.forward(layer.hidden, layer.ids, layer.weights) for one in experts])
         for n in range(3):
@@ -241,7 +240,7 @@ def test_layers_may_have_different_limits(tmp_path, cli):
 def test_invalid_limits_are_rejected(limit, tmp_path):
     model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
     with pytest.raises(InputError, match="swiglu_limit must be a number from 0 on for layer 1, not"):
-        open_experts(model).swiglu_of(1)
+        open_experts(model).swiglu(1)
 
 
 def limited_experts(family: str, **config: Any) -> Any:

@@ -22,7 +22,7 @@ from ktconvert.native_quant import KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
-from ktconvert.native_quant.runtime.stored_parts import StoredPart, put_fp8
+from ktconvert.native_quant.runtime.stored_slices import StoredSlice, write_fp8_codes
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.doctor import describe_extension
 from rig import native
@@ -34,10 +34,10 @@ def reads(weight: Weight, layer: Any) -> bool:
     return weight.encoding.name == "F8_E4M3" and weight.fit() == weight.shape[-2:]
 
 
-def write(stored: StoredPart, out: Sequence[Bytes]) -> None:
-    assert stored.part.scales is not None
-    put_fp8(stored, out[0])
-    out[1].view(np.float32)[:] = stored.part.scales[0, 0]
+def write(stored: StoredSlice, out: Sequence[Bytes]) -> None:
+    assert stored.linear.scales is not None
+    write_fp8_codes(stored, out[0])
+    out[1].view(np.float32)[:] = stored.linear.scales[0, 0]
 
 
 WHAT = "E4M3, one for the weight"
@@ -105,7 +105,7 @@ def test_weights_without_a_row_are_rejected(layers):
 def test_a_row_that_contradicts_c_is_rejected(monkeypatch, layers):
     """Before C reads past the end of an array."""
     monkeypatch.setitem(METHODS, TOY.name, replace(TOY, number=lib.KTQ_FORMAT_BF16))
-    with pytest.raises(ValueError, match=r"a part \[256, 256\] of FP8_PERTENSOR has 131072 bytes, not 66560"):
+    with pytest.raises(ValueError, match=r"a slice \[256, 256\] of FP8_PERTENSOR has 131072 bytes, not 66560"):
         Experts.load(layers[2], 0)
 
 

@@ -12,7 +12,14 @@ import pytest
 
 from ktconvert import native_quant
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.native_quant.runtime.transformers_version import BOUNDS, NEWEST, OLDEST, TESTED, newer, refusal
+from ktconvert.native_quant.runtime.transformers_version import (
+    BOUNDS,
+    NEWEST,
+    OLDEST,
+    TESTED,
+    explain_too_new,
+    explain_too_old,
+)
 from ktconvert.pipeline.cli.conversion import gpu
 from rig.verifying import made, verified
 
@@ -49,14 +56,14 @@ def test_the_pages_name_the_tested_versions(page):
 @pytest.mark.parametrize(
     ("version", "said"),
     [
-        *((old, refusal) for old in ("4.57.6", "5.16.1")),
+        *((old, explain_too_old) for old in ("4.57.6", "5.16.1")),
         *((good, None) for good in ("5.17.0rc1", "5.17.0", f"{NEWEST[0]}.{NEWEST[1]}.9", "unknown")),
-        *((new, newer) for new in (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", "10.0")),
+        *((new, explain_too_new) for new in (f"{NEWEST[0]}.{NEWEST[1] + 1}.0.dev0", "10.0")),
     ],
 )
 def test_messages_name_the_remedy(version, said, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(claim(tmp_path, version))
-    for sentence in (refusal, newer):
+    for sentence in (explain_too_old, explain_too_new):
         assert (sentence() is not None) == (sentence is said)
     if said is not None:
         reported = said() or ""

@@ -1,4 +1,4 @@
-"""How fast this machine computes a layer's experts and reads memory, the ceiling of decoding: for `ktconvert bench`."""
+"""Speed of a layer's experts and of memory reads, which limit decoding, for `ktconvert bench`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.runtime.experts import Experts
 
-# Parts of an array that one thread can read side by side. More are no faster; which is fastest depends on the machine.
+# Numbers of sections of an array that one thread can read in parallel. More are no faster; which number is fastest
+# depends on the machine.
 STREAMS = (1, 2, 4)
 LEAST_RUNS, MOST_RUNS = 3, 1000
-SECONDS = 1.0  # spent on each figure
-SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so that other load spares some rounds
-CACHES = 4  # the memory that is read is this many times the last-level cache
+SECONDS = 1.0  # time for each figure
+SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so that some rounds avoid other load
+CACHES = 4  # the memory that is read has this many times the size of the last-level cache
 
 
 def read_memory(block: Array, streams: int) -> int:
-    """Read each cache line of an array, in STREAMS parts side by side; the exclusive or of their first 8 bytes."""
+    """Read each cache line of an array in parallel streams (STREAMS); return the XOR of their first 8 bytes."""
     if streams not in STREAMS:
         raise ValueError(f"streams must be {', '.join(map(str, STREAMS[:-1]))} or {STREAMS[-1]}, not {streams}")
     if not block.flags.c_contiguous:
@@ -40,7 +41,11 @@ def read_memory(block: Array, streams: int) -> int:
 
 @dataclass(frozen=True)
 class Timing:
-    """Forwards of one batch size: seconds, distinct experts per forward, on average, and bytes of their weights."""
+    """Forwards of one batch size: times in seconds, and averages per forward.
+
+    touched  number of different experts
+    nbytes   bytes of their weights
+    """
 
     tokens: int
     runs: int
@@ -59,7 +64,7 @@ class Timing:
 
 
 def last_level_cache(root: Path = Path("/")) -> int:
-    """Bytes of level-3 cache (level 2 without a third) of this process's CPUs together; 0 where it is not reported."""
+    """Return the bytes of level-3 cache (else level 2) of this process's CPUs together; 0 if unknown."""
     levels: dict[int, dict[str, int]] = {}
     for cpu in machine.affinity():
         for folder in (root / f"sys/devices/system/cpu/cpu{cpu}/cache").glob("index[0-9]*"):
@@ -71,38 +76,40 @@ def last_level_cache(root: Path = Path("/")) -> int:
 
 
 def read_bandwidth(threads: int) -> dict[int, float]:
-    """Bytes per second that this many threads read together, by the streams of each (STREAMS), in the best round. One
-    slice of memory after the other, together more than the last-level cache holds; each thread reads what it wrote
-    itself, so that the pages are on its NUMA node, and is pinned to a core of its own if there are enough.
+    """Return the bytes per second that this number of threads read together in the best round, for each of STREAMS.
+
+    Threads read one slice of memory after the other, together more than the last-level cache holds. Each thread reads
+    memory that it wrote itself, so that the pages are on its NUMA node, and is pinned to its own core if there are
+    enough cores.
     """
     available = machine.memory_available() // 4 // threads
-    part = min(SLICE, max(1 << 20, available))
-    slices = max(1, min(CACHES * last_level_cache() // threads, available) // part)
+    size = min(SLICE, max(1 << 20, available))
+    slices = max(1, min(CACHES * last_level_cache() // threads, available) // size)
     cpus = [cpu for node in machine.core_cpus().values() for cpu in node]
-    spans = np.zeros((threads, 2))  # when each thread began and ended its part of the round
+    spans = np.zeros((threads, 2))  # times at which each thread began and ended its slice of the round
     best = dict.fromkeys(STREAMS, float("inf"))  # seconds
     rounds = 0
     end = time.perf_counter() + SECONDS
-    going = True
+    running = True
 
-    def between() -> None:
-        """Called in one thread between rounds, while the others wait."""
-        nonlocal going, rounds
+    def finish_round() -> None:
+        """Evaluate a round, in one thread, while the others wait."""
+        nonlocal running, rounds
         if spans.any():
             streams = STREAMS[rounds % len(STREAMS)]
             best[streams] = min(best[streams], float(spans[:, 1].max() - spans[:, 0].min()))
             rounds += 1
-        going = rounds < LEAST_RUNS * len(STREAMS) or time.perf_counter() < end
+        running = rounds < LEAST_RUNS * len(STREAMS) or time.perf_counter() < end
 
-    barrier = threading.Barrier(threads, action=between)
+    barrier = threading.Barrier(threads, action=finish_round)
 
     def read(number: int) -> None:
         if threads <= len(cpus):
             with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, {cpus[number]})  # only of this thread
-        block = np.ones((slices, part), np.uint8)
+                os.sched_setaffinity(0, {cpus[number]})  # only for this thread
+        block = np.ones((slices, size), np.uint8)
         barrier.wait()
-        while going:
+        while running:
             begin = time.perf_counter()
             read_memory(block[rounds % slices], STREAMS[rounds % len(STREAMS)])
             spans[number] = begin, time.perf_counter()
@@ -111,31 +118,31 @@ def read_bandwidth(threads: int) -> dict[int, float]:
     with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
         try:
             readers = executor.map(read, range(threads))
-        except RuntimeError:  # no more threads can be started: the others would wait for them
+        except RuntimeError:  # no more threads can be started; the others would wait for them
             barrier.abort()
             raise
         list(readers)
-    return {streams: threads * part / seconds for streams, seconds in best.items()}
+    return {streams: threads * size / seconds for streams, seconds in best.items()}
 
 
 def random_bf16(rng: np.random.Generator, *shape: int) -> U16:
-    """Normal numbers, as BF16 bits."""
+    """Return normally distributed numbers as BF16 bits."""
     return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def random_routing(rng: np.random.Generator, tokens: int, topk: int, experts: int) -> I64:
-    """For each token `topk` different experts, all equally likely: int64 [tokens, topk]."""
+    """Return `topk` different experts for each token, all equally likely: int64 [tokens, topk]."""
     return np.argsort(rng.random((tokens, experts)), axis=1)[:, :topk].astype(np.int64)
 
 
 def every_expert(topk: int, experts: int) -> I64:
-    """A routing of the fewest tokens that touches every expert: int64 [tokens, topk]."""
+    """Return a routing of as few tokens as possible that uses every expert: int64 [tokens, topk]."""
     tokens = -(-experts // topk)
     return np.arange(tokens * topk, dtype=np.int64).reshape(tokens, topk) % experts
 
 
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
-    """Compute a layer for random tokens, for about a second; routed alike, weights would come from the cache."""
+    """Time forwards of a layer for about a second, with new random routing each time so that weights are not cached."""
     rng = np.random.default_rng(seed)
     hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
     weights = np.full((tokens, topk), 1 / topk, np.float32)
@@ -153,7 +160,7 @@ def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> 
 
 
 def warm_up(experts: Experts, topk: int) -> None:
-    """Compute with every expert once: afterwards mapped weights are in memory and the pool's threads have started."""
+    """Compute every expert once, so that mapped weights are in memory and the pool's threads have started."""
     ids = every_expert(topk, experts.num_experts)
     hidden = random_bf16(np.random.default_rng(0), len(ids), experts.hidden)
     experts.forward(hidden, ids, np.full(ids.shape, 1 / topk, np.float32))

@@ -1,7 +1,7 @@
-"""Experts in the order in which checkpoints store them, written to the buffers of SGLang's layerwise prefill on GPUs
-(docs/how-to/replace-kt-kernel.md).
+"""Experts in the order of checkpoints, for the buffers of SGLang's layerwise prefill on GPUs.
 
-A GPU rank gets two weights, each with its scales: its rows of gate, then its rows of up; its columns of down.
+See docs/how-to/replace-kt-kernel.md. A GPU rank gets two weights, each with its scales: its rows of gate, then its rows
+of up; its columns of down.
 """
 
 from __future__ import annotations
@@ -12,70 +12,76 @@ from typing import Any
 from ktconvert.layouts.outputs.slices import NumaSlice
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import METHODS, InRows
+from ktconvert.native_quant.runtime.methods import METHODS, RowLayout
 from ktconvert.native_quant.runtime.pool import Job, check_error
 from ktconvert.quantizers import panels
 
 BUFFERS = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
-Addresses = Sequence[Sequence[int]]  # of each of these, by rank: memory as large as what is written there
+Addresses = Sequence[Sequence[int]]  # for each of BUFFERS, the address of each rank's memory
 
 
 def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
-    """Starts to write what an expert computes with, after all earlier jobs of its pool; the job's wait() returns then.
+    """Start to write an expert's weights, after all earlier jobs of its pool, and return the job.
 
-    Raises NotImplementedError for a method whose weights no GPU reads, ValueError for arguments that do not fit.
+    Raises NotImplementedError for a method whose weights no GPU reads, ValueError for wrong arguments.
     """
-    in_rows = experts.packed.rows["gate"].in_rows
-    if not in_rows:
-        able = ", ".join(sorted(method.name for method in METHODS.values() if method.in_rows))
+    layouts = experts.packed.rows["gate"].row_layouts
+    if not layouts:
+        able = ", ".join(sorted(method.name for method in METHODS.values() if method.row_layouts))
         why = f"holds weights as no GPU kernel reads them (those of {able} can be written)"
         remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
         raise NotImplementedError(f"method={experts.method!r} {why}: {remedy}")
     if not 0 <= expert < experts.num_experts:
         raise ValueError(f"expert_id is {expert}, and layer {experts.layer} has experts 0 to {experts.num_experts - 1}")
-    multiple = max(panels.ROWS, *(of.columns for of in in_rows))
+    multiple = max(panels.ROWS, *(layout.columns for layout in layouts))
     if ranks < 1 or experts.intermediate % (ranks * multiple):
         needed = f"must be a multiple of it times {multiple} for {experts.method}"
         raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {needed}")
-    used = ("weight", "scale")[: len(in_rows)]
+    used = ("weight", "scale")[: len(layouts)]
     for name, addresses in zip(BUFFERS, buffers, strict=True):
         if name.split("_")[1] in used and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
     packed = experts.packed
-    rectangles = [
-        rectangle
-        for numa_slice, stored in packed.arrays.items()
-        if numa_slice.expert == experts.order[expert]
-        for at, (of, data) in enumerate(zip(in_rows, stored, strict=True))
-        for rectangle in _of_slice(numa_slice, of, data.__array_interface__["data"][0], ranks, experts, buffers, at)
-    ]
+    rectangles = []
+    for numa_slice, stored in packed.arrays.items():
+        if numa_slice.expert == experts.order[expert]:
+            for index, (layout, data) in enumerate(zip(layouts, stored, strict=True)):
+                address = data.__array_interface__["data"][0]
+                targets = buffers[2 + index if numa_slice.projection == "down" else index]
+                rectangles += _make_rectangles(numa_slice, layout, address, targets, experts)
     items = ffi.new("ktq_rectangle[]", rectangles)
-    job = ffi.new("ktq_job **")
-    check_error(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, job))
-    started = Job(job[0], packed.check_reads, (experts.pool, packed, items))
-    started.submit()
-    return started
+    pointer = ffi.new("ktq_job **")
+    check_error(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, pointer))
+    job = Job(pointer[0], packed.check_reads, (experts.pool, packed, items))
+    job.submit()
+    return job
 
 
-def _of_slice(
-    numa_slice: NumaSlice, of: InRows, source: int, ranks: int, experts: Experts, buffers: Addresses, at: int
+def _make_rectangles(
+    numa_slice: NumaSlice, layout: RowLayout, source: int, targets: Sequence[int], experts: Experts
 ) -> Iterator[tuple[Any, ...]]:
-    """A ktq_rectangle for what each rank gets of a slice's tensor. source: its address; at: its number in the slice."""
-    width, share = experts.intermediate // ranks, experts.intermediate // experts.parts
-    for rank in range(ranks):
-        first = max(numa_slice.node * share, rank * width)
-        last = min((numa_slice.node + 1) * share, (rank + 1) * width)
+    """Yield a ktq_rectangle for each rank that gets some of a slice's tensor.
+
+    source: address of the tensor; targets: address of the buffer of each rank.
+    """
+    rank_width, slice_width = experts.intermediate // len(targets), experts.intermediate // experts.parts
+    slice_start = numa_slice.node * slice_width
+    for rank, target in enumerate(targets):
+        first = max(slice_start, rank * rank_width)
+        last = min(slice_start + slice_width, (rank + 1) * rank_width)
         if first >= last:
             continue
-        skipped, written = first - numa_slice.node * share, first - rank * width
+        start, rank_start = first - slice_start, first - rank * rank_width  # within the slice, and within the rank
         if numa_slice.projection == "down":
-            row_stride = of.items(width) * of.size
-            to = buffers[2 + at][rank] + of.number(written) * of.size
-            row, column, rows, columns = 0, skipped, numa_slice.n, last - first
+            row_stride = layout.item_count(rank_width) * layout.size
+            to = target + layout.item_index(rank_start) * layout.size
+            row, column, rows, columns = 0, start, numa_slice.n, last - first
         else:
-            row_stride = of.items(numa_slice.k) * of.size
-            to = buffers[at][rank] + ((numa_slice.projection == "up") * width + written) // of.rows * row_stride
-            row, column, rows, columns = skipped, 0, last - first, numa_slice.k
-        items = of.items(columns) * (of.size if of.order == lib.KTQ_IN_ROWS else 1)
-        addresses = (ffi.cast("void *", address) for address in (source + of.offset(row, column, numa_slice.k), to))
-        yield of.order, rows // of.rows, items, of.stride(numa_slice.k), row_stride, *addresses
+            row_stride = layout.item_count(numa_slice.k) * layout.size
+            rank_row = (numa_slice.projection == "up") * rank_width + rank_start
+            to = target + rank_row // layout.rows * row_stride
+            row, column, rows, columns = start, 0, last - first, numa_slice.k
+        items = layout.item_count(columns) * (layout.size if layout.order == lib.KTQ_IN_ROWS else 1)
+        address = source + layout.offset(row, column, numa_slice.k)
+        pointers = ffi.cast("void *", address), ffi.cast("void *", to)
+        yield layout.order, rows // layout.rows, items, layout.stride(numa_slice.k), row_stride, *pointers

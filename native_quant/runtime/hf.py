@@ -24,8 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import cpu_card
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
-from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.from_checkpoint import open_experts
+from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
@@ -95,7 +94,7 @@ class KTConvertQuantizer(HfQuantizer):
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
-        modules = find_experts(model, open_experts(root).swiglu_of)
+        modules = find_experts(model, open_experts(root).swiglu)
         if folder is not None:
             hf_non_experts.require_unpacked(folder, checkpoint_files or (), model, modules)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -159,7 +158,7 @@ class KTConvertQuantizer(HfQuantizer):
         loaded: dict[int, Experts] = {}
         options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
-            limit, alpha = source.swiglu_of(module.layer)
+            limit, alpha = source.swiglu(module.layer)
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
             sizes |= {"intermediate": module.intermediate, "swiglu_limit": limit, "swiglu_alpha": alpha}
             loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options)
@@ -221,7 +220,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
             remedy = "pass the directory of an output to from_pretrained"
             raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
-        modules = find_experts(model, open_experts(root).swiglu_of)
+        modules = find_experts(model, open_experts(root).swiglu)
         renamings = hf_non_experts.make_renamings(model, modules)
         hf_non_experts.require_complete(root, checkpoint_files, model, modules, renamings)
         self.quantization_config.cpu_weights = str(root)

@@ -69,13 +69,13 @@ def require_complete(
         what = f"{packed.name} is quantized itself ({packed.dtype}), and only routed experts can be"
         raise UnsupportedError(f"{root}: {what}; convert what `ktconvert dequantize` writes of the original checkpoint")
     names = [entry.name for entry in entries]
-    missing = sorted(stored_names(model, modules) - convert_names(model, names, renamings))
+    missing = sorted(list_checkpoint_names(model, modules) - convert_names(model, names, renamings))
     if missing:
         more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
         raise UnsupportedError(_advise_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
 
 
-def stored_names(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
+def list_checkpoint_names(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
     """Return the names, in the model, of the non-expert tensors that a checkpoint must have."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     experts = tuple(f"{module.name}." for module in modules)
@@ -161,7 +161,7 @@ def require_unpacked(root: Path, files: Iterable[str], model: Any, modules: Sequ
         return
     names = [entry.name for file in files for entry in read_header(Path(file)).entries]
     unpacked_names = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
-    packed = stored_names(model, modules) & convert_names(model, unpacked_names, ())
+    packed = list_checkpoint_names(model, modules) & convert_names(model, unpacked_names, ())
     if packed:
         what = f"is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these combine with others"
         remedy = f"give a model that `ktconvert gpu` made, or what `ktconvert dequantize {root} BF16` writes"

@@ -1,4 +1,4 @@
-"""The functions of kt_kernel besides KTMoEWrapper, and a module of its name for its importers, such as SGLang."""
+"""Functions of kt_kernel besides KTMoEWrapper, and a module of its name for programs that import it, such as SGLang."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ EXTENSION = "kt_kernel.kt_kernel_ext"
 
 
 def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: int) -> torch.Tensor:
-    """Which experts go to the GPU: the `num_gpu_experts` most often used of all layers; below 0: none, above all: all.
-    activation_freq: [layers, experts]. Returns bool [layers, experts] on the CPU.
+    """Return a mask of the `num_gpu_experts` most used experts of all layers (below 0: none; above the total: all).
+
+    activation_freq: [layers, experts]. The result is bool [layers, experts] on the CPU.
     """
     import torch
 
@@ -30,7 +31,7 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
     return masks
 
 
-# The modules that ktconvert provides: what they have, and the message for all else.
+# Modules that ktconvert provides: their names, and the message for any other name.
 PROVIDED = {
     "kt_kernel": (
         ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"),
@@ -58,7 +59,7 @@ class _Provided(ModuleType):
 
 
 def install_as_kt_kernel() -> None:
-    """Make `import kt_kernel` import ktconvert's KTMoEWrapper; RuntimeError if the real one is imported already.
+    """Make `import kt_kernel` import ktconvert's KTMoEWrapper. Raises RuntimeError if the real one is imported already.
 
     Submodules (kt_kernel.cli, .sft, .utils ...) and the C++ extension remain those of the real package, if installed.
     """
@@ -68,7 +69,7 @@ def install_as_kt_kernel() -> None:
     if present is not None:
         remedy = "call install_as_kt_kernel() before anything imports kt_kernel"
         raise RuntimeError(f"the real kt_kernel is imported already; {remedy}")
-    kernels.isa()  # a wrong KTCONVERT_ISA is reported here, as kt_kernel does when it is imported
+    kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA, as kt_kernel does when it is imported
     real = importlib.util.find_spec("kt_kernel")
     module, extension = (_Provided(name, __doc__) for name in PROVIDED)
     for each in (module, extension):
@@ -82,7 +83,7 @@ def install_as_kt_kernel() -> None:
 
 
 def _load_real_extension(module: ModuleType) -> ModuleType:
-    """Load the real package's extension, which needs AVX2, when it is first used. Raises ImportError as that does."""
+    """Load the real package's extension, which needs AVX2. Raises its ImportError."""
     extension: ModuleType = importlib.import_module("kt_kernel._cpu_detect").initialize()[0]
     _add_extension(module, extension)
     return extension

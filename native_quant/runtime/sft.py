@@ -1,4 +1,4 @@
-"""KTMoEWrapper(mode="sft"): LoRA through the routed experts of one layer, with kt_kernel 0.7.2's interface for it."""
+"""KTMoEWrapper(mode="sft"): LoRA training of the routed experts of one layer, with the interface of kt_kernel 0.7.2."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import METHODS, SKIP_LORA, TRAINED
+from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.stored_parts import StoredPart
+from ktconvert.native_quant.runtime.stored_slices import StoredSlice
 from ktconvert.native_quant.runtime.training import CPU, Gradients, Lora, SavedForward, TrainingPass
 
 Result = TypeVar("Result")
 
 GROUP = 32  # columns of a scale of RAWINT4
-BACKWARD = {"BF16": "AMXBF16"}  # methods whose transposed matrices are in a format of another name
+BACKWARD_FORMATS = {"BF16": "AMXBF16"}  # methods whose transposes have a format of a different name
 
 
 class RAWINT4ExpertWeights(NamedTuple):
-    """Codes uint8 [E, N, K / 2], the even column in the lower half, value + 8; scales BF16 [E, N, K / 32]."""
+    """4-bit weights of a layer: codes uint8 [E, N, K / 2], value + 8, the even column in the lower half of a byte.
+
+    Scales are BF16 [E, N, K / 32].
+    """
 
     gate_proj: torch.Tensor
     gate_scale: torch.Tensor
@@ -45,8 +48,10 @@ class RAWINT4ExpertWeights(NamedTuple):
 
 @dataclass
 class GradientWindow:
-    """The gradients of LoRA that an optimizer sees: written by the first backward after it was closed, added to by
-    later ones. It is open while each parameter's .grad is its buffer. Tensors that are no parameters: never open.
+    """The gradients of LoRA for kt-kernel's optimizer: buffers to which several backwards can add.
+
+    The first backward after close() overwrites the buffers, later ones add to them. The window is open while the .grad
+    of each parameter is its buffer. It is never open for tensors that are no parameters.
     """
 
     layer: int
@@ -60,19 +65,19 @@ class GradientWindow:
 
     @property
     def is_open(self) -> bool:
-        given = [(parameter.grad, buffer) for parameter, buffer in self.parameters]
-        open_ones = [gradient is buffer for gradient, buffer in given]
-        if any(gradient is not None and gradient is not buffer for gradient, buffer in given):
+        gradients = [(parameter.grad, buffer) for parameter, buffer in self.parameters]
+        are_buffers = [gradient is buffer for gradient, buffer in gradients]
+        if any(gradient is not None and gradient is not buffer for gradient, buffer in gradients):
             raise RuntimeError(
                 f"layer {self.layer}: another tensor is in .grad of a parameter of LoRA, whose gradients are in the "
                 "buffers of init_lora_weights; set .grad to None after the optimizer's step (zero_grad)"
             )
-        if len(set(open_ones)) > 1:
+        if len(set(are_buffers)) > 1:
             raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
-        return bool(open_ones) and open_ones[0]
+        return bool(are_buffers) and are_buffers[0]
 
     def publish(self, gradients: Lora) -> None:
-        """Gradients other than the buffers themselves are added to these."""
+        """Add gradients to the buffers, unless they are the buffers, and set each parameter's .grad."""
         for buffer, gradient in zip(self.buffers, gradients, strict=True):
             if gradient is not buffer:
                 buffer.copy_(buffer.float() + gradient)
@@ -85,18 +90,20 @@ class GradientWindow:
 
 
 class SftMoEWrapper:
-    """Forward and backward of one layer. Arguments, methods and their order are those of kt-kernel 0.7.2, where:
+    """Forward and backward of one layer, with the arguments and methods of kt-kernel 0.7.2.
 
-    - gradients of all methods are in windows ("authoritative"), INT4's too, and inactive experts' are zero
-    - backward multiplies by the forward's own codes, in BF16. share_backward_bb = False, set before the weights are
-      loaded: by transposes that were quantized on their own, in kt-kernel's arithmetic, with their memory: those of the
-      tensors, or of files, where a missing one is an error. Left alone (None), those of files where they lie
-    - parameters of LoRA are read at each call: update_lora_weights has nothing to do
-    - dropout is elementwise, and only where save_for_backward is set
-    - the gradient of hidden states is summed in float32
+    Differences:
 
-    Use: construct, load, init_lora_weights; then forward(save_for_backward=True), backward, optimizer step. Calls out
-    of order raise RuntimeError.
+    - The gradients of all methods, even INT4's, are in windows ("authoritative"); those of inactive experts are zero.
+    - Backward multiplies by the codes of the forward, in BF16. If share_backward_bb is set to False before the weights
+      are loaded, it multiplies by transposes that were quantized separately, in kt-kernel's arithmetic: those of the
+      tensors, or of files, which must exist. They need additional memory. With None, it uses those of files that exist.
+    - Each call reads the parameters of LoRA; update_lora_weights does nothing.
+    - Dropout is elementwise, and only applies if save_for_backward is set.
+    - The gradient of hidden states is summed in float32.
+
+    Usage: construct, load, init_lora_weights; then forward(save_for_backward=True), backward, optimizer step. Calls in
+    a different order raise RuntimeError.
     """
 
     def __init__(
@@ -120,9 +127,7 @@ class SftMoEWrapper:
     ) -> None:
         self.is_skip_lora = method.endswith(SKIP_LORA)
         if full_weight_grad:
-            raise NotImplementedError(
-                f"method={method!r} trains LoRA alone: base weights are frozen (full_weight_grad)"
-            )
+            raise NotImplementedError(f"method={method!r} trains only LoRA: base weights are frozen (full_weight_grad)")
         if not self.is_skip_lora and (lora_rank < 1 or not lora_alpha > 0 or not 0 <= lora_dropout < 1):
             numbers = f"{lora_rank}, {lora_alpha} and {lora_dropout}"
             raise ValueError(
@@ -135,23 +140,23 @@ class SftMoEWrapper:
         self.lora_rank, self.lora_alpha, self.lora_dropout = lora_rank, lora_alpha, lora_dropout
         self.lora_scaling = lora_alpha / lora_rank if lora_rank else 0.0
         self.share_backward_bb: bool | None = None
-        self.share_cache_pool = True  # kt-kernel's; either value means the same here
+        self.share_cache_pool = True  # kt-kernel's; has no effect here
         self.moe: Experts | None = None
-        self._pool, self._mask, self._holds = pool, mask, METHODS[TRAINED[method]]
+        self._pool, self._mask, self._weights_method = pool, mask, METHODS[SFT_WEIGHTS[method]]
         self._window: GradientWindow | None = None
         self._saved: tuple[TrainingPass, SavedForward] | None = None
-        self._spare: SavedForward | None = None  # memory for the next forward
+        self._reusable: SavedForward | None = None  # memory for the next forward
         self._forward: Future[tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]] | None = None
         self._backward: Future[Gradients] | None = None
 
     # --- weights ---
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
-        """Load this layer from weight_path: converted weights, or a checkpoint that the method reads (Experts.load)."""
+        """Load this layer from weight_path: converted weights, or a checkpoint that the method can read."""
         experts = Experts.load(
             self.weight_path,
             self.layer_idx,
-            method=self._holds.name,
+            method=self._weights_method.name,
             num_experts=self.num_experts,
             hidden=self.hidden_size,
             intermediate=self.moe_intermediate_size,
@@ -170,16 +175,16 @@ class SftMoEWrapper:
         physical_to_logical_map_cpu: torch.Tensor | None = None,
     ) -> None:
         """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count NUMA slices; slot p has expert map[p]."""
-        if self._holds.name == "RAWINT4":
+        if self._weights_method.name == "RAWINT4":
             raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
-        gate, up, down = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
-        where = self._holds, self.layer_idx, self.threadpool_count, self._pool
-        packed = weights.pack(gate, up, down, *where, transposed=bool(self._transposed))
+        gate, up, down = weights.to_bf16_bits(self._shapes, gate_proj, up_proj, down_proj)
+        options = self._weights_method, self.layer_idx, self.threadpool_count, self._pool
+        packed = weights.pack(gate, up, down, *options, transposed=bool(self._transposed))
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load packed integers, a RAWINT4ExpertWeights or kt-kernel's object of that name."""
-        if self._holds.name != "RAWINT4":
+        if self._weights_method.name != "RAWINT4":
             raise ValueError(f"load_rawint4_weights needs method='RAWINT4_SFT', not {self.method!r}")
         if weights_.group_size != GROUP:
             raise ValueError(f"RAWINT4 has a scale for each {GROUP} columns, not {weights_.group_size}")
@@ -192,12 +197,12 @@ class SftMoEWrapper:
             each = zip(codes.numpy(), scales.float().numpy(), strict=True)
             linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
         slicing = Slicing(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
-        nowhere: Any = None  # messages name a checkpoint's tensor, and none can come of these
+        no_source: Any = None  # only for messages on zero points and orders, which these weights cannot have
 
-        def put(part: Matrix, out: Sequence[Bytes]) -> None:
-            self._holds.put(StoredPart(part, nowhere, {}), out)
+        def write(linear: Matrix, out: Sequence[Bytes]) -> None:
+            self._weights_method.write_slice(StoredSlice(linear, no_source, {}), out)
 
-        packed = weights.fill_with(self._holds, slicing, linears, put, self._pool)
+        packed = weights.pack_linears(self._weights_method, slicing, linears, write, self._pool)
         self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
 
     def save_backward_weights_from_tensors(
@@ -209,10 +214,11 @@ class SftMoEWrapper:
         output_path: str,
     ) -> None:
         """Write kt-kernel's transposed matrices as .kt files to output_path/_layer_N/_numa_P, in the tensors' order."""
-        fmt = FORMATS[BACKWARD.get(self._holds.name, self._holds.name)]
+        name = self._weights_method.name
+        fmt = FORMATS[BACKWARD_FORMATS.get(name, name)]
         if not fmt.backward:
             raise ValueError(f"method={self.method!r} has no transposed matrices in files")
-        bits = weights.bits_of(self._shapes, gate_proj, up_proj, down_proj)
+        bits = weights.to_bf16_bits(self._shapes, gate_proj, up_proj, down_proj)
         linears = dict(zip(PROJECTIONS, bits, strict=True))
         slicing = Slicing(
             self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count, True, forward=False
@@ -228,8 +234,10 @@ class SftMoEWrapper:
     # --- LoRA ---
 
     def init_lora_weights(self, *tensors: torch.Tensor) -> None:
-        """The six tensors of LoRA (gate_a, gate_b, up_a, up_b, down_a, down_b), then their gradients: BF16, contiguous,
-        on the CPU. They are read and written where they lie. Of nn.Parameters, .grad becomes the gradient's buffer.
+        """Set the six tensors of LoRA (gate_a, gate_b, up_a, up_b, down_a, down_b) and the six of their gradients.
+
+        All are BF16, contiguous, on the CPU, and are used in place. The .grad of nn.Parameters becomes the buffer of
+        the gradient.
         """
         if self.is_skip_lora:
             raise RuntimeError(f"method={self.method!r} applies no LoRA")
@@ -247,11 +255,11 @@ class SftMoEWrapper:
         self._window.close()
 
     def update_lora_weights(self) -> None:
-        """To be called after an optimizer's step in kt-kernel. Raises RuntimeError before init_lora_weights."""
-        self._lora()
+        """Do nothing but raise RuntimeError before init_lora_weights; kt-kernel needs it after an optimizer's step."""
+        self._require_lora()
 
     def release_authoritative_optimizer_grads(self) -> None:
-        """Close the gradients' window: the next backward writes over them."""
+        """Close the gradients' window: the next backward overwrites them."""
         if self._window is not None:
             self._window.close()
 
@@ -265,7 +273,7 @@ class SftMoEWrapper:
         save_for_backward: bool = True,
         output_device: torch.device | None = None,
     ) -> torch.Tensor:
-        """BF16 [T, H], a tensor of its own. hidden_states [T, H], expert_ids and weights [T, k]."""
+        """Return the result, BF16 [T, H], as a new tensor. hidden_states [T, H], expert_ids and weights [T, k]."""
         self.submit_forward(hidden_states, expert_ids, weights, save_for_backward)
         return self.sync_forward(output_device)
 
@@ -279,7 +287,7 @@ class SftMoEWrapper:
         """Start a forward, with copies of the arguments."""
         if self.moe is None:
             raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
-        lora = self._lora()
+        lora = self._require_lora()
         if self._forward is not None:
             raise RuntimeError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
         if len(hidden_states) > self.chunked_prefill_size:
@@ -291,19 +299,19 @@ class SftMoEWrapper:
         dropout = self.lora_dropout if save_for_backward and lora is not None else 0.0
         step = TrainingPass.create(self.moe, x, ids, shares, lora, self.lora_scaling, dropout, self._mask)
 
-        spare, self._spare = self._spare, None
+        reusable, self._reusable = self._reusable, None
 
         def compute() -> tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]:
-            out, kept = step.forward(spare)
-            return out, (step, kept) if save_for_backward else None
+            out, saved = step.forward(reusable)
+            return out, (step, saved) if save_for_backward else None
 
-        self._forward = _in_background(compute)
+        self._forward = _start_thread(compute)
 
     def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
         if self._forward is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
-        later, self._forward = self._forward, None
-        out, saved = later.result()
+        future, self._forward = self._forward, None
+        out, saved = future.result()
         self._saved = saved or self._saved
         return out if output_device is None else out.to(output_device)
 
@@ -313,8 +321,9 @@ class SftMoEWrapper:
         output_device: torch.device | None = None,
         optimizer_grad_scale: float = 1.0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of hidden_states, BF16 [T, H], and weights, float32 [T, k], of the last forward that was saved;
-        those of LoRA, times optimizer_grad_scale, go to their buffers.
+        """Return the gradients of hidden_states, BF16 [T, H], and weights, float32 [T, k], for the last saved forward.
+
+        The gradients of LoRA, times optimizer_grad_scale, go to their buffers.
         """
         self.submit_backward_async(grad_output, output_device, optimizer_grad_scale)
         return self.sync_backward()
@@ -337,36 +346,36 @@ class SftMoEWrapper:
             shapes = f"{tuple(self._saved[0].hidden.shape)}, not {tuple(grad_output.shape)}"
             raise ValueError(f"layer {self.layer_idx}: grad_output must have the shape of the last forward, {shapes}")
         add = self._window is not None and self._window.is_open
-        (step, kept), self._saved = self._saved, None
-        if add and step.lora is not None:  # added up in float32, then rounded
+        (step, saved), self._saved = self._saved, None
+        if add and step.lora is not None:  # sum in float32, then round
             step = TrainingPass(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
         gradient = grad_output.detach().to(CPU, torch.bfloat16, copy=True)
         into = None if self._window is None or add else self._window.buffers
 
         def compute() -> Gradients:
-            found = step.backward(kept, gradient, scale, into)
-            self._spare = kept
-            return found
+            gradients = step.backward(saved, gradient, scale, into)
+            self._reusable = saved
+            return gradients
 
-        self._device, self._backward = output_device, _in_background(compute)
+        self._device, self._backward = output_device, _start_thread(compute)
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._backward is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it")
-        later, self._backward = self._backward, None
-        found = later.result()
-        if self._window is not None and found.lora is not None:
-            self._window.publish(found.lora)
+        future, self._backward = self._backward, None
+        gradients = future.result()
+        if self._window is not None and gradients.lora is not None:
+            self._window.publish(gradients.lora)
         device = self._device or CPU
-        return found.hidden.to(device), found.weights.to(device)
+        return gradients.hidden.to(device), gradients.weights.to(device)
 
-    # --- inside ---
+    # --- helpers ---
 
     @property
     def _transposed(self) -> bool | None:
         return None if self.share_backward_bb is None else not self.share_backward_bb
 
-    def _lora(self) -> Lora | None:
+    def _require_lora(self) -> Lora | None:
         if self.is_skip_lora:
             return None
         if self._window is None:
@@ -378,13 +387,14 @@ class SftMoEWrapper:
 
     @property
     def _shapes(self) -> list[weights.Shape]:
-        return weights.shapes_of(self.num_experts, self.hidden_size, self.moe_intermediate_size)
+        return weights.projection_shapes(self.num_experts, self.hidden_size, self.moe_intermediate_size)
 
 
 class KTMoEFunction(torch.autograd.Function):
-    """A layer's forward that was submitted, differentiable in hidden states [b, s, H] and routing weights; the
-    gradients of LoRA go to the wrapper's buffers. The arguments are kt-kernel's, of which this uses the first four and
-    lora_ref, a tensor that requires a gradient where nothing else does.
+    """A submitted forward of a layer, differentiable in hidden states [b, s, H] and routing weights.
+
+    The gradients of LoRA go to the wrapper's buffers. The arguments are kt-kernel's; only the first four are used, and
+    lora_ref, a tensor that requires a gradient if nothing else does.
     """
 
     @staticmethod
@@ -399,7 +409,7 @@ class KTMoEFunction(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.wrapper, ctx.settings = wrapper, len(settings)
         ctx.weights = topk_weights.shape, topk_weights.dtype, topk_weights.device
-        # Reading a saved tensor makes a checkpoint compute the forward again before backward needs it.
+        # Reading a saved tensor makes activation checkpointing compute the forward again before backward needs it.
         ctx.save_for_backward(hidden_states.new_empty(()))
         out = wrapper.sync_forward(hidden_states.device)
         return out.view(hidden_states.shape).to(hidden_states.dtype)
@@ -410,12 +420,12 @@ class KTMoEFunction(torch.autograd.Function):
         flat = gradient.reshape(-1, gradient.shape[-1])
         hidden, weights = ctx.wrapper.backward(flat, gradient.device)
         shape, dtype, device = ctx.weights
-        of_hidden, of_weights = hidden.view(gradient.shape).to(gradient.dtype), weights.view(shape).to(device, dtype)
-        return of_hidden, None, of_weights, None, None, *[None] * ctx.settings
+        hidden, weights = hidden.view(gradient.shape).to(gradient.dtype), weights.view(shape).to(device, dtype)
+        return hidden, None, weights, None, None, *[None] * ctx.settings
 
 
-def _in_background(compute: Callable[[], Result]) -> Future[Result]:
-    """What a thread of its own computes meanwhile: an executor's would be gone after a fork."""
+def _start_thread(compute: Callable[[], Result]) -> Future[Result]:
+    """Compute in a new thread; an executor would lose its threads in a fork."""
     future: Future[Result] = Future()
 
     def run() -> None:

@@ -1,8 +1,9 @@
-"""A smoke test: random tokens through every expert of one layer, against the decoded weights multiplied in float32.
+"""A smoke test: random tokens through every expert of one layer, compared with decoded weights multiplied in float32.
 
-The runtime rounds activations to 8 bits twice: a measured error of 2 to 7 % (relative L2) with rows of very different
-sizes; with BF16 activations it is below 1 %. A wrong scale, row, part or expert gives about 100 %. The bounds lie
-between. Both sides read the same files, so that exchanged weights show only in hashes and beside the source.
+The runtime rounds activations to 8 bits twice, which causes a measured error of 2 to 7 % (relative L2) with rows of
+very different sizes; with BF16 activations the error is below 1 %. A wrong scale, row, slice or expert causes about
+100 %. The bounds are between. Both sides read the same files, so the test cannot notice exchanged weights; hashes and a
+comparison with the source can.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ktconvert.native_quant.arrays import F32, F64, I64, U16
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
-from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.from_checkpoint import open_experts
+from ktconvert.native_quant.runtime.expert_source import Requirements
+from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.methods import METHODS, PLAIN, Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -29,14 +30,18 @@ Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
 
 # Relative L2 distance from the reference: of an expert's outputs, of a panel of rows over all experts, of a token.
 BOUND, BOUND_BF16 = 0.25, 0.05
-PANEL = 32  # rows of a tile of the layouts, which kernels compute together
-IMPLAUSIBLE = 1 << 16  # an expert whose largest output is this many times the other experts' has a damaged scale
+PANEL = 32  # rows that kernels compute together
+IMPLAUSIBLE = 1 << 16  # an expert has a damaged scale if its largest output is this many times that of the others
 INPUTS = 2  # random hidden states; each goes through every expert
 
 
 @dataclass(frozen=True)
 class Smoke:
-    """error: the largest relative L2 distance of an expert's outputs, per mode; problems: a sentence each."""
+    """Results of a smoke test.
+
+    error     mode -> the largest relative L2 distance of an expert's outputs
+    problems  a sentence for each problem
+    """
 
     layer: int
     experts: int
@@ -47,15 +52,15 @@ class Smoke:
 
 
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
-    """Compare the outputs in each mode of the method with the reference: each expert alone, then topk per token."""
+    """Compare the outputs in each mode of the method with the reference: single experts, then topk per token."""
     source = open_experts(path)
-    swiglu = source.swiglu_of(layer)
-    packed = source.load(layer, pool, weights.Requirements(swiglu=swiglu))
+    swiglu = source.swiglu(layer)
+    packed = source.load(layer, pool, Requirements(swiglu=swiglu))
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.slicing.hidden)
     linears = functools.partial(source.linears, packed)
     expected = reference(packed, linears, bf16_to_f32(hidden), swiglu, pool.threads)  # [inputs, E, H]
-    problems, error = list(_implausible(layer, expected)), dict[str, float]()
+    problems, error = list(_find_implausible(layer, expected)), dict[str, float]()
     alone, together = np.arange(packed.experts, dtype=np.int64)[:, None], every_expert(topk, packed.experts)
     in_bf16 = METHODS[packed.method].activations == "BF16"
     modes, bound = ({"default": False}, BOUND_BF16) if in_bf16 else ({"exact": True, "default": False}, BOUND)
@@ -74,9 +79,9 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
             f"panel {{}} of {PANEL} output rows, over all experts,": distance(our_panels, expected_panels, (0, 1, 3)),
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
-        for what, far in distances.items():
-            problems += [f"{where}: {what.format(at)} is {far[at]:.2g} away from the reference, more than {bound}"
-                         for at in np.flatnonzero(~(far <= bound))]  # fmt: skip
+        for what, errors in distances.items():
+            problems += [f"{where}: {what.format(at)} is {errors[at]:.2g} away from the reference, more than {bound}"
+                         for at in np.flatnonzero(~(errors <= bound))]  # fmt: skip
         error[mode] = float(distances["expert {}"].max())
     return Smoke(layer, packed.experts, INPUTS * (len(alone) + len(together)), error, bound, tuple(problems))
 
@@ -84,21 +89,21 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
 def reference(
     packed: weights.LayerWeights, linears: Linears, hidden: F32, swiglu: Swiglu = PLAIN, threads: int = 1
 ) -> F32:
-    """down(silu(gate x) * up x) of every expert for every row of hidden [n, H], in float32: [n, E, H]."""
+    """Return down(silu(gate x) * up x) of every expert for every row x of hidden [n, H], in float32: [n, E, H]."""
     out = np.zeros((len(hidden), packed.experts, packed.slicing.hidden), np.float32)
 
-    def one(expert: int) -> None:
+    def compute(expert: int) -> None:
         with np.errstate(all="ignore"):
             for gate, up, down in linears(expert):
                 out[:, expert] += swiglu.compute(hidden @ gate.T, hidden @ up.T) @ down.T
 
     with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
-        list(executor.map(one, range(packed.experts)))
+        list(executor.map(compute, range(packed.experts)))
     return out
 
 
 def _forward(experts: Experts, hidden: U16, ids: I64) -> F32:
-    """Every hidden state with every row of ids, equal weights: [n, len(ids), H]."""
+    """Compute every hidden state with every row of ids and equal weights: [n, len(ids), H]."""
     rows = np.ascontiguousarray(np.repeat(hidden, len(ids), axis=0))
     tiled = np.ascontiguousarray(np.tile(ids, (len(hidden), 1)))
     out = experts.forward(rows, tiled, np.full(tiled.shape, 1 / ids.shape[1], np.float32))
@@ -106,18 +111,18 @@ def _forward(experts: Experts, hidden: U16, ids: I64) -> F32:
 
 
 def distance(outputs: F32, expected: F32, axes: tuple[int, ...]) -> F64:
-    """||outputs - wanted|| / ||wanted|| over these axes, for each index of the other axes; 0 where both are zero."""
+    """Return ||outputs - expected|| / ||expected|| over these axes, for each index of the others; 0 for 0 / 0."""
     with np.errstate(all="ignore"):
-        off = np.square(outputs.astype(np.float64) - expected).sum(axes)
+        difference = np.square(outputs.astype(np.float64) - expected).sum(axes)
         size = np.square(expected.astype(np.float64)).sum(axes)
-        return np.where(off == 0, 0.0, np.sqrt(off / size))
+        return np.where(difference == 0, 0.0, np.sqrt(difference / size))
 
 
-def _implausible(layer: int, expected: F32) -> Iterator[str]:
+def _find_implausible(layer: int, expected: F32) -> Iterator[str]:
     largest = np.abs(expected).max(axis=(0, 2))
     for expert in np.flatnonzero(~np.isfinite(largest)):
         yield f"layer {layer}: the weights of expert {expert} give a result that is not finite: a scale is damaged"
     usual = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
     for expert in np.flatnonzero(np.isfinite(largest) & (largest > IMPLAUSIBLE * usual)) if usual else ():
-        what = f"{float(largest[expert]) / usual:.1g} times the other experts'"
-        yield f"layer {layer}: the outputs of expert {expert} are {what}: a scale is damaged"
+        factor = f"{float(largest[expert]) / usual:.1g} times the other experts'"
+        yield f"layer {layer}: the outputs of expert {expert} are {factor}: a scale is damaged"

@@ -1,4 +1,4 @@
-"""The versions of transformers that load models with our experts."""
+"""Supported versions of transformers."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ktconvert.layouts.errors import KtconvertError
 
-# (major, minor), both included: what the tests pass with (`make test`, `make compat`). The extras [run] and [serve] in
-# pyproject.toml have the same bounds.
+# (major, minor), both included: the versions that the tests cover (`make test`, `make compat`). The extras [run] and
+# [serve] in pyproject.toml have the same bounds.
 OLDEST, NEWEST = (5, 17), (5, 23)
 BOUNDS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 TESTED = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 REMEDY = f"pip install 'transformers{BOUNDS}'"
 
 
-def require(warn: Callable[[str], None]) -> None:
-    """A sentence to `warn` where transformers is newer than the tested ones; KtconvertError where it is older."""
-    if why := refusal():
+def check_version(warn: Callable[[str], None]) -> None:
+    """Call `warn` if transformers is newer than the tested versions; raise KtconvertError if it is older."""
+    if why := explain_too_old():
         raise KtconvertError(why)
-    if caution := newer():
+    if caution := explain_too_new():
         warn(caution)
 
 
-def refusal() -> str | None:
-    """Why the installed transformers cannot be used, and what to install; None where it can."""
-    installed, minor = _installed()
+def explain_too_old() -> str | None:
+    """Return a message with the remedy if the installed transformers is too old, else None."""
+    installed, minor = _read_version()
     too_old = f"transformers {installed} is too old: ktconvert was tested with {TESTED}; {REMEDY}"
     return too_old if minor < OLDEST else None
 
 
-def newer() -> str | None:
-    """What to do if the installed transformers, newer than all that were tested, gives trouble; None: it is not."""
-    installed, minor = _installed()
+def explain_too_new() -> str | None:
+    """Return a message with a remedy in case of errors if the installed transformers is untested, else None."""
+    installed, minor = _read_version()
     caution = f"is newer than what ktconvert was tested with, {TESTED}; if the model does not load, or writes nonsense,"
     return f"transformers {installed} {caution} {REMEDY}" if minor > NEWEST else None
 
 
-def _installed() -> tuple[str, tuple[int, int]]:
-    """The version, and (major, minor) of it: a tested one of a source tree on PYTHONPATH, which has no metadata."""
+def _read_version() -> tuple[str, tuple[int, int]]:
+    """Return the version and its (major, minor). A source tree on PYTHONPATH has no metadata and counts as tested."""
     try:
         found = version("transformers") or ""
     except PackageNotFoundError:

@@ -1,11 +1,10 @@
-"""The packed weights of one layer where C can read them, packed on the spot or by loaders, and what these share."""
+"""Packed weights of one layer in memory that C reads: packing on the spot, loading, and placement on NUMA nodes."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import mmap
-import stat
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,20 +27,23 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime.methods import PLAIN, Method, Swiglu
+from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 
-Status = tuple[str, int, int, int]
 Item = TypeVar("Item")
+WriteSlice = Callable[[NumaSlice, Sequence[Bytes]], None]  # writes the tensors of a slice
+
+HUGE_PAGE = 2 << 20
+ALIGNMENT = 64  # a cache line; the kernels read aligned tensors fastest
 
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """A layer's experts, packed: E experts of sizes H and I in T parts.
+    """Packed experts of a layer: E experts of sizes H and I in T NUMA slices.
 
     rows    projection -> the row of its method; all have the same name
-    arrays  part of a matrix -> its tensors: codes, and scales if it has any; they own their memory or keep it alive.
-            Of the transposes, too, where a backward is to multiply by them
+    arrays  slice of a matrix -> its tensors: codes, and scales if there are any; they own their memory or keep it
+            alive. Includes slices of the transposes if a backward multiplies by them
     """
 
     rows: Mapping[str, Method]
@@ -67,12 +69,15 @@ class LayerWeights:
         encoding = self.rows["gate"].encoding
         assert encoding is not None
         slicing = replace(self.slicing, backward=False)
-        for parts in zip(*(slicing.slices(expert, projection) for projection in PROJECTIONS), strict=True):
-            gate, up, down = (encoding.decode(self.arrays[part], part.n, part.k, slice(None)) for part in parts)
+        for slices in zip(*(slicing.slices(expert, projection) for projection in PROJECTIONS), strict=True):
+            gate, up, down = (
+                encoding.decode(self.arrays[numa_slice], numa_slice.n, numa_slice.k, slice(None))
+                for numa_slice in slices
+            )
             yield gate, up, down
 
     def check_reads(self) -> None:
-        """Raises InputError where bytes of a mapped file could not be read: what was computed with them is wrong."""
+        """Raise InputError if bytes of a mapped file could not be read: results computed with them are wrong."""
         each = (data for stored in self.arrays.values() for data in stored)
         if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in each):
             what = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
@@ -82,14 +87,14 @@ class LayerWeights:
 Shape = tuple[int, ...]
 
 
-def shapes_of(experts: int, hidden: int, intermediate: int) -> list[Shape]:
-    """Those of a layer's gate and up [E, I, H] and down [E, H, I]."""
+def projection_shapes(experts: int, hidden: int, intermediate: int) -> list[Shape]:
+    """Return the shapes of a layer's gate and up, [E, I, H], and down, [E, H, I]."""
     rows = experts, intermediate, hidden
     return [rows, rows, (experts, hidden, intermediate)]
 
 
-def bits_of(shapes: Iterable[Shape], *tensors: Any) -> list[U16]:
-    """BF16 bits of torch's gate, up and down, which are rounded. Raises ValueError for other shapes."""
+def to_bf16_bits(shapes: Iterable[Shape], *tensors: Any) -> list[U16]:
+    """Round torch tensors gate, up and down to BF16 and return their bits. Raises ValueError for other shapes."""
     import torch
 
     for name, shape, tensor in zip(PROJECTIONS, shapes, tensors, strict=True):
@@ -99,13 +104,13 @@ def bits_of(shapes: Iterable[Shape], *tensors: Any) -> list[U16]:
 
 
 def pack(
-    gate: U16, up: U16, down: U16, method: Method, layer: int, parts: int, pool: Pool, transposed: bool = False
+    gate: U16, up: U16, down: U16, method: Method, layer: int, numa: int, pool: Pool, transposed: bool = False
 ) -> LayerWeights:
-    """Experts quantized on the spot from BF16 bits, by the pool's number of threads and in the memory of its nodes:
-    gate and up [E, I, H], down [E, H, I]; their transposes, too, if `transposed`.
+    """Quantize experts from BF16 bits, with the pool's number of threads and in the memory of its nodes.
 
-    Raises kernels.NonFinite where a weight is infinite or NaN, ValueError for shapes and types that do not fit, and for
-    a method that only checkpoints hold.
+    gate and up are [E, I, H], down is [E, H, I]. transposed: also pack their transposes.
+    Raises kernels.NonFinite for an infinite or NaN weight, ValueError for wrong shapes and types, and for a method
+    whose weights exist only in checkpoints.
     """
     encoding = method.encoding
     if encoding is None:
@@ -121,60 +126,62 @@ def pack(
     linears = {
         name: [Matrix(one, BF16) for one in array] for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
     }
-    return fill_with(method, Slicing(layer, h, i, parts, transposed), linears, encoding.quantize, pool)
+    return pack_linears(method, Slicing(layer, h, i, numa, transposed), linears, encoding.quantize, pool)
 
 
-def fill(
+def fill_layer(
     rows: Mapping[str, Method],
     slicing: Slicing,
     experts: int,
-    writer: Callable[[int, str], Callable[[NumaSlice, Sequence[Bytes]], None]],
+    make_writer: Callable[[int, str], WriteSlice],
     pool: Pool,
 ) -> LayerWeights:
-    """Weights in the memory of the pool's nodes, written by its number of threads. writer: of an expert's projection
-    what writes the tensors of each of its parts. Raises UnsupportedError for sizes that do not fit.
+    """Allocate a layer's weights in the memory of the pool's nodes and fill them with its number of threads.
+
+    make_writer: (expert, projection) -> function that writes the tensors of each of its slices. Raises UnsupportedError
+    for unsupported sizes.
     """
     check_limits(rows["gate"].name, slicing)
 
-    def one(item: tuple[int, str]) -> None:
-        write = writer(*item)
-        for part in slicing.slices(*item):
-            write(part, arrays[part])
+    def fill(item: tuple[int, str]) -> None:
+        write = make_writer(*item)
+        for numa_slice in slicing.slices(*item):
+            write(numa_slice, arrays[numa_slice])
 
-    parts = [(part, rows[part.projection].tensors(part.n, part.k)) for part in slicing.all_slices(range(experts))]
-    sizes = {(part, tensor.name): tensor.nbytes for part, tensors in parts for tensor in tensors}
-    with blocks(sizes, slicing.numa, pool.nodes) as views:
-        arrays = {part: tuple(views[part, tensor.name] for tensor in tensors) for part, tensors in parts}
-        in_parallel(one, itertools.product(range(experts), PROJECTIONS), pool.threads)
+    tensors = {s: rows[s.projection].tensors(s.n, s.k) for s in slicing.all_slices(range(experts))}
+    sizes = {(s, tensor.name): tensor.nbytes for s, own in tensors.items() for tensor in own}
+    with allocate_blocks(sizes, slicing.numa, pool.nodes) as views:
+        arrays = {s: tuple(views[s, tensor.name] for tensor in own) for s, own in tensors.items()}
+        run_parallel(fill, itertools.product(range(experts), PROJECTIONS), pool.threads)
     return LayerWeights(rows, slicing, experts, arrays)
 
 
-def fill_with(
+def pack_linears(
     method: Method,
     slicing: Slicing,
     linears: Mapping[str, Sequence[Matrix]],
-    put: Callable[[Matrix, Sequence[Bytes]], None],
+    write: Callable[[Matrix, Sequence[Bytes]], None],
     pool: Pool,
 ) -> LayerWeights:
-    """The same of whole linears, one of each expert by projection, of which `put` writes the tensors of a part."""
+    """Pack whole linears: projection -> one for each expert. write(linear, tensors): writes the tensors of a slice."""
     require_legal(FORMATS[method.name], slicing.hidden, slicing.intermediate, slicing.numa)
 
-    def writer(expert: int, projection: str) -> Callable[[NumaSlice, Sequence[Bytes]], None]:
-        return lambda part, out: put(part.cut(linears[projection][expert]), out)
+    def make_writer(expert: int, projection: str) -> WriteSlice:
+        return lambda numa_slice, out: write(numa_slice.cut(linears[projection][expert]), out)
 
-    return fill(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["gate"]), writer, pool)
+    return fill_layer(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["gate"]), make_writer, pool)
 
 
-def write_loose(folder: Path, fmt: Format, part: NumaSlice, stored: Iterable[Bytes]) -> None:
-    """Write the tensors of a part as kt-kernel's .kt files into a layer's folder; not synced."""
-    for tensor, data in zip(fmt.encoding.tensors(part.n, part.k), stored, strict=True):
-        path = folder / str(fmt.loose_path(part, tensor))
+def write_loose(folder: Path, fmt: Format, numa_slice: NumaSlice, stored: Iterable[Bytes]) -> None:
+    """Write the tensors of a slice as kt-kernel's .kt files into a layer's folder; not synced."""
+    for tensor, data in zip(fmt.encoding.tensors(numa_slice.n, numa_slice.k), stored, strict=True):
+        path = folder / str(fmt.loose_path(numa_slice, tensor))
         path.parent.mkdir(parents=True, exist_ok=True)
         publish.write_file(path, data.data, sync=False)
 
 
 def check_limits(method: str, slicing: Slicing) -> None:
-    """Raises UnsupportedError for more columns than a sum can have, and for more NUMA slices than a forward adds up."""
+    """Raise UnsupportedError for more columns than a sum can have, and for more NUMA slices than a forward adds up."""
     if slicing.numa > lib.KTQ_MOST_PARTS:
         numa, most = slicing.numa, lib.KTQ_MOST_PARTS
         why = f"layer {slicing.layer} has {numa} NUMA slices, and this runtime adds up {most} at most"
@@ -184,85 +191,43 @@ def check_limits(method: str, slicing: Slicing) -> None:
         raise UnsupportedError(f"{why}; this runtime cannot compute it.")
 
 
-@dataclass(frozen=True)
-class Requirements:
-    """What a caller expects of a layer's experts, as Experts.load explains it. None: whatever the files have.
-    transposed: whether it multiplies by the transposes that `cpu --save-backward-weights` wrote.
+def run_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
+    """Run work(item) for all items in threads, in their order.
+
+    Starts no item after an exception, and raises that of the first item. Each thread takes the next item itself: a
+    future for each item would cost a tenth of the time to pack a layer.
     """
-
-    method: str | None = None
-    num_experts: int | None = None
-    hidden: int | None = None
-    intermediate: int | None = None
-    parts: int | None = None
-    memory: str = "auto"
-    swiglu: Swiglu = PLAIN
-    transposed: bool | None = False
-
-    def require(self, path: Path, layer: int, by: str, shape: tuple[int, int, int], method: str | None = None) -> None:
-        """Raises UnsupportedError where the files' method or sizes (E, H, I) are others. by: how these are known."""
-        names = ("method", "num_experts", "hidden_size", "moe_intermediate_size")
-        required = (method and self.method, self.num_experts, self.hidden, self.intermediate)
-        for name, value, actual in zip(names, required, (method, *shape), strict=True):
-            if value is not None and value != actual:
-                has = f"layer {layer} has {name} {actual} by its {by}, not {value}"
-                raise UnsupportedError(f"{path}: {has}; give this model's directory, or {name}={actual}.")
-
-
-def contents(path: Path) -> frozenset[Status]:
-    """What changes with a directory, or that of a file: name, bytes, time (ns), inode of weights, JSON, folders."""
-    folder = path if path.is_dir() else path.parent
-    return frozenset(filter(None, (_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))))
-
-
-def _status(path: Path) -> Status | None:
-    try:
-        status = path.stat()
-    except OSError:  # a link to nothing
-        return path.name, 0, 0, 0
-    if path.suffix not in (".safetensors", ".gguf", ".json") and not stat.S_ISDIR(status.st_mode):
-        return None
-    return path.name, status.st_size, status.st_mtime_ns, status.st_ino
-
-
-def in_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
-    """Runs work(item) for all items in threads, in their order; begins none after an exception, and raises the first
-    item's. Each thread takes the next item itself: a future for each would cost a tenth of packing a layer.
-    """
-    left = deque(enumerate(items))
+    remaining = deque(enumerate(items))
     failures: list[tuple[int, Exception]] = []
 
-    def take() -> None:
-        while left:
+    def run_items() -> None:
+        while remaining:
             try:
-                number, item = left.popleft()
+                number, item = remaining.popleft()
             except IndexError:  # another thread took the last one
                 return
             try:
                 work(item)
             except Exception as error:
                 failures.append((number, error))
-                left.clear()
+                remaining.clear()
 
     with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
-        takers = [executor.submit(take) for _ in range(min(threads, len(left)))]
+        futures = [executor.submit(run_items) for _ in range(min(threads, len(remaining)))]
         try:
-            for taker in takers:
-                taker.result()
+            for future in futures:
+                future.result()
         finally:
-            left.clear()  # after an interrupt
+            remaining.clear()  # after an interrupt
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-HUGE_PAGE = 2 << 20
-ALIGNMENT = 64  # a cache line, at which the kernels read fastest
+# --- memory: huge pages, a block for each NUMA slice on the node whose threads compute with it --------
 
 
 def memory_available() -> int:
-    """The memory that this process can fill now (bytes): that of some nodes only where a policy or a cpuset says so."""
+    """Return the memory that this process can fill now, in bytes, on the nodes that its policy and cpuset allow."""
     by_node, total = machine.node_memory_available(), machine.memory_available()
     nodes = by_node.keys() & machine.memory_nodes()
     with suppress(OSError):
@@ -273,17 +238,22 @@ def memory_available() -> int:
 
 
 def binds_memory() -> bool:
-    """Whether blocks are placed: several nodes, no policy of the user, and the kernel permits it (or a warning)."""
+    """Return whether blocks are placed on nodes: if there are several and the user has set no memory policy.
+
+    Warns once if the kernel does not permit it.
+    """
     if len(machine.memory_nodes()) < 2:
         return False
-    if refusal := placement.explain_denial():
-        _warn_once(refusal)
-    return not refusal and placement.read_policy().mode == "default"
+    if denial := placement.explain_denial():
+        _warn_once(denial)
+    return not denial and placement.read_policy().mode == "default"
 
 
-def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int], left: Mapping[int, int]) -> None:
-    """A warning, once, if blocks will be placed and the pool's nodes have less left than their parts will take."""
-    if (shortages := placement.describe_shortages(part_bytes, nodes, left)) and binds_memory():
+def warn_of_shortages(
+    where: str, slice_bytes: Sequence[int], nodes: Sequence[int], available: Mapping[int, int]
+) -> None:
+    """Warn once if blocks will be placed on nodes of the pool that have too little memory for their slices."""
+    if (shortages := placement.describe_shortages(slice_bytes, nodes, available)) and binds_memory():
         _warn_once(
             f"{where}: not all of it fits the NUMA nodes of its threads ({shortages}): the rest lies on other nodes "
             "and is read more slowly. Free memory there, or convert with another --threadpool-count."
@@ -291,26 +261,28 @@ def warn_of_shortages(where: str, part_bytes: Sequence[int], nodes: Sequence[int
 
 
 @contextmanager
-def blocks(
-    sizes: Mapping[tuple[NumaSlice, str], int], parts: int, nodes: Sequence[int]
+def allocate_blocks(
+    sizes: Mapping[tuple[NumaSlice, str], int], numa: int, nodes: Sequence[int]
 ) -> Iterator[dict[tuple[NumaSlice, str], Bytes]]:
-    """Memory for tensors of these sizes (bytes), to be filled inside the context. nodes: those of the pool that will
-    compute; if memory is placed, each part's block ends on the nodes of its threads, as far as these have space.
+    """Allocate memory for tensors of these sizes (bytes), to be filled inside the context.
+
+    nodes: those of the pool that will compute. If memory is placed, the block of each NUMA slice ends up on the nodes
+    of its threads, while these have space.
     """
     is_placed, views = binds_memory(), dict[tuple[NumaSlice, str], Bytes]()
     on_one_node: list[tuple[Bytes, int]] = []
-    for part in range(parts):
-        mine = {key: size for key, size in sizes.items() if key[0].node == part}
-        block = _huge_pages(sum(map(_aligned, mine.values())))
+    for index in range(numa):
+        slice_sizes = {key: size for key, size in sizes.items() if key[0].node == index}
+        block = _allocate_huge_pages(sum(map(_round_up, slice_sizes.values())))
         if is_placed:
-            homes = placement.slice_nodes(part, parts, nodes)
+            homes = placement.slice_nodes(index, numa, nodes)
             placement.place(block, homes)
             if len(homes) == 1:
                 on_one_node.append((block, homes[0]))
         start = 0
-        for key, size in mine.items():
+        for key, size in slice_sizes.items():
             views[key] = block[start : start + size]
-            start += _aligned(size)
+            start += _round_up(size)
     yield views
     for block, node in on_one_node:
         if machine.node_memory_available().get(node, 0) > block.nbytes:
@@ -318,8 +290,8 @@ def blocks(
                 placement.gather(block, node)
 
 
-def _huge_pages(size: int) -> Bytes:
-    """`size` bytes that begin on the boundary of a huge page."""
+def _allocate_huge_pages(size: int) -> Bytes:
+    """Allocate `size` bytes that begin at the boundary of a huge page."""
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
@@ -327,7 +299,7 @@ def _huge_pages(size: int) -> Bytes:
     return whole[start : start + size]
 
 
-def _aligned(size: int) -> int:
+def _round_up(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 

@@ -61,7 +61,7 @@ def require_libraries(purpose: str = "--quant-method GPTQ", modules: Sequence[st
     from ktconvert.pipeline.models.loading import require_packages, set_environment
 
     require_packages(purpose, modules, "gpu")
-    if (why := transformers_version.refusal()) is not None:
+    if (why := transformers_version.explain_too_old()) is not None:
         raise KtconvertError(why)
     set_environment()
     for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):

@@ -51,8 +51,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     """Measure a layer; return a JSON object with sizes in bytes and times in seconds."""
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
-    from ktconvert.native_quant.runtime.experts import Experts
-    from ktconvert.native_quant.runtime.from_checkpoint import open_experts
+    from ktconvert.native_quant.runtime.experts import Experts, open_experts
     from ktconvert.native_quant.runtime.methods import METHODS
     from ktconvert.native_quant.runtime.pool import get_shared_pool
     from ktconvert.pipeline.verify.inputs import require_finished
@@ -64,7 +63,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     source.require_computable()
     config, layers = source.config, source.layers
     layer = layers[0] if layer is None else layer
-    pool, swiglu = get_shared_pool(threads), source.swiglu_of(layer)
+    pool, swiglu = get_shared_pool(threads), source.swiglu(layer)
     with Experts.load(path, layer, pool=pool, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
         topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)

@@ -96,7 +96,7 @@ def model_choice(command: str, options: Options, reporter: Reporter, extra: str 
 
     check_kernels("the command again")
     require_packages(f"`ktconvert {command}`", REQUIRED_PACKAGES[extra or command], extra or command)
-    transformers_version.require(reporter.warn)
+    transformers_version.check_version(reporter.warn)
     known = option_fields(type(options))
     values = {getattr(each.declaration, "argument", None) or each.name: each.get(options) for each in known}
     values["threads"] = limit_optional_threads(values["threads"], reporter)

@@ -10,7 +10,9 @@ import click
 from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.native_quant.runtime import from_checkpoint, smoke
+from ktconvert.native_quant.runtime import smoke
+from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint
+from ktconvert.native_quant.runtime.experts import open_experts
 from ktconvert.native_quant.runtime.methods import METHODS as COMPUTED
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli import preconditions
@@ -86,16 +88,16 @@ def run_check(report: Report, threads: int) -> Check:
         return Check("run", "", ("nothing was computed: weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
-    if unknown and not from_checkpoint.is_checkpoint(output.root):
+    if unknown and not is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {unknown[0]} weights cannot be computed here; verify them without --run."
         )
-    source = from_checkpoint.open_experts(output.root)
+    source = open_experts(output.root)
     first = {measure.method_of(layer): layer for layer in reversed(source.layers)}
     summaries: list[str] = []
     problems: list[str] = []
     for layer in sorted(first.values()):
-        topk, _ = experts_per_token(output.config, layer, source.shape_of(layer)[0])
+        topk, _ = experts_per_token(output.config, layer, source.shape(layer)[0])
         try:
             result = smoke.smoke(output.root, layer, topk, get_shared_pool(threads))
         except (InputError, UnsupportedError, VerificationError) as error:

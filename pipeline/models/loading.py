@@ -29,7 +29,7 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
-from ktconvert.native_quant.runtime.from_checkpoint import open_experts
+from ktconvert.native_quant.runtime.experts import open_experts
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
 from ktconvert.quantizers.reference import bf16_to_f32

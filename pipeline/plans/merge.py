@@ -98,7 +98,7 @@ def _sort_tensors(output: Output) -> list[TensorInfo]:
     def order(key: tuple[SliceId, str]) -> tuple[object, ...]:
         place, suffix = key
         projection = PROJECTIONS.index(place.projection)
-        return place.layer, place.expert, projection, place.backward, place.numa, suffix != "weight"
+        return place.layer, place.expert, projection, place.backward, place.node, suffix != "weight"
 
     names = NumaNames(tuple(loose.SUFFIXES))
     return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=order)]

@@ -65,7 +65,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     missing = [name for name in loading.REQUIRED_PACKAGES["gpu"] if find_spec(name) is None]
     if missing:
         return _skip_reload(f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'")
-    if (reason := transformers_version.refusal()) is not None:
+    if (reason := transformers_version.explain_too_old()) is not None:
         return _skip_reload(reason)
     import torch
 
@@ -92,7 +92,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
         for routed in (True, False)
     )
     notes = [f"{summarize(others)}: not a converted expert, so the source has the same problem"] if others else []
-    notes += [caution for caution in (transformers_version.newer(),) if caution is not None]
+    notes += [caution for caution in (transformers_version.explain_too_new(),) if caution is not None]
     result = f"every routed expert matches {kind.__name__}"
     return Check("reload", result, experts, notes), not experts and not keys["missing_keys"]
 

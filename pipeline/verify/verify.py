@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.native_quant.runtime.from_checkpoint import is_checkpoint, open_stored
+from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
@@ -157,10 +157,10 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
     if options.numa is not None or options.method is not None or options.against is not None:
         raise UsageError(f"{options.output} is a checkpoint: leave out --numa, --quant-method and --against.")
     root = options.output
-    source = open_stored(root)
+    source = open_checkpoint_experts(root)
     source.require_computable()
-    shapes = {layer: source.shape_of(layer) for layer in source.layers}
-    measured = Measure(source.rows_of(min(shapes))["gate"].name, None, 1, False, shapes)
+    shapes = {layer: source.shape(layer) for layer in source.layers}
+    measured = Measure(source.select_rows(min(shapes))["gate"].name, None, 1, False, shapes)
     found = f"{plural(len(shapes), 'layer')} with all experts, all of the expected size"
     return Report(open_dequantized(root), measured, [Check("tensors", found)])
 

@@ -1,10 +1,10 @@
-"""The experts of a checkpoint as it was released: cut into NUMA slices, in the kernels' order, layer by layer."""
+"""Experts of a checkpoint as it was released, cut into NUMA slices in the kernels' order, layer by layer."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,20 +30,20 @@ from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.converted import Converted, open_converted
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, PLAIN, Method, Swiglu, in_config
+from ktconvert.native_quant.runtime.converted_experts import open_converted
+from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
+from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, PLAIN, Method, Swiglu, read_swiglu
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.stored_parts import StoredPart
+from ktconvert.native_quant.runtime.stored_slices import StoredSlice
 from ktconvert.quantizers.reference import bf16_to_f32
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """The directory of a checkpoint, opened."""
+class CheckpointExperts(ExpertSource):
+    """A checkpoint in a directory or a GGUF file."""
 
     path: Path
     model: MoeModel
-    damage: tuple[()] = ()  # one with a file that cannot be read is refused when it is opened
 
     @property
     def layers(self) -> list[int]:
@@ -53,79 +53,85 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         return self.model.source.config
 
-    def shape_of(self, layer: int) -> tuple[int, int, int]:
+    @property
+    def damage(self) -> list[str]:
+        return []  # opening refuses a checkpoint with an unreadable file
+
+    def shape(self, layer: int) -> tuple[int, int, int]:
         return self.model.shape(layer)
 
-    def swiglu_of(self, layer: int) -> Swiglu:
-        """What a layer's experts compute by config.json, as far as their method can."""
+    def swiglu(self, layer: int) -> Swiglu:
         if layer not in self.model.moe_layers:
             return PLAIN
-        return self.rows_of(layer)["gate"].swiglu_of(self.config, self.model.activation, layer)
+        return self.select_rows(layer)["gate"].get_swiglu(self.config, self.model.activation, layer)
 
     def require_computable(self) -> None:
-        """Raises UnsupportedError unless each layer's experts can be computed as they are stored; no weight is read."""
         for layer in self.layers:
-            self._require_activation(layer, self.rows_of(layer)["gate"], self.swiglu_of(layer))
+            self._require_activation(layer, self.select_rows(layer)["gate"], self.swiglu(layer))
 
     def require_readable(self, layer: int) -> None:
-        """As `damage`."""
+        pass  # see damage
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
+        """Yield gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
         each = (self.model.linear(packed.slicing.layer, expert, projection) for projection in PROJECTIONS)
         gate, up, down = (bf16_to_f32(decode(linear)) for linear in each)
         yield gate, up, down
 
-    def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in so many NUMA slices (None: one for each of the pool's nodes if that divides weights, else 1);
-        no number changes. Raises UnsupportedError where it is not as required, or computes something else, InputError
-        where it is damaged.
+    def load(self, layer: int, pool: Pool, required: Requirements) -> weights.LayerWeights:
+        """Load a layer in required.parts NUMA slices; no weight changes.
+
+        None: one slice for each of the pool's nodes if that divides the weights, else 1. Raises UnsupportedError if the
+        layer does not meet the requirements or has a different computation, InputError if it is damaged.
         """
-        with _remedies(self.path):
+        with _advise_conversion(self.path):
             model = self.model
             if layer not in model.moe_layers:
                 has = f"holds no experts in layer {layer}, but in {format_ranges(self.layers)}"
                 raise UnsupportedError(f"{self.path}: {has}; give one of these.")
-            rows = self.rows_of(layer, required.method)
+            rows = self.select_rows(layer, required.method)
             method = rows["gate"]
             count, h, i = model.shape(layer)
-            required.require(self.path, layer, "tensors", (count, h, i))
+            required.check(self.path, layer, "tensors", (count, h, i))
             self._require_activation(layer, method, required.swiglu)
-            slicing = _grid(self.path, rows, Slicing(layer, h, i), required.parts, len(pool.nodes))
+            slicing = _divide(self.path, rows, Slicing(layer, h, i), required.parts, len(pool.nodes))
             needed = [0] * slicing.numa
-            for part in slicing.all_slices(range(count)):
-                tensors = rows[part.projection].tensors(part.n, part.k)
-                needed[part.node] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
+            for numa_slice in slicing.all_slices(range(count)):
+                tensors = rows[numa_slice.projection].tensors(numa_slice.n, numa_slice.k)
+                needed[numa_slice.node] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
             weights.warn_of_shortages(str(self.path), needed, pool.nodes, machine.node_memory_available())
 
-            def writer(expert: int, projection: str) -> Callable[[NumaSlice, Sequence[Bytes]], None]:
+            def make_writer(expert: int, projection: str) -> weights.WriteSlice:
                 linear, stored = model.linear(layer, expert, projection), model.weight(layer, expert, projection)
 
-                def write(part: NumaSlice, out: Sequence[Bytes]) -> None:
+                def write(numa_slice: NumaSlice, out: Sequence[Bytes]) -> None:
                     try:
-                        of_part = StoredPart(part.cut(linear), model.source, stored.linear_tensors(expert))
-                        rows[projection].put(of_part, out)
+                        tensors = stored.linear_tensors(expert)
+                        rows[projection].write_slice(StoredSlice(numa_slice.cut(linear), model.source, tensors), out)
                     except kernels.NonFinite as bad:
-                        where = f"row {bad.row} of NUMA slice {part.node} of expert {expert}"
+                        where = f"row {bad.row} of NUMA slice {numa_slice.node} of expert {expert}"
                         what, path = f": {where} holds a number that is not finite", model.source.path(stored.values)
                         raise bad_tensor(stored.values.name, what, path=path) from None
 
                 return write
 
-            packed = weights.fill(rows, slicing, count, writer, pool)
+            packed = weights.fill_layer(rows, slicing, count, make_writer, pool)
             for info in model.layer_tensors(layer):
                 model.source.release(info)
             return packed
 
-    def rows_of(self, layer: int, required: str | None = None) -> dict[str, Method]:
-        """The method's row for each projection. UnsupportedError: none computes what is stored, or not the required."""
+    def select_rows(self, layer: int, required: str | None = None) -> dict[str, Method]:
+        """Return the row of the method for each projection of a layer.
+
+        Raises UnsupportedError if no method, or not the required one, computes the stored weights.
+        """
         moe = self.model.moe_layers[layer]
-        fitting = next((rows for method in METHODS.values() if (rows := _rows(method, moe)) is not None), None)
-        if fitting and required in (None, fitting["gate"].name):
-            return fitting
-        stored = " and ".join(dict.fromkeys(_described(weight, moe) for weight in moe.weights.values()))
-        if fitting:
-            name = fitting["gate"].name
+        matching = next((rows for method in METHODS.values() if (rows := _match_rows(method, moe)) is not None), None)
+        if matching and required in (None, matching["gate"].name):
+            return matching
+        stored = " and ".join(dict.fromkeys(_describe_weight(weight, moe) for weight in moe.weights.values()))
+        if matching:
+            name = matching["gate"].name
             which = f"method {name} computes, not {required}; give method {name}, or convert with `ktconvert cpu`."
         else:
             neither = f", {required} neither" if required else ""
@@ -133,13 +139,13 @@ class Checkpoint:
         raise UnsupportedError(f"{self.path}: the experts of layer {layer} are {stored}, which {which}")
 
     def _require_activation(self, layer: int, method: Method, swiglu: Swiglu) -> None:
-        """Raises UnsupportedError where config.json or the shards of an output say otherwise than these settings."""
+        """Raise UnsupportedError if config.json or the shards of an output contradict these settings."""
         model = self.model
-        configured = in_config(model.source.config, model.activation, layer)
+        configured = read_swiglu(model.source.config, model.activation, layer)
         what, remedy = "", "keep them on the GPU"
-        facts, given = _facts(self.path) or {}, swiglu.activation
-        if configured is None and facts.get("activation", given) != given:
-            differ = f"its manifest says activation {facts['activation']}, these settings say {given}"
+        recorded, given = _read_native_output(self.path) or {}, swiglu.activation
+        if configured is None and recorded.get("activation", given) != given:
+            differ = f"its manifest says activation {recorded['activation']}, these settings say {given}"
             remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them"
             raise UnsupportedError(f"{self.path}: {differ}; {remedy}.")
         if model.weights_on != "output":
@@ -158,35 +164,35 @@ class Checkpoint:
                 f"{self.path}: the experts of layer {layer} {what}; method {method.name} computes silu(gate) * up with "
                 f"routing weights on the output, unless set otherwise; {remedy}."
             )
-        if facts:
+        if recorded:
             open_converted(self.path).require_metadata(layer, swiglu)
 
 
-def _rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
-    """The row of a method for each projection; None where it does not compute the weights of all as they are stored."""
+def _match_rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
+    """Return the row of a method for each projection; None if it cannot compute one of them as stored."""
     rows = {}
     for projection in PROJECTIONS:
         stored = [weight for (part, _), weight in layer.weights.items() if part == matrix_name(layer.style, projection)]
-        row = next((row for row in method.rows if all(row.computes(weight, layer) for weight in stored)), None)
+        row = next((row for row in method.rows if all(row.can_compute(weight, layer) for weight in stored)), None)
         if row is None:
             return None
         rows[projection] = row
     return rows
 
 
-def _described(weight: Weight, layer: MoeLayer) -> str:
+def _describe_weight(weight: Weight, layer: MoeLayer) -> str:
     fit, kind = weight.fit(layer.input_major), weight.encoding.kind
     details = ""
     if kind == FP8_E4M3:
         details = f" with a scale for each {fit[0]} x {fit[1]}"
     elif kind in (INT4, INT4_WORDS):
-        details = f" with {', '.join(_of_integers(weight, fit[1]))}"
-    turned = ", stored by columns" if layer.input_major else ""
-    return f"{weight.encoding.title}{details}{turned}"
+        details = f" with {', '.join(_describe_integers(weight, fit[1]))}"
+    order = ", stored by columns" if layer.input_major else ""
+    return f"{weight.encoding.title}{details}{order}"
 
 
-def _of_integers(weight: Weight, group: int) -> list[str]:
-    """What decides which method computes them, as config.json and the tensors call it."""
+def _describe_integers(weight: Weight, group: int) -> list[str]:
+    """Describe the properties of integers that decide which method computes them, in the words of config.json."""
     said, scale = weight.quantization, next(t for role, t in weight.tensors.items() if role.startswith("scale"))
     fields = [f"group_size {group}", f"scales in {scale.dtype}"]
     if weight.encoding.kind is INT4:
@@ -194,42 +200,42 @@ def _of_integers(weight: Weight, group: int) -> list[str]:
     return [*fields, *["sym false"] * (False in said.symmetric), *["desc_act true"] * (True in said.ordered)]
 
 
-def _grid(path: Path, rows: dict[str, Method], whole: Slicing, required: int | None, nodes: int) -> Slicing:
-    """`whole` in NUMA slices. Raises UnsupportedError where the weights cannot be cut into the required number."""
+def _divide(path: Path, rows: dict[str, Method], whole: Slicing, required: int | None, nodes: int) -> Slicing:
+    """Divide the experts into NUMA slices. Raises UnsupportedError if the required number is impossible."""
     name, multiple = rows["gate"].name, max(row.multiple for row in rows.values())
     unit = rows["gate"].unit and (multiple if whole.intermediate % rows["gate"].unit else rows["gate"].unit)
 
-    def reason(parts: int) -> str | None:
-        why = explain_size(multiple, whole.hidden, whole.intermediate, 1 if unit and parts > 0 else parts)
-        if not why and unit and parts * unit > whole.intermediate:
+    def reason(count: int) -> str | None:
+        why = explain_size(multiple, whole.hidden, whole.intermediate, 1 if unit and count > 0 else count)
+        if not why and unit and count * unit > whole.intermediate:
             units = whole.intermediate // unit
             return f"the intermediate size {whole.intermediate} has {units} units of {unit} columns"
         return why
 
-    parts = required if required is not None else 1 if reason(nodes) else nodes
-    if why := reason(parts):
-        legal = ", ".join(str(count) for count in COUNTS if not reason(count)) or "none"
-        problem = f"method {name} cannot compute it in {parts} NUMA slices: {why}"
+    count = required if required is not None else 1 if reason(nodes) else nodes
+    if why := reason(count):
+        legal = ", ".join(str(legal_count) for legal_count in COUNTS if not reason(legal_count)) or "none"
+        problem = f"method {name} cannot compute it in {count} NUMA slices: {why}"
         raise UnsupportedError(f"{path}: {problem}. Legal numbers of slices (threadpool_count): {legal}.")
-    return replace(whole, numa=parts, multiple=unit)
+    return replace(whole, numa=count, multiple=unit)
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether it is a GGUF file, or a directory of safetensors or GGUF that is no output for NUMA slices."""
+    """Return whether a path is a GGUF file, or a directory of safetensors or GGUF without converted NUMA slices."""
     if not path.is_dir():
         return path.suffix == GGUF.suffix
-    return _is_checkpoint_at(path.resolve(), weights.contents(path))
+    return _is_checkpoint(path.resolve(), directory_state(path))
 
 
 @functools.lru_cache(maxsize=64)
-def _is_checkpoint_at(path: Path, as_it_is: frozenset[weights.Status]) -> bool:
+def _is_checkpoint(path: Path, state: frozenset[FileStatus]) -> bool:
     if not any(any(path.glob(f"*{container.suffix}")) for container in CONTAINERS):
         return False
-    return not is_output(path) or _facts(path) is not None
+    return not is_output(path) or _read_native_output(path) is not None
 
 
-def _facts(path: Path) -> Mapping[str, Any] | None:
-    """The facts of the manifest of an output that is a checkpoint for us; None for any other directory."""
+def _read_native_output(path: Path) -> Mapping[str, Any] | None:
+    """Return the model settings in the manifest of an output in a checkpoint's format; None for other directories."""
     try:
         about = manifest.read(path) if path.is_dir() else None
     except VerificationError:
@@ -240,36 +246,31 @@ def _facts(path: Path) -> Mapping[str, Any] | None:
     return about.model
 
 
-def open_stored(path: Path) -> Checkpoint:
-    """A checkpoint, read again only if a file of it changes."""
+def open_checkpoint_experts(path: Path) -> CheckpointExperts:
+    """Open a checkpoint. Reads its headers again only if a file has changed."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; give a directory of experts or a GGUF file.")
     place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may lead to any name
-    with _remedies(path):
-        return Checkpoint(path, _opened(place, weights.contents(path)))
+    with _advise_conversion(path):
+        return CheckpointExperts(path, _open_model(place, directory_state(path)))
 
 
 @functools.lru_cache(maxsize=4)
-def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> MoeModel:
+def _open_model(path: Path, state: frozenset[FileStatus]) -> MoeModel:
     source = open_checkpoint(path)
     source.require_one_reading()
     model = recognise(source)
-    if _facts(path) is not None:
+    if _read_native_output(path) is not None:
         open_converted(path).require_manifest()
     return model
 
 
 @contextlib.contextmanager
-def _remedies(path: Path) -> Iterator[None]:
-    """What ktconvert wrote was not downloaded: messages on its damage advise another conversion."""
+def _advise_conversion(path: Path) -> Iterator[None]:
+    """Replace the remedy of errors in an output of ktconvert: convert again, instead of downloading again."""
     try:
         yield
     except InputError as error:
-        if not error.remedy or _facts(path) is None:
+        if not error.remedy or _read_native_output(path) is None:
             raise
         raise error.with_remedy(AGAIN) from error
-
-
-def open_experts(path: Path) -> Converted | Checkpoint:
-    """A directory of experts, or a GGUF file. Raises InputError for damaged files, UnsupportedError for no experts."""
-    return open_stored(path) if is_checkpoint(path) else open_converted(path)

@@ -1,4 +1,4 @@
-"""Converted experts, ours or kt-kernel's: checked and loaded layer by layer, as mapped files or copies."""
+"""Converted experts, ours or kt-kernel's, checked and loaded layer by layer, as mapped files or copies."""
 
 from __future__ import annotations
 
@@ -24,26 +24,30 @@ from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.methods import LIMIT, METHODS, PLAIN, Swiglu, in_config
+from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
+from ktconvert.native_quant.runtime.methods import LIMIT, METHODS, PLAIN, Swiglu, read_swiglu
 from ktconvert.native_quant.runtime.pool import Pool
 
 MEMORY = ("auto", "map", "copy")
-ROOMY = 0.8  # share of the available memory that copies may take
+MAX_COPIED = 0.8  # fraction of the available memory that copies may take
 
 
 @dataclass(frozen=True)
-class Converted:
-    """A converted directory. part_bytes: of each NUMA slice, in all layers; is_roomy, left: whether memory held all
-    layers before the first was loaded, and what each NUMA node had left (bytes).
+class ConvertedExperts(ExpertSource):
+    """A converted directory.
+
+    slice_bytes     bytes of each NUMA slice, in all layers
+    fits_memory     whether all layers fit into memory before the first was loaded
+    node_available  memory that was available on each NUMA node at that time, in bytes
     """
 
     path: Path
     output: Output
     measured: Measure
     files: MappedFiles
-    part_bytes: tuple[int, ...]
-    is_roomy: bool
-    left: Mapping[int, int]
+    slice_bytes: tuple[int, ...]
+    fits_memory: bool
+    node_available: Mapping[int, int]
 
     @property
     def layers(self) -> list[int]:
@@ -55,36 +59,31 @@ class Converted:
 
     @property
     def damage(self) -> list[str]:
-        """The damaged files, and the shards of the index that are missing, one text each."""
         missing = set((self.output.weight_map or {}).values()).difference(self.output.shards)
         return [*self.output.damaged.values(), *(f"{shard} is missing" for shard in sorted(missing))]
 
-    def shape_of(self, layer: int) -> tuple[int, int, int]:
+    def shape(self, layer: int) -> tuple[int, int, int]:
         return self.measured.shapes[layer]
 
-    def swiglu_of(self, layer: int) -> Swiglu:
-        """What a layer's experts compute by config.json, as far as their method can."""
+    def swiglu(self, layer: int) -> Swiglu:
         recorded = (metadata.get("activation") for metadata in self.output.metadata.values())
         activation, method = next(filter(None, recorded), "silu"), METHODS.get(self.measured.method_of(layer))
-        return method.swiglu_of(self.config, activation, layer) if method else PLAIN
+        return method.get_swiglu(self.config, activation, layer) if method else PLAIN
 
     def require_computable(self) -> None:
-        """Raises UnsupportedError for a directory of another kind, or of a method that the kernels do not compute."""
         fmt = self.measured.fmt
         if fmt is None or any(own.name not in METHODS for own in fmt.formats):
             why = f"its method is {self.measured.method}, which this runtime cannot compute"
             raise UnsupportedError(f"{self.path}: {why}; convert the model with `ktconvert cpu`.")
 
     def require_readable(self, layer: int) -> None:
-        """Raises InputError where a missing layer may be in a file that is damaged or missing."""
         if because := "; ".join(self.damage[:3]):
             raise InputError(f"{self.path}: layer {layer} cannot be read ({because}); {AGAIN}.")
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         return packed.linears(expert)
 
-    def load(self, layer: int, pool: Pool, required: weights.Requirements) -> weights.LayerWeights:
-        """One layer in the memory of the pool's nodes. UnsupportedError: not as required; InputError: damaged."""
+    def load(self, layer: int, pool: Pool, required: Requirements) -> weights.LayerWeights:
         output, measured = self.output, self.measured
         self.require_computable()
         assert measured.fmt is not None
@@ -94,7 +93,7 @@ class Converted:
             raise UnsupportedError(f"{self.path}: {has}. Give one of these, or convert again with it.")
         count, h, i = measured.shapes[layer]
         fmt = measured.fmt.layer_format(layer)
-        required.require(self.path, layer, "byte counts", (count, h, i), fmt.name)
+        required.check(self.path, layer, "byte counts", (count, h, i), fmt.name)
         self.require_metadata(layer, required.swiglu)
         self.require_manifest()
         transposed = required.transposed
@@ -103,71 +102,75 @@ class Converted:
         slicing = Slicing(layer, h, i, measured.numa, transposed)
         require_legal(fmt, h, i, measured.numa)
         weights.check_limits(fmt.name, slicing)
-        stored = dict(self._stored(fmt, slicing, count))
+        stored = dict(self._find_tensors(fmt, slicing, count))
         memory = required.memory
         if memory == "auto":
-            memory = "copy" if self.is_roomy or output.loose else "map"
+            memory = "copy" if self.fits_memory or output.loose else "map"
         if memory == "map" and not output.loose and METHODS[fmt.name].arrange is None:
-            views = {key: self._view(one) for key, one in stored.items()}
+            views = {key: self._map_tensor(tensor) for key, tensor in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
-            weights.warn_of_shortages(str(self.path), self.part_bytes, pool.nodes, self.left)
-            views = self._copy(stored, pool.nodes)
+            weights.warn_of_shortages(str(self.path), self.slice_bytes, pool.nodes, self.node_available)
+            views = self._copy_tensors(stored, pool.nodes)
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
-        tensors = {part: fmt.encoding.tensors(part.n, part.k) for part, _ in views}  # a mixed output's have other names
-        arrays = {part: tuple(views[part, tensor.name] for tensor in found) for part, found in tensors.items()}
+        # Tensors in the order of the encoding; their names depend on the format of the layer.
+        tensors = {s: fmt.encoding.tensors(s.n, s.k) for s, _ in views}
+        arrays = {s: tuple(views[s, tensor.name] for tensor in own) for s, own in tensors.items()}
         packed = weights.LayerWeights(rows, slicing, count, arrays)
-        weights.in_parallel(lambda item: self._prepare(fmt, *item), packed.arrays.items(), machine.physical_cores())
+        weights.run_parallel(
+            lambda item: self._arrange_slice(fmt, *item), packed.arrays.items(), machine.physical_cores()
+        )
         packed.check_reads()
         return packed
 
     def require_manifest(self) -> None:
-        """Raises UnsupportedError where its method or number of NUMA slices are not those of the bytes."""
+        """Raise UnsupportedError if the manifest's method or number of NUMA slices contradict the byte counts."""
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
                 what = f"says {name} {recorded}, the weights beside it have {actual}"
                 raise UnsupportedError(f"{self.output.root / manifest.NAME}: {what}; {AGAIN}.")
 
     def require_metadata(self, layer: int, swiglu: Swiglu) -> None:
-        """Raises UnsupportedError where the metadata in our own shards are not what their byte counts say, and what the
-        layer is to compute. Loose files have none: the manifest says what their experts compute.
+        """Raise UnsupportedError if metadata in our shards contradict their byte counts or the required activation.
+
+        Loose files have no metadata; the manifest has the activation of their experts.
         """
         output, measured = self.output, self.measured
         names = ("num_experts", "hidden_size", "moe_intermediate_size")
         sizes = dict(zip(names, map(str, measured.shapes[layer]), strict=True))
         actual = {"method": measured.method_of(layer), "numa": str(measured.numa), **sizes}
         actual |= {"weights_on": "output", "activation": swiglu.activation}
-        of_layer = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
+        by_file = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
         if output.loose:
-            of_layer = {manifest.NAME: {n: output.facts[n] for n in ("activation", "weights_on") if n in output.facts}}
-        for shard, metadata in of_layer.items():
+            by_file = {manifest.NAME: {n: output.facts[n] for n in ("activation", "weights_on") if n in output.facts}}
+        for shard, metadata in by_file.items():
             if "activation" in metadata and self._is_in_config(layer, metadata["activation"], swiglu):
                 actual["activation"] = metadata["activation"]
             wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
             if wrong is not None:
-                settings = wrong == "activation" and _may_be_limited(measured.method_of(layer))
+                settings = wrong == "activation" and _supports_limit(measured.method_of(layer))
                 give = "give swiglu_limit and swiglu_alpha as config.json of the model has them."
                 said = f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}"
                 what = f"{said}, its bytes and this runtime say {actual[wrong]}"
                 raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
-        """Whether config.json has these settings for the layer. Raises UnsupportedError where it has others."""
-        configured = in_config(self.output.config, activation, layer)
-        if configured in (None, swiglu) or not _may_be_limited(self.measured.method_of(layer)):
+        """Return whether config.json has these settings for the layer. Raises UnsupportedError if they differ."""
+        configured = read_swiglu(self.output.config, activation, layer)
+        if configured in (None, swiglu) or not _supports_limit(self.measured.method_of(layer)):
             return configured == swiglu
         what = f"the experts of layer {layer} have {configured} by config.json, not {swiglu}"
         raise UnsupportedError(f"{self.output.root}: {what}; give what config.json says.")
 
-    def _stored(
+    def _find_tensors(
         self, fmt: Format, slicing: Slicing, experts: int
     ) -> Iterator[tuple[tuple[NumaSlice, str], TensorInfo]]:
-        """Every tensor that the layer must have, with its exact size."""
+        """Yield every tensor that the layer must have. Raises InputError for missing ones and for wrong sizes."""
         output = self.output
-        for part in slicing.all_slices(range(experts)):
-            for tensor in fmt.encoding.tensors(part.n, part.k):
+        for numa_slice in slicing.all_slices(range(experts)):
+            for tensor in fmt.encoding.tensors(numa_slice.n, numa_slice.k):
                 what, size = tensor.name, tensor.nbytes
-                described = output.names.describe(part.id, what)
-                stored = output.tensors.get((part.id, what))
+                described = output.names.describe(numa_slice.id, what)
+                stored = output.tensors.get((numa_slice.id, what))
                 if stored is None:
                     because = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
                     raise InputError(f"{output.root}: {described} is missing{because}; {AGAIN}.")
@@ -179,9 +182,9 @@ class Converted:
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
                     raise InputError(f"{where} is {here}, must be {required}; {AGAIN}.")
-                yield (part, what), stored
+                yield (numa_slice, what), stored
 
-    def _view(self, stored: TensorInfo) -> Bytes:
+    def _map_tensor(self, stored: TensorInfo) -> Bytes:
         path = self.output.root / stored.file
         mapped = self.files.map(path, path.stat().st_size)
         if stored.start + stored.nbytes > len(mapped):
@@ -190,53 +193,58 @@ class Converted:
             raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {AGAIN}.")
         return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
 
-    def _copy(
+    def _copy_tensors(
         self, stored: dict[tuple[NumaSlice, str], TensorInfo], nodes: Sequence[int]
     ) -> dict[tuple[NumaSlice, str], Bytes]:
-        def one(key: tuple[NumaSlice, str]) -> None:
+        def read(key: tuple[NumaSlice, str]) -> None:
             self.output.read(stored[key], out=views[key])
 
-        with weights.blocks({key: one.nbytes for key, one in stored.items()}, self.measured.numa, nodes) as views:
-            weights.in_parallel(one, views, machine.physical_cores())
+        sizes = {key: tensor.nbytes for key, tensor in stored.items()}
+        with weights.allocate_blocks(sizes, self.measured.numa, nodes) as views:
+            weights.run_parallel(read, views, machine.physical_cores())
         return views
 
-    def _prepare(self, fmt: Format, part: NumaSlice, stored: Sequence[Bytes]) -> None:
-        """Puts a part into the order of memory. Raises InputError for a scale or a code that the encoding has not."""
+    def _arrange_slice(self, fmt: Format, numa_slice: NumaSlice, stored: Sequence[Bytes]) -> None:
+        """Rearrange a slice to the order in memory. Raises InputError for invalid scales and codes."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
             return stored[tensor][start:stop]
 
         encoding, arrange = fmt.encoding, METHODS[fmt.name].arrange
-        of_tensors = list(zip(encoding.tensors(part.n, part.k), encoding.defects, strict=True))[1:]
-        found = [(tensor.name, defect(read, part.n, part.k)) for tensor, defect in of_tensors if defect is not None]
+        checks = list(zip(encoding.tensors(numa_slice.n, numa_slice.k), encoding.defects, strict=True))[1:]
+        defects = [
+            (tensor.name, find_defect(read, numa_slice.n, numa_slice.k))
+            for tensor, find_defect in checks
+            if find_defect is not None
+        ]
         try:
             if arrange is not None:
-                arrange(stored, part.n, part.k)
+                arrange(stored, numa_slice.n, numa_slice.k)
         except ValueError as error:
-            found.append(("weight", str(error)))
-        for name, what in found:
+            defects.append(("weight", str(error)))
+        for name, what in defects:
             if what:
-                path = self.output.root / self.output.tensors[part.id, name].file
-                raise InputError(f"{path}: {self.output.names.describe(part.id, name)}: {what}; {AGAIN}.")
+                path = self.output.root / self.output.tensors[numa_slice.id, name].file
+                raise InputError(f"{path}: {self.output.names.describe(numa_slice.id, name)}: {what}; {AGAIN}.")
 
 
-def _may_be_limited(method: str) -> bool:
+def _supports_limit(method: str) -> bool:
     return method in METHODS and LIMIT in METHODS[method].swiglu
 
 
 @functools.lru_cache(maxsize=8)
-def _opened(path: Path, as_it_is: frozenset[weights.Status]) -> Converted:
+def _open(path: Path, state: frozenset[FileStatus]) -> ConvertedExperts:
     output = open_output(path)
-    parts = [0] * (1 + max((place.node for place, _ in output.tensors), default=0))
-    for (place, _), stored in output.tensors.items():
-        parts[place.node] += stored.nbytes
-    memory = sum(parts) < ROOMY * weights.memory_available(), machine.node_memory_available()
-    return Converted(path, output, measure(output), MappedFiles(may_lose=True), tuple(parts), *memory)
+    nbytes = [0] * (1 + max((slice_id.node for slice_id, _ in output.tensors), default=0))
+    for (slice_id, _), stored in output.tensors.items():
+        nbytes[slice_id.node] += stored.nbytes
+    memory = sum(nbytes) < MAX_COPIED * weights.memory_available(), machine.node_memory_available()
+    return ConvertedExperts(path, output, measure(output), MappedFiles(may_lose=True), tuple(nbytes), *memory)
 
 
-def open_converted(path: Path) -> Converted:
-    """A converted directory, read again only if a file of it changes."""
+def open_converted(path: Path) -> ConvertedExperts:
+    """Open a converted directory. Reads it again only if a file has changed."""
     if not path.is_dir():
         raise UnsupportedError(f"{path}: is no directory; give one of `ktconvert cpu` or kt-kernel, or a GGUF file.")
-    opened = _opened(path.resolve(), weights.contents(path))
-    return opened if opened.path == path else replace(opened, path=path)
+    source = _open(path.resolve(), directory_state(path))
+    return source if source.path == path else replace(source, path=path)
