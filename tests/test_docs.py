@@ -334,7 +334,7 @@ def test_every_environment_variable_is_documented() -> None:
 
 def additions() -> dict[str, tuple[str, str]]:
     """Subject -> (what to touch, what holds it), from the table of docs/explanation/design.md."""
-    page = text_of(DESIGN_PAGE).partition("## Where to add what")[2].partition("\nWhoever")[0]
+    page = text_of(DESIGN_PAGE).partition("## Where to add what")[2].partition("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line[:1] == "|"]
     return {subject.removeprefix("| "): (touch, held.rstrip(" |")) for subject, touch, held in cells[2:]}
 
