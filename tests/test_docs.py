@@ -352,6 +352,17 @@ def test_what_to_touch_is_there(subject: str) -> None:
     assert held == "the same" or re.search(r"\(\.\./\.\./tests/test_\w+\.py\)", held), f"no test holds {subject}"
 
 
+def test_functions_of_the_walk_exist() -> None:
+    """Each function that design.md lists for a file is defined there."""
+    section = text_of(DESIGN_PAGE).partition("## The walk of a weight")[2].partition("\n## ")[0]
+    listed = re.findall(r"\[[^]]+\]\((\S+?)\): (`\w+`(?:, `\w+`)*)", section)
+    assert len(listed) > 20
+    for target, names in listed:
+        text = text_of((DESIGN_PAGE.parent / target).resolve())
+        for name in re.findall(r"\w+", names):
+            assert re.search(rf"\b(?:def|class) {name}\b|^[a-z].*\b{name}\(", text, re.MULTILINE), (target, name)
+
+
 # ---- the tables of the code -----------------------------------------------------------------------------------------
 
 
