@@ -348,7 +348,7 @@ def test_what_may_differ(what: str, tmp_path: Path) -> None:
 
 # Without these a weight is another, so nobody is told to remove them.
 STRAYS = {
-    "1.side_proj.weight": "parts; it cannot be read: use another release of the model",
+    "1.side_proj.weight": "weights; it cannot be read: use another release of the model",
     "01.up_proj.weight": "use another release",
     "1.up_proj.pre_quant_scale": "it is a scale of inputs .* use another release",
     "1.up_proj_input.weight": "it is a matrix that inputs are multiplied by, .* use another release",
@@ -389,7 +389,7 @@ REFUSED: list[tuple[str, Style, Change, str]] = [
 ]
 UNSUPPORTED: list[tuple[str, Style, Change, str]] = [
     *(
-        (QWEN, SEPARATE, stray(f"experts.{name}", 2, 2), f"{name}' stands among the experts but is none.*{words}")
+        (QWEN, SEPARATE, stray(f"experts.{name}", 2, 2), f"{name}' is among the experts but is not one.*{words}")
         for name, words in STRAYS.items()
     ),
     (QWEN, SEPARATE, also(SEPARATE, ""), "several prefixes"),

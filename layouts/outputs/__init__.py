@@ -20,7 +20,7 @@ UNTRIED = (
     "it was not tried"
 )
 MOE_SIZES = (
-    f"{UNTRIED}; by that source, it takes hidden sizes in multiples of 1024 and widths per slice in multiples of 256"
+    f"{UNTRIED}; by that source, it takes hidden sizes in multiples of 1024 and widths per part in multiples of 256"
 )
 BACKWARD_ALONE = (
     "only the backward matrices are written; kt-kernel takes the BF16 experts themselves from the checkpoint, and "

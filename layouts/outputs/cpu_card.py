@@ -158,7 +158,7 @@ def _card(kind: _Kind, facts: Facts, base_model: str | None, loose: bool, non_ex
     words = {
         "method": method,
         "experts": f"experts of {len(layers)} layers ({format_ranges(layers)})",
-        "slices": f"{numa} NUMA slice{'s' if numa != 1 else ''}",
+        "slices": f"{numa} NUMA part{'s' if numa != 1 else ''}",
         "loose": " (loose .kt folders)" if loose else "",
         "contents": CONTENTS[non_experts],
     }
@@ -169,8 +169,8 @@ def _card(kind: _Kind, facts: Facts, base_model: str | None, loose: bool, non_ex
         *((what, text.format(**facts)) for key, what, text in CHOICES if key in facts),
         *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
         *equalize_rows(facts),
-        *([("NUMA slices", kind.slices.format(**facts))] if kind.slices else []),
-        *([("resplit from", f"{', then '.join(map(str, before))} NUMA slices")] if before else []),
+        *([("NUMA parts", kind.slices.format(**facts))] if kind.slices else []),
+        *([("resplit from", f"{', then '.join(map(str, before))} NUMA parts")] if before else []),
         *size_rows(facts),
         ("source dtypes", ", ".join(facts["dtypes"])),
     )
@@ -204,7 +204,7 @@ def equalize_rows(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 AMX = Description(
-    "{bits} bits, one scale per output row and slice", partial(_card, AMX_KIND), config_entries, check_config
+    "{bits} bits, one scale per output row and part", partial(_card, AMX_KIND), config_entries, check_config
 )
 MOE = replace(AMX, card=partial(_card, MOE_KIND))
 MXFP4 = replace(AMX, numbers="4 bits, and 8 bits of scale for each 32 columns of a row", card=partial(_card, OWN_KIND))

@@ -64,7 +64,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
     if implied > SLICES_AT_LEAST + SLICES_PER_TENSOR * tensors:
         largest = max(output.tensors, key=lambda key: (key[0].expert + 1) * (key[0].node + 1))
         most = f"most of them are missing, or a name is damaged: {output.tensors[largest].name}"
-        problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied} parts of experts; {most}")
+        problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied} slices of experts; {most}")
         return Check("tensors", "", problems)
     for grid, experts in expected:
         own = fmt.layer_format(grid.layer)
