@@ -117,7 +117,7 @@ def test_models_lists_the_model_and_its_adapters(server):
     names = [(each.id, getattr(each, "parent", None)) for each in listed]
     assert names == [(BASE, None), *((name, BASE) for name in SETTINGS)]
     assert [ask.models.retrieve(name) for name in NAMES] == listed
-    with pytest.raises(openai.NotFoundError, match=f"answers for {', '.join(NAMES)} only"):
+    with pytest.raises(openai.NotFoundError, match=f"answers only for {', '.join(NAMES)}"):
         chat(server, "another")
     answer = httpx.post(f"{server.url}/v1/responses", json={"input": SAID, "max_output_tokens": 1}, timeout=PATIENCE)
     assert answer.json()["model"] == BASE
@@ -198,7 +198,7 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
         (("a=",), 2, "is empty; give a path"),
         ((f"={both}",), 2, "has no name; give NAME=PATH"),
         (("/",), 2, "has no name; give NAME=PATH"),
-        (("a=~nobody-here/x",), 2, "no home directory"),
+        (("a=~nobody-here/x",), 2, "without a home directory"),
     ]
     for given, code, why in cases:
         adapters = [word for each in given for word in ("--adapter", each)]
