@@ -176,7 +176,9 @@ def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_pa
     options = ("--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
     done = here("cpu", "-i", example, "-o", tmp_path / "out", *options)
     assert done.exit_code == 0, done.output
-    assert done.stderr.count("does not fit its NUMA nodes (node 1 has 0.00 GiB left") == is_short, done.stderr
+    assert done.stderr.count("does not fit this machine's NUMA nodes (node 1 has 0.00 GiB left") == is_short, (
+        done.stderr
+    )
 
 
 @needs_mbind
