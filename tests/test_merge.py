@@ -191,4 +191,4 @@ def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
         cli("verify", out, "--against", source)
     done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
     assert "layers differ in experts x hidden size x expert width" in done.stderr
-    assert "neither a manifest.json beside them nor --original-path" in done.stderr
+    assert "neither a manifest.json nor --original-path" in done.stderr

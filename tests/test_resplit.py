@@ -327,7 +327,7 @@ def test_impossible_numbers_are_refused(tmp_path, cli, converted):
     """A scale that is not finite, and a code below the smallest, if they would be rounded."""
     for what, data, words in (
         ("scale", np.float32("nan").tobytes(), "the scale of row 0 is nan"),
-        ("quant", b"\x80", "code that is not in -127..127"),
+        ("quant", b"\x80", "has a code outside -127..127"),
     ):
         damaged = tmp_path / what
         shutil.copytree(converted("int8", 2, "--no-merge-safetensor"), damaged)
