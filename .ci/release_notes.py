@@ -11,12 +11,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def declared() -> str:
-    """The one source of the version."""
+    """Return the version that the package declares."""
     return re.findall(r'^__version__ = "(.+)"$', (ROOT / "pipeline" / "__init__.py").read_text(), re.M)[0]
 
 
 def notes(version: str) -> str:
-    """What CHANGELOG.md says of a version. Raises SystemExit, naming the file that says something else."""
+    """Return the entry of a version in CHANGELOG.md.
+
+    Raises SystemExit, naming the file, if the version is declared differently elsewhere.
+    """
     if version != declared():
         raise SystemExit(f"pipeline/__init__.py: the version is {declared()}, not {version}")
     if not re.search(rf"^version: {re.escape(version)}$", (ROOT / "CITATION.cff").read_text(), re.M):

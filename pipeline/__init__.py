@@ -1,3 +1,3 @@
-"""What runs, in which order, and what is already done."""
+"""The order of work: commands, plans, units, resuming, and what people see."""
 
 __version__ = "0.1.0"

@@ -42,7 +42,7 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
         if name.split("_")[1] in used and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
     packed = experts.packed
-    rectangles = []
+    rectangles: list[tuple[Any, ...]] = []
     for numa_slice, stored in packed.arrays.items():
         if numa_slice.expert == experts.order[expert]:
             for index, (layout, data) in enumerate(zip(layouts, stored, strict=True)):

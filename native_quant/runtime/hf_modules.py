@@ -68,7 +68,7 @@ class RoutedExperts(torch.nn.Module):
         if adapter is not None:
             return self._compute_with_adapter(hidden, ids, weights, adapter).reshape(hidden_states.shape)
         if needs_operator(hidden, weights):
-            out = experts_operator(hidden, ids, weights, self._handle)
+            out: torch.Tensor = experts_operator(hidden, ids, weights, self._handle)
         else:
             out = self.compute(hidden, ids, weights)
         return out.reshape(hidden_states.shape)

@@ -129,7 +129,8 @@ def describe_extension() -> Extension:
     except ImportError as error:
         problem = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
         return Extension(isa_problem=problem)
-    isa, problem = None, None
+    isa: str | None = None
+    problem: str | None = None
     try:
         isa = kernels.isa()
     except ValueError as error:  # KTCONVERT_ISA names a missing one
