@@ -127,8 +127,8 @@ def describe_extension() -> Extension:
 
         refusal = placement.explain_denial()
     except ImportError as error:
-        problem = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
-        return Extension(isa_problem=problem)
+        unloadable = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
+        return Extension(isa_problem=unloadable)
     isa: str | None = None
     problem: str | None = None
     try:
