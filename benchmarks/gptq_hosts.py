@@ -50,7 +50,7 @@ def walk(model: Model, samples: int) -> float:
 
 
 def work(model: Model, samples: int, steps: str) -> float:
-    """Seconds of a layer that can be shared out: what down reads, its Hessians (and slopes), and all experts."""
+    """Return the seconds of a layer on the workers: inputs of down, its Hessians (and slopes), and all experts."""
     gathered = 2 * WIDTH**2 + (2 * (2 * WIDTH) ** 2 if steps == "full" else 0)
     each = samples * LENGTH * TOP_K * seconds(4 * HIDDEN * WIDTH, gathered)
     return each + model.experts * SECONDS[steps] / (CORES * TOGETHER)
@@ -70,8 +70,8 @@ def table() -> str:
         hours = (f"{model.layers * part / 3600:.1f}" for part in parts)
         rows.append((name, str(samples), steps, *hours, f"{100 * own / (own + shared):.0f} %"))
     hosts = (f"{n} host{'s' * (n > 1)}" for n in HOSTS)
-    head = ("", "samples", "`--gptq-steps`", "the walk", "shared out", *hosts)
-    return pages.table((*head, "walk's share"), rows)
+    head = ("", "samples", "`--gptq-steps`", "coordinator", "workers", *hosts)
+    return pages.table((*head, "coordinator's share"), rows)
 
 
 if __name__ == "__main__":
