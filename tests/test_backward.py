@@ -180,7 +180,7 @@ def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen:
     stacked["up"][1, 45, 7] = 0x7F80  # in the second part
     infinite = write_qwen(tmp_path / "infinite", {0: stacked})
     for code, words, arguments in (
-        (3, ("nothing to merge in BF16 files", "stay loose; give INT4"), ("merge", "-i", output, "-o", new)),
+        (3, ("BF16 files cannot be merged", "stay loose; give INT4"), ("merge", "-i", output, "-o", new)),
         (3, ("AMXBF16 weights cannot be rearranged",), ("resplit", output, new, "--threadpool-count", "1")),
         (3, ("its method is AMXBF16",), ("bench", output)),
         (3, ("AMXBF16 cannot hold", "is not a multiple of 32"), cpu(source, new, 4)),

@@ -243,7 +243,7 @@ def test_error_for_a_different_model_names_both(made: Path, small: Path) -> None
         (dict.fromkeys(shapes, (8, 128, 128)), "layers 0-2 with 8 experts"),
         (dict.fromkeys(shapes, (4, 128, 256)), "4 experts of 128 x 256"),
     ):
-        with pytest.raises(InputError, match=r"layers 0-2 with 4 experts of 128 x 128, and other has .*") as error:
+        with pytest.raises(InputError, match=r"layers 0-2 with 4 experts of 128 x 128, but other has .*") as error:
             statistics.open_imatrix("other", other)
         assert has in str(error.value)
     with pytest.raises(InputError, match=r"3 decoder layers, .* and other has 4 decoder layers"):

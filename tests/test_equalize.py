@@ -243,7 +243,7 @@ def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: 
         (("cpu", "--quant-method", "bf16"), 2, "BF16 keeps every number"),
         (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up is scaled"),  # of a model that clamps it
         (("cpu", "--scale", "gptq", "--save-statistics", "S"), 2, "would describe the equalized experts"),
-        (("gpu", "--quant-type", "W4A16", "--engine", "oneshot"), 2, "reads the checkpoint as it is"),
+        (("gpu", "--quant-type", "W4A16", "--engine", "oneshot"), 2, "reads the original checkpoint"),
     ],
 )
 def test_what_is_refused(options: tuple[str, ...], code: int, says: str, source: Path, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_layers_beside_the_models(tmp_path):
     """Statistics of the MTP layer may be there."""
     both = small_gguf(tmp_path / "i.gguf")
     refused(both, "layers 3-4", "in layers 3;", shapes={3: SMALL[3]})
-    assert {layer for layer, _ in open_imatrix(both, "small", {3: SMALL[3]}, others=(4,)).sums} == {3}
+    assert {layer for layer, _ in open_imatrix(both, "small", {3: SMALL[3]}, optional_layers=(4,)).sums} == {3}
 
 
 BAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [

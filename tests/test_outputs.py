@@ -200,7 +200,7 @@ def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
     other = cli(*again, "int4")
     assert f"--quant-method {method} keeps every number" in other.stdout + other.stderr
     if method == "mxfp4":
-        assert "keeps every number: leave out --scale" in cli(*again, method, "--scale", "mse", code=2).stderr
+        assert "keeps every number. Leave out --scale" in cli(*again, method, "--scale", "mse", code=2).stderr
 
 
 def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:

@@ -174,7 +174,7 @@ def test_calibrate_writes_second_moments(tmp_path):
     moments, imatrix = statistics.open_second_moments("it", shapes), statistics.open_imatrix("it", shapes)
     assert [moments.layers[n].counts.tolist() for n in shapes] == statistics.counts.tolist()
     for layer in shapes:
-        total = moments.layers[layer].matrix("gate_up", 0, 128)
+        total = moments.layers[layer].read_matrix("gate_up", 0, 128)
         np.testing.assert_array_equal(total, total.T)
         # Each token goes to two experts.
         np.testing.assert_allclose(undamp(total) * 2, imatrix.read(layer, "gate").sum(0), rtol=1e-4)
