@@ -77,7 +77,7 @@ SPOILED: list[tuple[Callable[[Path], None], tuple[str, ...]]] = [
     (lambda source: (source / "tokenizer.json").chmod(0), ("tokenizer.json", "cannot be read (Permission denied)")),
     (link_out, ("notes.txt", "secret.txt, outside the checkpoint")),
     (lambda source: (source / "sub").mkdir(0), ("model/sub", "cannot be listed (Permission denied)")),
-    (lambda source: text(source / "README.md" / "a.md"), ("README.md/a.md", "the output has a file README.md")),
+    (lambda source: text(source / "README.md" / "a.md"), ("README.md/a.md", "the output has a file named README.md")),
     (
         lambda s: text(s / "README.md", s / "README.source.md" / "a.md"),
         ("README.source.md/a.md", "the output has a file"),
@@ -151,4 +151,4 @@ def test_verify_notices_loose_weights_in_a_merged_output(command: str, plain: Pa
             (out / "manifest.json").write_text(json.dumps(document | {"files": document["files"] + files}))
         checks = json.loads(cli("verify", out, "--no-load", "--json", code=6).stdout)["checks"]
         problems = next(check["problems"] for check in checks if check["name"] == "files")
-        assert sorted(text.split(" is a file of loose weights")[0] for text in problems) == sorted(STRAYS)
+        assert sorted(text.split(" is a loose weight file")[0] for text in problems) == sorted(STRAYS)
