@@ -246,7 +246,7 @@ def test_error_for_a_different_model_names_both(made: Path, small: Path) -> None
         with pytest.raises(InputError, match=r"layers 0-2 with 4 experts of 128 x 128, but other has .*") as error:
             statistics.open_imatrix("other", other)
         assert has in str(error.value)
-    with pytest.raises(InputError, match=r"3 decoder layers, .* and other has 4 decoder layers"):
+    with pytest.raises(InputError, match=r"3 decoder layers, .* but other has 4 decoder layers"):
         statistics.require_model("other", shapes, 4)
 
 
