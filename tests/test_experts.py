@@ -148,8 +148,8 @@ def test_the_plot_is_written(tmp_path: Path, suffix: str, begins: bytes) -> None
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ((), "one of them"),
-        (("--num-gpu-experts", 1, "--total", 1), "one of them"),
+        ((), "give either --num-gpu-experts"),
+        (("--num-gpu-experts", 1, "--total", 1), "give either --num-gpu-experts"),
         (("--num-gpu-experts", 5), "a layer has 4 experts"),
         (("--total", 9), "all layers together have 8 experts"),
         (("--total", 1, "--plot", "x.txt"), "--plot x.txt"),
