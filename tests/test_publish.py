@@ -55,10 +55,10 @@ WRITE = """
 import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from ktconvert.layouts.files.direct_file import DirectFile, aligned_buffer
+from ktconvert.layouts.files.direct_file import DirectFile, allocate_aligned
 from ktconvert.layouts.files import publish
 
-pages = aligned_buffer(4 * 4096)
+pages = allocate_aligned(4 * 4096)
 for page in range(4):
     pages[page * 4096 : (page + 1) * 4096] = page + 1
 path = Path(sys.argv[1])
