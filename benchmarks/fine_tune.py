@@ -59,12 +59,15 @@ def keep_blocks(model: Any) -> None:
             parameter.register_hook(lambda gradient, block=block: gradient * block)
 
 
+def examples(rows: Any) -> list[dict[str, Any]]:
+    """Return sequences of tokens [sequences, tokens] as transformers' Trainer takes them."""
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
 def run(name: str, weights: Path | None, adapter: Path, rows: Any, held_out: Any, steps: int) -> dict[str, Any]:
     import torch
     from peft import PeftModel
     from transformers import Trainer, TrainerCallback, TrainingArguments
-
-    from ktconvert.pipeline.models.fine_tuning import Packed
 
     model = PeftModel.from_pretrained(load(weights), adapter, is_trainable=True)
     if weights is None:
@@ -94,7 +97,7 @@ def run(name: str, weights: Path | None, adapter: Path, rows: Any, held_out: Any
         prediction_loss_only=True,
     )
     learner = Trainer(
-        model=model, args=arguments, train_dataset=Packed(rows), eval_dataset=Packed(held_out), callbacks=[Dots()]
+        model=model, args=arguments, train_dataset=examples(rows), eval_dataset=examples(held_out), callbacks=[Dots()]
     )
     torch.manual_seed(SEED)
     begin = time.perf_counter()
