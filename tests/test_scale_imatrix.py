@@ -180,7 +180,7 @@ def test_options_that_do_not_go_together(source, imatrix, tmp_path):
 @pytest.mark.parametrize(
     ("shapes", "words"),
     [
-        ({**SHAPES, 2: SHAPES[0]}, ("in layers 0-2, and ", "in layers 0-1")),
+        ({**SHAPES, 2: SHAPES[0]}, ("in layers 0-2, but ", "in layers 0-1")),
         (dict.fromkeys(SHAPES, (EXPERTS + 1, HIDDEN, WIDTH)), ("has 4 experts of", "has 3 experts of")),
         (dict.fromkeys(SHAPES, (EXPERTS, HIDDEN, 2 * WIDTH)), (f"of {2 * WIDTH} columns", f"of {WIDTH} columns")),
     ],
