@@ -154,7 +154,9 @@ def test_it_is_recorded_how_it_was_made(outputs):
 
 def listed(said: str) -> list[str]:
     """What the command said of experts with too few tokens, as the manifest has it."""
-    found = re.findall(r"layer (\d+): \d+ of 8 experts not compensated in down, because fewer .*: ([\d, ]+)$", said, re.M)
+    found = re.findall(
+        r"layer (\d+): \d+ of 8 experts not compensated in down, because fewer .*: ([\d, ]+)$", said, re.M
+    )
     return [f"layer {layer}: {format_ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
 
 
