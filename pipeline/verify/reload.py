@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import io
 import logging
 import re
@@ -44,15 +43,8 @@ SAMPLES, LENGTH = 4, 128
 # found.
 BOUNDS = {4: (0.4, 1.0), 8: (0.04, 0.25)}
 LEAST_BOUND = 1e-6  # nats: smaller divergences come from rounding in BF16
-# Without --text, the samples are this text and the source of a function, which any tokenizer can read.
-PROSE = """\
-A mixture of experts is a network in which a small part, the router, decides for every token which few of many experts
-compute it. All other experts do nothing for this token. So a model can hold far more weights than it uses for any one
-word, and most of the memory that it needs is read rarely. When the weights are stored with fewer bits, each of them is
-a little wrong. If the errors are small and independent, they cancel in the sums, and the model says almost what it said
-before; if they are not, the answers change. A test therefore reads a text with both models and compares, word by word,
-what each of them expects to come next.
-"""
+# The samples without --text: prose and code, which any tokenizer can read. Another text changes every figure.
+SAMPLE_TEXT = Path(__file__).with_name("sample.txt")
 
 
 def check_reload(output: Output) -> tuple[Check, bool]:
@@ -265,7 +257,7 @@ def read_samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.in
 
     Raises InputError for a text that is too short.
     """
-    read = PROSE + inspect.getsource(check_reload) if text is None else text
+    read = SAMPLE_TEXT.read_text(encoding="utf-8") if text is None else text
     length = min(LENGTH, loading.context_length(config) or LENGTH)
     try:
         with silence_libraries():
