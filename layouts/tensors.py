@@ -1,7 +1,8 @@
-"""Names of an expert's linears, and the record of a stored tensor: name, type, size and place."""
+"""Names of an expert's linears, the record of a stored tensor, and numbers of layers and experts as text."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 PROJECTIONS = ("gate", "up", "down")  # the linears of an expert
@@ -23,3 +24,14 @@ class TensorInfo:
     nbytes: int
     file: str = ""
     start: int = 0
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return 1, 2, 3, 7 as "1-3, 7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -15,8 +15,8 @@ from ktconvert.layouts.encodings import pack_quantized
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
-from ktconvert.layouts.outputs.gpu_card import notes_on_loading, quantization_config
 from ktconvert.layouts.outputs.slices import NumaSlice, allocate_slices
+from ktconvert.layouts.outputs.whole_model import notes_on_loading, quantization_config
 from ktconvert.native_quant.matrix import Matrix
 from rig import stored
 

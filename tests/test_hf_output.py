@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import cpu_card
+from ktconvert.layouts.outputs import configs
 from rig import families, stored
 from rig.hf import complete, experts_of, logits
 from rig.safetensors import Tensor, edit_file, read_folder
@@ -57,11 +57,11 @@ def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], e
 def test_loading_without_ktconvert_fails(outputs: dict[str, Path]) -> None:
     """By what config.json says, the same in each; with it, experts alone are one sentence."""
     for path in outputs.values():
-        assert json.loads((path / "config.json").read_text())["transformers_weights"] == cpu_card.NO_FILE
+        assert json.loads((path / "config.json").read_text())["transformers_weights"] == configs.NO_FILE
     command = [sys.executable, "-c", LOAD, str(outputs["copied"]), str(outputs["experts alone"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     without, experts_alone = done.stdout.splitlines()
-    assert cpu_card.NO_FILE in without
+    assert configs.NO_FILE in without
     sentence = "{0}: holds only routed experts; load the checkpoint that it was converted from, with these experts: "
     sentence += "from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{0}'))"
     assert experts_alone == f"UnsupportedError {sentence.format(outputs['experts alone'])}"

@@ -92,7 +92,7 @@ def test_tensors_that_keep_their_values_equal_a_fresh_conversion(method, old, ne
             assert same(ours, theirs, "ffn_down", ".scale") and "rounded once more" in said
         elif new % old == 0:
             assert "all weights keep their values" in said
-    assert f"| resplit from | {old} NUMA part" in (tmp_path / "new" / "README.md").read_text()
+    assert f"| resplit from | {old} NUMA slice" in (tmp_path / "new" / "README.md").read_text()
     (report,) = objects(cli("verify", tmp_path / "new", "--against", source, "--numa", new, "--json"))
     checks = {check["name"]: check["result"] for check in report["checks"]}
     assert checks["source"] == f"{len(ours)} tensors quantized again (T = {old}) and resplit, same bytes"
@@ -106,7 +106,7 @@ def test_there_and_back_changes_no_weight(options, tmp_path, cli, converted):
     cli("resplit", before, three, "--threadpool-count", 3)
     cli("resplit", three, back, "--threadpool-count", 1)
     assert no_weight_changed(back, before)
-    assert "| resplit from | 1, then 3 NUMA parts |" in (back / "README.md").read_text()
+    assert "| resplit from | 1, then 3 NUMA slices |" in (back / "README.md").read_text()
     assert "every tensor stays as it is" in cli("resplit", three, tmp_path / "same", "--threadpool-count", 3)
     assert no_weight_changed(tmp_path / "same", three)
 

@@ -15,9 +15,9 @@ import pytest
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
+from ktconvert.layouts.tensors import format_ranges
 from rig import calibrated, forks, gguf
 from rig.safetensors import metadata_of, read_file, read_folder
 

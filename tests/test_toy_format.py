@@ -16,8 +16,7 @@ import pytest
 
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.card import Card
-from ktconvert.layouts.outputs.format import Arrangement, Description, Format
+from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.matrix import Matrix
@@ -105,12 +104,17 @@ def check_config(output: Any, fmt: Format, numa: int) -> Iterator[str]:
         yield "config.json says nothing of toys"
 
 
-def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
-    return Card((), ("toys",), "Toys", ("Experts to play with.",), (("parts", str(facts["numa"])),), ("Do not.",))
+CARD = Card(
+    title="Toys",
+    about=("Experts to play with.",),
+    rows=lambda card, facts: (("slices", str(facts["numa"])),),
+    use=lambda facts, base_model, non_experts: ("Do not.",),
+    tags=("toys",),
+)
 
 
 TOY = Format(
-    "TOY8", TOY8, TOYS, Description("toys", card, config_entries, check_config), ("toys are for tests",), backward=True
+    "TOY8", TOY8, TOYS, Description(CARD, config_entries, check_config), ("toys are for tests",), backward=True
 )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from ktconvert.layouts.encodings import amx, fp4, fp8, pack_quantized, plain
 from ktconvert.layouts.encodings.encoding import Encoding
-from ktconvert.layouts.outputs import cpu_card, gpu_card
+from ktconvert.layouts.outputs import cards, whole_model
+from ktconvert.layouts.outputs.configs import describe_cpu
 from ktconvert.layouts.outputs.format import Format as Format
 from ktconvert.layouts.outputs.linear_names import NATIVE
 from ktconvert.layouts.outputs.numa import NUMA, PLAIN
@@ -35,25 +36,32 @@ WITHOUT_VNNI = (
 
 def _make_whole_model(name: str, variants: dict[tuple[Any, ...], Encoding]) -> Format:
     first, settings = next(iter(variants.values())), pack_quantized.SETTINGS
-    return Format(name, first, gpu_card.WHOLE_MODEL, gpu_card.DESCRIPTION, settings=settings, variants=variants)
+    return Format(name, first, whole_model.WHOLE_MODEL, whole_model.DESCRIPTION, settings=settings, variants=variants)
 
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (
-        Format("AMXINT4", amx.AMXINT4, NUMA, cpu_card.AMX, (PER_ROW,), loose="INT4", backward=True),
-        Format("AMXINT8", amx.AMXINT8, NUMA, cpu_card.AMX, loose="INT8", backward=True),
-        Format("MOE_INT4", amx.MOE_INT4, PLAIN, cpu_card.MOE, (MOE_SIZES,), loose="MOE_INT4"),
-        Format("MOE_INT8", amx.MOE_INT8, PLAIN, cpu_card.MOE, (UNTRIED,), loose="MOE_INT8"),
-        Format("MXFP4", fp4.PANELS, NUMA, cpu_card.MXFP4),
-        Format("FP8", fp8.PANELS, NUMA, cpu_card.FP8),
-        Format("BF16", plain.PANELS, NUMA, cpu_card.BF16),
-        Format("KT_MXFP4", fp4.ROWS, NATIVE, cpu_card.KT_MXFP4),
-        Format("KT_FP8", fp8.ROWS, NATIVE, cpu_card.KT_FP8),
-        Format("KT_BF16", plain.ROWS, NATIVE, cpu_card.KT_BF16),
-        Format("RAWINT4", pack_quantized.RAWINT4, NATIVE, cpu_card.RAWINT4, (WITHOUT_VNNI,)),
+        Format("AMXINT4", amx.AMXINT4, NUMA, describe_cpu(cards.AMX), (PER_ROW,), loose="INT4", backward=True),
+        Format("AMXINT8", amx.AMXINT8, NUMA, describe_cpu(cards.AMX), loose="INT8", backward=True),
+        Format("MOE_INT4", amx.MOE_INT4, PLAIN, describe_cpu(cards.MOE), (MOE_SIZES,), loose="MOE_INT4"),
+        Format("MOE_INT8", amx.MOE_INT8, PLAIN, describe_cpu(cards.MOE), (UNTRIED,), loose="MOE_INT8"),
+        Format("MXFP4", fp4.PANELS, NUMA, describe_cpu(cards.MXFP4)),
+        Format("FP8", fp8.PANELS, NUMA, describe_cpu(cards.FP8)),
+        Format("BF16", plain.PANELS, NUMA, describe_cpu(cards.BF16)),
+        Format("KT_MXFP4", fp4.ROWS, NATIVE, describe_cpu(cards.KT_MXFP4)),
+        Format("KT_FP8", fp8.ROWS, NATIVE, describe_cpu(cards.KT_FP8)),
+        Format("KT_BF16", plain.ROWS, NATIVE, describe_cpu(cards.KT_BF16)),
+        Format("RAWINT4", pack_quantized.RAWINT4, NATIVE, describe_cpu(cards.RAWINT4), (WITHOUT_VNNI,)),
         Format(
-            "AMXBF16", plain.BLOCKS, NUMA, cpu_card.BACKWARD, (BACKWARD_ALONE,), "BF16", forward=False, backward=True
+            "AMXBF16",
+            plain.BLOCKS,
+            NUMA,
+            describe_cpu(cards.BACKWARD),
+            (BACKWARD_ALONE,),
+            "BF16",
+            forward=False,
+            backward=True,
         ),
         _make_whole_model("W4A16", pack_quantized.W4A16),
         _make_whole_model("W8A16", pack_quantized.W8A16),

@@ -1,4 +1,4 @@
-"""Checkpoints without quantization, as `ktconvert dequantize` writes them: config.json, card and names."""
+"""Checkpoints without quantization, as `ktconvert dequantize` writes them: names, and config.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.outputs.card import STORED_KEYS, Card, encode_json, remove_quantization
+from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_quantization
 
 COMMAND = "dequantize"
 COMMANDS = (COMMAND, "merge-adapter")
@@ -23,18 +23,3 @@ def config_json(original: Mapping[str, Any]) -> bytes:
     if not any(key in config for key in DTYPE_KEYS):
         config["torch_dtype"] = "bfloat16"  # the older of the two names, which all versions of transformers read
     return encode_json(config)
-
-
-def card(facts: Mapping[str, Any], base_model: str | None) -> Card:
-    decoded = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items()) or "none"
-    return Card(
-        head=(),
-        tags=(),
-        title=f"{base_model or 'Model'} in BF16",
-        about=(
-            "The whole model, dequantized: each quantized weight is BF16, rounded once to nearest even from its value",
-            "in float32, under the name and in the shape of a BF16 release. All else is as in the original.",
-        ),
-        rows=(("quantized weights of the source, now BF16", decoded), ("tensors", f"{facts['tensors']}")),
-        use=('`AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, or as the input of `ktconvert`.',),
-    )

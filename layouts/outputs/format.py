@@ -9,7 +9,6 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, explain_size
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs.card import Card
 from ktconvert.layouts.outputs.loose import SUFFIXES, file_path
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing, TensorNames
@@ -48,18 +47,40 @@ def has_numa_count(facts: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Description:
-    """Texts about a format for people and loaders, made from the facts of a manifest.
+class Card:
+    """Texts of a format's model card (cards.py); words in braces stand for facts of a manifest.
 
-    numbers         its numbers, for the model card
-    card            (facts, base model, loose, value of --non-experts, numbers) -> the model card
-    config_entries  (format, facts, patterns of unquantized modules, version of ktconvert) -> entries that config.json
-                    gets in addition to the source's
+    title    heading
+    about    the first paragraph: contents of the folder
+    rows     (card, facts) -> (name, value) rows of the table
+    use      (facts, base model, value of --non-experts) -> how to load the output
+    numbers  bits and scales of the weights
+    slices   number of NUMA slices; "" if any number of nodes can use the output
+    library  library_name of the front matter; "" if several programs load the output
+    tags     tags of the front matter
+    """
+
+    title: str
+    about: tuple[str, ...]
+    rows: Callable[[Card, Mapping[str, Any]], tuple[tuple[str, str], ...]]
+    use: Callable[[Mapping[str, Any], str | None, str], tuple[str, ...]]
+    numbers: str = ""
+    slices: str = ""
+    library: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """A format's model card, and its part of config.json.
+
+    card            texts of the model card
+    config_entries  (format, facts of the manifest, patterns of unquantized modules, version of ktconvert) -> entries
+                    that config.json gets in addition to the source's
     check_config    (output, format, NUMA slices) -> the defects of config.json beside these experts
     """
 
-    numbers: str
-    card: Callable[[Mapping[str, Any], str | None, bool, str, str], Card]
+    card: Card
     config_entries: Callable[[Format, Mapping[str, Any], Sequence[str], str], dict[str, Any]]
     check_config: Callable[[Output, Format, int], Iterator[str]]
 

@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.checkpoints.match import NUMBER, ROUTED, ROUTER
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, UsageError
-from ktconvert.layouts.outputs.card import CONFIG_KEYS
+from ktconvert.layouts.outputs.configs import CONFIG_KEYS
 from ktconvert.layouts.outputs.linear_names import USUAL, linears
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.patterns import Pattern, compile_all

@@ -129,6 +129,23 @@ RAWINT4_NAMES = tuple(
     {p: f"{layers}.{{layer}}.mlp.experts.{{expert}}.{p}_proj" for p in PROJECTIONS}
     for layers in ("model.layers", "language_model.model.layers", "model.language_model.layers")
 )
+
+
+def is_rawint4(facts: Mapping[str, Any]) -> bool:
+    """Return whether kt-kernel's RAWINT4 can compute experts with these facts, apart from their names."""
+    return (facts.get("bits"), facts.get("group_size")) == (4, 32)
+
+
+def explain_not_rawint4(facts: Mapping[str, Any]) -> str | None:
+    """Explain why kt-kernel's RAWINT4 cannot compute the experts of an output on the CPU; return None if it can."""
+    if not is_rawint4(facts):
+        return "it reads 4 bits in groups of 32 columns"
+    names = facts[TEMPLATES]
+    if names in RAWINT4_NAMES:
+        return None
+    return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
+
+
 NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # by encoding: what kt-kernel's loaders look for; all others: DEEPSEEK
 
 

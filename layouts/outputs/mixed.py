@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.encodings.encoding import suffixes
-from ktconvert.layouts.outputs import FORMATS, cpu_card, numa
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.outputs import FORMATS, cards, numa
+from ktconvert.layouts.outputs.configs import describe_cpu
 from ktconvert.layouts.outputs.format import Format, one_or_all
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.tensors import TensorInfo, format_ranges
 
 NAME = "MIXED"
 NOT_KT = numa.SUFFIXES[1]  # how the names of tensors end
@@ -45,7 +45,7 @@ def combine_formats(by_layer: Mapping[int, Format]) -> Format:
     if len(formats) == 1 and FORMATS.get(formats[0].name) == formats[0]:
         return formats[0]
     notes = tuple(dict.fromkeys(note for fmt in formats for note in fmt.notes))
-    return Format(NAME, formats[0].encoding, numa.NUMA, cpu_card.MIXED, notes, by_layer=dict(by_layer))
+    return Format(NAME, formats[0].encoding, numa.NUMA, describe_cpu(cards.MIXED), notes, by_layer=dict(by_layer))
 
 
 def manifest_facts(fmt: Format, layers: Sequence[int]) -> dict[str, Any]:

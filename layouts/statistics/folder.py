@@ -20,9 +20,9 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
-from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.statistics.imatrix import Imatrix, Shapes, open_imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant.arrays import I64
 
 COUNTS, KEY = "counts.safetensors", "counts"

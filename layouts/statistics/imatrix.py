@@ -24,8 +24,7 @@ from ktconvert.layouts.checkpoints.containers.container import open_regular_file
 from ktconvert.layouts.errors import REMEDY, InputError, bad_file, bad_tensor
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.publish import sha256_file
-from ktconvert.layouts.outputs.card import format_ranges
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.native_quant.arrays import F32, I64
 
 Shapes = Mapping[int, tuple[int, int, int]]  # layer -> (E, H, I): experts, hidden size, expert width

@@ -18,14 +18,13 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import explain_size
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, gpu_card
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.format import COUNTS
-from ktconvert.layouts.outputs.linear_names import NATIVE
+from ktconvert.layouts.outputs.linear_names import NATIVE, is_rawint4
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import AGAIN
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
-from ktconvert.layouts.tensors import PROJECTIONS
+from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
@@ -241,7 +240,7 @@ def _read_native_output(path: Path) -> Mapping[str, Any] | None:
     except VerificationError:
         return None  # not our manifest.json, or damaged
     fmt = FORMATS.get(str(about.model.get("method"))) if about else None
-    if about is None or fmt is None or not (fmt.arrangement == NATIVE or gpu_card.is_rawint4(about.model)):
+    if about is None or fmt is None or not (fmt.arrangement == NATIVE or is_rawint4(about.model)):
         return None
     return about.model
 

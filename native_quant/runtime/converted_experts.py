@@ -14,13 +14,12 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
-from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import AGAIN, Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
-from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
+from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo, format_ranges
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights

@@ -21,8 +21,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import cpu_card
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
@@ -188,15 +188,15 @@ FIRST_ATTRIBUTE = "_some_experts"  # of modules that have converted experts belo
 OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 
 
-@register_quantization_config(cpu_card.QUANT_METHOD)
+@register_quantization_config(QUANT_METHOD)
 class ConvertedConfig(KTConvertConfig):
     """The quantization_config in an output's config.json, with OPTIONS: the experts are in the same directory."""
 
-    def __init__(self, quant_method: str = cpu_card.QUANT_METHOD, **settings: Any) -> None:
+    def __init__(self, quant_method: str = QUANT_METHOD, **settings: Any) -> None:
         super().__init__(quant_method=quant_method, **{name: settings[name] for name in OPTIONS if name in settings})
 
 
-@register_quantizer(cpu_card.QUANT_METHOD)
+@register_quantizer(QUANT_METHOD)
 class ConvertedQuantizer(KTConvertQuantizer):
     """Quantizer for an output: loads its experts and its non-expert tensors (`--non-experts keep`, `copy`)."""
 
@@ -248,7 +248,7 @@ def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: A
         hf_non_experts.require_combinable(config, model)
         hf_non_experts.drop_quantization_config(config)
         own = getattr(config, "quantization_config", None) or {}
-        if isinstance(own, dict) and own.get("quant_method") == cpu_card.QUANT_METHOD:
+        if isinstance(own, dict) and own.get("quant_method") == QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():
                 raise UsageError(f"{model}: has converted experts of its own; leave out cpu_weights")
             config.quantization_config = own | {name: getattr(quantization_config, name) for name in OPTIONS}

@@ -18,6 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
+from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
@@ -25,7 +26,6 @@ from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantizat
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import cpu_card
 from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
 
@@ -37,7 +37,7 @@ NAME = "ktconvert"  # quant_method of KTConvertConfig
 PACKED = "_packed"  # suffix of compressed-tensors for the name of a weight
 # Methods of config.json that do not quantize non-expert tensors: none, ours, and experts packed for the GPU, for which
 # there is require_unpacked.
-EXPERTS_ONLY = ("", NAME, cpu_card.QUANT_METHOD, METHOD)
+EXPERTS_ONLY = ("", NAME, QUANT_METHOD, METHOD)
 FP8 = "fp8"  # quant_method in config.json of E4M3 with a scale per block
 
 
@@ -118,7 +118,7 @@ def drop_quantization_config(config: Any) -> None:
     for part in (config, config.get_text_config(decoder=True)):
         own = getattr(part, "quantization_config", None) or {}
         own = own if isinstance(own, dict) else own.to_dict()
-        if own.get("quant_method") not in (NAME, cpu_card.QUANT_METHOD):
+        if own.get("quant_method") not in (NAME, QUANT_METHOD):
             vars(part).pop("quantization_config", None)
 
 

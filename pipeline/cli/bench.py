@@ -10,7 +10,7 @@ import click
 
 from ktconvert.layouts.checkpoints.config import experts_per_token
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.queries import BenchOptions

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.describe import describe_path
 from ktconvert.pipeline.options.queries import InspectOptions

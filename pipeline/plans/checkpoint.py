@@ -20,8 +20,9 @@ from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, 
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
-from ktconvert.layouts.outputs.card import CONFIG_FILES, format_ranges
+from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import one_or_all
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.existing import read_settings
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat
 from ktconvert.pipeline.engine.units import Stage

@@ -10,9 +10,9 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, backward_only_format, formats_by_option, has_all_loose_files, loose, mixed
-from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values

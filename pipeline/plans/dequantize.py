@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.manifest import SourceFile
-from ktconvert.layouts.outputs import card, dequantized
+from ktconvert.layouts.outputs import cards, configs, dequantized
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
@@ -45,7 +45,7 @@ def plan_dequantize(
     limit = options.max_shard_size
     stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
     names = source.companions()
-    dropped_files = [name for name in names if name in card.CONFIG_FILES]
+    dropped_files = [name for name in names if name in configs.CONFIG_FILES]
     notes = (
         *source.notes,
         *everything.notes,
@@ -61,13 +61,11 @@ def plan_dequantize(
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
-        config=dequantized.config_json(source.config) if facts["decoded"] else card.encode_json(source.config),
+        config=dequantized.config_json(source.config) if facts["decoded"] else configs.encode_json(source.config),
         hooks=Hooks(
             # A few windows of each shard in flight, whatever the number of threads.
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
-            render_card=lambda stats: card.model_card(
-                dequantized.card(facts, base), base, facts, notes, stats, tool_version()
-            ),
+            render_card=lambda stats: cards.model_card(cards.DEQUANTIZED, facts, base, notes, stats, tool_version()),
             check=_check,
         ),
     )
@@ -84,7 +82,7 @@ def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> dict[str, A
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
     mlx = cfg.find(source.config, ("quantization.bits",))  # releases of MLX before 2025 have no quantization_config
-    if not count and (quantization.method or mlx or card.remove_quantization(source.config) != source.config):
+    if not count and (quantization.method or mlx or configs.remove_quantization(source.config) != source.config):
         raise UnsupportedError(
             f"{source.root}: {CONFIG} declares a quantized model ({quantization.method or 'unnamed method'}), but no "
             "tensor has the names of a supported encoding; use the model's BF16 or FP8 (E4M3) release."

@@ -11,8 +11,7 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card, formats_by_option, loose, mixed
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.outputs import Format, cards, configs, formats_by_option, loose, mixed
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import (
     COUNTS,
@@ -22,6 +21,7 @@ from ktconvert.layouts.statistics.folder import (
     open_model_moments,
 )
 from ktconvert.layouts.statistics.second_moments import SecondMoments
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import Hooks, KeptFolder, Needs, Plan, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
@@ -116,7 +116,7 @@ def build_plan(
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
-    config = card.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
+    config = configs.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
 
@@ -130,9 +130,11 @@ def build_plan(
         return needed if run is None else run.peak_memory(needed)
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
-        base, all_facts, about = checkpoint.base_model(source), {**facts, **facts_from_stats(stats)}, fmt.description
-        lines = about.card(all_facts, base, loose_files, non_experts, about.numbers)
-        return card.model_card(lines, base, all_facts, card_notes, stats, tool_version())
+        base, all_facts = checkpoint.base_model(source), {**facts, **facts_from_stats(stats)}
+        card, version = fmt.description.card, tool_version()
+        return cards.model_card(
+            card, all_facts, base, card_notes, stats, version, loose=loose_files, non_experts=non_experts
+        )
 
     return Plan(
         options=options,

@@ -14,10 +14,11 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import (
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, card, formats_by_option, gpu_card
-from ktconvert.layouts.outputs.gpu_card import notes_on_loading
+from ktconvert.layouts.outputs import Format, cards, formats_by_option
+from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
-from ktconvert.layouts.outputs.linear_names import TEMPLATES, name_templates
+from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, name_templates
+from ktconvert.layouts.outputs.whole_model import notes_on_loading
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import GpuOptions
 from ktconvert.pipeline.plans import checkpoint, expert_plan
@@ -42,7 +43,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
     rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
-    left_out = [name for name in source.companions() if name in card.CONFIG_FILES]
+    left_out = [name for name in source.companions() if name in CONFIG_FILES]
     notes = _rawint4_notes(facts, options.output)
     if options.max_shard_size and options.calibrated:
         notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
@@ -73,11 +74,11 @@ def _require_supported(options: GpuOptions) -> None:
 
 def _rawint4_notes(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
     """Return a note on experts in RAWINT4's format: the command that serves them on CPU and GPU, or why it cannot."""
-    if not gpu_card.is_rawint4(facts):
+    if not is_rawint4(facts):
         return ()
-    if why := gpu_card.explain_not_rawint4(facts):
+    if why := explain_not_rawint4(facts):
         return (f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {why}; use `ktconvert cpu` for those",)
-    block = gpu_card.launch_lines(facts, str(output))
+    block = cards.whole_model_lines(facts, str(output))
     command = " ".join(line.rstrip("\\").strip() for line in block[1 : block.index("```")])
     return (f"one directory for CPU and GPU: {command}",)
 

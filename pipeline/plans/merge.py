@@ -16,15 +16,14 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, card, cpu_card, loose
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.numa import NumaNames
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId
-from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
+from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo, format_ranges
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import MergeOptions
 from ktconvert.pipeline.options.declare import with_values
@@ -60,9 +59,8 @@ def plan_merge(options: MergeOptions) -> Plan:
     output = replace(open_output(root, layers), config=source_config or {})
     measured = _measure_layers(output, options.layers == "all")
     facts = _facts(measured, recorded)
-    about = cpu_card.AMX if measured.fmt is None else measured.fmt.description
-    lines = about.card(facts, None, False, "skip", about.numbers)
-    entries = cpu_card.quantization_entries(facts, tool_version(), per_row=True)
+    card = cards.AMX if measured.fmt is None else measured.fmt.description.card
+    entries = configs.cpu_entries(facts, tool_version(), per_row=True)
     metadata = {**checkpoint.FORMAT_METADATA, "method": facts["method"], "numa": str(facts["numa"])}
     files = _sort_tensors(output)
     read = checkpoint.files_in(root, [file.file for file in files])
@@ -75,10 +73,10 @@ def plan_merge(options: MergeOptions) -> Plan:
         facts=facts,
         notes=(),
         companions=checkpoint.companions(original, names) if original else (),
-        config=None if source_config is None else card.config_json(source_config, entries, whole=False),
+        config=None if source_config is None else configs.config_json(source_config, entries, whole=False),
         hooks=Hooks(
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_loose_files.CHUNK,
-            render_card=lambda stats: card.model_card(lines, None, facts, (), stats, tool_version()),
+            render_card=lambda stats: cards.model_card(card, facts, None, (), stats, tool_version()),
         ),
     )
 

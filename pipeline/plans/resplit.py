@@ -11,20 +11,21 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
+from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.outputs import FORMATS, Format, card, cpu_card, mixed
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.outputs import FORMATS, Format, cards, configs, mixed
 from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.rearrange import requires_rounding
 from ktconvert.layouts.outputs.slices import PackedSlices, Slicing
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -90,10 +91,9 @@ def _plan(options: ResplitOptions) -> Plan:
     notes = tuple(expert_plan.notes_by_format(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     copying = copy_tensors.peak_memory(others) if others else 0
     config, before = dict(output.config), output.config.get("quantization_config")
-    if isinstance(before, dict) and before.get("quant_method") == cpu_card.QUANT_METHOD:
+    if isinstance(before, dict) and before.get("quant_method") == QUANT_METHOD:
         del config["quantization_config"]
-    base, about = checkpoint.base_model(source), fmt.description
-    lines = about.card(facts, base, output.loose, copy_tensors.infer_choice(output.others), about.numbers)
+    base, non_experts = checkpoint.base_model(source), copy_tensors.infer_choice(output.others)
     return Plan(
         options=options,
         files=files,
@@ -102,7 +102,7 @@ def _plan(options: ResplitOptions) -> Plan:
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(root, copied),
-        config=card.config_json(config, entries, whole=False) if CONFIG in copied else None,
+        config=configs.config_json(config, entries, whole=False) if CONFIG in copied else None,
         has_index=not output.loose,
         hooks=Hooks(
             # The entry of each tensor, and the buffers of all threads, which do not grow with the model
@@ -111,7 +111,16 @@ def _plan(options: ResplitOptions) -> Plan:
                 + TENSOR * len(output.tensors)
                 + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
             ),
-            render_card=lambda stats: card.model_card(lines, base, facts, notes, (), tool_version()),
+            render_card=lambda stats: cards.model_card(
+                fmt.description.card,
+                facts,
+                base,
+                notes,
+                (),
+                tool_version(),
+                loose=output.loose,
+                non_experts=non_experts,
+            ),
         ),
     )
 

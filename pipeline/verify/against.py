@@ -9,12 +9,11 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.measuring import measure as measure_of
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems, LinearError, ProjectionErrors

@@ -17,13 +17,12 @@ from ktconvert.layouts.encodings import fp8, pack_quantized
 from ktconvert.layouts.encodings.encoding import Bytes, scale_values
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Format
-from ktconvert.layouts.outputs.card import format_ranges
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.statistics.folder import COUNTS, read_folder_counts
-from ktconvert.layouts.tensors import PROJECTIONS
+from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
 from ktconvert.native_quant.arrays import I64
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.threads import run_in_order

@@ -13,12 +13,12 @@ from ktconvert.layouts.checkpoints.match import find_unread_formats
 from ktconvert.layouts.encodings.encoding import suffixes
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
-from ktconvert.layouts.outputs.card import format_ranges, remove_quantization
+from ktconvert.layouts.outputs.configs import remove_quantization
 from ktconvert.layouts.outputs.format import illegal_reason
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId, Slicing, slice_shape
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import UsageError, VerificationError
-from ktconvert.layouts.outputs import cpu_card, dequantized
-from ktconvert.layouts.outputs.card import format_ranges
+from ktconvert.layouts.outputs import cards, dequantized
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.queries import VerifyOptions
@@ -228,7 +228,7 @@ def output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
         *([("scales", document["scale"])] if "scale" in document else []),
         *([("too few tokens", "; ".join(document["too_few_tokens"]))] if "too_few_tokens" in document else []),
-        *cpu_card.equalize_rows(document),
+        *cards.equalize_rows(document),
         *([("NUMA slices", join_values(document["numa"]))] if arrangement in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({format_ranges(document['layers'])})"),
         ("experts", join_values(document["experts"])),

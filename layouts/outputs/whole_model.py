@@ -1,6 +1,6 @@
 """Whole models with quantized experts under their own names, for loaders of checkpoints (bytes.md).
 
-Their model card, the entries of config.json on the experts, and their arrangement.
+Their entries of config.json, their arrangement, and notes on loading them.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.outputs import cpu_card, ignore
-from ktconvert.layouts.outputs.card import Card, format_ranges
+from ktconvert.layouts.outputs import cards, ignore
 from ktconvert.layouts.outputs.format import Arrangement, Description, Format
-from ktconvert.layouts.outputs.linear_names import RAWINT4_NAMES, TEMPLATES, LinearNames, are_templates
+from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.quantizers import GROUP_SIZES, Grid
 
-# What `version` in quantization_config says: the compressed-tensors release whose contract this is.
+# `version` in quantization_config: the release of compressed-tensors that defines this document.
 CONTRACT = "0.19.0"
 
 
@@ -49,70 +48,9 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
     return ignore.check_config(output, lambda ignored: quantization_config(fmt.encoding.grid, ignored))
 
 
-def is_rawint4(facts: Mapping[str, Any]) -> bool:
-    """Return whether kt-kernel's RAWINT4 can compute experts with these facts, apart from their names."""
-    return (facts.get("bits"), facts.get("group_size")) == (4, 32)
+DESCRIPTION = Description(cards.WHOLE_MODEL, config_entries, check_config)
 
-
-def explain_not_rawint4(facts: Mapping[str, Any]) -> str | None:
-    """Explain why kt-kernel's RAWINT4 cannot compute the experts of an output on the CPU; return None if it can."""
-    if not is_rawint4(facts):
-        return "it reads 4 bits in groups of 32 columns"
-    names = facts[TEMPLATES]
-    if names in RAWINT4_NAMES:
-        return None
-    return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
-
-
-def launch_lines(facts: Mapping[str, Any], folder: str = "/path/to/this/folder") -> tuple[str, ...]:
-    """Return the command that starts SGLang with the output as the model, with its own or other experts on the CPU."""
-    if explain_not_rawint4(facts) is None:
-        return cpu_card.launch_lines(folder, "RAWINT4", "NUMA_NODES", folder)
-    options = (f"--model {folder}", "--kt-weight-path /path/to/the/cpu/experts", "--kt-method AMXINT4")
-    last = "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU"
-    return "```bash", "python -m sglang.launch_server \\", *(f"  {option} \\" for option in options), last, "```"
-
-
-def card(facts: Mapping[str, Any], base_model: str | None, loose: bool, non_experts: str, numbers: str) -> Card:
-    method, layers = facts["method"], facts["layers"]
-    return Card(
-        head=(),
-        tags=("kt-kernel", "compressed-tensors", "mixture-of-experts"),
-        title=f"{base_model or 'Model'} with experts in {method}",
-        about=(
-            f"The whole model. The routed experts of {len(layers)} layers ({format_ranges(layers)}) are {method}; "
-            "all other tensors are",
-            "those of the original, under the same names. The format is compressed-tensors' pack-quantized, "
-            "which transformers,",
-            "vLLM and SGLang load.",
-        ),
-        rows=(
-            ("experts", f"{facts['bits']} bits, {numbers.format(**facts)}"),
-            ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
-            ("quantized linears", f"{facts['packed_linears']}"),
-            *cpu_card.equalize_rows(facts),
-            *cpu_card.size_rows(facts),
-            ("source dtypes of the experts", ", ".join(facts["dtypes"])),
-        ),
-        use=(
-            "As the model and, by kt-kernel's RAWINT4, as the experts on the CPU, from the same files:"
-            if explain_not_rawint4(facts) is None
-            else "As the GPU half beside CPU experts that `ktconvert cpu` made:",
-            "",
-            *launch_lines(facts),
-            "",
-            'Or alone: `AutoModelForCausalLM.from_pretrained("/path/to/this/folder")`, '
-            "with compressed-tensors installed.",
-        ),
-    )
-
-
-DESCRIPTION = Description("symmetric, one BF16 scale per {group_size} columns", card, config_entries, check_config)
-
-
-# --- the arrangement ------------------------------------------------------------------------------
-
-RANKS = (1, 2, 4, 8, 16)  # of tensor parallelism, that notes name
+RANKS = (1, 2, 4, 8, 16)  # numbers of tensor-parallel ranks that notes name
 
 
 def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
