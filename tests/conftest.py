@@ -1,4 +1,4 @@
-"""Shared fixtures: small checkpoints of any encoding and way of storage, and the real command line."""
+"""Shared fixtures: small checkpoints in any encoding, and the real command line."""
 
 import os
 import subprocess
@@ -18,10 +18,10 @@ from rig.toys import Toy
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 
-# Their fixtures are for all tests: `bench` and `servers`, `converted` and `converted_long`, `cluster`.
+# These modules define the shared fixtures `bench`, `servers`, `converted`, `converted_long` and `cluster`.
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.rates", "rig.threads")
 
-draws.same_everywhere()
+draws.fix_draws()
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]
@@ -29,30 +29,30 @@ Write = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def example() -> Path:
-    """The bundled trained model: 2 layers, 8 experts, H = I = 256, BF16."""
+    """Return the bundled trained model: 2 layers, 8 experts, H = I = 256, BF16."""
     return EXAMPLE
 
 
 @pytest.fixture(params=kernels.ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each instruction set in use; a machine without it says so. Whatever the test sets, the one before is put back."""
+    """Use each instruction set in turn and restore the previous one; skip sets that this machine lacks."""
     if request.param not in kernels.available_isas():
         pytest.skip(f"this machine has no {request.param}")
-    with isas.using(request.param):
+    with isas.use(request.param):
         yield request.param
 
 
 @pytest.fixture(scope="session")
 def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: Path) -> Write:
-    """The bundled model, converted once for each choice; whoever changes it copies it first."""
+    """Return a function that converts the bundled model, once per set of options. Tests must copy it to change it."""
     outputs: dict[tuple[object, ...], Path] = {}
 
-    def get(method: str, parts: int = 1, *more: str) -> Path:
-        key = (method, parts, *more)
+    def get(method: str, slices: int = 1, *options: str) -> Path:
+        key = (method, slices, *options)
         if key not in outputs:
-            outputs[key] = tmp_path_factory.mktemp("packed") / f"{method}-T{parts}"
-            options = ("--quant-method", method, "--threadpool-count", parts, "-q", *more)
-            cli("cpu", "-i", example, "-o", outputs[key], *options)
+            outputs[key] = tmp_path_factory.mktemp("packed") / f"{method}-T{slices}"
+            arguments = ("--quant-method", method, "--threadpool-count", slices, "-q", *options)
+            cli("cpu", "-i", example, "-o", outputs[key], *arguments)
         return outputs[key]
 
     return get
@@ -60,7 +60,7 @@ def packed_example(tmp_path_factory: pytest.TempPathFactory, cli: Cli, example: 
 
 @pytest.fixture(scope="session")
 def cli() -> Cli:
-    """Run the real command in a process of its own: cli("cpu", "-i", path, ..., code=0, env={...})."""
+    """Return a function that runs the real command in its own process: cli("cpu", "-i", path, ..., code=0, env={...})."""
 
     def run(*arguments: object, code: int | None = 0, env: dict[str, str] | None = None) -> Any:
         done = conversion.ktconvert(*map(str, arguments), env=env)
@@ -74,21 +74,20 @@ def cli() -> Cli:
 
 @pytest.fixture(scope="module")
 def ktconvert(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Toy]:
-    """The program that a test's file is: with a row of its own in a table."""
+    """Start the program that the test's file defines: ktconvert with an extra row in one of its tables."""
     with Toy(str(request.path), tmp_path_factory.mktemp("toy")) as toy:
         yield toy
 
 
 @pytest.fixture(scope="session")
 def write_safetensors() -> Write:
-    """Write a safetensors file from {name: (dtype, array of its bits)}; dtypes that NumPy lacks come as unsigned bits."""
-
+    """Return a function that writes {name: (dtype, array of bits)}; unsigned bits stand for dtypes that NumPy lacks."""
     return write_file
 
 
 @pytest.fixture(scope="session")
 def write_qwen() -> Write:
-    """Write a Qwen3-MoE checkpoint: write_qwen(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}})."""
+    """Return write(folder, {layer: {"gate": [E, I, H], "up": ..., "down": [E, H, I]}}), for Qwen3-MoE checkpoints."""
 
     def write(folder: Path, layers: dict[int, dict[str, npt.NDArray[Any]]], dtype: str = "BF16", **config: Any) -> Path:
         experts, width, hidden = next(iter(layers.values()))["gate"].shape
@@ -111,7 +110,7 @@ def write_qwen() -> Write:
 
 @pytest.fixture(scope="session")
 def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
-    """Random BF16 bits of one layer: random_experts(E, H, I, seed) -> {"gate", "up", "down"}."""
+    """Return a function that draws a layer's BF16 bits: random_experts(E, H, I, seed) -> {"gate", "up", "down"}."""
 
     def make(experts: int, hidden: int, width: int, seed: int = 0) -> dict[str, npt.NDArray[Any]]:
         rng = np.random.default_rng(seed)
@@ -124,13 +123,14 @@ def random_experts() -> Callable[..., dict[str, npt.NDArray[Any]]]:
 
 @pytest.fixture(scope="session")
 def read_tree() -> Callable[[Path], conversion.Tree]:
+    """Return the function that reads a folder with all its files."""
     return conversion.tree
 
 
 @pytest.fixture(scope="session")
 def peer_python() -> str:
-    """The Python of a venv that has the real kt-kernel: KTCONVERT_PEER_PYTHON names one, `make peer` makes one."""
+    """Return the Python of a venv with the real kt-kernel: from KTCONVERT_PEER_PYTHON, or created by `make peer`."""
     python = os.environ.get("KTCONVERT_PEER_PYTHON") or str(ROOT / "build" / "peer" / "bin" / "python")
     if not Path(python).exists():
-        pytest.skip("kt-kernel is not here: run `make peer`, or set KTCONVERT_PEER_PYTHON")
+        pytest.skip("kt-kernel is not installed: run `make peer`, or set KTCONVERT_PEER_PYTHON")
     return python

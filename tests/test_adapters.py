@@ -16,7 +16,7 @@ from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
-from rig.conversion import checkpoint, here
+from rig.conversion import checkpoint, run_in_process
 from rig.safetensors import Tensor, edit_file, read_file, read_folder, write_file
 
 LAYERS, EXPERTS, HIDDEN, WIDTH, RANK = 2, 2, 128, 256, 4  # of rig.conversion.checkpoint
@@ -235,7 +235,7 @@ def model(tmp_path) -> Path:
 
 def merge(model: Path, folder: Path, *, refused: str = "") -> Path:
     output = model.with_name("merged")
-    done = here("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
+    done = run_in_process("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
     if refused:
         assert isinstance(done.exception, KtconvertError) and refused in str(done.exception), done.output
         assert done.exception.exit_code == 5 and not output.exists()
@@ -334,11 +334,13 @@ def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
 
     first = list(fingerprints())
     merge(model, folder)
-    assert here("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged").exit_code == 0  # nothing to do
+    assert (
+        run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged").exit_code == 0
+    )  # nothing to do
     configure(folder, lora_alpha=9)
     second = list(fingerprints())
     assert not set(first) & set(second)
-    done = here("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged")
+    done = run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged")
     assert "adapter/adapter_config.json was" in str(done.exception) and done.exception.exit_code == 5  # type: ignore[union-attr]
     edit_file(
         folder / adapter.WEIGHTS,

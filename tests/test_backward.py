@@ -45,7 +45,7 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
 def test_blocks_equal_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
     values = bits((n, k), seed)
     codes = np.empty(n * k, np.uint16)
-    with isas.using(isa):
+    with isas.use(isa):
         kernels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
     assert (codes == floats.to_blocks(values)).all()
     assert (panels.from_blocks(codes, n, k) == values).all()
@@ -170,7 +170,7 @@ def test_folders_of_kt_kernel_can_be_read(source: Path, output: Path, tmp_path: 
     for ours, other in ((tmp_path / "kt", source), (tmp_path / "kt", output), (output, tmp_path / "kt")):
         report = verified(ours, against=str(other))
         assert report.sentence is None and report.checks[-1].name == ("source" if other == source else "other")
-    conversion.edit(next((tmp_path / "kt/_layer_1").rglob("*down*quant_.kt")))
+    conversion.flip_bit(next((tmp_path / "kt/_layer_1").rglob("*down*quant_.kt")))
     sentence = str(verified(tmp_path / "kt", against=str(source)).sentence)
     assert "layer 1, expert" in sentence and "backward weight" in sentence
 
@@ -188,7 +188,7 @@ def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen:
         (5, ("row 45, column 7",), (*cpu(infinite, new, 2)[:7], "--quant-method", "bf16")),
         (3, ("64 does not divide by 3", "bf16 (AMXBF16) takes --threadpool-count 1, 2; int4"), cpu(source, new, 3)),
     ):
-        conversion.refused(conversion.ktconvert(*arguments), code, *words)
+        conversion.check_refusal(conversion.ktconvert(*arguments), code, *words)
     assert not new.exists()
 
 

@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("models")
-    made = calibrated.sources(folder)
+    made = calibrated.write_sources(folder)
     made["MTP"] = Path(shutil.copytree(made["deepseek_v3"], folder / "MTP"))
     tensors = load_file(made["MTP"] / "model.safetensors")
     beyond = {name.replace("layers.1.", "layers.2."): x.clone() for name, x in tensors.items() if "layers.1." in name}
@@ -56,12 +56,12 @@ def shapes_of(model: Path) -> dict[int, tuple[int, int, int]]:
 
 
 def calibrate(servers: Any, model: Path, output: Path, dataset: Path, *more: str) -> Statistics:
-    done = servers.run(calibrated.calibrate(model, output, dataset, *more), output.with_suffix(".said"))
+    done = servers.run(calibrated.calibrate_arguments(model, output, dataset, *more), output.with_suffix(".said"))
     assert done.returncode == 0, done.stderr
     return read_statistics(output)
 
 
-def assert_equals_hooks(statistics: Statistics, model: Path, seen: dict[int, hooks.Read]) -> None:
+def assert_equals_hooks(statistics: Statistics, model: Path, seen: dict[int, hooks.ExpertInputs]) -> None:
     """Require that the importance matrix equals the hooks' within float32, and counts the router's choices."""
     shapes = shapes_of(model)
     assert shapes.keys() == seen.keys()
@@ -91,9 +91,9 @@ def test_sums_and_counts_equal_those_of_hooks(
     name: str, computed: str, layers: int, first: int, models: dict[str, Path], servers: Any, tmp_path: Path
 ) -> None:
     """With names w1, w3, w2; 3-D tensors; FP8; a dense first layer, and shared experts, which are excluded."""
-    dataset, samples = calibrated.data(tmp_path, "texts", (300, 60, 25))
+    dataset, samples = calibrated.write_dataset(tmp_path, "texts", (300, 60, 25))
     statistics = calibrate(servers, models[name], tmp_path / "out", dataset)
-    assert_equals_hooks(statistics, models[name], hooks.read_by_experts(models[computed], samples))
+    assert_equals_hooks(statistics, models[name], hooks.measure_expert_inputs(models[computed], samples))
     data = statistics.document.data
     assert (data.samples, data.tokens) == (len(samples), sum(map(len, samples)))
     assert data.dataset == "texts.jsonl"  # no path
@@ -101,9 +101,9 @@ def test_sums_and_counts_equal_those_of_hooks(
 
 
 def test_experts_without_tokens_have_no_importance(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
-    dataset, samples = calibrated.data(tmp_path, "few", (9,))
+    dataset, samples = calibrated.write_dataset(tmp_path, "few", (9,))
     statistics = calibrate(servers, models["qwen3_moe"], tmp_path / "out", dataset)
-    assert_equals_hooks(statistics, models["qwen3_moe"], hooks.read_by_experts(models["qwen3_moe"], samples))
+    assert_equals_hooks(statistics, models["qwen3_moe"], hooks.measure_expert_inputs(models["qwen3_moe"], samples))
     assert {0, 1} <= set(statistics.counts.flat)
     imatrix = statistics.open_imatrix("the model", shapes_of(models["qwen3_moe"]))
     for layer, expert in np.argwhere(statistics.counts == 0).tolist():
@@ -112,7 +112,7 @@ def test_experts_without_tokens_have_no_importance(models: dict[str, Path], serv
 
 
 def test_mtp_layers_are_excluded(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
-    dataset, _ = calibrated.data(tmp_path, "texts", (60,))
+    dataset, _ = calibrated.write_dataset(tmp_path, "texts", (60,))
     made = [calibrate(servers, models[name], tmp_path / name, dataset) for name in ("deepseek_v3", "MTP")]
     assert "note: the MTP layers (layer 2) are left out" in (tmp_path / "MTP.said").read_text()
     for name in ("imatrix.gguf", "counts.safetensors"):
@@ -131,7 +131,7 @@ def test_error_for_infinite_sums_names_the_expert(tmp_path: Path) -> None:
 
 
 def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
-    dataset, _ = calibrated.data(tmp_path, "texts", (60, 25))
+    dataset, _ = calibrated.write_dataset(tmp_path, "texts", (60, 25))
     output = tmp_path / "out"
     statistics = calibrate(servers, models["qwen3_moe"], output, dataset, "--json")
     events = [json.loads(line) for line in (tmp_path / "out.said").read_text().splitlines() if line.startswith("{")]
@@ -145,7 +145,7 @@ def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, 
     files = ["README.md", "counts.safetensors", "imatrix.gguf", "manifest.json", "statistics.json"]
     assert conversion.names(output) == files
     assert f"| 0 | {tokens.min()} |" in (output / "README.md").read_text()
-    words = calibrated.calibrate(models["qwen3_moe"], output, dataset)
+    words = calibrated.calibrate_arguments(models["qwen3_moe"], output, dataset)
     again = servers.run(words, tmp_path / "again")
     assert again.returncode == 0 and "nothing to do" in again.stderr
     other = servers.run([*words, "--random-seed", "1"], tmp_path / "other")
@@ -154,8 +154,8 @@ def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, 
 
 def test_dry_run_reports_sizes(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     """Files, disk space during the run, and memory; it writes nothing."""
-    dataset, _ = calibrated.data(tmp_path, "texts", (60,))
-    words = calibrated.calibrate(models["mixtral"], tmp_path / "out", dataset, "--dry-run", "--json")
+    dataset, _ = calibrated.write_dataset(tmp_path, "texts", (60,))
+    words = calibrated.calibrate_arguments(models["mixtral"], tmp_path / "out", dataset, "--dry-run", "--json")
     done = servers.run(words, tmp_path / "said")
     assert done.returncode == 0, done.stderr
     plan = json.loads(next(line for line in done.stderr.splitlines() if line.startswith("{")))
@@ -191,11 +191,11 @@ def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example:
 def test_data_set_inside_the_output_is_refused(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()
-    dataset, _ = calibrated.data(output, "texts", calibrated.FEW)
+    dataset, _ = calibrated.write_dataset(output, "texts", calibrated.FEW)
     before = conversion.identity(tmp_path)
-    words = calibrated.calibrate(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others")
+    words = calibrated.calibrate_arguments(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others")
     done = servers.run(words, tmp_path / "said")
-    conversion.refused(done, 2, f"{dataset} is read", "the input is never written to")
+    conversion.check_refusal(done, 2, f"{dataset} is read", "the input is never written to")
     (tmp_path / "said").unlink()
     assert conversion.identity(output) == {k: v for k, v in before.items() if k.startswith(str(output))}
 
@@ -204,9 +204,9 @@ def test_corrected_command_runs_after_a_refusal(models: dict[str, Path], servers
     """A calibration that found no tokens does not block the next one."""
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.write_text("")
-    done = servers.run(calibrated.calibrate(models["qwen3_moe"], output, empty), tmp_path / "said")
-    conversion.refused(done, 5, "holds no token")
-    dataset, _ = calibrated.data(tmp_path, "texts", calibrated.FEW)
+    done = servers.run(calibrated.calibrate_arguments(models["qwen3_moe"], output, empty), tmp_path / "said")
+    conversion.check_refusal(done, 5, "holds no token")
+    dataset, _ = calibrated.write_dataset(tmp_path, "texts", calibrated.FEW)
     calibrate(servers, models["qwen3_moe"], output, dataset)
 
 
@@ -221,12 +221,12 @@ def test_only_calibration_runs_have_statistics(
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated.small(tmp_path_factory.mktemp("small") / "model")
+    return calibrated.write_small_model(tmp_path_factory.mktemp("small") / "model")
 
 
 @pytest.fixture(scope="module")
 def gathered(small: Path, servers: Any) -> Path:
-    dataset, _ = calibrated.data(small.parent, "texts", (60, 25, 12))
+    dataset, _ = calibrated.write_dataset(small.parent, "texts", (60, 25, 12))
     return calibrate(servers, small, small.parent / "out", dataset).folder
 
 
@@ -295,14 +295,14 @@ def test_commands_read_or_refuse_the_folder(
     settings = json.loads((tmp_path / "int4" / "manifest.json").read_text())["model"]
     assert settings["imatrix"] == publish.sha256_file(made / "imatrix.gguf")
     words = ("layers 0-2 with 4 experts of 128 x 128", "layers 0-1 with 8 experts")
-    conversion.refused(convert(example, "other"), 5, *words)
+    conversion.check_refusal(convert(example, "other"), 5, *words)
     chosen = ("experts", made, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
     assert run(*chosen).returncode == 0
     hot = hot_experts.read_mask(tmp_path / "mask.safetensors")
     assert [list(np.flatnonzero(row)) for row in hot] == [[np.argmax(row)] for row in read_statistics(made).counts]
     for command in ("verify", "inspect"):
-        conversion.refused(run(command, made), 3, "statistics of a model's experts, and no weights")
+        conversion.check_refusal(run(command, made), 3, "statistics of a model's experts, and no weights")
     damage(made, "imatrix.gguf flipped")
-    conversion.refused(convert(small, "flipped"), 5, "imatrix.gguf")
+    conversion.check_refusal(convert(small, "flipped"), 5, "imatrix.gguf")
     damage(made, "counts.safetensors cut")
-    conversion.refused(run(*chosen), 5, "counts.safetensors")
+    conversion.check_refusal(run(*chosen), 5, "counts.safetensors")

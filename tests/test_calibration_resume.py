@@ -16,7 +16,7 @@ from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES
 from ktconvert.pipeline.engine import journal
 from rig import calibrated, conversion, forks, killpoint
-from rig.safetensors import differing, read_folder
+from rig.safetensors import find_differences, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -29,16 +29,16 @@ two_cores = pytest.mark.skipif(conversion.CORES < 2, reason="needs two cores: an
 
 def gpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
     statistics = ("--save-statistics", f"{output}.statistics")
-    return calibrated.arguments(model, output, "W4A16", dataset, *statistics, *more)
+    return calibrated.gpu_arguments(model, output, "W4A16", dataset, *statistics, *more)
 
 
 def cpu(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
     options = ("--quant-method", "mxfp4", "--save-statistics", f"{output}.statistics", "--threadpool-count", "1")
-    return calibrated.scale_gptq(model, output, dataset, *options, *more)
+    return calibrated.scale_gptq_arguments(model, output, dataset, *options, *more)
 
 
 def calibrate(model: Path, output: Path, dataset: Path, *more: str) -> list[str]:
-    return calibrated.calibrate(model, output, dataset, "--second-moments", *more)
+    return calibrated.calibrate_arguments(model, output, dataset, "--second-moments", *more)
 
 
 class Attempts:
@@ -55,8 +55,8 @@ class Attempts:
     ) -> None:
         self.base, self.servers, self.arguments = base, servers, arguments
         self.stage, self.units = stage, units
-        self.model: Path = calibrated.small(base / "model")
-        self.dataset, _ = calibrated.data(base, "texts", (60, 25, 12))
+        self.model: Path = calibrated.write_small_model(base / "model")
+        self.dataset, _ = calibrated.write_dataset(base, "texts", (60, 25, 12))
         self.before = conversion.identity(self.model)
         output = self.output("whole")
         assert self.run(output).returncode == 0
@@ -72,18 +72,18 @@ class Attempts:
     def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
         """Run a command, killed before its n-th call that changes a file (0: never); without words, a conversion."""
         log = output.parent.with_suffix(".log")
-        env = killpoint.settings(output, kill, log)
+        env = killpoint.shim_settings(output, kill, log)
         arguments = list(words) or self.arguments(self.model, output, self.dataset)
         done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done
 
     def calls_of(self, output: Path) -> list[Any]:
-        return killpoint.calls(output.parent.with_suffix(".log"), output.parent)
+        return killpoint.read_calls(output.parent.with_suffix(".log"), output.parent)
 
     def finish(self, output: Path, where: str, *words: str) -> None:
         done = self.run(output, *words)
         assert done.returncode == 0, f"{where}: {done.stderr}"
-        assert conversion.differing(conversion.tree(output.parent), self.wanted) == [], where
+        assert conversion.find_differences(conversion.tree(output.parent), self.wanted) == [], where
 
     def killed(self, *points: int) -> None:
         """Kill the run before a call, then each resume; then resume to the end. What was finished is not made
@@ -93,7 +93,9 @@ class Attempts:
         ended = [self.run(output, kill=n).returncode for n in points]
         assert ended[0] == killpoint.KILLED and {*ended} <= {0, killpoint.KILLED}, f"{where}: {ended}"
         begun = output.with_name("out.work").joinpath("plan.json").exists()
-        assert begun or not output.exists() or conversion.differing(conversion.tree(output), self.made) == [], where
+        assert begun or not output.exists() or conversion.find_differences(conversion.tree(output), self.made) == [], (
+            where
+        )
         finished = self.recorded(output)
         self.finish(output, where, *(("resume", str(output)) if begun and points[0] % 2 else ()))
         again = {call.second for call in self.calls_of(output) if call.name == "rename" and call.second}
@@ -133,7 +135,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 @pytest.fixture(scope="module", params=CHAINS)
 def attempts(request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     arguments, stage = CHAINS[request.param]
-    with conversion.in_memory(tmp_path_factory.mktemp("attempts")) as base:
+    with conversion.memory_folder(tmp_path_factory.mktemp("attempts")) as base:
         yield Attempts(base, servers, arguments, stage, UNITS)
 
 
@@ -157,15 +159,15 @@ def test_resume_after_a_kill_between_or_within_layers(attempts):
     """
     records, units = RECORDS[attempts.stage]
     boundaries = [attempts.recorded_at(UNITS[n]) + late for n, late in records]
-    inside = [conversion.chance().choice(attempts.within(unit)) for unit in units]
-    conversion.in_parallel(attempts.killed, sorted({*boundaries, *inside}))
+    inside = [conversion.seeded_random().choice(attempts.within(unit)) for unit in units]
+    conversion.run_in_parallel(attempts.killed, sorted({*boundaries, *inside}))
     assert conversion.identity(attempts.model) == attempts.before
 
 
 @pytest.mark.long
 def test_resume_after_a_kill_before_every_call(attempts):
     print(f"{len(attempts.calls)} kill points")
-    conversion.in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
+    conversion.run_in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
     assert conversion.identity(attempts.model) == attempts.before
 
 
@@ -173,8 +175,8 @@ def test_resume_after_a_kill_before_every_call(attempts):
 @pytest.mark.parametrize("count", [1, pytest.param(50, marks=pytest.mark.long)])
 def test_resume_after_a_kill_during_resume(count, attempts):
     calls = len(attempts.calls)
-    pairs = conversion.pairs(range(1 if count > 1 else 20, calls + 1), range(1, calls + 1), count)
-    conversion.in_parallel(lambda pair: attempts.killed(*pair), pairs)
+    pairs = conversion.draw_pairs(range(1 if count > 1 else 20, calls + 1), range(1, calls + 1), count)
+    conversion.run_in_parallel(lambda pair: attempts.killed(*pair), pairs)
 
 
 MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CPU", "torch": "2"}
@@ -195,15 +197,15 @@ def test_resume_requires_the_same_options_and_machine(attempts):
     work, same = output.with_name("out.work"), attempts.arguments(attempts.model, output, attempts.dataset)
     before, plan = conversion.tree(work), json.loads((work / "plan.json").read_bytes())
     for words in (("resume", str(output), *OTHER_MACHINE), (*same, *OTHER_MACHINE)):
-        conversion.refused(attempts.run(output, *words), 7, "threads was 1, is 2", "--allow-machine-change")
+        conversion.check_refusal(attempts.run(output, *words), 7, "threads was 1, is 2", "--allow-machine-change")
     for change, shown in OTHER_OPTIONS[same[0]]:
-        conversion.refused(attempts.run(output, *same, *change), 7, shown)
-    assert {*conversion.differing(conversion.tree(work), before)} <= {"lock"}
+        conversion.check_refusal(attempts.run(output, *same, *change), 7, shown)
+    assert {*conversion.find_differences(conversion.tree(work), before)} <= {"lock"}
     for damage in DAMAGED if same[0] == "gpu" else ():
         settings = plan["settings"] | {"machine": MACHINE | damage}
         (work / "plan.json").write_text(json.dumps(plan | {"settings": settings}))
         for words in (("resume", str(output)), same):
-            conversion.refused(attempts.run(output, *words), 7, "machine: ", "start over with --overwrite")
+            conversion.check_refusal(attempts.run(output, *words), 7, "machine: ", "start over with --overwrite")
     (work / "plan.json").write_bytes(before["plan.json"])
     moved = attempts.dataset.rename(attempts.dataset.with_suffix(".moved"))
     try:
@@ -219,7 +221,7 @@ def test_allow_machine_change_keeps_finished_units(attempts):
     output = begun(attempts, "allowed")
     assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
     ours, wanted = read_folder(output), read_folder(attempts.base / "whole" / "out")
-    assert not any(".layers.0." in name for name in differing(ours, wanted))
+    assert not any(".layers.0." in name for name in find_differences(ours, wanted))
     assert ours.keys() == wanted.keys()
     output = begun(attempts, "afresh")
     for threads, what in ((2, "unfinished"), (1, "finished")):
@@ -228,17 +230,17 @@ def test_allow_machine_change_keeps_finished_units(attempts):
         assert done.returncode == 0, f"over the {what} one: {done.stderr}"
         settings = json.loads((output / "manifest.json").read_text())["settings"]
         assert settings["machine"]["threads"] == threads
-    assert conversion.differing(conversion.tree(output), attempts.made) == []
+    assert conversion.find_differences(conversion.tree(output), attempts.made) == []
 
 
 @only_gpu
 def test_saving_statistics_does_not_change_weights(attempts, servers, tmp_path):
     """The statistics of the first layer are those without GPTQ; later layers get inputs from quantized experts."""
     made, alone = attempts.base / "whole", tmp_path / "alone"
-    plain = calibrated.arguments(attempts.model, alone, "W4A16", attempts.dataset)
+    plain = calibrated.gpu_arguments(attempts.model, alone, "W4A16", attempts.dataset)
     assert servers.run(plain, tmp_path / "said").returncode == 0
-    assert not differing(read_folder(made / "out"), read_folder(alone))
-    walk = calibrated.calibrate(attempts.model, tmp_path / "source", attempts.dataset)
+    assert not find_differences(read_folder(made / "out"), read_folder(alone))
+    walk = calibrated.calibrate_arguments(attempts.model, tmp_path / "source", attempts.dataset)
     assert servers.run(walk, tmp_path / "said").returncode == 0
     own, source = read_statistics(made / "out.statistics"), read_statistics(tmp_path / "source")
     for projection in WEIGHT_NAMES:
@@ -255,7 +257,7 @@ def test_resume_after_a_kill_while_statistics_are_written(attempts):
     """Statistics of a layer, and before and after their folder appears."""
     side = next(n for n, c in enumerate(attempts.calls, 1) if c.path.endswith(".side") and "layer-001" in c.path)
     appears = next(n for n, c in enumerate(attempts.calls, 1) if c.second == "out.statistics")
-    conversion.in_parallel(attempts.killed, [side + 1, appears, appears + 1])
+    conversion.run_in_parallel(attempts.killed, [side + 1, appears, appears + 1])
 
 
 @only_gpu
@@ -271,12 +273,12 @@ def test_flipped_bit_in_a_chain_file_is_detected(attempts):
         (work / "plan.json").write_text(plan.replace(str(first.parent), str(output.parent)))
         begin, end = found[n]
         (victim,) = (work / "store").glob(f"{begin}*{end}")
-        conversion.edit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
+        conversion.flip_bit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
         done = attempts.run(output, "resume", str(output))
         assert f"is made again: {victim} is not what was written" in done.stderr
-        assert conversion.differing(conversion.tree(output.parent), attempts.wanted) == []
+        assert conversion.find_differences(conversion.tree(output.parent), attempts.wanted) == []
 
-    conversion.in_parallel(resumed, range(len(found)))
+    conversion.run_in_parallel(resumed, range(len(found)))
 
 
 @only_gpu
@@ -287,21 +289,21 @@ def test_statistics_folder_is_not_overwritten(attempts):
     (taken / "thesis.txt").write_text("mine")
     whole = gpu(attempts.model, output, attempts.dataset)
     for more in ((), ("--dry-run",)):
-        conversion.refused(attempts.run(output, *whole, *more), 7, "out.statistics exists already")
+        conversion.check_refusal(attempts.run(output, *whole, *more), 7, "out.statistics exists already")
         done = attempts.run(output, *whole, "--overwrite", *more)
-        conversion.refused(done, 7, f"{taken}: --overwrite would delete 1 file", "thesis.txt", "--delete-others")
+        conversion.check_refusal(done, 7, f"{taken}: --overwrite would delete 1 file", "thesis.txt", "--delete-others")
     shutil.copy(attempts.dataset, taken)
     inside = gpu(attempts.model, output, taken / attempts.dataset.name, "--overwrite", "--delete-others")
-    conversion.refused(attempts.run(output, *inside), 2, str(taken / attempts.dataset.name), "is read")
+    conversion.check_refusal(attempts.run(output, *inside), 2, str(taken / attempts.dataset.name), "is read")
     (taken / attempts.dataset.name).unlink()
     assert conversion.names(taken) == ["thesis.txt"]
-    words = calibrated.arguments(attempts.model, output, "W4A16", attempts.dataset)
+    words = calibrated.gpu_arguments(attempts.model, output, "W4A16", attempts.dataset)
     done = attempts.run(output, *words, "--save-statistics", str(attempts.model / "statistics"))
-    conversion.refused(done, 2, "choose another folder")
+    conversion.check_refusal(done, 2, "choose another folder")
 
 
 @only_gpu
 def test_finished_output_restores_its_statistics_folder(attempts):
     output = attempts.output("gone")
     shutil.copytree(attempts.base / "whole" / "out", output)
-    conversion.refused(attempts.run(output), 7, "does not have what was gathered with it")
+    conversion.check_refusal(attempts.run(output), 7, "does not have what was gathered with it")

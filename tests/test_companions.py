@@ -96,7 +96,7 @@ def test_what_cannot_be_copied_is_refused_before_any_work(
 ) -> None:
     spoil(source)
     done = conversion.ktconvert(*words_of(command, source, plain, tmp_path / "out"), prefix=AS_ANYONE)
-    conversion.refused(done, 5, *words)
+    conversion.check_refusal(done, 5, *words)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     for path in source.iterdir():
         path.chmod(0o755)

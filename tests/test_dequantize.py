@@ -15,7 +15,7 @@ from ktconvert.pipeline.plans.commands import make_options, make_plan, run
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.verify import verify
 from rig import encodings, killpoint
-from rig.conversion import KTCONVERT, edit, tree
+from rig.conversion import KTCONVERT, flip_bit, tree
 from rig.safetensors import Tensor, Tensors, edit_header, header_of, read_file, read_folder, write_file
 
 H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
@@ -205,7 +205,7 @@ def test_output_of_gpu_is_dequantized(example: Path, cli: Cli, tmp_path: Path) -
     cli("verify", tmp_path / "int8", "--against", out)
     cli("verify", tmp_path / "int8", "--against", packed)
 
-    edit(next(packed.glob("*.safetensors")))
+    flip_bit(next(packed.glob("*.safetensors")))
     for command in ("dequantize", "cpu"):
         words = ("-i", packed, "-o", tmp_path / f"damaged-{command}")
         assert "is not what was written: its sha256 is" in cli(command, *words, code=5).stderr
@@ -246,7 +246,7 @@ def test_verify_finds_a_flipped_bit(blocks: Model, cli: Cli, tmp_path: Path) -> 
         file = out / weight_map[name]
         whole, start = file.read_bytes(), int.from_bytes(file.read_bytes()[:8], "little") + 8
         file.chmod(0o644)
-        edit(file, start + header_of(file)[name]["data_offsets"][1] - 1)
+        flip_bit(file, start + header_of(file)[name]["data_offsets"][1] - 1)
         bad = verified(cli, out, "--against", source)
         assert any("sha256" in problem for problem in bad["problems"])
         assert any(problem.startswith(f"{name} in {file.name} differs from") for problem in bad["problems"])
@@ -265,7 +265,7 @@ def test_verify_finds_a_flipped_bit(blocks: Model, cli: Cli, tmp_path: Path) -> 
 
 def test_resume_after_a_kill_writes_the_same_bytes(blocks: Model, cli: Cli, tmp_path: Path) -> None:
     convert = (*KTCONVERT, "dequantize", blocks[0], "--max-shard-size", "1MB", "-q", "--output-dir")
-    killpoint.check_resumed(lambda out: [*convert, out], lambda out: cli("resume", out), tmp_path, 1 / 4, 1 / 3, 1 / 2)
+    killpoint.check_resume(lambda out: [*convert, out], lambda out: cli("resume", out), tmp_path, 1 / 4, 1 / 3, 1 / 2)
     assert len(list((tmp_path / "whole").glob("*.safetensors"))) > 3
 
 

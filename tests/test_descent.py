@@ -25,7 +25,7 @@ def definition(code_range: CodeRange, hessian: Any, scale: Any, codes: Any, grad
     with np.errstate(all="ignore"):
         for j in range(codes.shape[1]):
             curvature = hessian[j, j] * scale[:, j // group]
-            best = group_search.nearest(codes[:, j] + gradient[:, j] / curvature, code_range)
+            best = group_search.nearest_codes(codes[:, j] + gradient[:, j] / curvature, code_range)
             moves = (hessian[j, j] > 0) & (curvature != 0) & (best != codes[:, j]) & ~np.isnan(best)
             step = (codes[:, j] - best) * scale[:, j // group]
             gradient[moves] += step[moves, None] * hessian[j]
@@ -46,7 +46,7 @@ def problem(rng: np.random.Generator, name: str, n: int, groups: int, group: int
     scale = np.ascontiguousarray(scale).view(np.float32).copy() if scale.dtype != np.float32 else scale
     scale[0, 0] = 0
     spread = np.repeat(np.where(scale == 0, 1, scale), group, 1)
-    codes = np.where(np.repeat(scale, group, 1) == 0, 0, group_search.nearest(weight / spread, grid.code_range))
+    codes = np.where(np.repeat(scale, group, 1) == 0, 0, group_search.nearest_codes(weight / spread, grid.code_range))
     return hessian, weight, scale, codes.astype(np.int8)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.cli.doctor import Disk, MachineReport, machine_rows, measure_disk, warnings
-from rig.conversion import here
+from rig.conversion import run_in_process
 
 GIB = 1 << 30
 
@@ -115,9 +115,9 @@ def test_doctor_plan_and_inspect_report_the_same_nodes(
         ("machine_nodes", tuple(range(present))),
     ):
         monkeypatch.setattr(machine, name, lambda *_, value=value: value)
-    assert json.loads(here("doctor", "--json", "--disk", tmp_path).stdout)["pools"] == pools
+    assert json.loads(run_in_process("doctor", "--json", "--disk", tmp_path).stdout)["pools"] == pools
     options = ("--threadpool-count", 4, "--quant-method", "int8", "--dry-run")
-    note = here("cpu", "-i", example, "-o", tmp_path / "out", *options).stderr.splitlines()[0]
+    note = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options).stderr.splitlines()[0]
     assert NODES_HERE[counts] in note and note.endswith(f"--threadpool-count {pools}")
-    made = json.loads(here("inspect", example, "--json").stdout)["convert"]
+    made = json.loads(run_in_process("inspect", example, "--json").stdout)["convert"]
     assert all(f"--threadpool-count {pools}" in line for line in made if "--threadpool-count" in line)

@@ -14,7 +14,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from ktconvert.quantizers import reference
 from rig import isas
-from rig.pools import grouped
+from rig.pools import make_grouped_pool
 
 # bits, hidden, intermediate size of a part, parts, tokens, experts per token. What they are chosen for: blocks of
 # columns and what is left over of them, one and several column blocks, one and several parts, more than one row block
@@ -77,7 +77,7 @@ def routes(tokens: int, topk: int, seed: int) -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
     """Two threads; as two groups they add up their parts in memory of their own."""
-    return [Pool(2), grouped(2, 2)]
+    return [Pool(2), make_grouped_pool(2, 2)]
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
@@ -88,10 +88,10 @@ def test_instruction_sets_give_the_bits_of_scalar_kernels(
     *sizes, tokens, topk = shape
     call = rows(tokens, sizes[1], 1), *routes(tokens, topk, 2)
     layers = [Experts(layer(*sizes), exact=exact, pool=pool) for pool in pools]
-    with isas.using("scalar"):
+    with isas.use("scalar"):
         expected = layers[0].forward(*call)
     for isa in kernels.available_isas()[1:]:
-        with isas.using(isa):
+        with isas.use(isa):
             for experts in layers:
                 np.testing.assert_array_equal(experts.forward(*call), expected, err_msg=isa)
     assert len(np.unique(expected)) > 100  # numbers, not only NaN and 0

@@ -24,7 +24,7 @@ from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 from rig import conversion
 from rig.files import edit_json
 from rig.safetensors import read_file, write_file
-from rig.verifying import accepted, refused, row
+from rig.verifying import find_check, require_accepted, require_refused
 
 EXPERTS, HIDDEN, WIDTH = 3, 256, 256
 SCRAMBLED = "layer 0: 0, 2"
@@ -61,7 +61,7 @@ def imatrix(source: Path) -> Path:
 
 
 def convert(source: Path, output: Path, *options: object, command: str = "cpu") -> Path:
-    done = conversion.here(command, "-i", source, "-o", output, *options)
+    done = conversion.run_in_process(command, "-i", source, "-o", output, *options)
     assert done.exception is None, done.exception
     return output
 
@@ -153,10 +153,13 @@ def test_verify_proves_it(way: str, source: Path, imatrix: Path, tmp_path: Path)
     options = [imatrix if word == "IMATRIX" else word for word in WAYS[way]]
     plain, output = (convert(source, tmp_path / name, *options, *more) for name, more in PAIR.items())
     given = ("--imatrix", imatrix) if way == "imatrix" else ()
-    report = accepted(output, "--against", source, "--full", *given)
-    assert "2 experts are equalized, up has the codes that it has without --equalize" in row(report, "source")["result"]
+    report = require_accepted(output, "--against", source, "--full", *given)
+    assert (
+        "2 experts are equalized, up has the codes that it has without --equalize"
+        in find_check(report, "source")["result"]
+    )
     assert report["equalized"] == [SCRAMBLED] and f"| equalized | {SCRAMBLED} |" in (output / "README.md").read_text()
-    without = accepted(plain, "--against", source, "--full", *given)
+    without = require_accepted(plain, "--against", source, "--full", *given)
     errors, before = ({(e["layer"], e["projection"]): e for e in each["errors"]} for each in (report, without))
     assert [at for at in before if errors[at] != before[at]] == [(0, "down")] and errors.keys() == before.keys()
     for expert in range(EXPERTS):
@@ -200,13 +203,13 @@ def test_importance_grows_with_the_inputs(source: Path) -> None:
 
 def test_it_outlives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path) -> None:
     whole = convert(source, tmp_path / "whole", "--equalize", "--threadpool-count", 1)
-    done = conversion.here("resplit", whole, tmp_path / "two", "--threadpool-count", 2, "--against", source)
+    done = conversion.run_in_process("resplit", whole, tmp_path / "two", "--threadpool-count", 2, "--against", source)
     assert done.exception is None, done.exception
     assert "--equalize" in done.output or "resplit is as good" in done.output
-    assert accepted(tmp_path / "two", "--against", source)["equalized"] == [SCRAMBLED]
+    assert require_accepted(tmp_path / "two", "--against", source)["equalized"] == [SCRAMBLED]
     options = ("--quant-method", "RTN", "--quant-type", "W4A16", "--equalize")
     gpu = convert(source, tmp_path / "gpu", *options, command="gpu")
-    assert accepted(gpu, "--against", source, "--no-load")["equalized"] == [SCRAMBLED]
+    assert require_accepted(gpu, "--against", source, "--no-load")["equalized"] == [SCRAMBLED]
     assert f"| equalized | {SCRAMBLED} |" in (gpu / "README.md").read_text()
 
 
@@ -220,7 +223,7 @@ def test_a_wrong_exponent_is_found(source: Path, tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(equalizing, "exponents", wrong)
         output = convert(source, tmp_path / "out", "--equalize")
-    assert "quantizing the source gives" in refused(output, "--against", source)
+    assert "quantizing the source gives" in require_refused(output, "--against", source)
 
 
 def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +234,7 @@ def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(equalizing, "scale", scale)
     output = convert(source, tmp_path / "out", "--equalize")
-    assert "up of expert 0 of layer 0 has different codes than without --equalize" in refused(
+    assert "up of expert 0 of layer 0 has different codes than without --equalize" in require_refused(
         output, "--against", source
     )
 
@@ -254,17 +257,17 @@ def test_what_is_refused(options: tuple[str, ...], code: int, says: str, source:
     if "gptq" in more or command == "gpu":
         pytest.importorskip("llmcompressor")
         more += ["--dataset", str(source / "tokenizer.json")]
-    done = conversion.here(command, "-i", source, "-o", tmp_path / "out", "--equalize", *more)
+    done = conversion.run_in_process(command, "-i", source, "-o", tmp_path / "out", "--equalize", *more)
     assert getattr(done.exception, "exit_code", None) == code and says in str(done.exception), done.exception
 
 
 def test_inspect_shows_how_much_columns_differ(source: Path, tmp_path: Path) -> None:
-    layers = json.loads(conversion.here("inspect", source, "--columns", "--json").output)["columns"]
+    layers = json.loads(conversion.run_in_process("inspect", source, "--columns", "--json").output)["columns"]
     assert [(layers[at]["experts"], layers[at]["above"]) for at in "01"] == [(EXPERTS, 2), (EXPERTS, 0)]
     assert layers["0"]["most"] > 0.8 and layers["0"]["of_expert"] in (0, 2) and layers["1"]["most"] < 0.3
-    said = conversion.here("inspect", source, "--columns").output
+    said = conversion.run_in_process("inspect", source, "--columns").output
     assert "2 of 3 sampled experts above 0.5" in said and "0 of 3 sampled experts above 0.5" in said
-    plan = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", "--equalize", "--dry-run").output
+    plan = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", "--equalize", "--dry-run").output
     assert "columns of down_proj differ by more than 0.5" in " ".join(plan.split())
-    refused = conversion.here("inspect", convert(source, tmp_path / "out"), "--columns").exception
-    assert getattr(refused, "exit_code", 0) == 2
+    error = conversion.run_in_process("inspect", convert(source, tmp_path / "out"), "--columns").exception
+    assert getattr(error, "exit_code", 0) == 2

@@ -24,7 +24,7 @@ from ktconvert.pipeline.options.option_groups import ConversionOptions
 from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import make_plan, run
 from rig import conversion, stored
-from rig.dask_cluster import Cluster, certificates, other_version
+from rig.dask_cluster import Cluster, make_certificates, version_environment
 from rig.files import touch
 from rig.forks import Forks
 
@@ -76,7 +76,7 @@ def test_the_bytes_are_those_of_threads(
         for case in CASES:
             expected = pool.submit(make, case, "threads")
             made = make(case, "dask", "--executor", f"dask:{cluster.file}")
-            assert conversion.differing(made, expected.result()) == [], case
+            assert conversion.find_differences(made, expected.result()) == [], case
 
 
 class Twice(Executor):
@@ -84,7 +84,7 @@ class Twice(Executor):
 
     def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         (task,) = arguments
-        conversion.edit(locate(Path(task.conversion.output)).partial / fn(task).name, keep_time=True)
+        conversion.flip_bit(locate(Path(task.conversion.output)).partial / fn(task).name, keep_time=True)
         future: Future[Any] = Future()
         future.set_result(fn(task))
         return future
@@ -95,8 +95,8 @@ def test_a_bit_that_flipped_in_what_another_worker_finished(inputs: dict[str, st
     events = conversion.Events()
     run(make_plan(options_of("cpu", Path(inputs["SMALL"]), tmp_path / "out")), Twice(), events)
     threads = conversion.tree(tmp_path / "threads")
-    assert conversion.differing(conversion.tree(tmp_path / "out"), threads) == []
-    said = sorted(e["text"].partition(":")[0] for e in events.told if e["event"] == "warning")
+    assert conversion.find_differences(conversion.tree(tmp_path / "out"), threads) == []
+    said = sorted(e["text"].partition(":")[0] for e in events.recorded if e["event"] == "warning")
     assert said == [f"experts.layer-00{layer} is made again" for layer in range(3)]
 
 
@@ -104,7 +104,7 @@ def test_processes_of_an_executor_do_not_keep_the_lock(tmp_path: Path) -> None:
     """They are forked while it is held, and outlive a conversion that has failed."""
     source = conversion.checkpoint(tmp_path / "source")
     plan: Plan = make_plan(options_of("cpu", source, tmp_path / "out"))
-    conversion.edit(source / "model-00001-of-00004.safetensors")
+    conversion.flip_bit(source / "model-00001-of-00004.safetensors")
     with ProcessPoolExecutor(1) as executor:
         for _ in range(2):
             with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
@@ -196,7 +196,7 @@ def test_what_is_no_executor(
     shown = f"dask:{tmp_path / place}" if place in NO_SCHEDULERS else name
     words_of = ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", shown]
     done = servers.run(words_of, tmp_path / "said")
-    conversion.refused(done, code, "--executor", *words)
+    conversion.check_refusal(done, code, "--executor", *words)
     assert not (tmp_path / "o").exists()
 
 
@@ -220,7 +220,7 @@ def test_without_dask_all_else_works(inputs: dict[str, str], tmp_path: Path) -> 
         refused = pool.submit(ktconvert, *words[:-1], str(tmp_path / "dask"), "--executor", "dask:local")
         done = ktconvert(*words, "--executor", "threads:1")
     assert done.returncode == 0, done.stderr
-    conversion.refused(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")
+    conversion.check_refusal(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")
 
 
 @pytest.fixture(scope="module")
@@ -239,10 +239,10 @@ def test_a_worker_with_another_version_or_setting(
     from ktconvert.pipeline import __version__
 
     words = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} where the command runs")
-    old, wrong = other_version(tmp_path / "old", "0.0.1"), {"KTCONVERT_ISA": "avx9"}
+    old, wrong = version_environment(tmp_path / "old", "0.0.1"), {"KTCONVERT_ISA": "avx9"}
     for env, code, said in ((old, 7, words), (wrong, 2, ("host museum: ", "avx9"))):
         cluster.start("a", env={**env, "KTCONVERT_HOST": "museum"})
-        conversion.refused(cpu(servers, source, tmp_path / f"out{code}", f"dask:{cluster.file}"), code, *said)
+        conversion.check_refusal(cpu(servers, source, tmp_path / f"out{code}", f"dask:{cluster.file}"), code, *said)
         cluster.end_workers()
 
 
@@ -266,7 +266,7 @@ def test_a_worker_without_ktconvert(
 ) -> None:
     cluster.start("a", env=without)
     done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    conversion.refused(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+    conversion.check_refusal(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
 
 
 def test_a_worker_with_another_umask(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_host_that_sees_other_files(source: Path, servers: Forks, cluster: Clu
         with ThreadPoolExecutor(2) as pool:
             for name, done in zip(ELSEWHERE, pool.map(convert, ELSEWHERE), strict=True):
                 code, words = ELSEWHERE[name]
-                conversion.refused(done, code, "host elsewhere: ", *words)
+                conversion.check_refusal(done, code, "host elsewhere: ", *words)
                 assert not (folders[name] / "seen" / "out").exists()
         done = servers.run(["resume", folders["other time"] / "seen" / "out"], tmp_path / "resumed.said")
         assert done.returncode == 0, done.stderr
@@ -328,7 +328,7 @@ def test_a_host_that_sees_other_files(source: Path, servers: Forks, cluster: Clu
 def test_no_worker_that_makes_units(source: Path, servers: Forks, cluster: Cluster, tmp_path: Path) -> None:
     said = tmp_path / "out.said"
     with ThreadPoolExecutor(1) as pool:
-        cluster.start("other", words=("--resources", "GPU=1"))
+        cluster.start("other", options=("--resources", "GPU=1"))
         coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
         pause = threading.Event()
         words = "no worker offers to make units yet; start one on each host: dask worker"
@@ -342,7 +342,10 @@ def test_no_worker_that_makes_units(source: Path, servers: Forks, cluster: Clust
 
 def test_certificates(source: Path, servers: Forks, tmp_path: Path) -> None:
     """Dask's own settings: whoever has them is let in."""
-    with Cluster(tmp_path / "cluster", tls=certificates(tmp_path / "tls")) as cluster, ThreadPoolExecutor(2) as pool:
+    with (
+        Cluster(tmp_path / "cluster", tls=make_certificates(tmp_path / "tls")) as cluster,
+        ThreadPoolExecutor(2) as pool,
+    ):
         cluster.start("a")
         assert cluster.address.startswith("tls://")
         stranger = pool.submit(cpu, servers, source, tmp_path / "stranger", f"dask:{cluster.address}")
@@ -350,5 +353,5 @@ def test_certificates(source: Path, servers: Forks, tmp_path: Path) -> None:
         words = ("cpu", "-i", source, "-o", tmp_path / "out", "--executor", f"dask:{cluster.address}")
         holder = conversion.ktconvert(*words, env=cluster.env)
         assert holder.returncode == 0, holder.stderr
-        conversion.refused(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers there")
+        conversion.check_refusal(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers there")
     assert not (tmp_path / "stranger.work").exists()

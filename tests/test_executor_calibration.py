@@ -37,7 +37,7 @@ STATISTICS = ("cpu", "gpu")
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return calibrated.data(tmp_path_factory.mktemp("data"), "texts", (300, 85, 25))[0]
+    return calibrated.write_dataset(tmp_path_factory.mktemp("data"), "texts", (300, 85, 25))[0]
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_the_bytes_are_those_of_threads(case: str, dataset: Path, workers: Execu
     assert commands.run(plan(case, tmp_path / "here" / "out", dataset))
     events = conversion.Events()
     assert commands.run(plan(case, tmp_path / "away" / "out", dataset), workers, events)
-    assert conversion.differing(*(conversion.tree(tmp_path / name) for name in ("away", "here"))) == []
-    begun, done = ({(e["unit"], e.get("pid")) for e in events.told if e["event"] == k} for k in ("start", "done"))
+    assert conversion.find_differences(*(conversion.tree(tmp_path / name) for name in ("away", "here"))) == []
+    begun, done = ({(e["unit"], e.get("pid")) for e in events.recorded if e["event"] == k} for k in ("start", "done"))
     assert begun == done
     portions = [unit for unit, _ in begun if ".experts-" in unit]
     assert len(portions) == 4  # two of each layer
@@ -75,7 +75,7 @@ class Flips(Executor):
     def submit(self, fn: Any, /, *arguments: Any, **named: Any) -> Future[Any]:
         future: Future[Any] = Future()
         future.set_result(attempt := fn(*arguments))
-        conversion.edit(locate(Path(arguments[0].conversion.output)).partial / attempt.name, -5000, keep_time=True)
+        conversion.flip_bit(locate(Path(arguments[0].conversion.output)).partial / attempt.name, -5000, keep_time=True)
         return future
 
 
@@ -107,7 +107,7 @@ def expected(dataset: Path, servers: Forks, tmp_path_factory: pytest.TempPathFac
 
 def words(output: Path, dataset: Path, *more: str) -> list[str]:
     given = ("--gptq-steps", "descent", "--threadpool-count", "1", *more)
-    return calibrated.scale_gptq(calibrated.EXAMPLE, output, dataset, *given)
+    return calibrated.scale_gptq_arguments(calibrated.EXAMPLE, output, dataset, *given)
 
 
 def at(cluster: Cluster) -> tuple[str, str]:
@@ -116,7 +116,7 @@ def at(cluster: Cluster) -> tuple[str, str]:
 
 def finished(done: Any, output: Path, expected: Any) -> None:
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -125,7 +125,7 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
 ) -> None:
     output = tmp_path / "o" / "out"
     output.parent.mkdir()
-    cluster.start("a", env=killpoint.stopping(shim, f"{output}.work/partial/gptq.layer-000.experts-", 2))
+    cluster.start("a", env=killpoint.signal_environment(shim, f"{output}.work/partial/gptq.layer-000.experts-", 2))
     with ThreadPoolExecutor(1) as pool:
         coordinator = pool.submit(servers.run, words(output, dataset, *at(cluster), "--json"), tmp_path / "said")
         cluster.wait_until_stopped("a")
@@ -135,7 +135,7 @@ def test_a_worker_killed_in_the_middle_of_a_portion(
         finished(coordinator.result(), output, expected)
     assert (making["done"], making["units"]) == (1, 3)  # portions do not count
     assert {unit["unit"] for unit in making["making"]} == {"gptq.layer-000", "gptq.layer-000.experts-000-003"}
-    lost = [e["unit"] for e in conversion.events((tmp_path / "said").read_text()) if e["event"] == "lost"]
+    lost = [e["unit"] for e in conversion.parse_events((tmp_path / "said").read_text()) if e["event"] == "lost"]
     assert lost == ["gptq.layer-000.experts-000-003"]
 
 
@@ -155,7 +155,7 @@ def test_a_killed_coordinator(dataset: Path, expected: Any, servers: Forks, clus
     shutil.copytree(work, other.with_name("out.work"))
     done = servers.run(["resume", output, *at(cluster), "--json"], tmp_path / "said")
     finished(done, output, expected)
-    told = conversion.events(done.stderr)
+    told = conversion.parse_events(done.stderr)
     assert {e.get("attempt") for e in told if e["event"] == "done" and ".experts-" in e["unit"]} == made
     finished(servers.run(["resume", other], tmp_path / "said"), other, expected)
 
@@ -166,14 +166,14 @@ def test_a_worker_on_another_machine(dataset: Path, servers: Forks, tmp_path: Pa
     with Cluster(tmp_path / "cluster") as cluster:
         cluster.start("a", env={"ATEN_CPU_CAPABILITY": "default", "KTCONVERT_HOST": "museum"})
         done = servers.run(words(output, dataset, *at(cluster)), tmp_path / "said")
-    conversion.refused(done, 7, "host museum: ", "device was CPU with ", "is CPU with DEFAULT")
+    conversion.check_refusal(done, 7, "host museum: ", "device was CPU with ", "is CPU with DEFAULT")
 
 
 def test_the_plan_says_what_lies_on_disk_for_workers(dataset: Path, servers: Forks, tmp_path: Path) -> None:
     def needed(*more: str) -> int:
         given = words(tmp_path / "out", dataset, "--dry-run", "--json", *more)
         shown = servers.run(given, tmp_path / "said", printed=tmp_path / "printed").stdout
-        [plan] = [event for event in conversion.events(shown) if event["event"] == "plan"]
+        [plan] = [event for event in conversion.parse_events(shown) if event["event"] == "plan"]
         return int(plan["disk"]["of files that exist only meanwhile"])
 
     experts = 8 * 3 * 256 * 256

@@ -46,7 +46,7 @@ class Setting:
         """The output is that of threads, and nothing lies beside it."""
         assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
-        assert conversion.differing(conversion.tree(output), self.wanted) == []
+        assert conversion.find_differences(conversion.tree(output), self.wanted) == []
         assert conversion.names(output.parent) == [output.name]
 
     def resumed(self, output: Path, *words: str) -> None:
@@ -55,7 +55,7 @@ class Setting:
 
     def stopping(self, output: Path, unit: str = "", call: int = 2, number: int = signal.SIGSTOP) -> dict[str, str]:
         """The environment of a worker that stops, or sends itself another signal, in the middle of a unit."""
-        return killpoint.stopping(self.shim, f"{output}.work/partial/experts.{unit}", call, number)
+        return killpoint.signal_environment(self.shim, f"{output}.work/partial/experts.{unit}", call, number)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def at(cluster: Cluster) -> tuple[str, str]:
 
 
 def book(output: Path) -> list[dict[str, Any]]:
-    return conversion.events((output.with_name(f"{output.name}.work") / "journal.jsonl").read_text())
+    return conversion.parse_events((output.with_name(f"{output.name}.work") / "journal.jsonl").read_text())
 
 
 def of(records: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def test_a_worker_killed_in_the_middle_of_a_unit(setting: Setting, cluster: Clus
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
     setting.finished(done, output)
-    said = conversion.events(done.stderr)
+    said = conversion.parse_events(done.stderr)
     assert {event["host"] for event in of(said, "done")} == {"b"}
     [lost] = of(said, "lost")
     assert (lost["host"], lost["pid"]) == ("a", cluster.pid("a"))
@@ -118,12 +118,12 @@ def test_a_worker_frozen_until_after_the_end(setting: Setting, cluster: Cluster,
     coordinator = setting.begin(output, cluster, *words)
     cluster.wait_until_stopped("a")
     cluster.start("b")
-    cluster.given_up("a")
+    cluster.remove_silent_worker("a")
     done = coordinator.result()
     assert done.returncode == 0, done.stderr
     before = conversion.tree(output.parent)
     cluster.send("a", signal.SIGCONT)
-    assert cluster.ended("a") == 0
+    assert cluster.wait_for_end("a") == 0
     assert conversion.tree(output.parent) == before
     assert conversion.names(output.parent) == ["out"]
     if not loose:
@@ -134,12 +134,12 @@ def test_units_that_end_their_workers(setting: Setting, cluster: Cluster, output
     """They fail with their names, the host, and what Python said, and take no other with them: Dask gives a task up when
     four workers have died that were to make it, whether they had begun it or not."""
     killed = setting.stopping(output, "layer-000", number=signal.SIGKILL)
-    crash = shims.crashing(tmp_path, "layer-001")
+    crash = shims.build_crashing(tmp_path, "layer-001")
     env = killed | {"LD_PRELOAD": f"{crash}:{setting.shim}", "KTCONVERT_HOST": "mortal"}
     cluster.start("a", nanny=True, env=env)
     done = setting.begin(output, cluster).result()
     words = ("ktconvert: experts.layer-00", ": 3 processes that made it ended", "on mortal, process ")
-    conversion.refused(done, 1, *words)
+    conversion.check_refusal(done, 1, *words)
     for unit, words in (("000", "no traceback"), ("001", "Segmentation fault")):
         assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{words}", done.stderr)
     records = book(output)
@@ -157,7 +157,9 @@ def test_workers_that_end_before_they_begin(setting: Setting, cluster: Cluster, 
     dying = {**setting.stopping(output, call=1, number=signal.SIGKILL), "KILLPOINT_ROOT": f"{output}.work/attempts/"}
     cluster.start("a", nanny=True, env=dying)
     done = setting.begin(output, cluster).result()
-    conversion.refused(done, 1, "experts.layer-00", "the workers that were to make it ended again and again", "tcp://")
+    conversion.check_refusal(
+        done, 1, "experts.layer-00", "the workers that were to make it ended again and again", "tcp://"
+    )
     setting.resumed(output)
 
 
@@ -166,7 +168,7 @@ def test_a_disk_that_is_full_for_a_worker(setting: Setting, cluster: Cluster, ou
     env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": "9", "LD_PRELOAD": str(full), "KTCONVERT_HOST": "tiny"}
     cluster.start("a", env=env)
     done = setting.begin(output, cluster).result()
-    conversion.refused(done, 4, "host tiny: ", "No space left on device", "run the command again")
+    conversion.check_refusal(done, 4, "host tiny: ", "No space left on device", "run the command again")
     assert of(book(output), "failed")[0]["host"] == "tiny"
     partial = output.with_name("out.work") / "partial"
     wait(lambda: conversion.names(partial) == [])  # it may have begun another unit before that was taken back
@@ -181,8 +183,10 @@ def test_all_workers_vanish(setting: Setting, cluster: Cluster, output: Path) ->
     cluster.wait_until_stopped("b")
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
-    conversion.refused(done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}")
-    [told] = [e["text"] for e in of(conversion.events(done.stderr), "note") if "nothing was heard" in e["text"]]
+    conversion.check_refusal(
+        done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}"
+    )
+    [told] = [e["text"] for e in of(conversion.parse_events(done.stderr), "note") if "nothing was heard" in e["text"]]
     assert "start one on each host: dask worker" in told and "the command ends in 4.0 s" in told
     cluster.send("b", signal.SIGKILL)
     setting.resumed(output)
@@ -207,7 +211,7 @@ def orphans(setting: Setting, cluster: Cluster, output: Path) -> set[str]:
     wait(lambda: len(finished()) >= 2)
     for name in ("a", "b"):
         cluster.send(name, signal.SIGKILL)
-        cluster.ended(name)
+        cluster.wait_for_end(name)
     return finished()
 
 
@@ -224,7 +228,7 @@ def test_a_killed_coordinator_and_one_on_another_host(setting: Setting, cluster:
     ]
     for done, place in zip([future.result() for future in again], (output, other), strict=True):
         setting.finished(done, place)
-        said = conversion.events(done.stderr)
+        said = conversion.parse_events(done.stderr)
         assert {event.get("attempt") for event in of(said, "done")} >= made
         assert len(of(said, "start")) == UNITS - len(made)
         [note] = [event for event in of(said, "note") if "died" in event["text"]]
@@ -238,7 +242,7 @@ def test_a_killed_scheduler(setting: Setting, output: Path, tmp_path: Path) -> N
         cluster.wait_until_stopped("a")
         cluster.send("scheduler", signal.SIGKILL)
         cluster.send("a", signal.SIGCONT)
-        conversion.refused(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
+        conversion.check_refusal(coordinator.result(), 1, "scheduler", f"ktconvert resume {output}")
     setting.resumed(output)
 
 
@@ -248,7 +252,7 @@ def test_ctrl_c_in_a_terminal(setting: Setting, output: Path, tmp_path: Path, ti
     gate, address, preload = tmp_path / "gate", tmp_path / "address", tmp_path / "preload.py"
     preload.write_text(f"def dask_setup(scheduler):\n    open({str(address)!r}, 'w').write(scheduler.address)\n")
     env = {**os.environ, "DASK_DISTRIBUTED__SCHEDULER__PRELOAD": str([str(preload)])}
-    env["LD_PRELOAD"] = str(shims.waiting(tmp_path, gate))
+    env["LD_PRELOAD"] = str(shims.build_waiting(tmp_path, gate))
     where = ["-i", str(setting.source), "-o", str(output), "--executor", f"dask:local:{workers}"]
     command = [*conversion.KTCONVERT, "cpu", *where]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)

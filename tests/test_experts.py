@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 
 from ktconvert.layouts.errors import KtconvertError, UsageError
 from ktconvert.native_quant.runtime import hot_experts
-from rig.conversion import here
+from rig.conversion import run_in_process
 from rig.safetensors import encode, write_file
 
 COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
@@ -29,7 +29,7 @@ def statistics(folder: Path, counts: npt.NDArray[Any] = COUNTS, name: str = "cou
 
 
 def sentence(*arguments: object) -> tuple[int, str]:
-    error = here("experts", *arguments).exception
+    error = run_in_process("experts", *arguments).exception
     assert isinstance(error, KtconvertError) and "\n" not in str(error)
     return error.exit_code, str(error)
 
@@ -99,7 +99,7 @@ def test_kt_kernel_selects_the_same_experts(tmp_path: Path, peer_python: str) ->
 
 def test_run_reads_the_mask(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
-    done = here("experts", statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
+    done = run_in_process("experts", statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
     assert done.exception is None, done.exception
     expected = [[False] * 4, [True, False, False, True], [True, False, True, False]]
     assert hot_experts.read_mask(output).tolist() == expected
@@ -118,7 +118,7 @@ def test_json_and_total(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     output = tmp_path / "mask.safetensors"
     for _ in range(2):  # a mask may be replaced
-        done = here("experts", statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
+        done = run_in_process("experts", statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
     expected: dict[str, Any] = {"event": "chosen", "statistics": str(tmp_path / "s"), "output": str(output)}
     expected |= {"experts": 4, "tokens": 30, "coverage": 16 / 30}
     expected["layers"] = [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}]
@@ -133,7 +133,7 @@ def test_the_plot_is_written(tmp_path: Path, suffix: str, begins: bytes) -> None
     words = (statistics(tmp_path / "s"), "--num-gpu-experts", 1, "--output")
     link.symlink_to(picture)
     for name in (picture, link):
-        assert here("experts", *words, tmp_path / "mask.safetensors", "--plot", name).exception is None
+        assert run_in_process("experts", *words, tmp_path / "mask.safetensors", "--plot", name).exception is None
         assert picture.read_bytes().startswith(begins) and link.is_symlink()
     picture.write_bytes(begins + b"drawn by hand, to go with what ktconvert wrote")
     for name in (picture, link):
@@ -166,7 +166,7 @@ def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = (statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
     said = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
     assert sentence(*words, "--total", 1) == (1, said)
-    assert here("experts", *words, "--num-gpu-experts", 1).exception is None
+    assert run_in_process("experts", *words, "--num-gpu-experts", 1).exception is None
 
 
 def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:

@@ -153,14 +153,14 @@ def _distance(got: Any, want: Any) -> float:
 def line(model_type: str, row: Row, error: str) -> str:
     """A family's line of the table."""
     family = next((arch.name for arch in ARCHS if model_type in arch.matches), "")
-    if row.unbuilt:
-        converts, computes = f"not tried, transformers makes none: {row.unbuilt}", ""
-    elif row.refused:
-        converts, computes = f'**refused**: "... {row.refused} ..."', ""
+    if row.build_error:
+        converts, computes = f"not tried, transformers makes none: {row.build_error}", ""
+    elif row.refusal:
+        converts, computes = f'**refused**: "... {row.refusal} ..."', ""
     else:
         family = family or "by its tensors"
         converts = "with a warning" if row.warned else "yes"
-        computes = f'**refused**: "... {row.computes} ..."' if row.computes else "yes"
+        computes = f'**refused**: "... {row.load_error} ..."' if row.load_error else "yes"
         if row.loads_since:
             computes = f"yes; with transformers before {row.loads_since} {computes}"
     return f"| `{model_type}` | {family} | {row.since} | {converts} | {computes} | {error} |"
@@ -190,10 +190,14 @@ def test_a_family_is_as_its_row_says(model_type: str, tmp_path: Path) -> None:
     if installed < version(row.since):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     want, seen = expected(row, installed), outcome(model_type, row, tmp_path)
-    for said, words in ((seen.unbuilt, want.unbuilt), (seen.refused, want.refused), (seen.computes, want.computes)):
+    for said, words in (
+        (seen.build_error, want.build_error),
+        (seen.refusal, want.refusal),
+        (seen.load_error, want.load_error),
+    ):
         assert words in said and bool(words) == bool(said), seen
     assert seen.warned == want.warned, seen
-    if not (want.unbuilt or want.refused or want.computes):
+    if not (want.build_error or want.refusal or want.load_error):
         check_computed(seen)
 
 
@@ -205,7 +209,7 @@ def test_a_family_without_a_row_is_computed_or_refused(tmp_path: Path) -> None:
     for name in unlisted:
         seen = outcome(name, PLAIN, tmp_path / name)
         print(f"{name}: {seen}")
-        if not (seen.unbuilt or seen.refused or seen.computes):
+        if not (seen.build_error or seen.refusal or seen.load_error):
             check_computed(seen)
 
 
@@ -223,7 +227,7 @@ def test_the_table_of_families_is_that_of_the_rows() -> None:
     figures = [row.removesuffix(" |").rpartition("| ")[2].strip() for row in rows]
     assert rows == [line(*item, figure) for item, figure in zip(ROWS.items(), figures, strict=True)]
     for row, figure in zip(ROWS.values(), figures, strict=True):
-        loads = not (row.unbuilt or row.refused) and (not row.computes or bool(row.loads_since))
+        loads = not (row.build_error or row.refusal) and (not row.load_error or bool(row.loads_since))
         assert (0 < float(figure) < ERROR) if loads else not figure
 
 

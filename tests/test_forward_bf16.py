@@ -19,7 +19,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from rig import floats
 from rig.native import distance
-from rig.pools import grouped
+from rig.pools import make_grouped_pool
 from rig.safetensors import data_start, edit_header, header_of
 
 FORMATS = ("MXFP4", "FP8", "BF16")
@@ -60,7 +60,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
-    return [Pool(1), Pool(7), grouped(5, 2)]
+    return [Pool(1), Pool(7), make_grouped_pool(5, 2)]
 
 
 @pytest.mark.usefixtures("isa")

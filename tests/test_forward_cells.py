@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rig.scripts import FOLDER, benchmark
+from rig.scripts import FOLDER, load_benchmark
 
 Modules = dict[str, ModuleType]
 
@@ -21,7 +21,7 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     """The files of the benchmark, which import one another from their own folder."""
     loaded: Modules = {}
     for name in ("state", "turns", "blocks", "mixtures", "forward_cells"):
-        loaded[name] = benchmark(name)
+        loaded[name] = load_benchmark(name)
         monkeypatch.setitem(sys.modules, name, loaded[name])
     return loaded
 

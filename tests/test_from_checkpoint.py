@@ -337,6 +337,6 @@ def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: st
         sizes = {"experts": 2, "topk": 2, "hidden": experts.hidden, "width": experts.intermediate}
         more = {"path": str(path), "method": method, "limit": limit, "alpha": alpha, "inputs": str(inputs)}
         runs[key], cases[key] = sizes | more, (layer.truth, forward(experts, layer))
-    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
+    theirs = native.run_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-6, key

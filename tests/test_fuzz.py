@@ -20,7 +20,7 @@ from ktconvert.pipeline import cli
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.options.types import Size, TokenCountList
 from rig import conversion, documents, fuzzing, mutations, rates
-from rig.documents import DOCUMENTS, FIRST, Inputs, restored
+from rig.documents import DOCUMENTS, FIRST, Inputs, restore_file
 from rig.files import edit_json
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -128,18 +128,18 @@ def test_commands_that_read_a_damaged_document(name: str, inputs: Inputs) -> Non
     document = DOCUMENTS[name]
     assert document.commands is not None
     path, commands = document.make(inputs), document.commands(inputs)
-    with restored(path) as whole:
-        for number, seed in enumerate(conversion.seeds(8)):
-            path.write_bytes(mutations.damaged(document.damage, whole, seed))
+    with restore_file(path) as whole:
+        for number, seed in enumerate(conversion.draw_seeds(8)):
+            path.write_bytes(mutations.damage(document.damage, whole, seed))
             command(*commands[number % len(commands)])
 
 
 def test_a_plan_whose_source_has_no_name(inputs: Inputs) -> None:
-    with restored(inputs.work.plan):
+    with restore_file(inputs.work.plan):
         edit_json(inputs.work.plan, lambda plan: plan["source"][0].pop("name"))
         words = "not a plan (Object missing required field `name` - at `$.source[0]`)"
         assert command("resume", inputs.broken, "--dry-run", words=words) == 7
-    with restored(inputs.work.plan):
+    with restore_file(inputs.work.plan):
         edit_json(inputs.work.plan, lambda plan: plan["settings"].pop("scale"))
         assert command("resume", inputs.broken, "--dry-run", words="cannot be read (scale is missing)") == 7
         edit_json(inputs.work.plan, lambda plan: plan["settings"].update(layers=5))
@@ -149,7 +149,7 @@ def test_a_plan_whose_source_has_no_name(inputs: Inputs) -> None:
 def test_a_record_without_a_fingerprint(inputs: Inputs) -> None:
     """What it says was done is done again."""
     path = inputs.work.journal
-    with restored(path) as whole:
+    with restore_file(path) as whole:
         path.write_bytes(whole.replace(b'"fingerprint"', b'"footprint"'))
         assert journal.find_finished_units(journal.read(path)) == {}
         assert command("resume", inputs.broken, "--dry-run") == 0
@@ -158,7 +158,7 @@ def test_a_record_without_a_fingerprint(inputs: Inputs) -> None:
 @pytest.mark.parametrize("name", ["\0", "x" * 300])
 def test_a_record_of_a_file_that_cannot_be(name: str, inputs: Inputs) -> None:
     path = inputs.work.journal
-    with restored(path) as whole:
+    with restore_file(path) as whole:
         path.write_bytes(whole.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
         assert journal.find_finished_units(journal.read(path))
         assert command("resume", inputs.broken, "--dry-run") == 0
@@ -189,7 +189,7 @@ def test_reading_gives_a_sentence(name: str, old: bytes, new: bytes, words: str,
     """What fuzzing has found: nesting, names and numbers beyond what Python, the system or C take, missing tensors."""
     document = DOCUMENTS[name]
     path = document.make(inputs)
-    with restored(path) as whole:
+    with restore_file(path) as whole:
         assert old in whole
         path.write_bytes(whole.replace(old, new))
         with pytest.raises(KtconvertError, match=re.escape(words)) if words else contextlib.nullcontext():
@@ -197,7 +197,7 @@ def test_reading_gives_a_sentence(name: str, old: bytes, new: bytes, words: str,
 
 
 def test_a_manifest_of_more_experts_than_memory_holds(inputs: Inputs) -> None:
-    with restored(inputs.root / "packed" / "manifest.json"):
+    with restore_file(inputs.root / "packed" / "manifest.json"):
         edit_json(inputs.root / "packed" / "manifest.json", lambda document: document["model"].update(experts=1 << 32))
         assert command("verify", inputs.root / "packed", "--no-load", words="`$.model.experts`") == 6
 

@@ -22,7 +22,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference
 from rig import conversion, floats, gguf, golden, killpoint
 from rig.conversion import KTCONVERT
-from rig.gguf import E, H, I, about, file, info, model, pair, write
+from rig.gguf import E, H, I, file, info, model, model_metadata, pair, write
 from rig.safetensors import bits_of, read_file, read_folder
 
 EVERY = (*gguf.TYPES, "F32", "F16", "BF16")
@@ -36,7 +36,7 @@ def recognised(path: Path, config: str | None = None) -> MoeModel:
 
 @pytest.fixture(scope="module")
 def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("gguf") / "all.gguf", model(LAYERS), about(len(LAYERS)))
+    return write(tmp_path_factory.mktemp("gguf") / "all.gguf", model(LAYERS), model_metadata(len(LAYERS)))
 
 
 def values(path: Path) -> dict[tuple[int, str], Any]:
@@ -140,7 +140,7 @@ def small(path: Path, change: Callable[[dict[str, Any]], object] = lambda tensor
     tensors = model([("Q8_0",) * 3] * 2)
     change(tensors)
     arch = more.pop("arch", "qwen3moe")
-    return write(path, tensors, {**about(more.pop("layers", 2), arch, **more)}, arch)
+    return write(path, tensors, {**model_metadata(more.pop("layers", 2), arch, **more)}, arch)
 
 
 def test_fused_and_legacy_names_hold_the_same_experts(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def split(folder: Path, count: int = 3, change: Callable[[list[Any]], object] = 
     tensors = list(model([("Q8_0",) * 3] * 2).items())
     files = []
     for number in range(count):
-        said = {} if number else about(2)
+        said = {} if number else model_metadata(2)
         said |= {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
         files.append([f"m-{number + 1:05d}-of-{count:05d}.gguf", said, dict(tensors[number::count])])
     change(files)
@@ -200,7 +200,10 @@ BAD_SPLITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
         lambda files: files[2][2].update(files[0][2]),
         r"is in m-00001-of-00003\.gguf and in m-00003-of-00003",
     ),
-    "two models": (lambda files: files.append(["n.gguf", about(2), {}]), r"several GGUF models \(m-00001.*, n\.gguf\)"),
+    "two models": (
+        lambda files: files.append(["n.gguf", model_metadata(2), {}]),
+        r"several GGUF models \(m-00001.*, n\.gguf\)",
+    ),
 }
 
 
@@ -443,7 +446,7 @@ def test_what_a_gguf_is_no_input_for(tmp_path: Path, cli: Cli) -> None:
 
 @pytest.mark.parametrize(("kind", "warned"), [("Q4_K", True), ("Q4_1", True), ("Q5_0", False), ("Q8_0", False)])
 def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path, cli: Cli) -> None:
-    source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), about(1))
+    source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), model_metadata(1))
     for method in ("int4", "int8"):
         plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
         assert ("int8 is 7.2 to 8.6 % off" in plan.stderr) == (warned and method == "int4")
@@ -451,7 +454,7 @@ def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path,
 
 def test_killed_and_resumed_to_the_same_bytes(all_types: Path, tmp_path: Path, cli: Cli) -> None:
     command = [*KTCONVERT, "cpu", "-i", all_types, "-q", "--input-type", "gguf", "-o"]
-    killpoint.check_resumed(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 2 / 3)
+    killpoint.check_resume(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 2 / 3)
 
 
 ARCH = pair("general.architecture", "qwen3moe")

@@ -12,7 +12,7 @@ import pytest
 
 from ktconvert.quantizers import packed, reference
 from rig import calibrated, conversion, forks
-from rig.safetensors import differing, read_folder
+from rig.safetensors import find_differences, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -48,48 +48,48 @@ def test_no_tensor_differs_from_the_library(fixture: str, name: str, request: py
     if "--calibrate" in actual.cases[name].options:  # routed: experts without a token are zeros there
         unseen = [(x, e) for x, tokens in report["routed"].items() for e, count in enumerate(tokens) if not count]
         allowed |= {f"{x}.{e}.{p}_proj.weight_packed" for x, e in unseen for p in ("gate", "up", "down")}
-    assert set(differing(ours, theirs)) <= allowed
+    assert set(find_differences(ours, theirs)) <= allowed
     assert len(allowed) < len(ours) / 10
 
 
 def test_group_size_does_not_change_bytes(converted: Any, tmp_path: Path) -> None:
     """With one expert in memory at a time, in a process that was not forked."""
-    words = calibrated.arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
+    words = calibrated.gpu_arguments(converted.model("qwen3_moe"), tmp_path / "out", "W4A16", converted.dataset())
     program = (
         "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.calibration import requirements; "
     )
     program += "requirements.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
-    done = calibrated.python(program, *words, "--json")
+    done = calibrated.run_python(program, *words, "--json")
     events = [json.loads(line) for line in done.stdout.splitlines()]  # not a word of the libraries between them
     assert events[-1]["event"] == "finished"
-    assert differing(read_folder(tmp_path / "out"), read_folder(converted.ours("qwen3_moe"))) == []
+    assert find_differences(read_folder(tmp_path / "out"), read_folder(converted.ours("qwen3_moe"))) == []
 
 
 def test_storage_of_experts_in_the_source_does_not_change_bytes(converted: Any) -> None:
     ours = {name: read_folder(converted.ours(name)) for name in calibrated.CASES if name.startswith("qwen3_moe")}
-    assert differing(ours["qwen3_moe fused"], ours["qwen3_moe"]) == []
-    assert differing(ours["qwen3_moe FP8"], ours["qwen3_moe decoded"]) == []
-    assert differing(ours["qwen3_moe FP8"], ours["qwen3_moe"]) != []
+    assert find_differences(ours["qwen3_moe fused"], ours["qwen3_moe"]) == []
+    assert find_differences(ours["qwen3_moe FP8"], ours["qwen3_moe decoded"]) == []
+    assert find_differences(ours["qwen3_moe FP8"], ours["qwen3_moe"]) != []
 
 
 def test_engine_oneshot_equals_the_library(converted: Any) -> None:
     """It also prints its limitations."""
     name = "qwen3_moe unrepaired"
-    assert differing(read_folder(converted.ours(name)), converted.oracle(name)) == []
-    assert "mask, which is not causal for some models" in converted.output_of(name)
+    assert find_differences(read_folder(converted.ours(name)), converted.oracle(name)) == []
+    assert "mask, which is not causal for some models" in converted.log_text(name)
 
 
 @both(list(calibrated.VERIFIED), list(calibrated.VERIFIED_LONG))
 def test_output_verifies_reloads_and_predicts_the_same(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
     converted = request.getfixturevalue(fixture)
-    assert converted.verified(name) == 0, converted.output_of(f"{name} verified")
+    assert converted.verified(name) == 0, converted.log_text(f"{name} verified")
     source = converted.model("qwen3_moe decoded" if name.endswith("FP8") else name)
-    original, _ = calibrated.reloaded(source)
-    model, loading = calibrated.reloaded(converted.ours(name))
+    original, _ = calibrated.load_with_info(source)
+    model, loading = calibrated.load_with_info(converted.ours(name))
     assert not any(loading.values()), loading
     text = calibrated.HELDOUT.read_text()[2000:2300]
     far = calibrated.divergence(original, model, text)
-    silent = calibrated.divergence(original, calibrated.without_experts(source), text)
+    silent = calibrated.divergence(original, calibrated.load_without_experts(source), text)
     print(f"{name}: KL {far:.5f}, without experts {silent:.3f}")
     assert far < NEAR[converted.cases[name].kind] * silent
 
@@ -112,10 +112,10 @@ def test_config_and_card_describe_the_calibration(converted: Any) -> None:
 
 def test_gptq_has_less_error_than_rounding(converted: Any) -> None:
     """For the bundled trained model, on text that is not in the calibration data."""
-    original, _ = calibrated.reloaded(converted.model("bundled"))
+    original, _ = calibrated.load_with_info(converted.model("bundled"))
     text = calibrated.HELDOUT.read_text()[4000:6000]
     gptq, rtn = (
-        calibrated.divergence(original, calibrated.reloaded(path)[0], text)
+        calibrated.divergence(original, calibrated.load_with_info(path)[0], text)
         for path in (converted.ours("bundled"), converted.rounded("bundled"))
     )
     print(f"W4A16: KL {gptq:.5f} with GPTQ, {rtn:.5f} rounded to nearest")
@@ -126,8 +126,8 @@ def test_float32_rounding_keeps_chosen_codes(converted: Any) -> None:
     """The library divides GPTQ's weights by scales in BF16: ties turn some 8-bit codes into their neighbours. Scales and
     tensors that are not quantized are equal."""
     ours, library = (read_folder(converted.ours(f"qwen3_moe {kind}")) for kind in ("float32", "W8A16"))
-    assert all(name.endswith("weight_packed") for name in differing(ours, library))
-    first = [name for name in differing(ours, library) if ".layers.0." in name]  # others see other activations
+    assert all(name.endswith("weight_packed") for name in find_differences(ours, library))
+    first = [name for name in find_differences(ours, library) if ".layers.0." in name]  # others see other activations
     for name in first:
         chosen, stored = (packed.unpack_words(8, tensors[name].bits).astype(int) for tensors in (ours, library))
         scale = reference.bf16_to_f32(ours[name.replace("_packed", "_scale")].bits)
@@ -142,7 +142,7 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
     """They equal those of RTN bit for bit and are listed; others are not."""
     ours, rounded = read_folder(converted.ours(name)), read_folder(converted.rounded("qwen3_moe"))
     reported = {}
-    for line in converted.output_of(name).splitlines():
+    for line in converted.log_text(name).splitlines():
         if "rounded to nearest" in line:
             head, _, listed = line.rpartition(": ")
             reported[int(head.partition("layer ")[2].partition(":")[0])] = [int(e) for e in listed.split(", ")]
@@ -179,16 +179,16 @@ def test_values_that_are_not_finite_stop_the_run(converted: Any, server: Any, tm
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.post_attention_layernorm.weight"].fill_(torch.finfo(torch.bfloat16).max)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
-    conversion.refused(server.run(words, tmp_path / "log"), 6, "layer 1", "RTN")
+    words = calibrated.gpu_arguments(model, tmp_path / "out", "W4A16", converted.dataset())
+    conversion.check_refusal(server.run(words, tmp_path / "log"), 6, "layer 1", "RTN")
     assert not (tmp_path / "out").exists()
 
 
 def test_model_without_a_tokenizer_is_refused(converted: Any, server: Any, tmp_path: Path) -> None:
     without = shutil.ignore_patterns(*calibrated.TOKENIZER)
     model = shutil.copytree(converted.model("qwen3_moe"), tmp_path / "model", ignore=without)
-    words = calibrated.arguments(model, tmp_path / "out", "W4A16", converted.dataset())
-    conversion.refused(server.run(words, tmp_path / "log"), 5, "tokenizer")
+    words = calibrated.gpu_arguments(model, tmp_path / "out", "W4A16", converted.dataset())
+    conversion.check_refusal(server.run(words, tmp_path / "log"), 5, "tokenizer")
 
 
 OWN_TOKENIZER = """\
@@ -215,7 +215,7 @@ def test_tokenizer_with_its_own_code_requires_trust(converted: Any, tmp_path: Pa
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     env = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
     for name, code, trust in (("refused", 5, ()), ("out", 0, ("--trust-remote-code",))):
-        words = calibrated.arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)
+        words = calibrated.gpu_arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)
         done = cli(*words, code=code, env=env)
         assert (code == 0) or "tokenizer" in done.stderr
     assert len(read_folder(tmp_path / "out")) == len(read_folder(converted.ours("qwen3_moe")))

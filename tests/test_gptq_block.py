@@ -37,7 +37,7 @@ def definition(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weigh
     value, error = np.empty_like(weight), np.empty_like(weight)
     with np.errstate(all="ignore"):
         for i in range(weight.shape[1]):
-            code = group_search.nearest(weight[:, i] / scale[:, i], code_range)
+            code = group_search.nearest_codes(weight[:, i] / scale[:, i], code_range)
             value[:, i] = to_bf16(code * scale[:, i]) if kind == "bf16" else code * scale[:, i]
             error[:, i] = (weight[:, i] - value[:, i]) / inverse[i, i]
             weight[:, i:] -= error[:, i, None] * inverse[i, i:]

@@ -130,7 +130,7 @@ def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, g
     assert abs(sum(p.stat().st_size for p in out.glob("*.safetensors")) - plan["bytes_out"]) < 100_000  # headers
     more = ("--quant-type", kind, "--rounding", rounding, "--cpuinfer-threads", "1", "--ignore-patterns", *ignored)
     gpu(example, *more, env={"KTCONVERT_ISA": "scalar"}, to="scalar")
-    assert conversion.differing(conversion.tree(tmp_path / "scalar"), conversion.tree(out)) == []
+    assert conversion.find_differences(conversion.tree(tmp_path / "scalar"), conversion.tree(out)) == []
 
 
 @pytest.mark.parametrize(("kind", "group"), [("W4A16", 32), ("W4A16", 64), ("W8A16", 32)])

@@ -77,7 +77,7 @@ def test_kt_kernel_writes_the_golden_buffers(parts: int, peer_python: str, tmp_p
         layer, sizes = native.read(name), {"experts": EXPERTS, "topk": 2, "hidden": SIZE, "width": SIZE}
         path = str(layer.write(tmp_path / name))
         runs[name] = {"path": path, "method": layer.method, "parts": parts, "ranks": ranks, **sizes}
-    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
+    theirs = native.run_kt_kernel(peer_python, runs, tmp_path)
     found = {name: {str(n): digest(theirs[f"{name}.{n}"].bits) for n in ranks} for name, ranks in RANKS.items()}
     assert found == json.loads(GOLDEN.read_text())
 

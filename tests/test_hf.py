@@ -17,8 +17,8 @@ import pytest
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
 from rig import hf, reference, stored
-from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, config_of, make
-from rig.hf import complete, experts_of, heard, logits, row_distances
+from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, make, make_config
+from rig.hf import experts_of, load_complete, logits, record_experts, row_distances
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -28,7 +28,7 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts, find_expert
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-IDS = hf.some_ids(VOCABULARY, 1, 48)
+IDS = hf.random_ids(VOCABULARY, 1, 48)
 
 # (family, whether its experts are stored as 3-D tensors, NUMA slices); qwen3_5_moe is published with a vision part
 CASES = [
@@ -57,7 +57,7 @@ def names(model: Path) -> list[str]:
 
 def load(model: Path, weights: Path, **options: Any) -> Any:
     config = KTConvertConfig(cpu_weights=weights, **{"threads": 2, **options})
-    return complete(model, text_alone=True, quantization_config=config)
+    return load_complete(model, text_only=True, quantization_config=config)
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_loading_misses_no_tensor_and_reads_no_expert_tensor(case: Case) -> None
 @each_family
 def test_each_layer_agrees_with_transformers(case: Case) -> None:
     theirs = experts_of(case.original)
-    for layer, (hidden, ids, weights, out) in heard(case.ours, IDS).items():
+    for layer, (hidden, ids, weights, out) in record_experts(case.ours, IDS).items():
         assert out.dtype == hidden.dtype
         for dequantized, bound in ((True, LAYER_INT8), (False, LAYER)):
             far = row_distances(out, computed(theirs[layer], hidden, ids, weights, dequantized)).max()
@@ -145,7 +145,7 @@ def test_identity_experts_return_their_input(tmp_path: Path, cli: Callable[..., 
     theirs.gate_up_proj = torch.nn.Parameter(theirs.gate_up_proj[:EXPERTS].clone())  # as it is published
     model.save_pretrained(tmp_path / "model")
     cli("cpu", "-i", tmp_path / "model", "-o", tmp_path / "int8", "--quant-method", "int8", "--threadpool-count", 1)
-    ((hidden, ids, weights, out),) = heard(load(tmp_path / "model", tmp_path / "int8"), IDS).values()
+    ((hidden, ids, weights, out),) = record_experts(load(tmp_path / "model", tmp_path / "int8"), IDS).values()
     assert (ids >= EXPERTS).any()
     assert row_distances(out, theirs(hidden, ids, weights).detach().float()).max() < LAYER
 
@@ -155,7 +155,7 @@ def test_float32_models_and_batches_compute(case: Case) -> None:
     """The model may run in another dtype than the experts; a batch gives what its rows give."""
     model = load(case.model, case.weights).to(torch.float32)
     assert "layer=1, AMXINT8, experts=8, hidden=128, intermediate=128" in str(model)
-    tokens = hf.some_ids(VOCABULARY, 2, 5, seed=2)
+    tokens = hf.random_ids(VOCABULARY, 2, 5, seed=2)
     both = model(tokens).logits  # with gradients on
     assert both.dtype == torch.float32
     for row in (0, 1):
@@ -167,7 +167,7 @@ def test_config_json_can_name_the_experts(case: Case, tmp_path: Path) -> None:
     """A config.json with our quantization_config is enough; programs that know nothing of us then load the model."""
     shutil.copytree(case.model, tmp_path / "model")
     stored.configure(tmp_path / "model", quantization_config=KTConvertConfig(cpu_weights=case.weights).to_dict())
-    assert torch.equal(logits(complete(tmp_path / "model"), IDS), logits(case.ours, IDS))
+    assert torch.equal(logits(load_complete(tmp_path / "model"), IDS), logits(case.ours, IDS))
 
 
 @qwen
@@ -207,7 +207,7 @@ def test_the_known_one_of_two_layer_stacks_is_found() -> None:
     """Qwen3-Omni has a talker beside the thinker; only the thinker's experts are converted."""
     with torch.device("meta"):
         thinker, talker = (
-            transformers.AutoModelForCausalLM.from_config(config_of("qwen3_moe", num_experts=n)) for n in (8, 4)
+            transformers.AutoModelForCausalLM.from_config(make_config("qwen3_moe", num_experts=n)) for n in (8, 4)
         )
     both = torch.nn.ModuleDict({"thinker": thinker, "talker": talker})
     assert [(p.name, p.layer, p.num_experts, p.hidden, p.intermediate) for p in find_experts(both)] == [

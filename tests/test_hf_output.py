@@ -15,7 +15,7 @@ import pytest
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import configs
 from rig import families, stored
-from rig.hf import complete, experts_of, logits
+from rig.hf import experts_of, load_complete, logits
 from rig.safetensors import Tensor, edit_file, read_folder
 
 torch = pytest.importorskip("torch")
@@ -71,8 +71,8 @@ def test_loading_without_ktconvert_fails(outputs: dict[str, Path]) -> None:
 
 def assert_same(output: Path, source: Path, **options: Any) -> Any:
     given = {"quantization_config": KTConvertConfig(**options)} if options else {}
-    ours, ids = complete(output, **given), torch.arange(3, 40)[None]
-    expected = complete(source, quantization_config=KTConvertConfig(cpu_weights=output, **options))
+    ours, ids = load_complete(output, **given), torch.arange(3, 40)[None]
+    expected = load_complete(source, quantization_config=KTConvertConfig(cpu_weights=output, **options))
     assert torch.equal(logits(ours, ids), logits(expected, ids))
     return ours
 
@@ -139,7 +139,7 @@ def test_experts_of_a_different_directory_are_rejected(outputs: dict[str, Path])
 def test_options_apply_to_an_output(outputs: dict[str, Path], example: Path, tmp_path: Path) -> None:
     """Those of KTConvertConfig, given as for any other model."""
     options = {"threads": 1, "exact": True, "memory": "copy", "num_gpu_experts": 2, "gpu_experts": example}
-    named = complete(outputs["kept"], quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options))
+    named = load_complete(outputs["kept"], quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options))
     ours = assert_same(outputs["kept"], example, **options)
     for model in (named, ours):
         for module in experts_of(model).values():

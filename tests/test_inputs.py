@@ -21,7 +21,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import packed
 from rig import floats, golden, reference
-from rig.conversion import here
+from rig.conversion import run_in_process
 from rig.encodings import ENCODINGS, E, H, I, Stored, checkpoint, gptq_config, scheme, write, write_plain
 from rig.safetensors import NUMPY, metadata_of, read_file, read_folder, write_file
 
@@ -42,7 +42,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 def convert(source: Path, out: Path, method: str, *more: object) -> str:
-    done = here("cpu", "-i", source, "-o", out, "--quant-method", method, *more)
+    done = run_in_process("cpu", "-i", source, "-o", out, "--quant-method", method, *more)
     assert done.exception is None, done.exception
     return str(done.stderr)
 
@@ -81,7 +81,7 @@ def test_what_is_made_of_them_is_made_of_their_values(name, written, tmp_path, c
         }
         for method, words in said.items():
             assert words.count("rounds twice") == (out == "ours")
-            few = method == "int4" and out == "ours" and encoding.few
+            few = method == "int4" and out == "ours" and encoding.is_4_bit
             assert ("bits per weight already" in words and "int4 17 to 49 %; --quant-method int8" in words) == few
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert read_folder(ours) == read_folder(theirs)
@@ -223,7 +223,7 @@ def test_dequantized_to_the_values_of_the_library(name, tmp_path):
     )
     folder, out = library(name, tmp_path / "in", model_type=family, num_hidden_layers=1), tmp_path / "out"
     for words in (("dequantize", folder, out), ("verify", out, "--against", folder)):
-        assert (done := here(*words)).exception is None, done.exception
+        assert (done := run_in_process(*words)).exception is None, done.exception
     hashes = hashes_of(name)
     tensors = {key.removesuffix(".weight"): tensor for key, tensor in read_folder(out).items()}
     assert tensors and all(stem in hashes or stem.endswith("_bias") for stem in tensors)
@@ -504,7 +504,7 @@ def test_what_is_found_when_a_weight_is_read(name, spoil, words, tmp_path):
     base = ENCODINGS[name].base(1, "gate")
     folder, _ = write(name, tmp_path / "model", lambda tensors, quantization: spoil(tensors, quantization, base))
     command = ("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1)
-    error = here(*command).exception
+    error = run_in_process(*command).exception
     assert isinstance(error, InputError) and words in str(error), error
     assert base in str(error) and not (tmp_path / "out").exists()
 

@@ -13,7 +13,7 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.cli.inspect import inspect
-from rig.conversion import here
+from rig.conversion import run_in_process
 from rig.safetensors import write_file
 
 BF16_NAN = 0x7FC0
@@ -164,7 +164,7 @@ def test_sizes_that_names_imply_are_bounded(command, name, tmp_path):
         parts = {name.replace("gate", part): BF16 for part in ("gate", "up", "down")}
         write_file(tmp_path / "model.safetensors", parts)
         (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 999999999}')
-    done = here(*command, tmp_path, "--json")
+    done = run_in_process(*command, tmp_path, "--json")
     assert isinstance(done.exception, SystemExit | KtconvertError | None), done.exception
     said = f"{done.output}{done.exception}"
     is_checkpoint = name.startswith("m")

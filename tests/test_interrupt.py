@@ -29,7 +29,7 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, number, code):
     source, expected = five
     output = tmp_path / "out"
-    with killpoint.held(source, output) as process:
+    with killpoint.hold_conversion(source, output) as process:
         process.send_signal(number)  # waits for it: nothing goes on before it has come
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
@@ -45,7 +45,7 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, numbe
     assert done.returncode == 0, done.stderr
     assert "died" not in done.stderr
     assert f"resuming: {len(started)} of 5 units are finished" in done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(tmp_path) == ["out"]
 
 
@@ -53,7 +53,7 @@ def test_interrupted_with_several_outputs_each_goes_on(five, tmp_path):
     source, expected = five
     outputs = [tmp_path / "out-int4", tmp_path / "out-mxfp4"]
     options = ("--quant-method", "int4,mxfp4")
-    with killpoint.held(source, outputs[0], *options, output=tmp_path / "out") as process:
+    with killpoint.hold_conversion(source, outputs[0], *options, output=tmp_path / "out") as process:
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
@@ -63,7 +63,7 @@ def test_interrupted_with_several_outputs_each_goes_on(five, tmp_path):
     for output in outputs:
         done = conversion.ktconvert("resume", output)
         assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(outputs[0]), expected) == []
+    assert conversion.find_differences(conversion.tree(outputs[0]), expected) == []
     assert conversion.names(tmp_path) == ["out-int4", "out-mxfp4"]
 
 
@@ -73,7 +73,7 @@ def test_interrupted_twice_it_stops_at_once(five, tmp_path, number, code):
     source, expected = five
     output = tmp_path / "made" / "out"
     output.parent.mkdir()
-    env = {**os.environ, "LD_PRELOAD": str(shims.waiting(tmp_path, tmp_path / "gate"))}
+    env = {**os.environ, "LD_PRELOAD": str(shims.build_waiting(tmp_path, tmp_path / "gate"))}
     command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output)]
     with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -90,7 +90,7 @@ def test_interrupted_twice_it_stops_at_once(five, tmp_path, number, code):
     done = conversion.ktconvert("resume", output)
     assert re.search(r"died in experts.layer-00\d", done.stderr)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -131,14 +131,14 @@ def test_an_input_edited_during_the_run_stops_it(five, tmp_path, name):
     source, expected = five
     output, file = tmp_path / "out", source / name
     times = file.stat()
-    with killpoint.held(source, output) as process:
-        conversion.edit(file)
+    with killpoint.hold_conversion(source, output) as process:
+        conversion.flip_bit(file)
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
-    conversion.edit(file)
+    conversion.flip_bit(file)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert process.returncode == 5, stderr
     assert f"{name} changed while it was being read" in stderr
     done = conversion.ktconvert("resume", output)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.find_differences(conversion.tree(output), expected) == []

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from rig import shims
-from rig.programs import printed
+from rig.programs import python_output
 
 # What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of
 # a second.
@@ -45,7 +45,7 @@ def refused(kind, work):
 
 
 def run(script: str, preload: Path | None = None) -> str:
-    return printed(SLOW_LAYER + script, preload=preload)
+    return python_output(SLOW_LAYER + script, preload=preload)
 
 
 def test_a_job_keeps_its_experts_alive():

@@ -9,7 +9,7 @@ from ktconvert.native_quant import kernels, scale_search
 from ktconvert.native_quant import matrix as of
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from rig import isas
-from rig.programs import python
+from rig.programs import run_python
 
 
 def empty(shape: Any, dtype: Any = np.uint8) -> Any:
@@ -219,7 +219,7 @@ with tempfile.NamedTemporaryFile() as file:
     ],
 )
 def test_foreign_sigbus_keeps_its_disposition(disposition, code, output, text):
-    ran = python(FOREIGN_SIGBUS, disposition)
+    ran = run_python(FOREIGN_SIGBUS, disposition)
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, output, text)
 
 
@@ -243,7 +243,7 @@ files.map(paths[-1], 8192)[5000]
 
 
 def test_any_number_of_files_can_be_mapped(tmp_path):
-    ran = python(MANY_FILES, tmp_path)
+    ran = run_python(MANY_FILES, tmp_path)
     assert (ran.returncode, ran.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
 
 
@@ -252,5 +252,5 @@ def test_any_number_of_files_can_be_mapped(tmp_path):
     [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
 )
 def test_an_unreadable_page_is_explained(whose, code, text):
-    ran = python(SIGBUS_PROGRAM, whose)
+    ran = run_python(SIGBUS_PROGRAM, whose)
     assert (ran.returncode, ran.stderr) == (code, text)

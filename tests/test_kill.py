@@ -51,7 +51,7 @@ Running = tuple[forks.Forks, conversion.Mounts | None]
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool], Running]]:
     """running(mounted): servers with the shims, and the namespace for mounts that they are in."""
     base = tmp_path_factory.mktemp("shims")
-    preload = [*(shims.refusing(base, *how, asked=True) for how in REFUSING.values()), killpoint.build(base)]
+    preload = [*(shims.build_refusing(base, *how, selected=True) for how in REFUSING.values()), killpoint.build(base)]
     with contextlib.ExitStack() as stack:
 
         @functools.cache
@@ -132,7 +132,7 @@ class Matrix:
         done = self.run(output, 0)
         assert done.returncode == 0, done.stderr
         self.wanted = {each.name: self.tree(each) for each in self.outputs(output)}
-        calls = killpoint.calls(self.log(output))
+        calls = killpoint.read_calls(self.log(output))
         self.points = len(calls)
         # The first rename by which a unit is stored, the first and the last by which the output appears; with threads,
         # about there.
@@ -155,7 +155,7 @@ class Matrix:
         return [output.with_name(f"{output.name}-{method}") for method in self.case.methods] or [output]
 
     def seen(self, path: Path) -> Path:
-        return self.mounts.seen(path) if self.case.mounted else path
+        return self.mounts.host_path(path) if self.case.mounted else path
 
     def tree(self, output: Path) -> Any:
         return conversion.tree(self.seen(output))
@@ -169,7 +169,7 @@ class Matrix:
     def run(self, output: Path, n: int, arguments: list[str] | None = None) -> subprocess.CompletedProcess[str]:
         """Killed before its n-th call; 0 lets it finish. Without arguments, the conversion from its beginning."""
         log = self.log(output)
-        env = killpoint.settings(output, n, log) | self.case.refused()
+        env = killpoint.shim_settings(output, n, log) | self.case.refused()
         arguments = arguments or self.case.arguments(self.inputs, output)
         done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
         return done
@@ -192,7 +192,7 @@ class Matrix:
         elif self.old is not None and "swap" in self.case.without and not output.exists():
             files = conversion.tree(Path(f"{output}.work/old"))  # two renames, and killed between them
         allowed = {"manifest.json", INDEX} if self.case.mounted else set()
-        assert any(set(conversion.differing(files, state)) <= allowed for state in states), where
+        assert any(set(conversion.find_differences(files, state)) <= allowed for state in states), where
 
     def finish(self, output: Path, by_name: bool, where: str) -> None:
         """Resume without a kill, by `ktconvert resume` (of several outputs, each alone) or by the same command, and
@@ -203,7 +203,7 @@ class Matrix:
                 if self.plan(each).exists():
                     done = self.run(output, 0, ["resume", str(each)])
                     assert done.returncode == 0, f"{where}: {done.stderr}"
-                    assert conversion.differing(self.tree(each), self.wanted[each.name]) == [], where
+                    assert conversion.find_differences(self.tree(each), self.wanted[each.name]) == [], where
             by_name = False  # those that were not begun
         begun = self.plan(output).exists()
         done = self.run(output, 0, ["resume", str(output)] if by_name else None)
@@ -215,7 +215,7 @@ class Matrix:
 
     def check(self, output: Path, where: str) -> None:
         for each in self.outputs(output):
-            assert conversion.differing(self.tree(each), self.wanted[each.name]) == [], where
+            assert conversion.find_differences(self.tree(each), self.wanted[each.name]) == [], where
         assert conversion.names(output.parent) == sorted(self.wanted), where
 
     def killed(self, *points: int) -> None:
@@ -226,7 +226,7 @@ class Matrix:
             done = self.run(output, n, ["resume", str(begun[0])] if number and begun and n % 2 else None)
             if done.returncode == 0:  # threads may save a call or two, and a resume has fewer
                 continue
-            where += f"killed before call {n} of {self.points}, {killpoint.killed_before(self.log(output))}; "
+            where += f"killed before call {n} of {self.points}, {killpoint.find_prevented_call(self.log(output))}; "
             assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
             self.whole_or_absent(output, where)
         self.finish(output, bool(sum(points) % 2), where)
@@ -234,7 +234,7 @@ class Matrix:
         shutil.rmtree(output.parent)
 
     def pairs(self, count: int) -> list[tuple[int, int]]:
-        return conversion.pairs(range(1, self.points + 1), range(1, self.points + 1), count)
+        return conversion.draw_pairs(range(1, self.points + 1), range(1, self.points + 1), count)
 
     def sources_untouched(self) -> None:
         assert self.before == {name: conversion.identity(getattr(self.inputs, name)) for name in self.before}
@@ -245,7 +245,7 @@ def matrix(
     request: pytest.FixtureRequest, inputs: Inputs, running: Callable[[bool], Running], tmp_path: Path
 ) -> Iterator[Matrix]:
     case = CASES[request.param]
-    with conversion.in_memory(tmp_path) as base:
+    with conversion.memory_folder(tmp_path) as base:
         yield Matrix(case, inputs, base, *running(case.mounted))
 
 
@@ -253,8 +253,8 @@ def matrix(
 def test_killed_here_and_there_then_resumed(matrix):
     """Once at some points, and where a unit and the output appear; then twice, while resuming too."""
     appears = [n + late for n in matrix.appearing for late in (0, 1)]
-    conversion.in_parallel(matrix.killed, sorted({*conversion.thinned(matrix.points, 2), *appears}))
-    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(1))
+    conversion.run_in_parallel(matrix.killed, sorted({*conversion.choose_kill_points(matrix.points, 2), *appears}))
+    conversion.run_in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(1))
     matrix.sources_untouched()
 
 
@@ -267,12 +267,12 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix):
     """
     output = matrix.prepare("swapped")
     assert matrix.run(output, 0).returncode == 0
-    calls = killpoint.calls(matrix.log(output))
+    calls = killpoint.read_calls(matrix.log(output))
     swap = next(n for n, call in enumerate(calls, 1) if call.name == "renameat2")
     shutil.rmtree(output.parent)
     output = matrix.prepare("killed")
     assert matrix.run(output, swap + 1).returncode == killpoint.KILLED
-    assert not conversion.differing(matrix.tree(output), matrix.wanted[output.name])
+    assert not conversion.find_differences(matrix.tree(output), matrix.wanted[output.name])
     book = Path(f"{output}.work/journal.jsonl")
     book.write_text(re.sub(r'"inode": \d+', '"inode": 1', book.read_text()))
     matrix.finish(output, True, "with another inode")
@@ -283,11 +283,11 @@ def test_where_inodes_change_the_old_output_vouches_for_nothing(matrix):
 @pytest.mark.parametrize("matrix", CASES, indirect=True)
 def test_killed_before_every_call_then_resumed(matrix):
     print(f"{matrix.points} kill points")
-    conversion.in_parallel(matrix.killed, range(1, matrix.points + 1))
+    conversion.run_in_parallel(matrix.killed, range(1, matrix.points + 1))
     matrix.sources_untouched()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("matrix", ["merged", "loose", "overwrite", "mount point, overwrite"], indirect=True)
 def test_killed_while_resuming_many_times(matrix):
-    conversion.in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(50))
+    conversion.run_in_parallel(lambda pair: matrix.killed(*pair), matrix.pairs(50))

@@ -85,12 +85,12 @@ def test_every_kind_of_change_is_counted_and_prevented(shim, prepared, which):
     before = snapshot(root)
     command = python(PREPARE + CALLS[which], prepared)
     assert killpoint.run(command, root, 2, shim, log).returncode == killpoint.KILLED  # 1 is opening out/file
-    assert killpoint.killed_before(log).name == which.split()[0] and snapshot(root) == before
+    assert killpoint.find_prevented_call(log).name == which.split()[0] and snapshot(root) == before
     done = killpoint.run(command, root, 0, shim, log)
     assert (done.returncode, done.stderr) == (0, "")
-    first, second = killpoint.calls(log)
+    first, second = killpoint.read_calls(log)
     assert first == ("open", str(root / "file"), None) and second.name == which.split()[0]
-    assert killpoint.killed_before(log) is None
+    assert killpoint.find_prevented_call(log) is None
 
 
 UNCOUNTED = """
@@ -104,4 +104,4 @@ def test_reading_and_other_places_are_not_counted(shim, prepared):
     log = prepared / "log"
     done = killpoint.run(python(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "x")
-    assert killpoint.count(log) == 1  # opening out/file
+    assert killpoint.count_calls(log) == 1  # opening out/file

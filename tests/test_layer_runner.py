@@ -93,7 +93,7 @@ def run_model(
 
 def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = None) -> Any:
     """Return the bundled model, with these weights of experts, if given."""
-    model = hf.complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
+    model = hf.load_complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     for (layer, expert), own in (weights or {}).items():
         experts = model.model.layers[layer].mlp.experts
         experts.gate_up_proj.data[expert] = torch.cat([own.gate, own.up])
@@ -108,7 +108,7 @@ def gather_by_hooks(
     """Gather the same as Magnitudes from the arguments of the model's experts modules."""
     captured: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
     for sample, (layer, module) in product(samples, hf.experts_of(model).items()):
-        hidden, ids, *_ = hf.heard(model, torch.from_numpy(sample)[None])[layer]
+        hidden, ids, *_ = hf.record_experts(model, torch.from_numpy(sample)[None])[layer]
         for expert in range(module.num_experts):
             x = hidden[(ids == expert).any(1)] if routed else hidden
             gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)

@@ -19,8 +19,8 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import encodings, floats
-from rig.conversion import here
-from rig.encodings import E4M3, ENCODINGS, SHAPES, E, H, I, Stored, checkpoint, fp4, integers, rounded
+from rig.conversion import run_in_process
+from rig.encodings import E4M3, ENCODINGS, SHAPES, E, H, I, Stored, checkpoint, fp4, integers, round_to_bf16
 from rig.safetensors import read_folder
 
 EXPERTS, Q = "model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj"
@@ -53,9 +53,9 @@ def converted(folder: Path, values: Values, tmp_path: Path) -> dict[str, Any]:
     """What `dequantize` writes, after `cpu` has made of the folder what it makes of these values."""
     plain = encodings.write_plain(tmp_path / "plain", values)
     for source, out in ((folder, "ours"), (plain, "theirs")):
-        assert (error := here(*COMMANDS[0], "-i", source, "-o", tmp_path / out).exception) is None, error
+        assert (error := run_in_process(*COMMANDS[0], "-i", source, "-o", tmp_path / out).exception) is None, error
     assert read_folder(tmp_path / "ours") == read_folder(tmp_path / "theirs")
-    assert (error := here("dequantize", "-i", folder, "-o", tmp_path / "bf16").exception) is None, error
+    assert (error := run_in_process("dequantize", "-i", folder, "-o", tmp_path / "bf16").exception) is None, error
     return {name: tensor.bits for name, tensor in read_folder(tmp_path / "bf16").items()}
 
 
@@ -131,7 +131,7 @@ def test_a_weight_shape_that_contradicts_the_words_is_refused(shape: Any, words:
 
     folder, *_ = mixed(tmp_path / "model", MIXES[1], change)
     for command in COMMANDS:
-        error = here(*command, "-i", folder, "-o", tmp_path / "out").exception
+        error = run_in_process(*command, "-i", folder, "-o", tmp_path / "out").exception
         assert isinstance(error, InputError) and not (tmp_path / "out").exists()
         assert str(error).startswith(
             f"{folder / 'model.safetensors'}: tensor '{EXPERTS}.1.gate_proj.weight_shape' says"
@@ -217,7 +217,7 @@ def nvfp4_stack(rng: Any, part: str, whole: str, turned: bool) -> tuple[Stored, 
     ones = rng.uniform(1e-4, 2e-4, (1 if whole in ("", "1") else E, halves)).astype(np.float32)
     each = np.broadcast_to(ones.repeat(rows // halves, axis=1)[:, :, None], (E, rows, 1))
     x = np.stack([x for _, x in made]).astype(np.float32)
-    values = rounded(x * np.repeat(E4M3[steps].astype(np.float32) * each, 16, axis=2))
+    values = round_to_bf16(x * np.repeat(E4M3[steps].astype(np.float32) * each, 16, axis=2))
     shape = {"": (), "1": (1,), "E": (E,), "E1": (E, 1), "E2": (E, 2) if halves == 2 else (E,)}[whole]
     if turned:
         codes, steps = codes.transpose(0, 2, 1), steps.transpose(0, 2, 1)
@@ -233,7 +233,7 @@ def fp8_stack(rng: Any, part: str, whole: str, turned: bool) -> tuple[Stored, li
     halves = len(PARTS[part]) if whole == "E2" else 1
     scales = rng.uniform(1e-4, 1e-2, (1 if whole in ("", "1") else E, halves)).astype(np.float32)
     each = np.broadcast_to(scales.repeat(rows // halves, axis=1)[:, :, None], (E, rows, 1))
-    values = rounded(E4M3[codes].astype(np.float32) * each)
+    values = round_to_bf16(E4M3[codes].astype(np.float32) * each)
     shape = {"": (), "1": (1,), "E": (E,), "E1": (E, 1), "E2": (E, 2) if halves == 2 else (E,)}[whole]
     name = f"{EXPERTS}.{part}_proj"
     held = codes.transpose(0, 2, 1) if turned else codes
@@ -338,7 +338,7 @@ def scales(suffix: str, *shape: int) -> Callable[[Stored], None]:
 def test_scales_of_another_length_are_refused(make: Any, change: Any, words: str, tmp_path: Path) -> None:
     folder, *_ = stacks(tmp_path / "model", make, "E", False, change)
     for command in COMMANDS:
-        error = here(*command, "-i", folder, "-o", tmp_path / "out").exception
+        error = run_in_process(*command, "-i", folder, "-o", tmp_path / "out").exception
         assert isinstance(error, InputError) and EXPERTS in str(error) and not (tmp_path / "out").exists()
     with pytest.raises(InputError, match=words):
         decoded(folder)

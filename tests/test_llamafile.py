@@ -53,7 +53,7 @@ def layer(tensors: dict[str, tuple[str, Any]], limit: float = 0.0) -> Native:
 
 
 def about() -> dict[str, Any]:
-    return gguf.about(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
+    return gguf.model_metadata(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
 
 
 def made(path: Path, types: tuple[str, ...], **changed: Any) -> dict[str, tuple[str, Any]]:
@@ -172,7 +172,7 @@ def test_run_and_eval_compute_gguf_experts(example, tmp_path):
         stacked = np.stack([floats.from_bits(stored[name].bits) for name in names]).astype(np.float32)
         blocks = gguf_py.quants.quantize(stacked, gguf_py.GGMLQuantizationType[kind])
         tensors[f"blk.{number}.ffn_{part}_exps.weight"] = (kind, blocks)
-    about = gguf.about(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
+    about = gguf.model_metadata(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
     weights = str(gguf.write(tmp_path / "m.gguf", tensors, about))
     words = [str(example), "--cpu-weights", weights]
     done = CliRunner().invoke(run, [*words, "--prompt", "import os", "--max-new-tokens", "4"])
@@ -200,6 +200,6 @@ def test_at_least_as_close_as_the_real_kt_kernel(parts, tmp_path, peer_python):
         sizes = {"experts": E, "topk": 2, "hidden": H, "width": I, "parts": parts, "inputs": str(inputs)}
         runs[key] = {"path": str(path), "method": "LLAMAFILE", "limit": limit} | sizes
         cases[key] = given.truth, forward(Experts.load(path, 0, parts=parts, swiglu_limit=limit), given)
-    theirs = native.by_kt_kernel(peer_python, runs, tmp_path)
+    theirs = native.run_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-4, key

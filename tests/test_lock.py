@@ -15,7 +15,7 @@ from ktconvert.layouts.errors import OutputError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.lock import acquire, unlock
 from rig import conversion, forks, killpoint, shims
-from rig.programs import printed
+from rig.programs import python_output
 
 LIBRARY = """
 import os, sys, signal
@@ -171,10 +171,10 @@ def preloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {}
     for reason in REASONS:
         (base / reason).mkdir()
-        found[reason] = shims.refusing(base / reason, reason, "flock")
+        found[reason] = shims.build_refusing(base / reason, reason, "flock")
     return found | {
         "no locks": found["ENOLCK"],
-        "no links": shims.refusing(base, "EOPNOTSUPP", "flock", "link", "linkat"),
+        "no links": shims.build_refusing(base, "EOPNOTSUPP", "flock", "link", "linkat"),
     }
 
 
@@ -208,7 +208,7 @@ class Process:
 
 
 def ran(script: str, *arguments: object, **env: str) -> str:
-    return printed(script, *arguments, timeout=600, **env)
+    return python_output(script, *arguments, timeout=600, **env)
 
 
 RACES = [(system, before) for system in ("locks", "no locks", "no links") for before in ("nothing", "killed")]
@@ -217,16 +217,16 @@ RACES = [(system, before) for system in ("locks", "no locks", "no links") for be
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("system", "before"), [*RACES, ("no locks", "killed while replacing")], indirect=["system"])
 def test_of_many_at_once_one_has_the_lock(tmp_path, system, before, rounds):
-    with conversion.in_memory(tmp_path) as base:
+    with conversion.memory_folder(tmp_path) as base:
         ran(RACE, base / "out", before, rounds, **system)
 
 
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("missing", [(), ("flock",), ("flock", "link", "linkat")], ids=" and ".join)
 def test_killed_while_taking_over_and_removing(tmp_path, missing, step):
-    libraries = [shims.refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
+    libraries = [shims.build_refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
     preload = ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))
-    with conversion.in_memory(tmp_path) as base:
+    with conversion.memory_folder(tmp_path) as base:
         points = int(ran(KILLS, base / "out", step, LD_PRELOAD=preload))
     assert points > (10 if missing else 3)
 
@@ -362,21 +362,21 @@ def test_a_killed_conversion_on_another_host(tmp_path, preloads):
         def on(host: str, *words: str | Path) -> Any:
             return server.run(words, tmp_path / "said", {"KTCONVERT_HOST": host})
 
-        with killpoint.held(source, output, preload=[preloads["ENOLCK"]], KTCONVERT_HOST="a") as process:
+        with killpoint.hold_conversion(source, output, preload=[preloads["ENOLCK"]], KTCONVERT_HOST="a") as process:
             name = f"process {process.pid} on host a "
             before = conversion.identity(output.parent)
             for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
                 done = on("a", *words)
-                conversion.refused(done, 7, name, "wait for it or stop it")
+                conversion.check_refusal(done, 7, name, "wait for it or stop it")
                 assert "--force-unlock removed" not in done.stderr
-            conversion.refused(on("b", *again), 7, name, str(held), "made 20", "--force-unlock")
+            conversion.check_refusal(on("b", *again), 7, name, str(held), "made 20", "--force-unlock")
             assert on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
             assert conversion.identity(output.parent) == before
-        conversion.refused(on("b", "resume", output), 7, name, str(held), "--force-unlock")
+        conversion.check_refusal(on("b", "resume", output), 7, name, str(held), "--force-unlock")
         done = on("b", "resume", output, "--force-unlock")
     assert done.returncode == 0, done.stderr
     assert f"--force-unlock removed {held} of process {process.pid} on host a, made 20" in done.stderr
-    assert conversion.differing(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
+    assert conversion.find_differences(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -397,17 +397,17 @@ def test_a_part_takes_away_what_bars_its_own_way(tmp_path, no_locks):
         killed.end(signal.SIGKILL)
         assert (root / name).exists()
     code = LIBRARY + "for taken in unlock(root, output, JobShare(1, 3)): print(taken)\n"
-    printed = ran(code, tmp_path / "out", **no_locks)
-    assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in printed
-    assert len(printed.splitlines()) == 1
+    output = ran(code, tmp_path / "out", **no_locks)
+    assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in output
+    assert len(output.splitlines()) == 1
     assert conversion.names(root) == ["lock", "lock.held.part-0-of-3"]
 
 
 def test_without_any_way_to_be_alone_it_is_refused(tmp_path):
-    library = shims.refusing(tmp_path, "EOPNOTSUPP", "flock", "link", "renameat2")
+    library = shims.build_refusing(tmp_path, "EOPNOTSUPP", "flock", "link", "renameat2")
     source = conversion.checkpoint(tmp_path / "source", layers=1)
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", env={"LD_PRELOAD": str(library)})
-    conversion.refused(done, 7, str(tmp_path / "out.work/lock.held"), "choose another")
+    conversion.check_refusal(done, 7, str(tmp_path / "out.work/lock.held"), "choose another")
 
 
 @pytest.mark.parametrize("name", ["partial", "attempts", "store", "out", "plan.json", "journal.jsonl", "lock"])

@@ -17,8 +17,8 @@ from ktconvert.native_quant.runtime.experts import Experts
 from rig import calibrated, conversion
 from rig.files import edit_json
 from rig.golden import FOLDER
-from rig.safetensors import differing, edit_header, metadata_of, read_folder
-from rig.verifying import accepted, row, verified
+from rig.safetensors import edit_header, find_differences, metadata_of, read_folder
+from rig.verifying import find_check, require_accepted, run_verify
 
 METHODS = {0: "int8", 1: "mxfp4", 2: "int4", 3: "fp8", 4: "bf16"}  # layer -> method
 NAMES = {"int4": "AMXINT4", "int8": "AMXINT8", "mxfp4": "MXFP4", "fp8": "FP8", "bf16": "BF16"}
@@ -26,7 +26,7 @@ MAP = ("0-3=int8", "1=mxfp4", "2-4=int4", "4=BF16", "3=fp8")  # the last one cou
 
 
 def ok(*arguments: object) -> Result:
-    done = conversion.here(*arguments)
+    done = conversion.run_in_process(*arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done
 
@@ -79,14 +79,14 @@ def wholes(source: Path) -> dict[str, Path]:
     ],
 )
 def test_invalid_maps_are_refused(options, says, source, tmp_path):
-    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
+    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *options)
     assert getattr(done.exception, "exit_code", None) == 2 and says in str(done.exception), done.exception
     assert not (tmp_path / "out").exists()
 
 
 def test_method_that_cannot_hold_its_layer_is_refused(source, tmp_path):
     options = (*mapped("0-3=bf16", "4=int8"), "--quant-method", "bf16", "--threadpool-count", 8)
-    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *options)
+    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *options)
     assert isinstance(done.exception, UnsupportedError)
     assert "AMXINT8 cannot hold this model in 8 NUMA slices" in str(done.exception), done.exception
 
@@ -107,7 +107,7 @@ def test_each_layer_has_the_bytes_of_its_method(mix, wholes):
         for name, tensor in read_folder(wholes[method]).items()
         if name.startswith(f"blk.{layer}.")
     }
-    assert differing(read_folder(mix), expected) == []
+    assert find_differences(read_folder(mix), expected) == []
     shards = {int(about["layer"]): about for about in map(metadata_of, mix.glob("*.safetensors"))}
     assert {layer: about["method"] for layer, about in shards.items()} == {n: NAMES[m] for n, m in METHODS.items()}
 
@@ -123,18 +123,18 @@ def test_inspect_and_the_card_list_the_methods(mix):
 
 def test_verify_accepts_a_mixed_output(mix, source, tmp_path):
     """Against its source, against itself, and by computing a layer of each method; with the page."""
-    report = accepted(mix, "--against", source, "--run", "--full", "--report", tmp_path / "page.html")
-    assert "same bytes" in row(report, "source")["result"]
-    assert [f"layer {n}," in row(report, "run")["result"] for n in METHODS] == [True] * len(METHODS)
+    report = require_accepted(mix, "--against", source, "--run", "--full", "--report", tmp_path / "page.html")
+    assert "same bytes" in find_check(report, "source")["result"]
+    assert [f"layer {n}," in find_check(report, "run")["result"] for n in METHODS] == [True] * len(METHODS)
     assert {error["layer"] for error in report["errors"] if error["relative_error"] == 0} == {4}
     assert "Worst rows" in (tmp_path / "page.html").read_text()
-    accepted(mix, "--against", mix)
+    require_accepted(mix, "--against", mix)
 
 
 def test_methods_are_read_from_shards_without_a_manifest(mix, source, tmp_path):
     shutil.copytree(mix, tmp_path / "out")
     (tmp_path / "out" / "manifest.json").unlink()
-    assert accepted(tmp_path / "out", "--against", source)["methods"]["FP8"] == "3"
+    assert require_accepted(tmp_path / "out", "--against", source)["methods"]["FP8"] == "3"
 
 
 @pytest.mark.parametrize("scale", ["mse", "imatrix"])
@@ -142,7 +142,7 @@ def test_scale_applies_to_layers_whose_method_has_it(scale, packed_example, exam
     """And layers of other methods are what they are without it."""
     given = ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf")) if scale == "imatrix" else ()
     out = packed_example("int4", 2, *mapped("1=fp8"), "--scale", scale, *given)
-    accepted(out, "--against", example, *given)
+    require_accepted(out, "--against", example, *given)
     alone = read_folder(packed_example("int4", 2, "--scale", scale, *given)) | read_folder(packed_example("fp8", 2))
     assert {tensor.data for tensor in read_folder(out).values()} <= {tensor.data for tensor in alone.values()}
 
@@ -154,8 +154,12 @@ def test_gptq_compensates_each_layer_in_its_method(
     text, out = calibrated.HELDOUT.read_text(encoding="utf-8"), tmp_path / "out"
     lines = [json.dumps({"text": text[first : first + 300]}) for first in range(0, 2400, 300)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
-    ok(*calibrated.scale_gptq(example, out, tmp_path / "texts.jsonl", "--threadpool-count", "2", *mapped("1=int8")))
-    assert accepted(out, "--against", example)["methods"] == {"AMXINT4": "0", "AMXINT8": "1"}
+    ok(
+        *calibrated.scale_gptq_arguments(
+            example, out, tmp_path / "texts.jsonl", "--threadpool-count", "2", *mapped("1=int8")
+        )
+    )
+    assert require_accepted(out, "--against", example)["methods"] == {"AMXINT4": "0", "AMXINT8": "1"}
     stored, rounded = (read_folder(path) for path in (out, packed_example("int4", 2, *mapped("1=int8"))))
     codes = [name for name in rounded if name.endswith(".codes")]
     assert {name[:6] for name in codes if stored[name].data != rounded[name].data} == {"blk.0.", "blk.1."}
@@ -181,7 +185,7 @@ DAMAGE = {
     ),
     "a method that none has": (of_shard(0, method="AMXINT9"), "says method AMXINT9, its tensors have AMXINT8"),
     "a method of other sizes": (of_shard(3, method="BF16"), "its metadata says method BF16, its tensors have FP8"),
-    "a bit of a layer": (lambda out: conversion.edit(out / "model-00003-of-00005.safetensors"), "its sha256 is"),
+    "a bit of a layer": (lambda out: conversion.flip_bit(out / "model-00003-of-00005.safetensors"), "its sha256 is"),
     "layers of the manifest": (of_manifest, "the manifest says methods"),
 }
 
@@ -190,7 +194,7 @@ DAMAGE = {
 def test_verify_names_damaged_layers(damage, mix, tmp_path):
     out, (edit, says) = shutil.copytree(mix, tmp_path / "out"), DAMAGE[damage]
     edit(out)
-    report = verified(out)
+    report = run_verify(out)
     problems = [problem for check in report["checks"] for problem in check["problems"]]
     assert report["code"] == 6 and any(says in problem for problem in problems), problems
 
@@ -199,7 +203,7 @@ def test_resplit_rearranges_each_layer_by_its_method(mix, source, tmp_path):
     """What verify makes again of the source, for one part, is what comes out."""
     done = ok("resplit", mix, tmp_path / "out", "--threadpool-count", 1)
     assert "FP8: every weight and scale stays what it is" in done.output.replace("\n", " ")
-    report = accepted(tmp_path / "out", "--against", source)
+    report = require_accepted(tmp_path / "out", "--against", source)
     assert report["method"] == "MIXED" and report["methods"]["FP8"] == "3" and report["numa"] == 1
 
 

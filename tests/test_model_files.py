@@ -74,11 +74,11 @@ def test_training_settings_do_not_break_any_command(model, example, packed_examp
     stored.configure(model, **SETTINGS)
     int8 = packed_example("int8")
     for name, words in commands(model, int8, text, tmp_path).items():
-        done = conversion.here(*words)
+        done = conversion.run_in_process(*words)
         assert done.exit_code == 0, (name, done.exception)
         assert name != "verify" or "KL divergence" in done.stdout
         if name == "run":
-            assert done.stdout == conversion.here(words[0], example, *words[2:]).stdout
+            assert done.stdout == conversion.run_in_process(words[0], example, *words[2:]).stdout
     serve(model, int8)
 
 
@@ -108,7 +108,7 @@ def layered(root: Path) -> Any:
 
 def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_path):
     """In calibration, in `run`, and in transformers with our experts. BF16 has 9 numbers between 6.8 and 7.1."""
-    model = calibrated.make("minimax_m2", False, tmp_path / "model", num_local_experts=32, num_experts_per_tok=4)
+    model = calibrated.write_model("minimax_m2", False, tmp_path / "model", num_local_experts=32, num_experts_per_tok=4)
     biases = 6.817 + 0.246 * torch.rand((2, 32), generator=torch.Generator().manual_seed(0))
 
     def publish(tensors: Any) -> None:
@@ -120,7 +120,7 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
             tensors[name] = Tensor("F32", tensors[name].shape, (bits.view(np.float32) * 1.001).tobytes())
 
     edit_file(model / "model.safetensors", publish)
-    done = conversion.here("calibrate", model, "--output", tmp_path / "out", "--dataset", text, *FEW)
+    done = conversion.run_in_process("calibrate", model, "--output", tmp_path / "out", "--dataset", text, *FEW)
     assert done.exit_code == 0, done.exception
     loaded, tokenizer = loading.load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     ours = hf.load(model, cpu_weights=model, threads=1)
@@ -129,12 +129,12 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
             assert torch.equal(module.mlp.e_score_correction_bias, biases[layer])
             assert module.mlp.gate.weight.dtype == torch.float32
     ids = tokenizer(text.read_text(), add_special_tokens=False, return_tensors="pt")["input_ids"][:, :64]
-    original = hf.complete(model, dtype=torch.bfloat16, attn_implementation="eager")
+    original = hf.load_complete(model, dtype=torch.bfloat16, attn_implementation="eager")
     counts = read_file(tmp_path / "out" / "counts.safetensors")["counts"]
     counted = np.frombuffer(counts.data, np.int64).reshape(counts.shape)
     expected = np.zeros_like(counted)
     for sample in ids.split(32, dim=1):
-        for layer, (_, chosen, *_) in hf.heard(original, sample).items():
+        for layer, (_, chosen, *_) in hf.record_experts(original, sample).items():
             expected[layer] += np.bincount(chosen.flatten(), minlength=32)
     assert counted.sum() == 2 * 4 * 64 and np.abs(counted - expected).sum() <= 0.02 * counted.sum()
 
@@ -198,7 +198,7 @@ def change(model: Path, example: Path, name: str, keys: tuple[Any, ...], value: 
 
 def refused_or_done(words: tuple[object, ...], model: Path) -> bool:
     """Return whether a command rejects the model, in one sentence and with an exit code for wrong input."""
-    done = conversion.here(*words)
+    done = conversion.run_in_process(*words)
     if done.exit_code == 0:
         return False
     assert isinstance(done.exception, KtconvertError), (words[0], done.exception)
@@ -227,11 +227,11 @@ FIXED: list[tuple[str, str, Any, str]] = [
 def test_a_wrong_value_is_reported_with_its_file(file, key, value, said, model, example, packed_example, text):
     change(model, example, file, (key,), value)
     words = commands(model, packed_example("int8"), text, model.parent)
-    error = conversion.here(*words["run"]).exception
+    error = conversion.run_in_process(*words["run"]).exception
     assert isinstance(error, InputError) and str(error).startswith(f"{model / file}: {said}"), error
     assert "\n" not in str(error)
     if file != "generation_config.json":
-        error = conversion.here(*words["calibrate"]).exception
+        error = conversion.run_in_process(*words["calibrate"]).exception
         assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
 
 
@@ -246,12 +246,12 @@ def test_an_unknown_model_type_is_unsupported(model, example, packed_example, te
     change(model, example, "config.json", ("model_type",), "x")
     for name, words in commands(model, packed_example("int8"), text, model.parent).items():
         if name in ("run", "eval", "train", "calibrate"):
-            error = conversion.here(*words).exception
+            error = conversion.run_in_process(*words).exception
             assert isinstance(error, UnsupportedError) and "does not recognize this architecture" in str(error), error
 
 
 def test_sampled_wrong_values_are_reported_in_one_sentence(model, example, packed_example, text):
-    words, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.chance()
+    words, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.seeded_random()
     for which in draw.sample(changes(example), 8):
         change(model, example, *which)
         refused_or_done(words, model)
@@ -305,7 +305,7 @@ def test_load_decodes_quantized_non_expert_tensors(name, model, example, tmp_pat
     assert torch.equal(logits(model, False), logits(decoded, False))
     distances = hf.row_distances(logits(model, True), logits(decoded, True))
     assert float(distances.max()) < 0.05
-    done = conversion.here("run", model, "--prompt", "import os", "--max-new-tokens", 2, "--threads", 1)
+    done = conversion.run_in_process("run", model, "--prompt", "import os", "--max-new-tokens", 2, "--threads", 1)
     assert done.exit_code == 0 and "note" not in done.stderr, done.exception
 
 

@@ -74,7 +74,7 @@ def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
         return [codes[:, ::2] | codes[:, 1::2] << 4 if method == "mxfp4" else codes, scales]
     if method == "fp8":
         return [floats.to_panels(codes), scales]
-    return [floats.in_words(codes), fp4.exponents_to_panels(scales)]
+    return [floats.pack_codes(codes), fp4.exponents_to_panels(scales)]
 
 
 def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
@@ -140,7 +140,7 @@ def test_rows_of_an_output_are_decoded_alone():
 
 def of_fp8(bits: Any) -> Any:
     codes, scales = reference.quantize_fp8(bits)
-    return reference.E4M3[codes] * reference.each_of_blocks(scales)
+    return reference.E4M3[codes] * reference.repeat_blocks(scales)
 
 
 def kept(method: str, part: Matrix) -> list[Any]:
@@ -155,7 +155,7 @@ def kept(method: str, part: Matrix) -> list[Any]:
         np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
     )
     exponents = (np.log2(scales.astype(np.float64)) + 127).astype(np.uint8)
-    return [floats.in_words(codes), fp4.exponents_to_panels(exponents)]
+    return [floats.pack_codes(codes), fp4.exponents_to_panels(exponents)]
 
 
 def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
@@ -209,7 +209,7 @@ def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:
 
 
 def test_mxfp4_of_gguf(cli, tmp_path):
-    about = ggml.about(1, embedding_length=192, expert_feed_forward_length=128)
+    about = ggml.model_metadata(1, embedding_length=192, expert_feed_forward_length=128)
     folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
     held = "BF16 holds all numbers of MXFP4: every number stays"
     for method, words in (("mxfp4", KEPT.format("MXFP4")), ("bf16", held)):

@@ -106,7 +106,7 @@ def test_every_kernel_equals_the_definition(method, n, k, turned, isa, make, dat
             st.booleans()
         )
         values = np.where(rng.random((len(values), 1)) < 0.8, drawn, values)
-    with isas.using(isa):
+    with isas.use(isa):
         ours = packed(method, Matrix(values.T.copy().T if turned else values, BF16))
     assert_same(ours, defined(method, values))
     assert method != "FP8" or not ((ours[0] & 0x7F) == 0x7F).any()
@@ -154,7 +154,7 @@ def test_each_element_has_the_documented_position():
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
     flat = floats.to_panels(values).reshape(-1).view(np.uint8)
     codes, exponents = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 255, (n, k // 32), np.uint8)
-    in_panels, scales = floats.in_words(codes).reshape(-1), fp4.exponents_to_panels(exponents).reshape(-1)
+    in_panels, scales = floats.pack_codes(codes).reshape(-1), fp4.exponents_to_panels(exponents).reshape(-1)
     for r in range(n):
         for c in range(k):
             s, h, i, b, j = r // 32, r % 32 // 16, r % 16, c // 32, c % 32
@@ -192,7 +192,7 @@ def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32
 def test_codes_and_scales_in_the_same_blocks_are_kept(n, k, seed, turned, isa):
     codes, scales = stored_fp8(128 * (n + 1), 128 * (k + 1), seed)
     whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
-    with isas.using(isa):
+    with isas.use(isa):
         made = packed("FP8", whole.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)))
     assert_same(made, (codes[128:, 128:], scales[1:, 1:]))
 
@@ -214,7 +214,7 @@ def test_nonpositive_scales_keep_all_values():
     codes, scales = stored_fp8(256, 256, 1)
     scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
     numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
-    expected = E4M3[codes] * reference.each_of_blocks(scales)
+    expected = E4M3[codes] * reference.repeat_blocks(scales)
     assert (numbers.view(np.uint32) == expected.view(np.uint32)).all()
 
 
@@ -306,7 +306,7 @@ def test_codes_and_exponents_are_kept(kind, seed, rows, columns, isa):
     codes = np.minimum(codes & 7, limit).astype(np.uint8) | codes & 8
     matrix = stored_mxfp4(kind, codes, exponents).rows(*rows).columns(*columns)
     expected = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
-    with isas.using(isa):
+    with isas.use(isa):
         assert_same(packed("MXFP4", matrix), expected)
     assert (reference.bf16_to_f32(kernels.decode(matrix)) == fp4.dequantize(*expected)).all()
 
@@ -355,7 +355,7 @@ def test_codes_without_scales_are_put_into_panels(n, k, start, isa, rest):
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
-    with isas.using(isa):
+    with isas.use(isa):
         kernels.reorder_fp8(values, codes)
     np.testing.assert_array_equal(codes, floats.to_panels(values))
 

@@ -55,11 +55,11 @@ def test_three_parts_at_once_make_what_one_process_makes(bench, which):
     assert [part.returncode for part in parts] == [0, 0, 0], said
     assert any("`ktconvert resume " in text for text in said) and not bench.output.exists()
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(conversion.tree(fresh))
+    bench.check_output(conversion.tree(fresh))
 
 
 def test_a_missing_part_is_named_and_can_be_made_later(bench):
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     for part in ("0/3", "2/3"):
         assert bench.cpu("--part", part).returncode == 0
     for _ in range(2):
@@ -68,18 +68,18 @@ def test_a_missing_part_is_named_and_can_be_made_later(bench):
         assert "1 of 3 units are missing (layer-001), those of --part 1/3" in refused.stderr
     assert bench.cpu("--part", "1/3").returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(expected)
+    bench.check_output(expected)
 
 
 def test_a_bit_that_flipped_in_what_a_part_made(bench):
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     victim = min((bench.work / "partial").iterdir())
-    conversion.edit(victim, keep_time=True)
+    conversion.flip_bit(victim, keep_time=True)
     done = bench.run("resume", bench.output)
     assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
-    bench.finished_as(expected)
+    bench.check_output(expected)
 
 
 def test_a_plan_shows_what_parts_have_made(bench):
@@ -92,23 +92,23 @@ def test_a_plan_shows_what_parts_have_made(bench):
 def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench, how):
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
-    conversion.edit(bench.source / SHARD)
-    conversion.refused(bench.run("resume", bench.output), 5, SHARD, "--verify-inputs")
+    conversion.flip_bit(bench.source / SHARD)
+    conversion.check_refusal(bench.run("resume", bench.output), 5, SHARD, "--verify-inputs")
     command, option = how
     done = bench.cpu(option) if command == "cpu" else bench.run(command, bench.output, option)
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(bench.output), bench.fresh(*how[1:])) == []
+    assert conversion.find_differences(conversion.tree(bench.output), bench.convert_fresh(*how[1:])) == []
 
 
 def test_any_other_count_goes_on(bench):
     """What no part has made can be made here."""
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     assert bench.cpu("--part", "0/3").returncode == 0
     made = {attempt.name for attempt in attempts.read(locate(bench.output))}
     assert bench.cpu("--part", "0/2").returncode == 0
     assert {attempt.name for attempt in attempts.read(locate(bench.output))} > made
     assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
-    bench.finished_as(expected)
+    bench.check_output(expected)
 
 
 def test_parts_add_to_layers_that_were_there(bench):
@@ -127,7 +127,7 @@ def test_parts_add_to_layers_that_were_there(bench):
                 assert bench.cpu(*more, "--part", part).returncode == 0
             done = bench.run("resume", bench.output)
             assert done.returncode == 0, done.stderr
-    bench.finished_as(expected)
+    bench.check_output(expected)
 
 
 def test_a_chain_has_no_parts(example, tmp_path, cli):
@@ -150,7 +150,7 @@ def test_other_options_are_refused(bench):
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
 def test_a_part_that_is_killed_anywhere_is_made_again(bench, step):
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     assert bench.cpu("--part", "1/2").returncode == 0
     n = 0
     while True:
@@ -162,14 +162,14 @@ def test_a_part_that_is_killed_anywhere_is_made_again(bench, step):
         again = bench.run("resume", bench.output)
         assert again.returncode in (0, 7), again.stderr
         if again.returncode == 0:  # it was killed after the last unit
-            bench.finished_as(expected)
+            bench.check_output(expected)
             return
     assert n > 10 and bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(expected)
+    bench.check_output(expected)
 
 
 def test_attempts_that_cannot_be_understood_are_made_again(bench):
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     assert bench.cpu("--part", "0/2").returncode == 0
     records = sorted((bench.work / "attempts").glob("*.json"))
     assert len(records) == 2
@@ -179,4 +179,4 @@ def test_attempts_that_cannot_be_understood_are_made_again(bench):
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
-    bench.finished_as(expected)
+    bench.check_output(expected)

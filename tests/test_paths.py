@@ -7,7 +7,7 @@ import pytest
 
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.options.types import FilePath, PathOrHubId
-from rig.conversion import here
+from rig.conversion import run_in_process
 
 FILL = {"model": "m", "output": "o", "path": "p", "input": "i", "src": "s", "out": "u"}
 FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d", "adapter": "a"}
@@ -52,7 +52,7 @@ NO_PATHS = {
 def test_invalid_paths_are_refused(name, wrong, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    done = here(*words(name, wrong, typed))
+    done = run_in_process(*words(name, wrong, typed))
     assert done.exit_code == 2 and NO_PATHS[typed] in done.output.replace("\n", " "), done.output
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
 
@@ -61,7 +61,7 @@ def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     """Any file may be called so; what is no path, is written into JSON or given to a tokenizer."""
     monkeypatch.chdir(tmp_path)
     for name, text in TEXTS:
-        done = here(*words(name, text, "a\udcff"))
+        done = run_in_process(*words(name, text, "a\udcff"))
         assert (done.exit_code, "is not UTF-8 text" in done.output) == (2, True), (name, text, done.exception)
 
 
@@ -75,6 +75,6 @@ def test_output_needs_a_folder_for_its_work_directory(line, code, example, tmp_p
     (tmp_path / "here" / ".work").mkdir(parents=True)
     (tmp_path / "here" / ".work" / "plan.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "here")
-    done = here(*line.replace("EXAMPLE", str(example)).split())
+    done = run_in_process(*line.replace("EXAMPLE", str(example)).split())
     assert getattr(done.exception, "exit_code", None) == code, repr(done.exception)
     assert [path.name for path in tmp_path.rglob("*")] == ["here", ".work", "plan.json"]

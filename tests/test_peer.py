@@ -36,7 +36,7 @@ EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
 def by_peer(python: str, scratch: Path, **run: Any) -> Tensors:
     """Let the peer do one thing, in a process of its own: its thread pool is a singleton that keeps the first T."""
     sizes = {"experts": EXPERTS, "hidden": HIDDEN, "width": INTERMEDIATE, "topk": TOPK}
-    return native.by_kt_kernel(python, {"out": sizes | run}, scratch)
+    return native.run_kt_kernel(python, {"out": sizes | run}, scratch)
 
 
 def forward(python: str, scratch: Path, layer: int, numa: int, method: str, folder: Path) -> npt.NDArray[np.uint16]:
@@ -202,9 +202,9 @@ def read_by_experts(text: str) -> dict[str, torch.Tensor]:
     """What the last layer's experts read of a text, by transformers: hidden states, experts' numbers and weights."""
     import transformers
 
-    model = hf.complete(MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
+    model = hf.load_complete(MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     ids = transformers.AutoTokenizer.from_pretrained(MODEL)(text, return_tensors="pt")["input_ids"]
-    hidden, chosen, weights, _ = hf.heard(model, ids)[1]
+    hidden, chosen, weights, _ = hf.record_experts(model, ids)[1]
     return {"hidden": hidden.clone(), "ids": chosen.long().clone(), "weights": weights.float().clone()}
 
 
@@ -340,6 +340,6 @@ def test_kt_commands_and_training_run_under_our_name(tmp_path, peer_python):
     ours = {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
     kt = "from kt_kernel.cli.main import main; main()"
     for command in ("version", "doctor", "run --help", "quant --help"):
-        assert programs.printed(kt, *command.split(), **ours)
+        assert programs.python_output(kt, *command.split(), **ours)
     sft = "import kt_kernel.sft, kt_kernel; print(kt_kernel.KTMoEWrapper.__module__, kt_kernel.kt_kernel_ext.__name__)"
-    assert programs.printed(sft, **ours).split() == ["ktconvert.native_quant.runtime.wrapper", "kt_kernel_ext"]
+    assert programs.python_output(sft, **ours).split() == ["ktconvert.native_quant.runtime.wrapper", "kt_kernel_ext"]

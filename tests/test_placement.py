@@ -15,8 +15,8 @@ import pytest
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.runtime import weights
 from rig import shims
-from rig.conversion import here
-from rig.programs import printed, python
+from rig.conversion import run_in_process
+from rig.programs import python_output, run_python
 
 needs_mbind = pytest.mark.skipif(placement.explain_denial() is not None, reason="this process may not place memory")
 
@@ -85,7 +85,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
     """The policies of the blocks, the warnings and the result of PROGRAM."""
-    done = python(PROGRAM, output, preload=shim, **env)
+    done = run_python(PROGRAM, output, preload=shim, **env)
     if done.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,7 @@ def test_doctor_reports_denied_placement(shim, cli):
         "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
     )
-    said = python(code, preload=shim, DENY="0").stdout
+    said = run_python(code, preload=shim, DENY="0").stdout
     assert said.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
     assert "mbind" not in cli("doctor").stdout  # one node: nothing to choose, or nothing refused
 
@@ -138,7 +138,7 @@ machine.memory_nodes = lambda root=None: (0, 1)
 machine.node_memory_available = lambda: {0: 1 << 20, 1: 1 << 50}
 print(weights.memory_available() == 1 << 20)
 """
-    assert printed(code, preload=shim, MEMBIND=mode) == f"{is_bound}\n"
+    assert python_output(code, preload=shim, MEMBIND=mode) == f"{is_bound}\n"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_pa
         monkeypatch.setattr(machine, name, lambda *_: (0, 1))
     monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: left})
     options = ("--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
-    done = here("cpu", "-i", example, "-o", tmp_path / "out", *options)
+    done = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options)
     assert done.exit_code == 0, done.output
     assert done.stderr.count("does not fit this machine's NUMA nodes (node 1 has 0.00 GiB left") == is_short, (
         done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rig.safetensors import data_start
-from rig.scripts import benchmark
+from rig.scripts import load_benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, SHARDS = 67, 256, 7168, 2048, 160
@@ -40,7 +40,7 @@ def measured(command: list[str]) -> SimpleNamespace:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoint: 750 GB by its headers, some 20 MB on disk."""
     folder = tmp_path_factory.mktemp("large") / "model"
-    models = benchmark("models")
+    models = load_benchmark("models")
     tensors, config = models.deepseek(LAYERS, EXPERTS)
     assert len(tensors) > 100_000
     models.write_model(folder, tensors, config, SHARDS)

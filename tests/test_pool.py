@@ -15,8 +15,8 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import shims
-from rig.pools import grouped
-from rig.programs import python
+from rig.pools import make_grouped_pool
+from rig.programs import run_python
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_invalid_nodes_are_rejected(nodes):
 
 
 def test_wrappers_with_different_pools_coexist(layer, call):
-    pools = [Pool(1), Pool(3), grouped(4, 2)]
+    pools = [Pool(1), Pool(3), make_grouped_pool(4, 2)]
     experts = [Experts.from_bf16(*layer, method="AMXINT8", pool=pool) for pool in pools]
     expected = experts[0].forward(*call)
     wrong: list[int] = []
@@ -79,7 +79,7 @@ def test_background_jobs_run_in_order_and_again(layer, call):
 
 
 def test_threads_are_joined_at_exit_and_take_no_signals():
-    done = python("""
+    done = run_python("""
 import os, signal, threading
 from ktconvert.native_quant.runtime.pool import Pool
 pool = Pool(4)
@@ -125,7 +125,7 @@ del experts, loss
 open({str(shard)!r}, "wb").write(whole)
 assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
 """
-    done = python(script)
+    done = run_python(script)
     assert (done.returncode, done.stderr) == (0, "")
     lost, lines = f"InputError {shard}: became shorter or could not be read after layer 0", done.stdout.splitlines()
     assert [line.startswith(lost) for line in lines] == [True] * 5 + [False]
@@ -170,7 +170,7 @@ SENTENCE = "ktconvert: this process reached its limit of threads or memory; "
 def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a process that may start threads as MOST_THREADS says; NumPy's own do not count."""
     shim = shims.build(tmp_path_factory.mktemp("few"), "few", FEW_THREADS)
-    return {**shims.preloaded(shim), "OPENBLAS_NUM_THREADS": "1"}
+    return {**shims.preload_environment(shim), "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("most", range(4))
@@ -189,5 +189,5 @@ ENDS = [
 
 @pytest.mark.parametrize(("program", "sentence"), ENDS, ids=["pool", "bandwidth"])
 def test_the_runtime_fails_cleanly_without_threads(program, sentence, few):
-    done = python(f"from ktconvert.native_quant.{program}", **few, MOST_THREADS="1")
+    done = run_python(f"from ktconvert.native_quant.{program}", **few, MOST_THREADS="1")
     assert done.returncode == 1 and sentence in done.stderr

@@ -86,5 +86,7 @@ def test_a_different_architecture_converts_to_the_same_bytes(tmp_path):
     for name, env in (("generic", environment), ("native", os.environ)):
         command = [sys.executable, "-m", "ktconvert.pipeline.cli", *arguments, tmp_path / name]
         subprocess.run(command, env=env, check=True, capture_output=True)
-    assert conversion.differing(conversion.tree(tmp_path / "generic"), conversion.tree(tmp_path / "native")) == []
+    assert (
+        conversion.find_differences(conversion.tree(tmp_path / "generic"), conversion.tree(tmp_path / "native")) == []
+    )
     assert list((tmp_path / "native").glob("*.safetensors"))

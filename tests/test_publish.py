@@ -10,7 +10,7 @@ import pytest
 
 from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from rig import shims
-from rig.programs import python
+from rig.programs import run_python
 
 # Direct writes fail, but not before all threads have begun one.
 REFUSED_AT_WRITE = """
@@ -74,7 +74,7 @@ assert digest == publish.sha256_file(path)
 
 def runs(program: str, path: Path, shim: Path | None = None) -> None:
     """This program ends well, with a shim if there is one."""
-    done = python(program, path, preload=shim)
+    done = run_python(program, path, preload=shim)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -98,7 +98,7 @@ Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 
 
 def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path, read_tree):
-    runs(SAVE, tmp_path, shims.refusing(tmp_path, "EINVAL", "renameat2"))
+    runs(SAVE, tmp_path, shims.build_refusing(tmp_path, "EINVAL", "renameat2"))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
 

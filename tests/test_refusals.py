@@ -54,7 +54,7 @@ def convert(source: Path, output: Path, *options: str, **how: Any) -> subprocess
 def succeeded(done: subprocess.CompletedProcess[str], output: Path, expected: Any, *beside: str) -> None:
     """The whole output is there, and nothing is left next to it but what was there."""
     assert done.returncode == 0, done.stderr
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == sorted(["out", *beside])
 
 
@@ -62,7 +62,7 @@ def refused_as_it_is(source: Path, output: Path, code: int, *words: str, within:
     """With --overwrite, too; nothing that lies in this folder changes."""
     before = conversion.identity(within)
     for options in ((), ("--overwrite",)):
-        conversion.refused(convert(source, output, *options), code, *words)
+        conversion.check_refusal(convert(source, output, *options), code, *words)
         assert conversion.identity(within) == before
 
 
@@ -89,11 +89,11 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, 
     (output / "thesis.txt").write_text("years")
     before = conversion.identity(output)
     for options in ((), ("--dry-run",)):
-        conversion.refused(convert(source, output, *options), 7, str(output), "--overwrite --delete-others")
+        conversion.check_refusal(convert(source, output, *options), 7, str(output), "--overwrite --delete-others")
         words = (str(output), "1 file (5 B) that no manifest lists: thesis.txt;", "--delete-others")
-        conversion.refused(convert(source, output, "--overwrite", *options), 7, *words)
+        conversion.check_refusal(convert(source, output, "--overwrite", *options), 7, *words)
         assert conversion.names(output.parent) == ["out"]
-    conversion.refused(convert(source, output, "--delete-others"), 2, "--overwrite")
+    conversion.check_refusal(convert(source, output, "--delete-others"), 2, "--overwrite")
     both = ("--overwrite", "--delete-others")
     shown = convert(source, output, *both, "--dry-run").stdout
     assert f"remove        {output}: 1 file (5 B) that no manifest lists: thesis.txt" in shown
@@ -116,7 +116,7 @@ def test_what_no_manifest_lists_is_not_overwritten(tmp_path, source, output, exp
     (output / "extra" / "notes" / "n.txt").write_text("mine")
     (output / "far").symlink_to(tmp_path / "far")
     before = conversion.identity(tmp_path)
-    conversion.refused(convert(source, output, *over), 7, "2 files", ": far, extra/notes/n.txt;")
+    conversion.check_refusal(convert(source, output, *over), 7, "2 files", ": far, extra/notes/n.txt;")
     assert conversion.identity(tmp_path) == before
     (output / "extra" / "notes" / "n.txt").unlink()
     (output / "far").unlink()
@@ -153,14 +153,14 @@ def test_a_work_folder_of_others_is_refused(source, output, holds):
 def test_what_appears_during_the_run_is_not_replaced(source, expected, output, there):
     if there:
         assert convert(source, output, "--quant-method", "int8").returncode == 0
-    with killpoint.held(source, output, *["--overwrite"] * there) as process:
+    with killpoint.hold_conversion(source, output, *["--overwrite"] * there) as process:
         output.mkdir(exist_ok=there)
         (output / "thesis.txt").write_text("years")
         before = conversion.identity(output)
         words = "that no manifest lists: thesis.txt" if there else "something was put there while the conversion ran"
         continued(process, 7, f"{output}: ", words)
     assert conversion.identity(output) == before
-    conversion.refused(conversion.ktconvert("resume", output), 7, "thesis.txt" if there else "is not empty")
+    conversion.check_refusal(conversion.ktconvert("resume", output), 7, "thesis.txt" if there else "is not empty")
     assert conversion.identity(output) == before
     if there:
         (output / "thesis.txt").unlink()
@@ -234,7 +234,7 @@ def test_no_file_that_is_read_is_overwritten(make, source, output):
     before = conversion.identity(output.parent)
     for more in ((), ("--dry-run",)):
         done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more)
-        conversion.refused(done, 2, str(output), "the input is never written to")
+        conversion.check_refusal(done, 2, str(output), "the input is never written to")
         assert conversion.identity(output.parent) == before
 
 
@@ -258,7 +258,7 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
 
 def test_a_read_only_parent_is_named(source, output):
     output.parent.chmod(0o555)
-    conversion.refused(convert(source, output, prefix=AS_ANYONE), 1, "out.work", "Permission denied")
+    conversion.check_refusal(convert(source, output, prefix=AS_ANYONE), 1, "out.work", "Permission denied")
     assert conversion.names(output.parent) == []
 
 
@@ -282,15 +282,15 @@ def mounts() -> Iterator[Any]:
 def test_a_mount_point_is_used_and_holds_nothing_else(source, output, expected, mounts):
     output.mkdir()
     mounts.mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", output)
-    (mounts.seen(output) / "lost+found").mkdir()
-    (mounts.seen(output) / "thesis.txt").write_text("years")
-    before = conversion.identity(mounts.seen(output))
-    conversion.refused(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
-    assert conversion.identity(mounts.seen(output)) == before
+    (mounts.host_path(output) / "lost+found").mkdir()
+    (mounts.host_path(output) / "thesis.txt").write_text("years")
+    before = conversion.identity(mounts.host_path(output))
+    conversion.check_refusal(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
+    assert conversion.identity(mounts.host_path(output)) == before
     for more in (("--overwrite", "--delete-others"), ()):
         done = convert(source, output, *more, prefix=mounts.prefix)
         assert done.returncode == 0 and ("nothing to do" in done.stderr) == (not more), done.stderr
-        assert conversion.tree(mounts.seen(output)) == expected | {"lost+found": None}
+        assert conversion.tree(mounts.host_path(output)) == expected | {"lost+found": None}
     assert conversion.names(output.parent) == ["out"]
 
 
@@ -302,7 +302,7 @@ def test_the_input_under_another_name_is_no_output(tmp_path, source, mounts):
     before = conversion.identity(first)
     for output in (second / "model", second / "model" / "inside"):
         done = convert(first / "model", output, "--overwrite", "--delete-others", prefix=mounts.prefix)
-        conversion.refused(done, 2, str(output), "the input is never written to")
+        conversion.check_refusal(done, 2, str(output), "the input is never written to")
     assert conversion.identity(first) == before
 
 
@@ -310,13 +310,13 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mou
     base = output.parent
     mounts.mount("-t", "tmpfs", "-o", "size=4m", "tmpfs", base)
     words = ("needed (", "of finished files", "of companion files", "to spare for headers, index, manifest", "free")
-    conversion.refused(convert(source, output, prefix=mounts.prefix), 4, *words)
+    conversion.check_refusal(convert(source, output, prefix=mounts.prefix), 4, *words)
     shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
     assert all(word in shown for word in words), shown
     mounts.mount("-o", "remount,size=64m", base)
     done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
     assert done.returncode == 0, done.stderr
-    assert conversion.names(mounts.seen(base)) == ["out"]
+    assert conversion.names(mounts.host_path(base)) == ["out"]
 
 
 LIMITS = {
@@ -340,8 +340,8 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, 
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
     part = convert(source, output.with_name("parts"), "--part", "0/2", preexec_fn=limited)
-    conversion.refused(part, 4, *(word.replace("out.work", "parts.work") for word in words))
-    conversion.refused(convert(source, output, preexec_fn=limited), 4, *words)
+    conversion.check_refusal(part, 4, *(word.replace("out.work", "parts.work") for word in words))
+    conversion.check_refusal(convert(source, output, preexec_fn=limited), 4, *words)
     assert not list(output.with_name("out.work").glob("store/*"))
     done = conversion.ktconvert("resume", output) if limit else convert(source, output)
     assert done.returncode == 0, done.stderr
@@ -356,7 +356,7 @@ FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--over
 def test_full_from_any_call_on(tmp_path, source, which, runs):
     """From the n-th call that needs room, nothing has room any more; then there is room again."""
     shim = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
-    with conversion.in_memory(tmp_path / "runs") as base, forks.Forks([shim], 1) as servers:
+    with conversion.memory_folder(tmp_path / "runs") as base, forks.Forks([shim], 1) as servers:
         output = base / "made" / "out"
         command = ["cpu", "-i", source, "-o", output, *FULL[which], "--cpuinfer-threads", "1"]
 
@@ -376,18 +376,20 @@ def test_full_from_any_call_on(tmp_path, source, which, runs):
         assert run(0).returncode == 0
         expected = conversion.tree(output)
         calls = int((base / "count").read_text())
-        for n in conversion.thinned(calls, runs):
+        for n in conversion.choose_kill_points(calls, runs):
             begin()
             before = conversion.identity(output) if which == "overwrite" else None
             done = run(n)
             where = f"full from call {n} of {calls} on"
-            if conversion.differing(conversion.tree(output) if output.exists() else {}, expected):
+            if conversion.find_differences(conversion.tree(output) if output.exists() else {}, expected):
                 assert done.returncode == 4, f"{where}: {done.stderr}"
                 if before is not None:
                     assert conversion.identity(output) == before, where
             assert done.returncode in (0, 4), f"{where}: {done.stderr}"
             if done.returncode:
-                conversion.refused(done, 4, "No space left on device; free some space, then run the command again.")
+                conversion.check_refusal(
+                    done, 4, "No space left on device; free some space, then run the command again."
+                )
             begun = output.with_name("out.work") / "plan.json"
             again = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
             assert again.returncode == 0, f"{where}: {again.stderr}"
@@ -395,14 +397,14 @@ def test_full_from_any_call_on(tmp_path, source, which, runs):
 
 
 def test_two_processes_on_one_output(source, expected, output):
-    with killpoint.held(source, output) as process:
+    with killpoint.hold_conversion(source, output) as process:
         before = conversion.identity(output.parent)
         refused_as_it_is(source, output, 7, str(output), f"process {process.pid} ", within=output.parent)
-        conversion.refused(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")
+        conversion.check_refusal(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")
         assert convert(source, output, "--dry-run").returncode == 0
         assert conversion.identity(output.parent) == before
         continued(process, 0)
-    assert conversion.differing(conversion.tree(output), expected) == []
+    assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 

@@ -32,7 +32,7 @@ from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
 from rig import reference
 from rig.safetensors import Tensor, data_start, header_of, read_folder, write_file
-from rig.verifying import made
+from rig.verifying import invoke
 
 PROJECTIONS = ("gate", "up", "down")
 COUNTS = np.array([[5, 900, 20, 300, 0, 70, 80, 412], [101, 202, 303, 404, 505, 606, 707, 800]], np.int64)
@@ -89,7 +89,7 @@ def numbers(tensor: Tensor, dtype: str) -> npt.NDArray[Any]:
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
     path = tmp_path_factory.mktemp("reported") / "small-INT4"
-    made(cpu, "-i", example, "-o", path, "--quant-method", "int4")
+    invoke(cpu, "-i", example, "-o", path, "--quant-method", "int4")
     return path
 
 
@@ -109,9 +109,9 @@ def whole(output: Path) -> Report:
 def against(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
     """The page and the JSON object of the whole comparison with its source; a second page is the same."""
     pages = [output.with_name(name) for name in ("a.html", "b.html")]
-    *_, made = [report(output, path, "--against", example, "--full") for path in pages]
+    *_, last = [report(output, path, "--against", example, "--full") for path in pages]
     assert pages[0].read_bytes() == pages[1].read_bytes()
-    return made
+    return last
 
 
 def test_page_shows_the_errors_of_the_json(against):
@@ -180,7 +180,7 @@ def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
 
 @pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
 def test_page_of_every_format(method, options, example, tmp_path):
-    made(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
+    invoke(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
     assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
     if method == "bf16":
@@ -188,11 +188,11 @@ def test_page_of_every_format(method, options, example, tmp_path):
 
 
 def test_page_of_gpu_and_dequantized_models(example, tmp_path):
-    made(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
+    invoke(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
     assert "NUMA slice" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
     assert found.tables["Error against the source"][1][1] == percent(facts["errors"][0]["relative_error"])
-    made(dequantize, tmp_path / "gpu", tmp_path / "bf16")
+    invoke(dequantize, tmp_path / "gpu", tmp_path / "bf16")
     found, facts = report(tmp_path / "bf16", tmp_path / "r.html", "--against", tmp_path / "gpu")
     assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
 

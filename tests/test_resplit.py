@@ -72,7 +72,10 @@ def same(a: Mapping[str, Any], b: Mapping[str, Any], *words: str) -> bool:
 
 def no_weight_changed(folder: Path, before: Path) -> bool:
     """Return whether only the record of how it was made differs."""
-    return {*conversion.differing(conversion.tree(folder), conversion.tree(before))} == {"README.md", "manifest.json"}
+    return {*conversion.find_differences(conversion.tree(folder), conversion.tree(before))} == {
+        "README.md",
+        "manifest.json",
+    }
 
 
 @pytest.mark.parametrize(("method", "old", "new"), PAIRS + PANELS)
@@ -284,16 +287,16 @@ def test_edited_input_is_detected(bench):
     points = len(bench.calls())
     shutil.rmtree(bench.output)
     assert bench.run(*words, kill=points // 2).returncode == killpoint.KILLED
-    conversion.edit(old / "model-00001-of-00003.safetensors", -50000)  # a code of a gate projection
+    conversion.flip_bit(old / "model-00001-of-00003.safetensors", -50000)  # a code of a gate projection
     list_again(old)
     for again in (bench.run(*words), bench.run("resume", bench.output)):
-        conversion.refused(again, 5, "model-00001-of-00003.safetensors", "--verify-inputs")
+        conversion.check_refusal(again, 5, "model-00001-of-00003.safetensors", "--verify-inputs")
     assert bench.run("resume", bench.output, "--verify-inputs").returncode == 0
     before = conversion.tree(bench.output)
     shutil.rmtree(bench.output)
     assert bench.run(*words).returncode == 0
-    bench.finished_as(before)
-    conversion.refused(bench.run(*words[:3], "--threadpool-count", "2"), 7, "--threadpool-count was 1, is 2")
+    bench.check_output(before)
+    conversion.check_refusal(bench.run(*words[:3], "--threadpool-count", "2"), 7, "--threadpool-count was 1, is 2")
 
 
 def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
@@ -343,7 +346,7 @@ def test_flipped_bit_of_the_input_is_refused(command: str, converted: Any, cli: 
     """By the hashes of its manifest; otherwise the output would seem good."""
     loose = ("--no-merge-safetensor",) if command == "merge" else ()
     damaged = shutil.copytree(converted("int8", 2, *loose), tmp_path / "in")
-    conversion.edit(
+    conversion.flip_bit(
         sorted(damaged.rglob("*quant_.kt" if loose else "*.safetensors"))[0], -1000 if loose else -50000
     )  # a code
     out = tmp_path / "out"

@@ -78,37 +78,37 @@ GARBAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
 @pytest.mark.parametrize("what", GARBAGE)
 def test_resumed_from_a_torn_journal(bench, stopped, what):
     change, remade = GARBAGE[what]
-    expected, whole = bench.fresh(), stopped.read_bytes()
+    expected, whole = bench.convert_fresh(), stopped.read_bytes()
     content = change(whole, len(whole.splitlines(keepends=True)[-1]))
     stopped.unlink()
     if content is not None:
         stopped.write_bytes(content)
-    assert bench.run("resume", bench.output).returncode == 0 and bench.units_written() == remade
-    bench.finished_as(expected)
+    assert bench.run("resume", bench.output).returncode == 0 and bench.count_written_units() == remade
+    bench.check_output(expected)
 
 
 def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     shard = min((bench.work / "store").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
-    assert bench.run("resume", bench.output).returncode == 0 and bench.units_written() == 2
-    bench.finished_as(expected)
+    assert bench.run("resume", bench.output).returncode == 0 and bench.count_written_units() == 2
+    bench.check_output(expected)
 
 
 @pytest.mark.parametrize("words", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
 def test_a_bit_that_flipped_in_the_store_is_made_again(bench, words):
-    expected = bench.fresh(*words)
+    expected = bench.convert_fresh(*words)
     bench.stop_after(2, *words)
     victim = min(path for path in (bench.work / "store").rglob("*") if path.is_file())
-    conversion.edit(victim, keep_time=True)
+    conversion.flip_bit(victim, keep_time=True)
     trusting = bench.base / "trusting" / "out"
     shutil.copytree(bench.work, trusting.with_name("out.work"))
     done = bench.run("resume", bench.output)
     assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
-    assert bench.units_written() == 2
-    bench.finished_as(expected)
+    assert bench.count_written_units() == 2
+    bench.check_output(expected)
     assert bench.run("resume", trusting, "--trust-store").returncode == 0
-    assert len(conversion.differing(conversion.tree(trusting), expected)) == 1
+    assert len(conversion.find_differences(conversion.tree(trusting), expected)) == 1
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -127,7 +127,7 @@ def test_a_damaged_plan_is_refused(bench, stopped, how, again):
     plan.write_bytes(DAMAGE[how](plan.read_bytes()))
     store = conversion.tree(bench.work / "store")
     done = bench.run("resume", bench.output) if again == "resume" else bench.cpu()
-    conversion.refused(done, 7, str(bench.work if how != "an unknown command" else bench.output))
+    conversion.check_refusal(done, 7, str(bench.work if how != "an unknown command" else bench.output))
     assert conversion.tree(bench.work / "store") == store
 
 
@@ -148,14 +148,14 @@ def test_the_next_start_says_that_memory_ran_out(bench, monkeypatch, capsys):
 
 
 def test_a_death_at_the_very_end_is_reported_too(bench):
-    expected = bench.fresh()
+    expected = bench.convert_fresh()
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED
     done = bench.run("resume", bench.output)
-    assert "died in assemble; 3 of 3 units are finished" in done.stderr and bench.units_written() == 0
-    bench.finished_as(expected)
+    assert "died in assemble; 3 of 3 units are finished" in done.stderr and bench.count_written_units() == 0
+    bench.check_output(expected)
 
 
 def test_a_finished_output_has_nothing_to_do(bench):
@@ -265,12 +265,12 @@ def test_where_files_move_in_the_index_comes_last(bench, which):
 
 
 def test_resume_layer_changes_nothing_where_our_journal_exists(bench):
-    expected = bench.fresh("--no-merge-safetensor")
+    expected = bench.convert_fresh("--no-merge-safetensor")
     bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
-    assert bench.units_written() == 2
-    bench.finished_as(expected)
+    assert bench.count_written_units() == 2
+    bench.check_output(expected)
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
 
 
@@ -295,11 +295,11 @@ def weights(tree: Any) -> Any:
 
 
 def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench, kt_layers):
-    expected = weights(bench.fresh("--no-merge-safetensor"))
+    expected = weights(bench.convert_fresh("--no-merge-safetensor"))
     before = kt_layers(2)
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
-    assert bench.units_written() == 1 and weights(conversion.tree(bench.output)) == expected
+    assert bench.count_written_units() == 1 and weights(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     assert before == {name: after[name] for name in before}  # same inodes, times and all
     assert not (bench.output / ".ktconvert").exists()
@@ -314,7 +314,9 @@ def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
     shutil.copy(bench.source / "tokenizer.json", bench.output)
     (bench.output / "README.md").write_text("mine")
     before = conversion.identity(bench.output)
-    conversion.refused(bench.cpu("--no-merge-safetensor", "--resume-layer", "2"), 7, str(bench.output / "README.md"))
+    conversion.check_refusal(
+        bench.cpu("--no-merge-safetensor", "--resume-layer", "2"), 7, str(bench.output / "README.md")
+    )
     assert conversion.identity(bench.output) == before
     (bench.output / "README.md").unlink()
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # the same tokenizer is no matter
@@ -324,14 +326,14 @@ def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
 @pytest.mark.parametrize("layers", [1, 2])
 def test_resume_layer_redoes_incomplete_layers(bench, kt_layers, layers):
     """Where layer 1 is there, it is kept; else there is none to be kept."""
-    expected = weights(bench.fresh("--no-merge-safetensor"))
+    expected = weights(bench.convert_fresh("--no-merge-safetensor"))
     before = kt_layers(layers)
     cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
     cut.write_bytes(cut.read_bytes()[:-1])
     next((bench.output / "_layer_0").rglob("*scale_.kt")).unlink()
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", str(layers))
     assert done.returncode == 0, done.stderr
-    assert bench.units_written() == 4 - layers and weights(conversion.tree(bench.output)) == expected
+    assert bench.count_written_units() == 4 - layers and weights(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     assert all(before[name] == after[name] for name in before if "_layer_1" in name)
 
@@ -343,15 +345,15 @@ def test_killed_while_adding_to_kept_layers(bench, kt_layers):
     command = ("--no-merge-safetensor", "--resume-layer", "2")
     assert bench.cpu(*command).returncode == 0
     expected, points = conversion.tree(bench.output), len(bench.calls())
-    for n in conversion.thinned(points, 10):
+    for n in conversion.choose_kill_points(points, 10):
         shutil.rmtree(bench.output)
         shutil.copytree(kept, bench.output)
         assert bench.cpu(*command, kill=n).returncode == killpoint.KILLED
-        died = killpoint.killed_before(bench.log)
+        died = killpoint.find_prevented_call(bench.log)
         by_name = n % 2 and (bench.output / ".ktconvert/plan.json").exists()
         done = bench.run("resume", bench.output) if by_name else bench.cpu(*command)
         assert done.returncode == 0, f"{died}: {done.stderr}"
-        assert conversion.differing(conversion.tree(bench.output), expected) == [], died
+        assert conversion.find_differences(conversion.tree(bench.output), expected) == [], died
         assert conversion.names(bench.output.parent) == ["out"]
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.rotation import RotatedError
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from rig.conversion import here
+from rig.conversion import run_in_process
 from rig.encodings import write
 from rig.safetensors import edit_file
 
@@ -127,7 +127,7 @@ def test_every_command_refuses_a_rotated_model(
     """Also one that only compares with it: nothing made of it is verified."""
     model, out, data = models[how], tmp_path / "out", Path("examples/heldout.txt").absolute()
     unrotated = tmp_path / "unrotated"
-    assert here("dequantize", "-i", example, "-o", unrotated).exception is None
+    assert run_in_process("dequantize", "-i", example, "-o", unrotated).exception is None
     commands: list[tuple[object, ...]] = [
         ("cpu", "-i", model, "-o", out),
         ("gpu", "-i", model, "-o", out, "--quant-method", "RTN", "--quant-type", "W8A16"),
@@ -140,7 +140,7 @@ def test_every_command_refuses_a_rotated_model(
         ("train", model, "--dataset", data, "-o", out),
     ]
     for command in commands:
-        done = here(*command)
+        done = run_in_process(*command)
         assert isinstance(done.exception, RotatedError) and done.exception.exit_code == 3, (command, done.exception)
         assert str(done.exception).startswith(str(model)) and not out.exists() and not done.stdout
         assert "note" not in done.stderr

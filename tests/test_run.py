@@ -14,8 +14,8 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
 from rig import families, stored
-from rig.absent import without
-from rig.served import with_template
+from rig.absent import hide_package
+from rig.served import copy_with_template
 
 pytest.importorskip("transformers")
 
@@ -79,7 +79,7 @@ def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
     first, second = SPEED.findall(done.stderr)
     assert int(first[0]) == count(example, "import os\n") and len(done.stdout.splitlines()) >= 2
     assert int(second[0]) > count(example, "import os\nclass\n")
-    model = with_template(example, tmp_path / "model", TEMPLATE)
+    model = copy_with_template(example, tmp_path / "model", TEMPLATE)
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
     done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
     assert done.exit_code == 0, done.exception
@@ -96,7 +96,7 @@ def test_tiny_temperature_and_too_many_threads_are_clamped(example):
 
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
 def test_rejection_by_the_chat_template_is_an_input_error(example, tmp_path, template):
-    refused = call(with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
+    refused = call(copy_with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
     assert isinstance(refused, InputError) and "the model's chat template" in str(refused)
     done = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
     assert isinstance(done.exception, InputError) and "is not UTF-8 text" in str(done.exception)
@@ -204,7 +204,7 @@ def test_chunked_prefill_does_not_change_the_logits(family, window, monkeypatch)
 
     monkeypatch.setattr(generating, "PREFILL_CHUNK", 16)
     torch.manual_seed(0)
-    config = families.config_of(family, **({} if window is None else {"sliding_window": window}))
+    config = families.make_config(family, **({} if window is None else {"sliding_window": window}))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     ids = torch.randint(3, families.VOCABULARY, (1, 75))
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -236,6 +236,6 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 @pytest.mark.parametrize(("words", "package", "what", "extra"), MISSING, ids=lambda value: str(value)[:20])
 def test_a_missing_package_is_reported_in_one_line(words, package, what, extra, cli, example, tmp_path):
     given = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
-    done = cli(*(word.format(**given) for word in words), code=1, env=without(package, tmp_path))
+    done = cli(*(word.format(**given) for word in words), code=1, env=hide_package(package, tmp_path))
     said = f"ktconvert: {what} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
     assert done.stderr.splitlines()[-1] == said and not (tmp_path / "out").exists()

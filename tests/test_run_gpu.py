@@ -25,9 +25,9 @@ from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.loading import ModelChoice
 from rig import absent, families, hf, stored
 from rig.families import EXPERTS, HIDDEN, LAYERS
-from rig.hf import experts_of, heard
+from rig.hf import experts_of, record_experts
 from rig.safetensors import Tensors, edit_file
-from rig.served import PATIENCE, served
+from rig.served import PATIENCE, serve_in_process
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -68,7 +68,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     families.make(family, False, root / "model")
     cli("cpu", "-i", root / "model", "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", 1)
     cli("gpu", "-i", root / "model", "-o", root / "packed", "--quant-method", "RTN", "--quant-type", kind)
-    theirs = hf.complete(root / "packed")
+    theirs = hf.load_complete(root / "packed")
     return Case(root / "model", root / "packed", root / "int8", theirs, kind)
 
 
@@ -83,7 +83,7 @@ def load(model: Path, cold: Path, **options: Any) -> Any:
 
 
 def logits(model: Any) -> Any:
-    return hf.logits(model, hf.some_ids(families.VOCABULARY, 1, 48))
+    return hf.logits(model, hf.random_ids(families.VOCABULARY, 1, 48))
 
 
 def distance(got: Any, want: Any) -> float:
@@ -142,7 +142,9 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case, tokens):
     mask = some()
     model = load(case.packed, case.cold, gpu_experts_mask=mask)
     kinds = set()
-    for layer, (hidden, ids, weights, out) in heard(model, hf.some_ids(families.VOCABULARY, 1, tokens)).items():
+    for layer, (hidden, ids, weights, out) in record_experts(
+        model, hf.random_ids(families.VOCABULARY, 1, tokens)
+    ).items():
         kinds |= set(mask[layer][ids].flatten().tolist())
         module = experts_of(model)[layer]
         expected = one_by_one(case, module, hidden.reshape(-1, HIDDEN), ids, weights)
@@ -252,7 +254,7 @@ def test_hot_and_cold_experts_speak_together(cli, spoken_by, tmp_path, monkeypat
     """Without compressed-tensors, which only the packed model alone needs; there one line says what to install."""
     options = (spoken_by["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
     cold = ("--cpu-weights", spoken_by["int8"])
-    missing = absent.without("compressed_tensors", tmp_path)
+    missing = absent.hide_package("compressed_tensors", tmp_path)
     done = cli("run", *options, *cold, "--gpu-experts-mask", spoken_by["mask"], env=missing)
     assert done.stdout.startswith(PROMPT) and len(done.stdout) > len(PROMPT) + 20
     assert SPEED.fullmatch(done.stderr), done.stderr
@@ -269,7 +271,7 @@ def test_the_server_has_hot_experts_too(spoken_by):
     pytest.importorskip("fastapi")
     choice = ModelChoice(str(spoken_by["w4"]), cpu_weights=spoken_by["int8"], num_gpu_experts=3, threads=1)
     body = json.dumps({"prompt": PROMPT, "max_tokens": 12, "temperature": 0}).encode()
-    with served(spoken_by["w4"], choice) as running:
+    with serve_in_process(spoken_by["w4"], choice) as running:
         answer = json.load(urllib.request.urlopen(f"{running.url}/v1/completions", body, timeout=PATIENCE))
     options = ("--cpu-weights", spoken_by["int8"], "--num-gpu-experts", 3, "--threads", 1)
     spoken = call(spoken_by["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)

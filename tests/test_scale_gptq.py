@@ -53,14 +53,14 @@ def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         with forks.Forks([], 1, modules=calibrated.MODULES) as server:
             for name, (source, options) in CASES.items():
                 model = converted.root / "models" / source
-                words = calibrated.scale_gptq(model, root / name, converted.dataset(), *options)
+                words = calibrated.scale_gptq_arguments(model, root / name, converted.dataset(), *options)
                 done = server.run(words, root / f"{name}.said")
                 assert done.returncode == 0, done.stderr
                 if name in VERIFIED:
                     done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
                     assert done.returncode == 0, done.stderr
 
-    return calibrated.once(tmp_path_factory, "gptq-cpu", make)
+    return calibrated.make_once(tmp_path_factory, "gptq-cpu", make)
 
 
 def tensors(output: Path, ending: str) -> dict[str, Any]:
@@ -209,9 +209,9 @@ def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tm
 )
 def test_refused(options, code, words, example, tmp_path, cli):
     stored = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
-    about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
+    about = gguf.model_metadata(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
     given = [option.format(gguf=gguf.write(tmp_path / "model.gguf", stored, about)) for option in options]
-    whole = calibrated.scale_gptq(
+    whole = calibrated.scale_gptq_arguments(
         example, tmp_path / "out", example.parent / "heldout.txt", "--threadpool-count", "1", *given
     )
     assert words in cli(*whole, code=code).stderr

@@ -18,9 +18,9 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.statistics.imatrix import LayerSums, open_imatrix, write_imatrix
 from rig import conversion, killpoint
-from rig.conversion import HIDDEN, KTCONVERT, WIDTH, here
+from rig.conversion import HIDDEN, KTCONVERT, WIDTH, run_in_process
 from rig.safetensors import metadata_of, write_file
-from rig.statistics import check_searched, describe
+from rig.statistics import check_search, describe
 
 LAYERS, EXPERTS = 2, 3
 SHAPES = dict.fromkeys(range(LAYERS), (EXPERTS, HIDDEN, WIDTH))
@@ -55,7 +55,7 @@ def imatrix(source: Path) -> Path:
 
 
 def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
-    done = here("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", imatrix, *more)
+    done = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", imatrix, *more)
     assert done.exception is None, done.exception
     return done
 
@@ -82,14 +82,14 @@ def test_the_bytes_are_those_of_the_definition(source, imatrix, output):
     linears = [*product(range(LAYERS), range(EXPERTS), ("gate", "up", "down"))]
     assert {linear[1] for linear in linears if opened.importance(*linear) is None} == {1}
     # Or the weights would change nothing. One power of two is the best of these groups anyway.
-    assert check_searched(source, output, linears, opened.importance) > 10 or output.name == "mxfp4"
+    assert check_search(source, output, linears, opened.importance) > 10 or output.name == "mxfp4"
 
 
 def test_backward_weights_are_those_of_mse(source, imatrix, tmp_path):
     """A row of a transpose is a column of the linear: its importance is the same all along the row."""
     convert(source, tmp_path / "imatrix", imatrix, "--save-backward-weights", "--layers", "0")
     more = ("--save-backward-weights", "--layers", "0")
-    assert here("cpu", "-i", source, "-o", tmp_path / "mse", "--scale", "mse", *more).exception is None
+    assert run_in_process("cpu", "-i", source, "-o", tmp_path / "mse", "--scale", "mse", *more).exception is None
     ours, theirs = (open_output(tmp_path / name) for name in ("imatrix", "mse"))
     backward = [key for key in ours.tensors if key[0].backward]
     assert backward
@@ -119,11 +119,11 @@ def test_other_statistics_are_another_conversion(source, imatrix, tmp_path):
     plans = []
     for path in (imatrix, statistics(tmp_path / "other.gguf", seed=1)):
         command = ("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", path, "--dry-run", "--json")
-        plans.append(json.loads(here(*command).stdout.splitlines()[-1]))
+        plans.append(json.loads(run_in_process(*command).stdout.splitlines()[-1]))
     fingerprints = [[unit["fingerprint"] for unit in plan["units"]] for plan in plans]
     assert not set(fingerprints[0]) & set(fingerprints[1])
     convert(source, output, imatrix)
-    done = here("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", tmp_path / "other.gguf")
+    done = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", tmp_path / "other.gguf")
     refused(done, 7, "--imatrix was ", str(output))
     again = convert(source, output, imatrix)
     assert "finished" in again.stderr
@@ -131,7 +131,7 @@ def test_other_statistics_are_another_conversion(source, imatrix, tmp_path):
 
 def test_the_plan_counts_the_memory(source, imatrix, tmp_path):
     def planned(*how: object) -> int:
-        done = here("cpu", "-i", source, "-o", tmp_path / "out", *how, "--dry-run", "--json")
+        done = run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *how, "--dry-run", "--json")
         return int(json.loads(done.stdout.splitlines()[-1])["peak_memory"])
 
     assert planned("--scale", "imatrix", "--imatrix", imatrix) > planned("--scale", "mse")
@@ -141,25 +141,29 @@ def test_merge_and_resplit_keep_what_is_recorded(source, imatrix, tmp_path):
     loose, merged, four = (tmp_path / name for name in ("loose", "merged", "one"))
     convert(source, loose, imatrix, "--no-merge-safetensor")
     for command in (("merge", "-i", loose, "-o", merged), ("resplit", merged, four, "--threadpool-count", "1")):
-        done = here(*command)
+        done = run_in_process(*command)
         assert done.exception is None, done.exception
     for path in (merged, four):
         model = json.loads((path / "manifest.json").read_bytes())["model"]
         assert (model["scale"], model["without_counts"]) == ("imatrix", ["layer 0: 1", "layer 1: 1"])
         assert model["imatrix"] in (path / "README.md").read_text()
-        done = here("verify", path, "--against", source, "--imatrix", imatrix)
+        done = run_in_process("verify", path, "--against", source, "--imatrix", imatrix)
         assert done.exception is None, done.exception
-    refused(here("resplit", merged, tmp_path / "x", "--threadpool-count", "1", "--against", source), 3, "statistics")
+    refused(
+        run_in_process("resplit", merged, tmp_path / "x", "--threadpool-count", "1", "--against", source),
+        3,
+        "statistics",
+    )
 
 
 def test_it_is_verified(source, imatrix, output, tmp_path):
     for how in (("--imatrix", imatrix), ("--statistics", imatrix.parent)):
-        report = json.loads(here("verify", output, "--against", source, *how, "--json").stdout)
+        report = json.loads(run_in_process("verify", output, "--against", source, *how, "--json").stdout)
         assert report["ok"] and report["errors"] and report["scale"] == "imatrix"
-    assert here("verify", output).exception is None
-    refused(here("verify", output, "--against", source), 2, "--imatrix FILE", "or leave out --against")
+    assert run_in_process("verify", output).exception is None
+    refused(run_in_process("verify", output, "--against", source), 2, "--imatrix FILE", "or leave out --against")
     other = statistics(tmp_path / "other.gguf", seed=1)
-    refused(here("verify", output, "--against", source, "--imatrix", other), 5, str(other), "is not the file")
+    refused(run_in_process("verify", output, "--against", source, "--imatrix", other), 5, str(other), "is not the file")
 
 
 def test_options_that_do_not_go_together(source, imatrix, tmp_path):
@@ -171,8 +175,8 @@ def test_options_that_do_not_go_together(source, imatrix, tmp_path):
         (("--scale", "imatrix", "--imatrix", imatrix, "--statistics", imatrix.parent), "one of them"),
         (("--scale", "imatrix", "--imatrix", imatrix, "--quant-method", "fp8"), "leave out --scale"),
     ):
-        refused(here("cpu", "-i", source, "-o", output, *how), 2, words)
-    done = here("verify", source.parent / "none", "--imatrix", imatrix)
+        refused(run_in_process("cpu", "-i", source, "-o", output, *how), 2, words)
+    done = run_in_process("verify", source.parent / "none", "--imatrix", imatrix)
     assert isinstance(done.exception, KtconvertError)
     assert not output.exists() and not list(tmp_path.glob("out*"))
 
@@ -190,12 +194,12 @@ def test_statistics_of_another_model(source, tmp_path, shapes, words):
     """One sentence names both; and if they are damaged or missing."""
     other, output = statistics(tmp_path / "imatrix.gguf", shapes), tmp_path / "out"
     command = ("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", other)
-    refused(here(*command), 5, str(other), str(source), *words)
+    refused(run_in_process(*command), 5, str(other), str(source), *words)
     other.write_bytes(other.read_bytes()[:-1000])
-    refused(here(*command), 5, str(other), "cut short")
+    refused(run_in_process(*command), 5, str(other), "cut short")
     other.unlink()
-    refused(here(*command), 5, str(other))
-    refused(here(*command[:-2], "--statistics", tmp_path), 5, str(other))
+    refused(run_in_process(*command), 5, str(other))
+    refused(run_in_process(*command[:-2], "--statistics", tmp_path), 5, str(other))
     assert not output.exists()
 
 
@@ -209,20 +213,27 @@ def test_a_folder_of_statistics(source, imatrix, tmp_path):
     command = ("cpu", "-i", source, "-o", tmp_path / "out", "--scale", "imatrix", "--dry-run")
     ways = (("--statistics", folder), ("--imatrix", folder / "imatrix.gguf"))
     experts = ("experts", folder, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
-    assert all(here(*words).exception is None for words in (*((*command, *way) for way in ways), experts))
+    assert all(run_in_process(*words).exception is None for words in (*((*command, *way) for way in ways), experts))
     before = conversion.identity(folder)
     for way in ways:
-        refused(here(*command, *way, "-o", folder, "--overwrite", "--delete-others"), 2, f"{folder} is or ", "is read")
+        refused(
+            run_in_process(*command, *way, "-o", folder, "--overwrite", "--delete-others"),
+            2,
+            f"{folder} is or ",
+            "is read",
+        )
     assert conversion.identity(folder) == before
     describe(folder, SHAPES, intermediate=2 * WIDTH)
     for way in ways:
-        refused(here(*command, *way), 5, "statistics of made up", f"x {2 * WIDTH}", str(source), f"x {WIDTH};")
+        refused(
+            run_in_process(*command, *way), 5, "statistics of made up", f"x {2 * WIDTH}", str(source), f"x {WIDTH};"
+        )
     describe(folder, SHAPES)
     statistics(folder / "imatrix.gguf", seed=1)
     write_file(folder / "counts.safetensors", {"counts": ("I64", counts + 1)})
     for way in ways:
-        refused(here(*command, *way), 5, str(folder), "differs from the file that statistics.json")
-    refused(here(*experts), 5, "counts.safetensors: differs from the file that statistics.json")
+        refused(run_in_process(*command, *way), 5, str(folder), "differs from the file that statistics.json")
+    refused(run_in_process(*experts), 5, "counts.safetensors: differs from the file that statistics.json")
 
 
 def test_it_is_resumed(source, imatrix, output, tmp_path):
@@ -233,9 +244,9 @@ def test_it_is_resumed(source, imatrix, output, tmp_path):
     command += ["--scale", "imatrix", "--imatrix", given]
     assert killpoint.run(command, again, 60, killpoint.build(tmp_path)).returncode == killpoint.KILLED
     statistics(given, seed=1)
-    refused(here("resume", again), 5, str(given), "put the old file back")
+    refused(run_in_process("resume", again), 5, str(given), "put the old file back")
     given.unlink()
-    refused(here("resume", again), 5, str(given))
+    refused(run_in_process("resume", again), 5, str(given))
     shutil.copy(imatrix, given)
     os.utime(given, (1, 1))
-    assert here("resume", again).exception is None and conversion.tree(again) == conversion.tree(output)
+    assert run_in_process("resume", again).exception is None and conversion.tree(again) == conversion.tree(output)

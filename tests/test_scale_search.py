@@ -34,7 +34,7 @@ ROWS = {4: AMXINT4, 8: AMXINT8}
 
 
 def defined(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
-    return statistics.searched(GRIDS[grid], bf16, importance)
+    return statistics.search_reference(GRIDS[grid], bf16, importance)
 
 
 def searched(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
@@ -145,7 +145,7 @@ def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, wei
         IMPORTANCES[weighted](rng, k),
     )
     if form.grid.per_row:
-        weights = scale_search.normalized(importance) if importance is not None else None
+        weights = scale_search.normalize(importance) if importance is not None else None
         weights = np.ones((1, k)) if weights is None else weights.astype(np.float64)[None]
     else:
         weights = group_search.weights(k, importance).astype(np.float64)

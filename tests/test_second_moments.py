@@ -20,9 +20,9 @@ from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
 from rig import calibrated, conversion
-from rig.conversion import HIDDEN, WIDTH, here
+from rig.conversion import HIDDEN, WIDTH, run_in_process
 from rig.safetensors import metadata_of, write_file
-from rig.statistics import check_searched, describe
+from rig.statistics import check_search, describe
 
 GRIDS = {**ROW_GRIDS, "mxfp4": FLOAT_GRIDS["mxfp4"], **SIGNED_GRIDS}
 LAYERS, EXPERTS = 2, 2
@@ -61,7 +61,7 @@ def statistics(source: Path) -> Path:
 
 
 def convert(source: Path, output: Path, statistics: Path, *more: object) -> Any:
-    return here("cpu", "-i", source, "-o", output, "--scale", "mse", "--statistics", statistics, *more)
+    return run_in_process("cpu", "-i", source, "-o", output, "--scale", "mse", "--statistics", statistics, *more)
 
 
 @pytest.mark.parametrize("method", ["int4", "rawint4"])
@@ -76,7 +76,7 @@ def test_bytes_equal_the_definition(method, source, statistics, tmp_path):
         ((0, "gate"), (0, "down"), (1, "down")),
     )
     assert [linear for linear in linears if moments.importance(1, *linear) is None] == [(1, "down")]
-    assert check_searched(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.importance)
+    assert check_search(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.importance)
     digest = hashlib.sha256((statistics / "statistics.json").read_bytes()).hexdigest()
     document = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     assert document["settings"]["second_moments_sha256"] == document["model"]["second_moments"] == digest
@@ -84,8 +84,8 @@ def test_bytes_equal_the_definition(method, source, statistics, tmp_path):
     assert digest in (tmp_path / "out" / "README.md").read_text()
     assert metadata_of(next((tmp_path / "out").glob("*.safetensors")))["second_moments"] == digest
     against = ("verify", tmp_path / "out", "--against", source)
-    assert here(*against, "--statistics", statistics).exception is None
-    refused(here(*against), 2, "give --statistics DIR")
+    assert run_in_process(*against, "--statistics", statistics).exception is None
+    refused(run_in_process(*against), 2, "give --statistics DIR")
 
 
 def one(name: str, change: Callable[[Any], None]) -> Callable[[Path], None]:
@@ -143,7 +143,7 @@ def test_damaged_statistics_are_refused_in_one_sentence(what, source, statistics
 def test_files_that_differ_from_their_description_are_refused(source, statistics, tmp_path):
     """A changed byte is found before its layer is read; an importance matrix has no second moments."""
     folder = Path(shutil.copytree(statistics, tmp_path / "statistics"))
-    conversion.edit(folder / second_moments.file_name(1), -2)
+    conversion.flip_bit(folder / second_moments.file_name(1), -2)
     refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_name(1), "statistics.json")
     for layer in SHAPES:
         (folder / second_moments.file_name(layer)).unlink()
@@ -159,8 +159,11 @@ def test_calibrate_writes_second_moments(tmp_path):
     """The diagonals beside the importance matrix, in which gate and up have the tokens of each expert alone; the plan
     has the size; `cpu` takes the folder.
     """
-    model, (dataset, _) = calibrated.small(tmp_path / "model"), calibrated.data(tmp_path, "texts", (60, 25, 12))
-    command = calibrated.calibrate(model, tmp_path / "out", dataset, "--second-moments")
+    model, (dataset, _) = (
+        calibrated.write_small_model(tmp_path / "model"),
+        calibrated.write_dataset(tmp_path, "texts", (60, 25, 12)),
+    )
+    command = calibrated.calibrate_arguments(model, tmp_path / "out", dataset, "--second-moments")
     plan = json.loads(conversion.ktconvert(*command, "--dry-run", "--json").stdout.splitlines()[-1])
     done = conversion.ktconvert(*command)
     assert done.returncode == 0, done.stderr

@@ -14,8 +14,8 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.models import adapter_loading, generating, loading
-from rig.conversion import here
-from rig.served import PATIENCE, Served, free_port, served, started
+from rig.conversion import run_in_process
+from rig.served import PATIENCE, RunningServer, free_port, serve_in_process, start_server
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -93,16 +93,16 @@ def expected(alone) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def server(example, int8, folders) -> Iterator[Served]:
-    with served(example, chosen(example, int8), name=BASE, adapters=folders) as running:
+def server(example, int8, folders) -> Iterator[RunningServer]:
+    with serve_in_process(example, chosen(example, int8), name=BASE, adapters=folders) as running:
         yield running
 
 
-def client(of: Served) -> Any:
+def client(of: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
-def chat(of: Served, name: str) -> str:
+def chat(of: RunningServer, name: str) -> str:
     messages = [{"role": "user", "content": SAID}]
     answer = client(of).chat.completions.create(model=name, messages=messages, max_tokens=ANSWER, temperature=0)
     assert answer.model == name
@@ -176,14 +176,14 @@ def test_serve_answers_like_run_with_an_adapter(example, int8, folders, tmp_path
     """Under the name from the command line. SIGINT ends the server."""
     log, prompt = tmp_path / "log", "def f("
     options = ("--cpu-weights", str(int8), "--model-name", BASE, "--adapter", str(folders["both"]))
-    with started(example, log, *options, "--adapter", f"tuned={folders['experts']}") as (process, url):
+    with start_server(example, log, *options, "--adapter", f"tuned={folders['experts']}") as (process, url):
         ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         assert [model.id for model in ask.models.list()] == [BASE, "both", "tuned"]
         answer = ask.completions.create(model="tuned", prompt=prompt, max_tokens=ANSWER, temperature=0)
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130 and "Traceback" not in log.read_text()
     asked = ("--prompt", prompt, "--max-new-tokens", ANSWER, "--threads", 1)
-    done = here("run", example, "--cpu-weights", int8, "--adapter", folders["experts"], *asked)
+    done = run_in_process("run", example, "--cpu-weights", int8, "--adapter", folders["experts"], *asked)
     assert done.stdout == f"{prompt}{answer.choices[0].text}\n"
 
 
@@ -202,7 +202,9 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
     ]
     for given, code, why in cases:
         adapters = [word for each in given for word in ("--adapter", each)]
-        done = here("serve", example, "--cpu-weights", int8, "--model-name", BASE, "--port", free_port(), *adapters)
+        done = run_in_process(
+            "serve", example, "--cpu-weights", int8, "--model-name", BASE, "--port", free_port(), *adapters
+        )
         said = str(done.exception) if done.exit_code == 1 else done.output
         assert getattr(done.exception, "exit_code", done.exit_code) == code and why in said.replace("\n", " "), said
 

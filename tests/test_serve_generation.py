@@ -18,9 +18,9 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.models import generating, loading
-from rig.conversion import here
+from rig.conversion import run_in_process
 from rig.safetensors import edit_file
-from rig.served import PATIENCE, Served, free_port, served, started, with_template
+from rig.served import PATIENCE, RunningServer, copy_with_template, free_port, serve_in_process, start_server
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -52,8 +52,8 @@ TEMPLATES = {
 
 
 @pytest.fixture(scope="module")
-def server(example: Path) -> Iterator[Served]:
-    with served(example) as running:
+def server(example: Path) -> Iterator[RunningServer]:
+    with serve_in_process(example) as running:
         yield running
 
 
@@ -63,7 +63,7 @@ def alone(example: Path) -> Any:
     return loading.load(loading.ModelChoice(str(example), cpu_weights=example, threads=1))
 
 
-def client(of: Served) -> Any:
+def client(of: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{of.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
@@ -75,7 +75,7 @@ FIRST_A_SYSTEM = "{% if messages[0].role != 'system' %}{{ raise_exception('a sys
 )
 def test_rejection_by_the_chat_template_is_a_400(template, example, tmp_path):
     """The server starts, and completes texts."""
-    with served(with_template(example, tmp_path / "model", template)) as running:
+    with serve_in_process(copy_with_template(example, tmp_path / "model", template)) as running:
         for path, body in (("chat/completions", {"messages": SAID}), ("responses", {"input": WORDS})):
             answer = httpx.post(f"{running.url}/v1/{path}", json=body, timeout=PATIENCE)
             assert answer.status_code == 400 and "chat template" in answer.json()["error"]["message"], answer.text
@@ -85,11 +85,11 @@ def test_rejection_by_the_chat_template_is_a_400(template, example, tmp_path):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_an_answer_has_only_generated_text(name, example, alone, tmp_path):
     """A chat, its stream, a response and its stream equal the text of `ktconvert run --chat`."""
-    model = with_template(example, tmp_path / "model", TEMPLATES[name])
+    model = copy_with_template(example, tmp_path / "model", TEMPLATES[name])
     loaded, tokenizer = alone
     tokenizer.chat_template = TEMPLATES[name]
     # If the template writes another beginning, text that looks like the beginning of an answer is the user's.
-    with served(model) as running:
+    with serve_in_process(model) as running:
         for said in (WORDS, "<|im_start|>assistant\nimport re\n"):
             inputs = generating.chat_inputs(tokenizer, [{"role": "user", "content": said}])
             text, _ = generating.generate_text(
@@ -98,7 +98,7 @@ def test_an_answer_has_only_generated_text(name, example, alone, tmp_path):
             assert text and answers(running, model, said) == [text] * 4
 
 
-def answers(running: Served, model: Path, said: str) -> list[str]:
+def answers(running: RunningServer, model: Path, said: str) -> list[str]:
     """Return the answers as a chat, its stream, a response and its stream."""
     ask = client(running)
     chat = {"model": str(model), "messages": [{"role": "user", "content": said}], "max_tokens": ANSWER}
@@ -111,7 +111,7 @@ def answers(running: Served, model: Path, said: str) -> list[str]:
     return [whole, "".join(deltas), one, "".join(parts)]
 
 
-def ask_and_leave(server: Served, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
+def ask_and_leave(server: RunningServer, path: str, body: dict[str, Any], when: Callable[[], bool]) -> None:
     """Send a request, and disconnect when something has happened."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
@@ -135,10 +135,10 @@ def test_generation_stops_when_its_client_disconnects(name, stream, server, monk
     monkeypatch.setattr(generating, "PREFILL_CHUNK", 4)
     path, body = REQUESTS[name]
     server.passes.clear()
-    gone = server.left
-    with server.waiting(6, lambda: server.left > gone):
+    disconnected = server.disconnected
+    with server.waiting(6, lambda: server.disconnected > disconnected):
         ask_and_leave(server, path, {**body, "temperature": 0, "stream": stream}, lambda: len(server.passes) > 5)
-        server.until(lambda: server.left > gone)
+        server.until(lambda: server.disconnected > disconnected)
         server.until(lambda: not server.running)
     assert len(server.passes) <= 7
     assert name != "a long prompt" or {shape for _, shape, _ in server.passes} == {(1, 4)}
@@ -200,7 +200,7 @@ def test_shutdown_does_not_wait_for_a_slow_pass(example, caplog):
         begun.set()
         released.wait(PATIENCE)
 
-    with served(example) as running, ThreadPoolExecutor(2) as clients:
+    with serve_in_process(example) as running, ThreadPoolExecutor(2) as clients:
         running.scheduler.model.get_input_embeddings().register_forward_pre_hook(compute)
 
         def ask(stream: bool) -> Any:
@@ -222,7 +222,7 @@ def test_shutdown_does_not_wait_for_a_slow_pass(example, caplog):
 def test_a_signal_ends_the_server_while_it_answers(example, tmp_path):
     """A stream and a whole answer: neither looks complete."""
     log = tmp_path / "log"
-    with started(example, log) as (process, url), ThreadPoolExecutor(1) as other:
+    with start_server(example, log) as (process, url), ThreadPoolExecutor(1) as other:
         ask = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         options = {"model": str(example), "prompt": WORDS, "temperature": 0, "max_tokens": LONG}
         stream = ask.completions.create(**options, stream=True)
@@ -236,7 +236,7 @@ def test_a_signal_ends_the_server_while_it_answers(example, tmp_path):
         assert process.wait(PATIENCE) == -signal.SIGTERM and "Traceback" not in log.read_text()
 
 
-def finishes(of: Served, tokens: int, **more: Any) -> set[Any]:
+def finishes(of: RunningServer, tokens: int, **more: Any) -> set[Any]:
     """Return the finish reasons of an answer with at most `tokens` tokens, at every endpoint."""
     ask, model = client(of), str(of.model)
     text = {"model": model, "prompt": f"{WORDS}\n", "max_tokens": tokens, "temperature": 0, **more}
@@ -270,11 +270,11 @@ def test_an_answer_that_ends_with_the_last_permitted_token_is_complete(server, e
     assert len({*said}) == 3
     assert [finishes(server, tokens, stop=stop) for tokens in (2, 3, 4)] == [{"length"}, {"stop"}, {"stop"}]
     for number in (0, 2):
-        model = with_template(example, tmp_path / str(number), None)
+        model = copy_with_template(example, tmp_path / str(number), None)
         for name in ("config.json", "generation_config.json"):
             path = model / name
             path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [1, said[number]]}))
-        with served(model) as running:
+        with serve_in_process(model) as running:
             assert finishes(running, number + 1) == finishes(running, number + 2) == {"stop"}
             assert number == 0 or finishes(running, number) == {"length"}
 
@@ -287,7 +287,7 @@ def test_converted_experts_give_the_same_text(server, cli, example, tmp_path):
     assert "ktconvert serve /path/to/this/folder\n" in card and "--cpu-weights" not in card
     said = answers(server, example, WORDS)
     for model, weights in ((whole, None), (example, whole)):
-        with served(model, loading.ModelChoice(str(model), cpu_weights=weights, threads=1)) as running:
+        with serve_in_process(model, loading.ModelChoice(str(model), cpu_weights=weights, threads=1)) as running:
             assert answers(running, model, WORDS) == said
 
 
@@ -295,9 +295,9 @@ def test_serve_reports_a_used_port_before_loading(example, tmp_path):
     """Loading a model may take minutes."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        error = here("serve", example, "--port", port).exception
+        error = run_in_process("serve", example, "--port", port).exception
     assert str(error).startswith(f"127.0.0.1:{port}: cannot listen there (Address already in use); ")
-    error = here("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
+    error = run_in_process("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
     assert isinstance(error, UnsupportedError) and str(error).startswith(f"{tmp_path / 'nowhere'}: is no directory")
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.pipeline.models.serving import authentication
-from rig.conversion import here
-from rig.served import PATIENCE, Served, served, with_template
+from rig.conversion import run_in_process
+from rig.served import PATIENCE, RunningServer, copy_with_template, serve_in_process
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -32,13 +32,13 @@ LONG = "import os\n" * CONTEXT
 
 
 @pytest.fixture(scope="module")
-def server(example: Path) -> Iterator[Served]:
-    with served(example) as running:
+def server(example: Path) -> Iterator[RunningServer]:
+    with serve_in_process(example) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: Served) -> Any:
+def client(server: RunningServer) -> Any:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
@@ -209,7 +209,7 @@ def send(url: str, data: bytes | None = None, **headers: Any) -> Any:
     return httpx.get(url, **options) if data is None else httpx.post(url, content=data, **options)
 
 
-def post(server: Served, path: str, body: Any, **headers: Any) -> Any:
+def post(server: RunningServer, path: str, body: Any, **headers: Any) -> Any:
     return send(server.url + path, body if isinstance(body, bytes) else json.dumps(body).encode(), **headers)
 
 
@@ -403,7 +403,7 @@ def test_logprobs_are_those_of_the_model(server, client, new):
         assert choice.text.startswith("".join(reported.tokens[:1])) and fresh.finish_reason == "length"
 
 
-def connect(server: Served) -> socket.socket:
+def connect(server: RunningServer) -> socket.socket:
     host, _, port = server.url.removeprefix("http://").partition(":")
     return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
@@ -540,7 +540,7 @@ def test_messages_reach_the_chat_template(example, tmp_path):
         *((reply(input=[*SAID, {**bare, **more}]), "user import os\nassistant \n") for more in NO_ARGUMENTS),
         (reply(input=[*SAID, thought, call, given]), "user import os\nassistant os\ntool b\n"),
     ]
-    with served(with_template(example, tmp_path / "model", TEMPLATE)) as running:
+    with serve_in_process(copy_with_template(example, tmp_path / "model", TEMPLATE)) as running:
         for path, cases, name in ((CHAT, chats, "prompt_tokens"), (RESPONSES, replies, "input_tokens")):
             for body, prompt in cases:
                 answer = post(running, path, body).json()
@@ -563,7 +563,7 @@ KEY = "sk-0123456789"
 
 def test_serve_asks_for_the_api_key(example):
     """Everywhere but at /health. The model may have a short name."""
-    with served(example, name="small", key=KEY.encode()) as running:
+    with serve_in_process(example, name="small", key=KEY.encode()) as running:
         assert send(f"{running.url}/health").status_code == 200
         good = {"authorization": f"Bearer {KEY}"}
         wrong = ({}, {"authorization": "Bearer nothing"}, {"authorization": f"Basic {KEY}"}, {"authorization": KEY})
@@ -608,12 +608,12 @@ def test_serve_warns_of_an_unsafe_configuration(example, tmp_path, monkeypatch):
     file.write_text(KEY)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         serve = ("serve", example, "--host", "0.0.0.0", "--port", taken.getsockname()[1])
-        assert "none has to send a key" in here(*serve).stderr
+        assert "none has to send a key" in run_in_process(*serve).stderr
         for mode, warned in ((0o600, False), (0o640, True), (0o644, True)):
             file.chmod(mode)
-            said = here(*serve, "--api-key-file", file).stderr
+            said = run_in_process(*serve, "--api-key-file", file).stderr
             assert ("other users of this machine can read the API key" in said) == warned
         monkeypatch.setenv("KTCONVERT_API_KEY", KEY)
-        assert "none has to send" not in here(*serve).stderr
+        assert "none has to send" not in run_in_process(*serve).stderr
     assert [authentication.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [authentication.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4

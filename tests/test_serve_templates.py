@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ktconvert.pipeline.models.serving.template_process import TemplateError, TemplateProcess, encode_render_job
-from rig.programs import python
-from rig.served import PATIENCE, free_port, served, with_template
+from rig.programs import run_python
+from rig.served import PATIENCE, copy_with_template, free_port, serve_in_process
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("fastapi")
@@ -73,7 +73,10 @@ def test_an_endless_template_does_not_block_other_clients(example, tmp_path, mon
     template = "{% if messages[0].content == 'boom' %}" + ENDLESS + "{% endif %}{{ messages[0].content }}"
     held_up = TemplateProcess(seconds=1)
     monkeypatch.setattr("ktconvert.pipeline.models.serving.prompts.shared_process", lambda: held_up)
-    with served(with_template(example, tmp_path / "model", template)) as running, ThreadPoolExecutor(1) as other:
+    with (
+        serve_in_process(copy_with_template(example, tmp_path / "model", template)) as running,
+        ThreadPoolExecutor(1) as other,
+    ):
 
         def chat(content: str) -> Any:
             body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
@@ -110,5 +113,5 @@ server.run()
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_server_with_a_blocked_event_loop(sig):
-    done = python(BLOCKED, free_port(), int(sig), timeout=60)
+    done = run_python(BLOCKED, free_port(), int(sig), timeout=60)
     assert done.returncode == 128 + sig, done.stderr

@@ -26,7 +26,7 @@ def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, c
     """What each method gives alone."""
     base = tmp_path_factory.mktemp("alone")
     for method in METHODS:
-        done = conversion.here("cpu", "-i", source, "-o", base / method, "--quant-method", method, "-q")
+        done = conversion.run_in_process("cpu", "-i", source, "-o", base / method, "--quant-method", method, "-q")
         assert done.exit_code == 0, done.output
     return {f"out-{method}": conversion.tree(base / method) for method in METHODS}
 
@@ -34,14 +34,14 @@ def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, c
 def require_equal(folder: Path, wanted: dict[str, conversion.Tree]) -> None:
     assert conversion.names(folder) == sorted(wanted)
     for name, files in wanted.items():
-        assert conversion.differing(conversion.tree(folder / name), files) == []
+        assert conversion.find_differences(conversion.tree(folder / name), files) == []
 
 
 def test_outputs_equal_single_conversions_and_share_reads(source, alone, tmp_path):
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
     assert done.returncode == 0, done.stderr
     require_equal(tmp_path, alone)
-    said = conversion.events(done.stdout)
+    said = conversion.parse_events(done.stdout)
     order = [(each["unit"], Path(each["output"]).name) for each in said if each["event"] == "start"]
     assert order == [(f"experts.layer-{layer:03d}", name) for layer in range(3) for name in alone]
     finished = [each["output"] for each in said if each["event"] == "finished"]
@@ -51,10 +51,10 @@ def test_outputs_equal_single_conversions_and_share_reads(source, alone, tmp_pat
 
 
 def test_finished_outputs_stay_and_missing_ones_are_made(source, alone, tmp_path):
-    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
+    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
     assert done.exit_code == 0, done.output
     before = conversion.identity(tmp_path / "out-int8")
-    done = conversion.here("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
+    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
     assert done.exit_code == 0, done.output
     assert f"{tmp_path / 'out-int8'} is finished: nothing to do" in done.output
     assert conversion.identity(tmp_path / "out-int8") == before
@@ -96,7 +96,7 @@ def test_one_impossible_output_prevents_all_writes(case, dry, source, tmp_path):
     options, code, words = IMPOSSIBLE[case]
     more = ["--dry-run"] if dry else []
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *options, *more)
-    conversion.refused(done, code, *words)
+    conversion.check_refusal(done, code, *words)
     assert conversion.names(tmp_path) == []
 
 
@@ -134,24 +134,24 @@ def test_one_existing_output_prevents_all_work(prepare, code, word, source, tmp_
     prepare(folder, source)
     before = conversion.tree(folder)
     done = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out", *TOGETHER)
-    conversion.refused(done, code, word)
+    conversion.check_refusal(done, code, word)
     assert conversion.tree(folder) == before
 
 
 def test_disk_must_hold_all_outputs(source, tmp_path, monkeypatch):
     """There is room for each of them, and not for all."""
     command = ("cpu", "-i", source, "-o", tmp_path / "out")
-    done = conversion.here(*command, *TOGETHER, "--dry-run", "--json")
-    *plans, together = (each for each in conversion.events(done.stdout) if each["event"] in ("plan", "plans"))
+    done = conversion.run_in_process(*command, *TOGETHER, "--dry-run", "--json")
+    *plans, together = (each for each in conversion.parse_events(done.stdout) if each["event"] in ("plan", "plans"))
     (disk,) = together["disks"]
     assert disk["outputs"] == together["outputs"] == [plan["output"] for plan in plans]
     assert disk["disk_needed"] == sum(plan["disk_needed"] for plan in plans)
     assert together["bytes_in"] == sum(plan["bytes_in"] for plan in plans)
     assert conversion.names(tmp_path) == []
     monkeypatch.setattr(machine, "disk_free", lambda path: disk["disk_needed"] - 1)
-    done = conversion.here(*command, *TOGETHER)
+    done = conversion.run_in_process(*command, *TOGETHER)
     assert isinstance(done.exception, ResourceError)
     assert re.search(r"out-int4\.work, .*out-int8\.work, .*out-rawint4\.work: ", str(done.exception))
     assert conversion.names(tmp_path) == []
-    done = conversion.here(*command, "--quant-method", "int4")
+    done = conversion.run_in_process(*command, "--quant-method", "int4")
     assert done.exit_code == 0

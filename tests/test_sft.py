@@ -13,7 +13,7 @@ from ktconvert.native_quant.runtime.methods import SFT_METHODS, SFT_WEIGHTS
 from ktconvert.native_quant.runtime.sft import KTMoEFunction, RAWINT4ExpertWeights
 from ktconvert.native_quant.runtime.training import Lora
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig.training import Linears, differentiated, distance, golden_weights
+from rig.training import Linears, differentiate, distance, golden_weights
 
 GOLDEN = Path(__file__).parent / "golden" / "sft"
 FACTORS = [f"{name}_lora_{which}" for name in ("gate", "up", "down") for which in "ab"]
@@ -85,7 +85,7 @@ def test_results_equal_those_of_kt_kernel(case: str, share: bool | None) -> None
     of_x, of_weights = one.backward(given["grad_output"])
     found = dict(zip(NAMES, [out, of_x, of_weights, *(buffers if lora else ())], strict=False))
     doubles = tuple(linear.double() for linear in weights)
-    exact, gradients = differentiated(
+    exact, gradients = differentiate(
         given["x"], given["expert_ids"], given["weights"], doubles, lora, 2.0, given["grad_output"]
     )
     expected = [exact, gradients.hidden, gradients.weights, *(gradients.lora or ())]
@@ -140,7 +140,7 @@ def test_grouped_scales_are_as_close_as_kt_kernel() -> None:
     given = load_file(GOLDEN / "inputs.safetensors")
     lora, buffers = with_lora(one, given)
     found = [one.forward(given["x"], given["expert_ids"], given["weights"]), *one.backward(given["grad_output"])]
-    exact, gradients = differentiated(
+    exact, gradients = differentiate(
         given["x"], given["expert_ids"], given["weights"], weights, lora, 2.0, given["grad_output"]
     )
     expected = [exact, gradients.hidden, gradients.weights, *(gradients.lora or ())]

@@ -83,7 +83,7 @@ def test_conversion_may_end_while_status_reads_it(bench, monkeypatch, module, na
 def test_running_conversion_is_reported(bench, then):
     """It stands still while it makes a unit."""
     line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
-    stop = killpoint.stopping(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
+    stop = killpoint.signal_environment(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
     running = subprocess.Popen(line, env={**os.environ, **stop})
     try:
         conversion.wait_until_stopped(running)

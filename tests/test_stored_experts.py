@@ -61,7 +61,7 @@ def test_a_model_computes_with_its_stored_experts(method, models, example):
     named = loaded(models["BF16"], cpu_weights=models[method])
     if method != "FP8":  # whose other weights are in FP8, too
         assert torch.equal(logits(own), logits(named))
-    theirs = logits(hf.complete(models["FP8" if method == "FP8" else "BF16"]))
+    theirs = logits(hf.load_complete(models["FP8" if method == "FP8" else "BF16"]))
     assert float((logits(own) - theirs).norm() / theirs.norm()) < (0.02 if method in ("BF16", "FP8") else 0.15)
 
 
@@ -69,7 +69,7 @@ def test_the_quantization_setting_of_a_model_is_overridden(models):
     """It need not be taken out of its config, wherever that has it."""
     for options in ({}, {"cpu_weights": models["BF16"]}):
         want = logits(loaded(models["FP8"], **options))
-        ours = hf.complete(models["FP8"], quantization_config=KTConvertConfig(**options))
+        ours = hf.load_complete(models["FP8"], quantization_config=KTConvertConfig(**options))
         assert torch.equal(logits(ours), want)
         as_json = {"quant_method": "ktconvert"} | {name: str(path) for name, path in options.items()}
         ours = transformers.AutoModelForCausalLM.from_pretrained(models["FP8"], quantization_config=as_json)

@@ -14,7 +14,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.quantizers import Grid
 from ktconvert.quantizers.quantizer import QUANTIZERS, Quantizer
 from rig import conversion, reference
-from rig.statistics import check_searched
+from rig.statistics import check_search
 from rig.toys import Toy, main
 
 LARGEST = 100 / 127  # of the codes
@@ -49,7 +49,7 @@ def output(source: Path, ktconvert: Toy) -> Path:
 def test_its_codes_are_packed(source, output):
     """The output holds the codes of the choice, computed by the NumPy definition."""
     linears = [(1, 1, projection) for projection in ("gate", "up", "down")]
-    check_searched(source, output, linears, search=truncated)
+    check_search(source, output, linears, search=truncated)
 
 
 def test_it_is_verified(source, output, ktconvert):
@@ -59,7 +59,7 @@ def test_it_is_verified(source, output, ktconvert):
     assert {metadata["scale"] for metadata in open_output(output).metadata.values()} == {"toy"}
     report = json.loads(ktconvert("verify", output, "--against", source, "--json").stdout)
     assert report["ok"] and report["errors"] and report["scale"] == "toy"
-    conversion.refused(conversion.ktconvert("verify", output, "--against", source), 3, "toy")  # without the row
+    conversion.check_refusal(conversion.ktconvert("verify", output, "--against", source), 3, "toy")  # without the row
     assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == "toy"
 
 
@@ -75,7 +75,7 @@ def test_it_is_another_conversion(source, output, tmp_path, ktconvert):
     """Other bytes than by default, and the default is named in the settings alone."""
     plain = tmp_path / "plain"
     ktconvert("cpu", "-i", source, "-o", plain, *OPTIONS[:2])
-    assert conversion.differing(conversion.tree(plain), conversion.tree(output))
+    assert conversion.find_differences(conversion.tree(plain), conversion.tree(output))
     document = json.loads((plain / "manifest.json").read_bytes())
     assert document["settings"]["scale"] == "absmax" and "scale" not in document["model"]
 

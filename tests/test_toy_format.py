@@ -157,7 +157,7 @@ def test_it_is_verified(source, toys, tmp_path, ktconvert):
     shard = next(toys.glob("model-00001*"))
     before = shard.read_bytes()
     try:
-        conversion.edit(shard)
+        conversion.flip_bit(shard)
         report = json.loads(ktconvert("verify", toys, "--against", source, "--json", code=6).stdout)
         assert any("steps of expert 1 of layer 0 (down, part 1)" in p for c in report["checks"] for p in c["problems"])
     finally:
@@ -166,7 +166,7 @@ def test_it_is_verified(source, toys, tmp_path, ktconvert):
 
 def test_it_is_resumed(source, toys, tmp_path, ktconvert):
     """Killed before several of its changes to the directory, and resumed each time: the same bytes."""
-    ktconvert.check_resumed(tmp_path, "cpu", "-i", source, "--non-experts", "copy", *OPTIONS)
+    ktconvert.check_resume(tmp_path, "cpu", "-i", source, "--non-experts", "copy", *OPTIONS)
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(toys)
 
 

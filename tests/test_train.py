@@ -386,7 +386,7 @@ def test_a_killed_training_resumes_to_the_same_adapter(servers, example, int8, t
         words = ("resume", killed, "-q") if locate(killed).plan.exists() else convert(killed)
         assert servers.run(words, tmp_path / "resumed").returncode == 0
 
-    killpoint.check_resumed(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
+    killpoint.check_resume(convert, resume, tmp_path, 0.45, 0.97, servers=servers)
 
 
 @pytest.fixture(scope="module")
@@ -396,7 +396,7 @@ def begun(servers, example, int8, text, tmp_path_factory) -> tuple[Path, Path, P
     data = Path(shutil.copy(text, folder))
     words = ("train", example, "--cpu-weights", int8, "--dataset", data, *SHORT, "--max-steps", 4, "-q", "-o")
     assert servers.run([*words, folder / "whole"], folder / "said").returncode == 0
-    env = killpoint.settings(Path(f"{folder / 'killed'}.work/store/checkpoint.4"), 2)  # 1: a sync of store/
+    env = killpoint.shim_settings(Path(f"{folder / 'killed'}.work/store/checkpoint.4"), 2)  # 1: a sync of store/
     assert servers.run([*words, folder / "killed"], folder / "said", env).returncode == killpoint.KILLED
     return folder / "killed", folder / "whole", data
 
@@ -421,7 +421,7 @@ def test_resume_does_not_use_a_damaged_checkpoint(how, servers, begun, tmp_path)
         (checkpoint / "adapter_model.safetensors").write_bytes(data)
     done = servers.run(["resume", output, "-q"], tmp_path / "said")
     assert done.returncode == 0 and re.search("is not what was written there|lacks files", done.stderr), done.stderr
-    assert conversion.differing(tree(output), tree(whole)) == []
+    assert conversion.find_differences(tree(output), tree(whole)) == []
 
 
 @pytest.mark.parametrize("call", [1, 4, 12])
@@ -435,7 +435,7 @@ def test_a_full_disk_is_reported_in_one_sentence(call, servers, begun, tmp_path)
     assert done.stderr.count("\n") == 1 and not output.exists()
     if call == 4:
         assert servers.run(["resume", output, "-q"], tmp_path / "said").returncode == 0
-        assert conversion.differing(tree(output), tree(whole)) == []
+        assert conversion.find_differences(tree(output), tree(whole)) == []
 
 
 def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):

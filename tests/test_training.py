@@ -15,7 +15,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.training import Gradients, Lora, TrainingPass, compute_with_lora
 from ktconvert.quantizers.reference import f32_to_bf16
 from rig import isas
-from rig.training import decoded, define, differentiated, distance
+from rig.training import compute, decode, differentiate, distance
 
 E, H, WIDTH, K, RANK, SCALING = 5, 256, 384, 2, 8, 2.0
 # Bounds of the distance to float64 gradients with the decoded weights: BF16 rounding, and int8 activations.
@@ -68,7 +68,7 @@ def test_gradients_are_close_to_float64(isa: str, method: str, parts: int) -> No
         hidden, ids, weights, gradient = inputs(tokens)
         lora, one = factors(torch.bfloat16), experts(method, parts)
         step = TrainingPass.create(one, hidden, ids, weights, lora, SCALING)
-        out, expected = differentiated(hidden, ids, weights, decoded(one), lora, SCALING, gradient)
+        out, expected = differentiate(hidden, ids, weights, decode(one), lora, SCALING, gradient)
         bound = BOUNDS[method]
         for name, found, want in zip(
             ("out", *Gradients._fields, *Lora._fields), both(step, gradient), [out, *flat(expected)], strict=False
@@ -89,7 +89,7 @@ def test_batches_of_any_size_give_the_same_bits() -> None:
         )
         for whole, part in zip(found[:3], few[:3], strict=True):
             assert torch.equal(whole[:70], part)
-        expected = differentiated(hidden, ids, weights, decoded(experts(method)), lora, SCALING, gradient)
+        expected = differentiate(hidden, ids, weights, decode(experts(method)), lora, SCALING, gradient)
         for one, want in zip(found, [expected[0], *flat(expected[1])], strict=True):
             assert distance(one, want) < BOUNDS[method]
 
@@ -124,7 +124,7 @@ def test_every_instruction_set_gives_the_same_bits_for_integers() -> None:
 def test_gradients_without_lora_or_tokens_match_the_reference() -> None:
     hidden, ids, weights, gradient = inputs(6)
     step = TrainingPass.create(experts("BF16"), hidden, ids, weights, None, 1.0)
-    out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), None, 1.0, gradient)
+    out, expected = differentiate(hidden, ids, weights, decode(experts("BF16")), None, 1.0, gradient)
     for found, want in zip(both(step, gradient), [out, expected.hidden, expected.weights], strict=True):
         assert distance(found, want) < BOUNDS["BF16"]
     none = TrainingPass.create(experts("BF16"), hidden[:0], ids[:0], weights[:0], factors(), SCALING)
@@ -142,7 +142,7 @@ def test_gradients_of_every_rank_match_the_reference(rank: int) -> None:
         lora = factors(dtype, rank)
         found = both(TrainingPass.create(experts("BF16"), hidden, ids, weights, lora, SCALING), gradient)
         assert all(one.dtype == dtype for one in found[3:])
-        out, expected = differentiated(hidden, ids, weights, decoded(experts("BF16")), lora, SCALING, gradient)
+        out, expected = differentiate(hidden, ids, weights, decode(experts("BF16")), lora, SCALING, gradient)
         for one, want in zip(found, [out, *flat(expected)], strict=True):
             assert distance(one, want) < BOUNDS["BF16"]
 
@@ -155,7 +155,7 @@ def test_the_reference_passes_gradcheck() -> None:
     lora = [make(s) for s in ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))]
     ids = torch.tensor([[0, 1], [1, -1], [1, 0]])
     given = [tensor.requires_grad_() for tensor in (make(3, h), make(3, 2), *lora)]
-    assert torch.autograd.gradcheck(lambda x, w, *f: define(x, ids, w, linears, Lora(*f), 1.5), given)
+    assert torch.autograd.gradcheck(lambda x, w, *f: compute(x, ids, w, linears, Lora(*f), 1.5), given)
 
 
 def test_gradients_match_finite_differences() -> None:

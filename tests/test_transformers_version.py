@@ -21,7 +21,7 @@ from ktconvert.native_quant.runtime.transformers_version import (
     explain_too_old,
 )
 from ktconvert.pipeline.cli.conversion import gpu
-from rig.verifying import made, verified
+from rig.verifying import invoke, run_verify
 
 ROOT = Path(__file__).resolve().parents[1]
 TOO_OLD = f"transformers 5.16.1 is too old: ktconvert was tested with {TESTED}; pip install 'transformers{BOUNDS}'"
@@ -105,6 +105,6 @@ def test_python_imports_check_the_version(tmp_path, monkeypatch):
 
 def test_verify_works_without_transformers(example, tmp_path, monkeypatch):
     pytest.importorskip("compressed_tensors")
-    made(gpu, "-i", example, "-o", tmp_path / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
+    invoke(gpu, "-i", example, "-o", tmp_path / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
     monkeypatch.syspath_prepend(claim(tmp_path / "path", "5.16.1"))
-    assert f"not loaded: {TOO_OLD}" in verified(tmp_path / "w4")["notes"]
+    assert f"not loaded: {TOO_OLD}" in run_verify(tmp_path / "w4")["notes"]

@@ -32,10 +32,19 @@ from ktconvert.pipeline.verify.inputs import open_inputs
 from ktconvert.pipeline.verify.verify import report_document, verify
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion
-from rig.conversion import edit
+from rig.conversion import flip_bit
 from rig.files import edit_json, rewrite
 from rig.safetensors import Tensors, data_start, edit_file, edit_header, read_file
-from rig.verifying import accepted, failed, in_forms, made, problems, refused, row, verified
+from rig.verifying import (
+    example_outputs,
+    failed_checks,
+    find_check,
+    invoke,
+    problems,
+    require_accepted,
+    require_refused,
+    run_verify,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 INDEX = "model.safetensors.index.json"
@@ -45,14 +54,14 @@ SHAPES = ("int4-merged", "int8-merged", "int4-loose", "int8-loose")
 
 
 def convert(source: Path, output: Path, *options: object) -> Path:
-    made(cpu, "-i", source, "-o", output, *options)
+    invoke(cpu, "-i", source, "-o", output, *options)
     return output
 
 
 @pytest.fixture(scope="module")
 def conversions(packed_example: Callable[..., Path]) -> dict[str, Path]:
     """The bundled model as INT4 and INT8, merged and loose, for two NUMA nodes."""
-    return in_forms(packed_example, SHAPES)
+    return example_outputs(packed_example, SHAPES)
 
 
 @pytest.fixture
@@ -74,7 +83,9 @@ def weight_file(output: Path, pattern: str = "*_quant_.kt") -> Path:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_conversion_matches_its_source(name, conversions, example):
-    report = accepted(conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4])
+    report = require_accepted(
+        conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4]
+    )
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
     assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
     assert report["method"] == formats_by_option("cpu")[name[:4]].name and report["arrangement"] == name[5:]
@@ -92,7 +103,7 @@ def test_json_report_is_one_object_and_damage_gives_exit_code_6(conversions, cop
     assert "verified" in said and "quantized again, same bytes" in said and "worst experts" in said
     assert cli("verify", conversions["int4-merged"], "-q").stdout == ""
     output = copy("int4-merged")
-    edit(output / FIRST, -1)
+    flip_bit(output / FIRST, -1)
     done = cli("verify", output, "--json", code=6)
     assert json.loads(done.stdout)["ok"] is False and FIRST in done.stderr  # one object: loads() refuses a second line
     done = cli("verify", output, code=6)
@@ -103,7 +114,7 @@ def test_json_report_is_one_object_and_damage_gives_exit_code_6(conversions, cop
                                      ["--threadpool-count", 1], ["--no-merge-safetensor", "--save-backward-weights"]])  # fmt: skip
 def test_every_conversion_option_verifies(options, tmp_path, example):
     output = convert(example, tmp_path / "out", *options)
-    report = accepted(output, "--against", example)
+    report = require_accepted(output, "--against", example)
     assert report["backward"] == ("--save-backward-weights" in options)
     assert bool(report["other_tensors"]) == ("copy" in options)
 
@@ -112,17 +123,17 @@ def test_every_conversion_option_verifies(options, tmp_path, example):
 def test_flipped_byte_in_a_shard_is_found(name, at, what, copy, example, conversions):
     output = copy(name)
     at += data_start(output / FIRST) if at > 0 else 0
-    edit(output / FIRST, at)
-    report = verified(output)
-    assert FIRST in report["message"] and failed(report) == ["hashes"]
-    (problem,) = problems(verified(output, "--against", example), "source")
+    flip_bit(output / FIRST, at)
+    report = run_verify(output)
+    assert FIRST in report["message"] and failed_checks(report) == ["hashes"]
+    (problem,) = problems(run_verify(output, "--against", example), "source")
     where = f"NUMA slice {0 if at > 0 else 1}, {what}: byte "
     assert where in problem and "1 byte differs" in problem and FIRST in problem
-    (problem,) = problems(verified(output, "--against", conversions[name]), "other")
+    (problem,) = problems(run_verify(output, "--against", conversions[name]), "other")
     assert problem.startswith("blk.0.ffn_") and "differs: byte " in problem
-    refused(conversions[name], "--against", output)
-    accepted(without_manifest(output))  # by structure alone it cannot be seen
-    refused(output, "--against", example)
+    require_refused(conversions[name], "--against", output)
+    require_accepted(without_manifest(output))  # by structure alone it cannot be seen
+    require_refused(output, "--against", example)
 
 
 MISNAMED = "blk.0.ffn_gate_exps.3.numa.1.weight"
@@ -195,8 +206,8 @@ def test_damage_is_named(which, copy):
     name, damage, words = DAMAGE[which]
     output = copy(name)
     damage(output)
-    refused(output)  # by its manifest, whatever else is wrong
-    assert words in refused(without_manifest(output))
+    require_refused(output)  # by its manifest, whatever else is wrong
+    assert words in require_refused(without_manifest(output))
 
 
 def test_inspect_reports_the_same_codes_as_verify(copy, cli):
@@ -206,16 +217,16 @@ def test_inspect_reports_the_same_codes_as_verify(copy, cli):
     assert "all from -7 to 7" in cli("inspect", without_manifest(output)).stdout
     damage(output)
     found = json.loads(cli("inspect", output, "--json").stdout)
-    assert found["complete"] and found["codes"] == problems(verified(output), "codes")
+    assert found["complete"] and found["codes"] == problems(run_verify(output), "codes")
     assert words in cli("inspect", output).stdout
 
 
 @pytest.mark.parametrize("name", ["int4-merged", "int8-loose"])
 def test_wrong_numa_or_method_is_refused(name, conversions):
     output, ours = conversions[name], formats_by_option("cpu")[name[:4]].name
-    sentence = refused(output, "--numa", 1)
+    sentence = require_refused(output, "--numa", 1)
     assert "--numa 1 was given, the weights are for 2 NUMA slices" in sentence and "--kt-threadpool-count 2" in sentence
-    sentence = refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
+    sentence = require_refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
     assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
 
 
@@ -225,15 +236,15 @@ def test_changed_config_is_found(copy):
     before = path.read_text()
     path.write_text(before.replace('"qwen3_moe"', '"olmoe"').replace('"Qwen3MoeForCausalLM"', '"OlmoeForCausalLM"'))
     other = "config.json is of OLMoE, and the manifest says that the experts are of Qwen3-MoE, Qwen3-Coder"
-    assert other in problems(verified(output), "config")
+    assert other in problems(run_verify(output), "config")
     path.write_text(before.replace('"hidden_size": 256', '"hidden_size": 512'))
-    report = verified(output)
+    report = run_verify(output)
     assert "config.json says hidden_size = 512, layer 0 has hidden size 256" in report["message"]
     assert any("config.json" in problem for problem in problems(report, "hashes"))
     path.write_text("{")
-    assert "config.json" in refused(output)
+    assert "config.json" in require_refused(output)
     path.unlink()
-    assert "config.json is missing" in refused(output)
+    assert "config.json is missing" in require_refused(output)
 
 
 LIES = [{"numa": 1}, {"method": "AMXINT8"}, {"experts": 9}, {"layers": [0, 1, 2]}, {"hidden": 128}]
@@ -244,7 +255,7 @@ def test_manifest_that_contradicts_the_tensors_is_refused(change, copy, example)
     """No damage causes a traceback."""
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda whole: (whole if "tool" in change else whole["model"]).update(change))
-    report = verified(output, "--against", example)
+    report = run_verify(output, "--against", example)
     assert report["message"] and (change not in LIES or problems(report, "tensors"))
 
 
@@ -252,9 +263,9 @@ def test_changed_manifest_is_found(copy):
     """The contents of the manifest have a hash, too; white space does not matter."""
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda document: None)
-    accepted(output)
+    require_accepted(output)
     edit_json(output / manifest.NAME, lambda document: document.update(command="merge"))
-    [problem] = problems(verified(output), "hashes")
+    [problem] = problems(run_verify(output), "hashes")
     assert problem.startswith("manifest.json is not what was written")
 
 
@@ -267,9 +278,9 @@ def test_both_readers_must_read_the_same(copy, monkeypatch):
     if len(header) > stop - 8:
         header = header.rstrip(b" ")
     rewrite(output / FIRST, len(header).to_bytes(8, "little") + header + raw[stop:])
-    [problem] = problems(verified(output), "safetensors")
+    [problem] = problems(run_verify(output), "safetensors")
     assert problem.startswith(f"{FIRST}: the safetensors package cannot read it (")
-    assert FIRST in refused(output)
+    assert FIRST in require_refused(output)
 
     output = copy("int8-merged")
     first, *rest = file_checks.read_header(output / FIRST).entries
@@ -281,7 +292,7 @@ def test_both_readers_must_read_the_same(copy, monkeypatch):
     original_reader = file_checks.read_header
     monkeypatch.setattr(file_checks, "read_header", misread)
     shape = list(first.shape)
-    assert sorted(problems(verified(output), "safetensors")) == sorted([
+    assert sorted(problems(run_verify(output), "safetensors")) == sorted([
         f"{FIRST}: the safetensors package reads {first.name} as {first.dtype} {shape}, "
         f"ktconvert as {first.dtype} {[*shape, 1]}",
         f"{FIRST}: the safetensors package finds {rest[0].name}, ktconvert does not",
@@ -291,29 +302,29 @@ def test_both_readers_must_read_the_same(copy, monkeypatch):
 def test_foreign_files_are_reported(copy, write_safetensors):
     output = copy("int4-merged")
     (output / "notes.txt").write_text("mine")
-    assert accepted(output)["notes"] == ["not in the manifest: notes.txt"]
+    assert require_accepted(output)["notes"] == ["not in the manifest: notes.txt"]
     (output / "original").mkdir()
     write_safetensors(output / "original" / FIRST, {"x": ("F32", np.zeros(1, np.float32))})
-    assert f"original/{FIRST} does not belong here" in refused(output)
+    assert f"original/{FIRST} does not belong here" in require_refused(output)
     output = copy("int8-loose")
     stray = weight_file(output).with_name("INT8_gate_8_64Byte_scale_.kt")
     stray.write_bytes(bytes(64))
-    assert f"{stray.name} does not belong here" in refused(output)
+    assert f"{stray.name} does not belong here" in require_refused(output)
 
 
 def test_flipped_byte_in_a_copied_tensor_is_found(tmp_path, example):
     output = without_manifest(convert(example, tmp_path / "out", "--non-experts", "copy"))
-    accepted(output, "--against", example)
+    require_accepted(output, "--against", example)
     shard = output / "model-00003-of-00003.safetensors"
-    edit(shard, data_start(shard) + 1)
-    (problem,) = problems(verified(output, "--against", example), "source")
+    flip_bit(shard, data_start(shard) + 1)
+    (problem,) = problems(run_verify(output, "--against", example), "source")
     assert shard.name in problem and "differs from" in problem and "at byte 1" in problem
 
 
 def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_experts):
     def against(name: str, experts: int, width: int, layers: int) -> dict[str, Any]:
         stored = {n: random_experts(experts, 256, width, n) for n in range(layers)}
-        return verified(conversions["int8-merged"], "--against", write_qwen(tmp_path / name, stored))
+        return run_verify(conversions["int8-merged"], "--against", write_qwen(tmp_path / name, stored))
 
     report = against("same shape", 8, 256, 2)
     sentence = report["message"]
@@ -335,27 +346,29 @@ def test_damaged_source_is_bad_input(conversions, tmp_path, example):
         tensors[name] = tensors[name]._replace(data=bits.tobytes())
 
     edit_file(path, spoil)
-    report = verified(conversions["int4-merged"], "--against", source)
+    report = run_verify(conversions["int4-merged"], "--against", source)
     assert report["code"] == 5 and name in report["message"] and "row 7, column 200" in report["message"]
     path.write_bytes(path.read_bytes()[:-100])
-    report = verified(conversions["int4-merged"], "--against", source)
+    report = run_verify(conversions["int4-merged"], "--against", source)
     assert report["code"] == 5 and path.name in report["message"]
 
 
 def test_differences_from_a_second_output_are_named(conversions, copy, tmp_path, example):
-    assert "AMXINT8 here, AMXINT4 in" in refused(conversions["int8-merged"], "--against", conversions["int4-loose"])
+    assert "AMXINT8 here, AMXINT4 in" in require_refused(
+        conversions["int8-merged"], "--against", conversions["int4-loose"]
+    )
     one = convert(example, tmp_path / "one", "--layers", 0)
-    report = verified(conversions["int4-merged"], "--against", one)
+    report = run_verify(conversions["int4-merged"], "--against", one)
     assert problems(report, "other") == [f"layer 1 (96 tensors) is missing in {one}"]
     damaged = copy("int4-merged")
     (damaged / FIRST).write_bytes(b"")
-    report = verified(conversions["int4-merged"], "--against", damaged)
+    report = run_verify(conversions["int4-merged"], "--against", damaged)
     assert report["code"] == 5 and FIRST in report["message"]
 
 
 def test_directory_without_an_output_is_refused(tmp_path, example):
     for path, code in ((example, 3), (tmp_path, 3), (example / "config.json", 3), (tmp_path / "nothing", 5)):
-        report = verified(path)
+        report = run_verify(path)
         assert report["code"] == code and str(path) in report["message"]
 
 
@@ -364,7 +377,7 @@ def test_unfinished_output_is_refused(tmp_path):
         work.mkdir(parents=True)
         (work / "plan.json").write_text("{}")
     for path, finished in (("out", "out"), ("out.work", "out"), ("mounted", "mounted")):
-        assert f"ktconvert resume {tmp_path / finished}" in refused(tmp_path / path)
+        assert f"ktconvert resume {tmp_path / finished}" in require_refused(tmp_path / path)
 
 
 @pytest.mark.parametrize(("method", "case"), [("int4", "small_t2"), ("int8", "small_t2"), ("int8", "nodd2_t1")])
@@ -392,17 +405,17 @@ def test_outputs_of_kt_kernel_verify(method, case, tmp_path, write_safetensors, 
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(tensor.data)
     for output in (merged, converted, loose):
-        report = accepted(output, "--against", source, "--quant-method", method, "--numa", case[-1])
+        report = require_accepted(output, "--against", source, "--quant-method", method, "--numa", case[-1])
         assert any("no manifest" in note for note in report["notes"])
-        accepted(output, "--against", merged)
-    assert accepted(converted)["other_tensors"] == 1
+        require_accepted(output, "--against", merged)
+    assert require_accepted(converted)["other_tensors"] == 1
     ours = convert(source, tmp_path / "ours", "--quant-method", method, "--threadpool-count", case[-1])
-    accepted(ours, "--against", loose)
+    require_accepted(ours, "--against", loose)
 
 
 @pytest.mark.parametrize("name", SHAPES[:2])
 def test_run_computes_a_conversion(name, conversions):
-    check = row(accepted(conversions[name], "--run"), "run")
+    check = find_check(require_accepted(conversions[name], "--run"), "run")
     assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     assert all(words in check["result"] for words in ("(exact)", "(default)", f"at most {smoke.BOUND}"))
 
@@ -417,9 +430,9 @@ def test_huge_scale_is_found(name, projection, scale, words, copy):
     with (output / tensor.file).open("r+b") as file:
         file.seek(tensor.start + 4 * 7)
         file.write(np.array([scale], "<f4").tobytes())
-    report = verified(output, "--run")
-    assert report["code"] == 6 and failed(report) == ["run"], "nothing else finds it"
-    assert words in row(report, "run")["problems"][0] and "expert 5" in row(report, "run")["problems"][0]
+    report = run_verify(output, "--run")
+    assert report["code"] == 6 and failed_checks(report) == ["run"], "nothing else finds it"
+    assert words in find_check(report, "run")["problems"][0] and "expert 5" in find_check(report, "run")["problems"][0]
     assert "convert it again" in report["message"]
 
 
@@ -485,7 +498,7 @@ def test_workers_give_the_same_report(source, workers, tmp_path, cli, which):
     assert '"ok": true' in reported(chosen, None)
     assert reported(chosen, workers) == reported(chosen, None)
     file = max(output.rglob("*.safetensors" if which != "loose" else "*.kt"), key=lambda path: path.stat().st_size)
-    edit(file, -100)
+    flip_bit(file, -100)
     assert '"ok": false' in reported(chosen, None)
     assert reported(chosen, workers) == reported(chosen, None)
     assert reported(replace(chosen, against=None), workers) == reported(replace(chosen, against=None), None)
@@ -529,7 +542,7 @@ def test_worker_reads_replaced_files(tmp_path, cli):
         assert '"ok": true' in reported(chosen, worker)
         shard = mine / "model-00001-of-00002.safetensors"
         other = Path(shutil.copy(shard, shard.with_name("other")))
-        edit(other)
+        flip_bit(other)
         other.rename(shard)
         assert '"ok": false' in reported(chosen, None)
         assert reported(chosen, worker) == reported(chosen, None)

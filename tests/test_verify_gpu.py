@@ -21,7 +21,7 @@ from ktconvert.pipeline.verify.verify import require_sound
 from rig import families
 from rig.files import edit_json
 from rig.safetensors import Tensor, Tensors, edit_file, read_file, read_folder
-from rig.verifying import failed, made, problems, row, verified
+from rig.verifying import failed_checks, find_check, invoke, problems, run_verify
 
 NEEDED = ("torch", "transformers", "accelerate", "compressed_tensors")
 loads = pytest.mark.skipif(
@@ -33,7 +33,7 @@ EXPERTS = "model.layers.{}.mlp.experts.{}.{}_proj.{}"
 
 
 def convert(source: Path, output: Path, kind: str, *more: str) -> Path:
-    made(gpu, "-i", source, "-o", output, "--quant-method", "RTN", "--quant-type", kind, *more)
+    invoke(gpu, "-i", source, "-o", output, "--quant-method", "RTN", "--quant-type", kind, *more)
     return output
 
 
@@ -54,7 +54,7 @@ def test_output_without_its_manifest_is_refused(copy):
     """The message says what the output is, and what is missing."""
     output = copy("W4A16")
     (output / "manifest.json").unlink()
-    report = verified(output)
+    report = run_verify(output)
     assert report["code"] == 3 and "is packed by compressed-tensors and has no manifest.json; " in report["message"]
 
 
@@ -104,25 +104,25 @@ def nudge_codes(packed: bytes) -> bytes:
 @loads
 @pytest.mark.parametrize("kind", KINDS)
 def test_rounded_outputs_verify_and_predict_like_their_source(kind, converted, example):
-    report = verified(converted[kind], "--against", example, "--quant-method", kind.lower())
+    report = run_verify(converted[kind], "--against", example, "--quant-method", kind.lower())
     assert report["ok"] and report["notes"] == [], report["message"]
-    assert row(report, "options")["result"] == f"{kind}, as requested"
-    assert row(report, "reload")["result"] == "every routed expert matches Qwen3MoeForCausalLM"
-    assert row(report, "source")["result"].startswith("144 tensors quantized again, same bytes; 21 non-expert")
+    assert find_check(report, "options")["result"] == f"{kind}, as requested"
+    assert find_check(report, "reload")["result"] == "every routed expert matches Qwen3MoeForCausalLM"
+    assert find_check(report, "source")["result"].startswith("144 tensors quantized again, same bytes; 21 non-expert")
     predictions = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
     assert low < predictions["kl"] < high and predictions["tokens"] == 4 * 127
     assert predictions["top1_agreement"] > {"W4A16": 0.9, "W8A16": 0.98}[kind]
     assert 3 * predictions["kl"] < predictions["bound"] < {"W4A16": 0.2, "W8A16": 0.005}[kind]
-    assert f"KL divergence {predictions['kl']:.3g} nats" in row(report, "predictions")["result"]
+    assert f"KL divergence {predictions['kl']:.3g} nats" in find_check(report, "predictions")["result"]
 
 
 @loads
 def test_only_names_are_loaded_without_a_source(converted):
-    report = verified(converted["W4A16"])
+    report = run_verify(converted["W4A16"])
     assert report["ok"] and report["predictions"] is None
     assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
-    report = verified(converted["W4A16"], "--no-load")
+    report = run_verify(converted["W4A16"], "--no-load")
     assert report["ok"] and report["checks"][-1]["name"] == "hashes"
 
 
@@ -130,37 +130,37 @@ def test_only_names_are_loaded_without_a_source(converted):
 def test_predictions_are_compared_on_a_given_text(converted, example, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n" * 60)
-    predictions = verified(converted["W8A16"], "--against", example, "--text", text)["predictions"]
+    predictions = run_verify(converted["W8A16"], "--against", example, "--text", text)["predictions"]
     assert predictions["tokens"] == 127 * (predictions["tokens"] // 127) and predictions["kl"] < predictions["bound"]
     text.write_text("too short")
-    report = verified(converted["W8A16"], "--against", example, "--text", text)
+    report = run_verify(converted["W8A16"], "--against", example, "--text", text)
     assert report["code"] == 5 and "128 are needed" in report["message"]
-    assert verified(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
+    assert run_verify(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
 @loads
 def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monkeypatch):
     output = copy("W4A16")
     edit_json(output / "config.json", lambda config: config.update(model_type="of_tomorrow", architectures=["X"]))
-    report = verified(rewrite(output, lambda _: None))
+    report = run_verify(rewrite(output, lambda _: None))
     assert report["ok"] and any("not loaded: transformers cannot build it: " in note for note in report["notes"])
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
-    report = verified(converted["W4A16"], "--against", example)
+    report = run_verify(converted["W4A16"], "--against", example)
     assert report["ok"] and report["predictions"] is None
     each = "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
     assert [note[: len(each)] for note in report["notes"]] == [each]
     monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
-    report = verified(converted["W4A16"], "--against", example)
-    assert report["ok"] and row(report, "reload")["result"] == "not checked"
+    report = run_verify(converted["W4A16"], "--against", example)
+    assert report["ok"] and find_check(report, "reload")["result"] == "not checked"
     assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
 
 
 def test_wrong_method_or_numa_is_refused(converted):
-    report = verified(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
+    report = run_verify(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
     said = "--quant-method w8a16 was given, the weights have the sizes of W4A16"
     assert report["code"] == 6 and said in report["message"]
-    assert verified(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
-    report = verified(converted["W4A16"], "--numa", 1)
+    assert run_verify(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
+    report = run_verify(converted["W4A16"], "--numa", 1)
     assert report["code"] == 2 and "has no NUMA slices" in report["message"]
 
 
@@ -172,18 +172,20 @@ def nudge_all(tensors: Tensors) -> None:
 
 def test_gptq_codes_may_differ_from_rounding(copy, example):
     output = rewrite(copy("W8A16"), nudge_all)
-    assert len(problems(verified(output, "--against", example, "--no-load"), "source")) == 48, "it says that it is RTN"
-    report = verified(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
+    assert len(problems(run_verify(output, "--against", example, "--no-load"), "source")) == 48, (
+        "it says that it is RTN"
+    )
+    report = run_verify(rewrite(output, lambda _: None, quant_method="GPTQ"), "--against", example, "--no-load")
     assert report["ok"], report["message"]
     said = "48 linears with the scales of rounding to nearest and errors of at most 1."
-    assert row(report, "source")["result"].startswith(said)
+    assert find_check(report, "source")["result"].startswith(said)
     assert all(0.007 < error["relative_error"] < 0.021 for error in report["errors"])
 
 
 def test_columns_without_calibration_do_not_count(copy, example):
     name = EXPERTS.format(1, 5, "up", "weight_packed")
     output = rewrite(copy("W8A16"), edit(name, partial(blank, columns=100)), quant_method="GPTQ")
-    report = verified(output, "--against", example, "--no-load")
+    report = run_verify(output, "--against", example, "--no-load")
     assert report["ok"], report["message"]
     assert "1 linear with columns that are all zeros: calibration never saw their inputs" in report["notes"]
 
@@ -202,8 +204,8 @@ def test_wrong_gptq_expert_is_found(expert, suffix, change, words, copy, example
     """Hashes, shapes and numbers are right; only the source tells the difference."""
     name = EXPERTS.format(1, expert, "up", suffix)
     output = rewrite(copy("W8A16"), edit(name, change), quant_method="GPTQ")
-    assert verified(output, "--no-load")["ok"]
-    report = verified(output, "--against", example, "--no-load")
+    assert run_verify(output, "--no-load")["ok"]
+    report = run_verify(output, "--against", example, "--no-load")
     (problem,) = problems(report, "source")
     assert report["code"] == 6 and name in problem and words in problem
 
@@ -214,9 +216,9 @@ def test_64_rows_suffice_to_find_a_wrong_expert(tmp_path, write_qwen, random_exp
     output = convert(source, tmp_path / "out", "W4A16")
     name = EXPERTS.format(0, 3, "down", "weight_packed")
     rewrite(output, edit(name, lambda raw: raw[64:] + raw[:64]), quant_method="GPTQ")
-    (problem,) = problems(verified(output, "--against", source, "--no-load"), "source")
+    (problem,) = problems(run_verify(output, "--against", source, "--no-load"), "source")
     assert problem.startswith(name)
-    assert all(error["experts"] == 8 for error in verified(output, "--against", source, "--no-load")["errors"])
+    assert all(error["experts"] == 8 for error in run_verify(output, "--against", source, "--no-load")["errors"])
 
 
 @loads
@@ -233,9 +235,9 @@ def test_misplaced_experts_are_found(copy, example):
             ]
 
     rewrite(output, turn, quant_method="GPTQ")
-    assert verified(output, "--no-load")["ok"]
-    report = verified(output, "--against", example)
-    assert failed(report) == ["source", "predictions"]
+    assert run_verify(output, "--no-load")["ok"]
+    report = run_verify(output, "--against", example)
+    assert failed_checks(report) == ["source", "predictions"]
     assert len(problems(report, "source")) == 24
     (problem,) = problems(report, "predictions")
     assert problem.startswith("the output's predictions differ too much from its source's: KL divergence ")
@@ -248,7 +250,7 @@ def test_names_that_transformers_ignores_are_found(tmp_path):
     """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
     source = families.make("mixtral", False, tmp_path / "source")
     output = convert(source, tmp_path / "out", "W4A16")
-    report = verified(output, "--against", source)
+    report = run_verify(output, "--against", source)
     assert report["ok"] and report["predictions"]["kl"] < report["predictions"]["bound"], report["message"]
     usual = {".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."}
 
@@ -258,8 +260,8 @@ def test_names_that_transformers_ignores_are_found(tmp_path):
 
     at = "model.layers.{layer}.block_sparse_moe.experts.{expert}."
     names = {projection: f"{at}{projection}_proj" for projection in ("gate", "up", "down")}
-    report = verified(rewrite(output, rename, linear_names=names))
-    assert failed(report) == ["reload"]
+    report = run_verify(rewrite(output, rename, linear_names=names))
+    assert failed_checks(report) == ["reload"]
     messages = problems(report, "reload")
     assert "transformers finds no tensor for model.layers.0.mlp.experts.gate_up_proj" in messages
     assert any("has no place for model.layers.1." in p and "down_proj.weight_packed" in p for p in messages)
@@ -272,7 +274,7 @@ def test_fp8_without_scales_is_found(copy):
         if name in tensors:
             tensors[name] = Tensor("F8_E4M3", (256, 256), tensors[name].data[::2])
 
-    (problem,) = problems(verified(rewrite(copy("W4A16"), half)), "quantization")
+    (problem,) = problems(run_verify(rewrite(copy("W4A16"), half)), "quantization")
     assert problem.startswith(name) and "without its scales" in problem
 
 
@@ -282,7 +284,7 @@ def test_ignore_list_that_matches_experts_is_found(copy):
     slow = ("re:(?:(?:.|..)*?)*[!#]", "the ignore list: the regular expression")
     for pattern, words in (("re:.*experts.7.up_proj", hits), slow, ("re:(", "the ignore list: '(' is no regular")):
         edit_json(output / "config.json", lambda config, p=pattern: config["quantization_config"]["ignore"].append(p))
-        (problem,) = problems(verified(rewrite(output, lambda _: None)), "quantization")
+        (problem,) = problems(run_verify(rewrite(output, lambda _: None)), "quantization")
         assert words in problem
 
 
@@ -290,7 +292,7 @@ def test_ignore_list_that_matches_experts_is_found(copy):
 def test_incomplete_source_gives_notes(tmp_path, write_qwen, random_experts):
     """The source lacks attention: no fault of the conversion."""
     source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
-    report = verified(convert(source, tmp_path / "out", "W4A16"), "--against", source)
+    report = run_verify(convert(source, tmp_path / "out", "W4A16"), "--against", source)
     assert report["ok"] and report["predictions"] is None
     lacks = [note for note in report["notes"] if "transformers finds no tensor for " in note]
     assert lacks and "the source has the same problem" in lacks[0]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from rig import isas, programs
-from rig.wrappers import EXPERTS, HIDDEN, TOPK, inputs, loaded, make, nothing_left, same  # noqa: F401
+from rig.wrappers import EXPERTS, HIDDEN, TOPK, clear_state, equal_bits, load, make, make_inputs  # noqa: F401
 
 Stacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -71,99 +71,99 @@ def test_only_the_mask_may_be_omitted(packed_example):
 def test_forward_gives_the_bits_of_experts(packed_example, method, parts):
     path, name = packed_example(method, parts), f"AMX{method.upper()}"
     for layer in (0, 1):
-        wrapper = loaded(path, layer_idx=layer, method=name, threadpool_count=parts)
+        wrapper = load(path, layer_idx=layer, method=name, threadpool_count=parts)
         experts = Experts.load(path, layer)
         for tokens in (0, 1, 40):
-            batch = inputs(tokens)
+            batch = make_inputs(tokens)
             want = by_experts(experts, *batch)
-            assert same(wrapper.forward(*batch, None), want)
+            assert equal_bits(wrapper.forward(*batch, None), want)
             wrapper.submit_forward(*batch, None)
-            assert same(wrapper.sync_forward(batch[0], None), want)
+            assert equal_bits(wrapper.sync_forward(batch[0], None), want)
 
 
 def test_any_dtype_shape_and_stride_computes(packed_example):
-    wrapper = loaded(packed_example("int8", 1))
-    hidden, ids, weights = inputs(12)
+    wrapper = load(packed_example("int8", 1))
+    hidden, ids, weights = make_inputs(12)
     want = wrapper.forward(hidden, ids, weights)
     cube = wrapper.forward(hidden.view(3, 4, HIDDEN), ids.view(3, 4, TOPK), weights.view(3, 4, TOPK))
-    assert same(cube, want.view(3, 4, HIDDEN))
+    assert equal_bits(cube, want.view(3, 4, HIDDEN))
     for dtype in (torch.float32, torch.float64):
         out = wrapper.forward(hidden.to(dtype), ids.int(), weights.double())
         assert out.dtype == dtype and torch.equal(out, want.to(dtype))
     wide = torch.zeros(12, 2 * HIDDEN, dtype=torch.bfloat16)
     wide[:, ::2] = hidden
-    assert same(wrapper.forward(wide[:, ::2], ids.T.contiguous().T, weights), want)
+    assert equal_bits(wrapper.forward(wide[:, ::2], ids.T.contiguous().T, weights), want)
 
 
 def test_outputs_are_new_tensors(packed_example):
-    wrapper = loaded(packed_example("int8", 1))
-    first, second = inputs(4, seed=1), inputs(4, seed=2)
+    wrapper = load(packed_example("int8", 1))
+    first, second = make_inputs(4, seed=1), make_inputs(4, seed=2)
     kept = wrapper.forward(*first)
     copy = kept.clone()
     wrapper.forward(*second)
-    assert same(kept, copy)
+    assert equal_bits(kept, copy)
     wrapper.submit_forward(*first)
     for tensor in first:
         tensor.zero_()  # kt-kernel copies too: what was submitted may be overwritten
-    assert same(wrapper.sync_forward(first[0]), copy)
+    assert equal_bits(wrapper.sync_forward(first[0]), copy)
 
 
 def test_masked_experts_add_nothing_even_after_a_change_of_the_mask(packed_example):
     path = packed_example("int8", 1)
-    hidden, ids, weights = inputs(20)
+    hidden, ids, weights = make_inputs(20)
     mask = torch.zeros(EXPERTS, dtype=torch.bool)
     mask[[1, 4]] = True
-    everything, masked = loaded(path), loaded(path, gpu_experts_mask=mask)
+    everything, masked = load(path), load(path, gpu_experts_mask=mask)
     all_of_them = everything.forward(hidden, ids, weights)
     without = everything.forward(hidden, ids.masked_fill(mask[ids], -1), weights)
-    assert masked.num_gpu_experts == 2 and same(masked.forward(hidden, ids, weights), without)
+    assert masked.num_gpu_experts == 2 and equal_bits(masked.forward(hidden, ids, weights), without)
     masked.gpu_experts_mask.copy_(torch.zeros(EXPERTS, dtype=torch.bool))  # as SGLang does
-    assert same(masked.forward(hidden, ids, weights), all_of_them)
+    assert equal_bits(masked.forward(hidden, ids, weights), all_of_them)
     masked.gpu_experts_mask = mask  # a copy
     mask[:] = False
-    assert masked.num_gpu_experts == 2 and same(masked.forward(hidden, ids, weights), without)
+    assert masked.num_gpu_experts == 2 and equal_bits(masked.forward(hidden, ids, weights), without)
     with pytest.raises(ValueError, match=r"gpu_experts_mask must have shape \(8,\)"):
         masked.gpu_experts_mask = torch.zeros(3)
     masked.gpu_experts_mask = None
-    assert same(masked.forward(hidden, ids, weights), all_of_them)
+    assert equal_bits(masked.forward(hidden, ids, weights), all_of_them)
     assert not everything.forward(hidden, torch.tensor([[-1, EXPERTS]] * 20), weights).any()
 
 
 def test_a_different_number_of_slices_can_be_rejected(packed_example, monkeypatch):
     monkeypatch.setattr(KTMoEWrapper, "strict", True)
     with pytest.raises(KtconvertError, match="made for 2 NUMA slices"):
-        loaded(packed_example("int4", 2), method="AMXINT4", threadpool_count=1)
+        load(packed_example("int4", 2), method="AMXINT4", threadpool_count=1)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("method", ["int4", "int8"])
 def test_packed_tensors_equal_converted_files(tmp_path, packed_example, stacked, method, parts):
     loose, name = packed_example(method, parts, "--no-merge-safetensor"), f"AMX{method.upper()}"
-    batch = inputs(5)
+    batch = make_inputs(5)
     for layer in (0, 1):
         online = make(tmp_path, layer_idx=layer, method=name, threadpool_count=parts, cpu_save=True)
         online.load_weights_from_tensors(*stacked[layer], torch.arange(EXPERTS))
-        want = loaded(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*batch)
-        assert same(online.forward(*batch), want)
-        saved = loaded(tmp_path, layer_idx=layer, method=name, threadpool_count=parts)
-        assert same(saved.forward(*batch), want)
+        want = load(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*batch)
+        assert equal_bits(online.forward(*batch), want)
+        saved = load(tmp_path, layer_idx=layer, method=name, threadpool_count=parts)
+        assert equal_bits(saved.forward(*batch), want)
     ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (tmp_path, loose))
     assert ours == theirs and len(ours) == 2 * EXPERTS * 3 * parts * 2
 
 
 def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, stacked):
     order = torch.tensor([3, 1, 0, 7, 6, 5, 2, 4])
-    hidden, ids, weights = inputs(20)
-    want = loaded(packed_example("int8", 1)).forward(hidden, order[ids], weights)
+    hidden, ids, weights = make_inputs(20)
+    want = load(packed_example("int8", 1)).forward(hidden, order[ids], weights)
     mapped = make(packed_example("int8", 1))
     mapped.load_weights(order)
-    assert same(mapped.forward(hidden, ids, weights), want)
+    assert equal_bits(mapped.forward(hidden, ids, weights), want)
     make(tmp_path / "new").load_weights_from_tensors(*stacked[0], order)
     assert list(tmp_path.iterdir()) == []  # without cpu_save nothing is written
     online = make(tmp_path, cpu_save=True)
     online.load_weights_from_tensors(*stacked[0], order)
-    assert same(online.forward(hidden, ids, weights), want)
-    assert same(loaded(tmp_path).forward(hidden, order[ids], weights), want)  # files hold logical experts
+    assert equal_bits(online.forward(hidden, ids, weights), want)
+    assert equal_bits(load(tmp_path).forward(hidden, order[ids], weights), want)  # files hold logical experts
     with pytest.raises(ValueError, match="order must name"):
         mapped.load_weights(torch.arange(EXPERTS - 1))
 
@@ -211,10 +211,10 @@ def test_deferred_experts_reach_the_next_layer(packed_example, way, defer, token
     path = packed_example("int8", 1)
     KTMoEWrapper.exact = True
     settings: list[dict[str, Any]] = [{"max_deferred_experts_per_token": defer}, {"layer_idx": 1}]
-    layers = [loaded(path, **more, num_experts_per_tok=3) for more in settings]
+    layers = [load(path, **more, num_experts_per_tok=3) for more in settings]
     plain = Plain(path, 2)
     for turn in range(3):
-        hidden, ids, weights = inputs(tokens, seed=10 * turn + tokens, topk=3)
+        hidden, ids, weights = make_inputs(tokens, seed=10 * turn + tokens, topk=3)
         ids[0, turn] = -1 if turn else EXPERTS  # is no expert
         for layer, wrapper in enumerate(layers):
             want = plain(layer, defer if layer == 0 else 0, hidden, ids, weights)
@@ -223,23 +223,23 @@ def test_deferred_experts_reach_the_next_layer(packed_example, way, defer, token
                 out = wrapper.sync_forward(hidden, None)
             else:
                 out = wrapper.forward(hidden, ids, weights, None)
-            assert same(out, want), (turn, layer)
+            assert equal_bits(out, want), (turn, layer)
             hidden, ids = out, ids.flip(0)
         plain.left = [None, None]
 
 
 def test_deferred_experts_are_added_once_and_only_by_the_next_layer(packed_example):
     path = packed_example("int8", 1)
-    batch = inputs(4)
-    first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
+    batch = make_inputs(4)
+    first, second = load(path, max_deferred_experts_per_token=1), load(path, layer_idx=1)
     alone = second.forward(*batch)
     first.forward(*batch)
-    assert not same(second.forward(*batch), alone) and same(second.forward(*batch), alone)
+    assert not equal_bits(second.forward(*batch), alone) and equal_bits(second.forward(*batch), alone)
     first.forward(*batch)
-    assert same(first.forward(*batch), first.forward(*batch))  # nothing comes before layer 0
+    assert equal_bits(first.forward(*batch), first.forward(*batch))  # nothing comes before layer 0
     first.forward(*batch)
     KTMoEWrapper.clear_buffer_cache()
-    assert same(second.forward(*batch), alone)
+    assert equal_bits(second.forward(*batch), alone)
 
 
 @pytest.mark.parametrize("order", ["one by one", "layer by layer", "after an unused layer"])
@@ -248,17 +248,17 @@ def test_models_do_not_mix(packed_example, way, order):
     """A model that is loaded twice, and computes layer by layer with other inputs, has the sums of its own."""
     path = packed_example("int8", 1)
     layers = [{"layer_idx": 0, "max_deferred_experts_per_token": 1}, {"layer_idx": 1}]
-    batches = [inputs(4, seed) for seed in (0, 1)]
+    batches = [make_inputs(4, seed) for seed in (0, 1)]
     want = []
     for hidden, ids, weights in batches:
-        alone = [loaded(path, **layer) for layer in layers]
+        alone = [load(path, **layer) for layer in layers]
         want.append([hidden := wrapper.forward(hidden, ids, weights) for wrapper in alone])
     del alone
-    unused = [loaded(path, **layers[0])] if order == "after an unused layer" else []
+    unused = [load(path, **layers[0])] if order == "after an unused layer" else []
     if order == "layer by layer":
-        models = list(zip(*[[loaded(path, **layer) for _ in batches] for layer in layers], strict=True))
+        models = list(zip(*[[load(path, **layer) for _ in batches] for layer in layers], strict=True))
     else:
-        models = [tuple(loaded(path, **layer) for layer in layers) for _ in batches]
+        models = [tuple(load(path, **layer) for layer in layers) for _ in batches]
     outs = [hidden for hidden, _, _ in batches]
     for layer in range(2):
         for number, (model, (_, ids, weights)) in enumerate(zip(models, batches, strict=True)):
@@ -267,38 +267,38 @@ def test_models_do_not_mix(packed_example, way, order):
             else:
                 model[layer].submit_forward(outs[number], ids, weights)
                 outs[number] = model[layer].sync_forward(outs[number])
-        assert all(same(got, each[layer]) for got, each in zip(outs, want, strict=True))
+        assert all(equal_bits(got, each[layer]) for got, each in zip(outs, want, strict=True))
     del unused
 
 
 def test_a_new_wrapper_replaces_one_of_its_layer(packed_example):
-    path, batch = packed_example("int8", 1), inputs(4)
-    first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
+    path, batch = packed_example("int8", 1), make_inputs(4)
+    first, second = load(path, max_deferred_experts_per_token=1), load(path, layer_idx=1)
     alone = second.forward(*batch)
     first.forward(*batch)
     want = second.forward(*batch)
     first.forward(*batch)
     del first
-    first = loaded(path, max_deferred_experts_per_token=1)  # has left nothing yet
+    first = load(path, max_deferred_experts_per_token=1)  # has left nothing yet
     first.forward(*batch)
-    assert same(second.forward(*batch), want) and not same(want, alone)
+    assert equal_bits(second.forward(*batch), want) and not equal_bits(want, alone)
     first.max_deferred_experts_per_token = 0  # may change at any time, as in kt-kernel
     first.forward(*batch)
-    assert same(second.forward(*batch), alone)
+    assert equal_bits(second.forward(*batch), alone)
 
 
 def test_the_next_layer_must_get_the_same_tokens(packed_example):
     """And there must be one."""
     path = packed_example("int8", 1)
-    last = loaded(path, layer_idx=1, max_deferred_experts_per_token=1)
+    last = load(path, layer_idx=1, max_deferred_experts_per_token=1)
     with pytest.warns(UserWarning, match=r"layer 1 of .* its model has no layer 2 .* max_deferred_experts_per_token=0"):
-        last.forward(*inputs(4))
+        last.forward(*make_inputs(4))
     del last
-    first, second = loaded(path, max_deferred_experts_per_token=1), loaded(path, layer_idx=1)
-    first.forward(*inputs(4))
+    first, second = load(path, max_deferred_experts_per_token=1), load(path, layer_idx=1)
+    first.forward(*make_inputs(4))
     with pytest.raises(ValueError, match=r"layer 1 was called with 3 tokens.*layer 0 deferred experts of 4 tokens"):
-        second.forward(*inputs(3))
-    second.forward(*inputs(3))
+        second.forward(*make_inputs(3))
+    second.forward(*make_inputs(3))
 
 
 NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
@@ -335,8 +335,8 @@ def test_threadpool_count_selects_nodes_of_the_process(monkeypatch):
 
 
 def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stacked):
-    empty, wrapper = make(), loaded(packed_example("int8", 1))
-    hidden, ids, weights = inputs(4)
+    empty, wrapper = make(), load(packed_example("int8", 1))
+    hidden, ids, weights = make_inputs(4)
     for call in (empty.forward, empty.submit_forward):
         with pytest.raises(RuntimeError, match="layer 0 has no weights"):
             call(hidden, ids, weights)
@@ -363,7 +363,7 @@ def test_masks_select_the_most_used_experts():
 
 def python(program: str, **environment: str) -> programs.Done:
     clean = {name: "" for name in os.environ if name.startswith(("KTCONVERT_", "KT_KERNEL_"))}
-    return programs.python(program, **clean | environment)
+    return programs.run_python(program, **clean | environment)
 
 
 def test_kt_kernel_can_be_imported_by_name():

@@ -20,7 +20,7 @@ from ktconvert.native_quant._ktq import ffi
 from ktconvert.native_quant.runtime import streams
 from ktconvert.native_quant.runtime.pool import Job
 from ktconvert.native_quant.runtime.streams import SUBMIT, WAIT, BufferCache
-from rig.wrappers import TOPK, Batch, inputs, loaded, nothing_left, same  # noqa: F401
+from rig.wrappers import TOPK, Batch, clear_state, equal_bits, load, make_inputs  # noqa: F401
 
 LAYERS = 2
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
@@ -35,7 +35,7 @@ def model(folder: Path, defer: int, threads: tuple[int, int] = (2, 2)) -> list[K
     """Both layers; the first defers."""
     deferred = (defer, 0)
     return [
-        loaded(folder, layer_idx=n, cpuinfer_threads=threads[n], max_deferred_experts_per_token=deferred[n])
+        load(folder, layer_idx=n, cpuinfer_threads=threads[n], max_deferred_experts_per_token=deferred[n])
         for n in range(LAYERS)
     ]
 
@@ -101,13 +101,13 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
 def test_stream_gives_the_bits_of_the_cpu(folder, stream, defer):
     wrappers = model(folder, defer)
     for seed, tokens in enumerate((4, 1, 4, 4, 9)):
-        batch = inputs(tokens, seed)
+        batch = make_inputs(tokens, seed)
         want = run(wrappers, batch)
-        assert all(map(same, stream.run(wrappers, batch), want))
+        assert all(map(equal_bits, stream.run(wrappers, batch), want))
 
 
 def test_the_order_of_launches_is_fixed(folder, stream):
-    stream.run(model(folder, 1), inputs(3, 0))
+    stream.run(model(folder, 1), make_inputs(3, 0))
     functions, jobs = [f for f, _ in stream.log], [j for _, j in stream.log]
     assert functions == [SUBMIT, SUBMIT, WAIT, SUBMIT, WAIT]  # now, late, now; now
     assert jobs[0] is jobs[2] and jobs[3] is jobs[4] and len(set(map(id, jobs))) == 3
@@ -115,15 +115,15 @@ def test_the_order_of_launches_is_fixed(folder, stream):
 
 def test_layers_with_their_own_threads_wait_for_each_other(folder, stream):
     wrappers = model(folder, 1, threads=(1, 2))
-    batch = inputs(5, 3)
+    batch = make_inputs(5, 3)
     want = run(wrappers, batch)
-    assert all(map(same, stream.run(wrappers, batch), want))
+    assert all(map(equal_bits, stream.run(wrappers, batch), want))
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
 def test_models_of_one_directory_do_not_mix_on_a_stream(folder, stream):
     """Layer by layer, both submitted before either result is taken."""
-    models, batches = [model(folder, 1), model(folder, 1)], [inputs(5, 1), inputs(5, 2)]
+    models, batches = [model(folder, 1), model(folder, 1)], [make_inputs(5, 1), make_inputs(5, 2)]
     want = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
     hidden = [batch[0] for batch in batches]
     for layer in range(LAYERS):
@@ -132,16 +132,16 @@ def test_models_of_one_directory_do_not_mix_on_a_stream(folder, stream):
             assert on is not None
             on.submit(x, ids, weights, 7)
         hidden = [on.sync(x, 7) for on, x in zip(streams_of, hidden, strict=True) if on is not None]
-        assert all(same(got, outs[layer]) for got, outs in zip(hidden, want, strict=True))
+        assert all(equal_bits(got, outs[layer]) for got, outs in zip(hidden, want, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:layer 0 of .* defers experts")
 def test_a_deferred_job_without_a_next_layer_is_awaited(folder, stream):
     first = model(folder, 1)[:1]
-    batch = inputs(5, 3)
+    batch = make_inputs(5, 3)
     want = run(first, batch)
     for _ in range(3):
-        assert same(stream.run(first, batch)[0], want[0])
+        assert equal_bits(stream.run(first, batch)[0], want[0])
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT] + 2 * [WAIT, SUBMIT, SUBMIT, WAIT]
 
 
@@ -149,11 +149,11 @@ def test_a_deferred_job_without_a_next_layer_is_awaited(folder, stream):
 def test_a_recorded_graph_can_be_replayed(folder, stream, defer):
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
-    stream.run(wrappers, inputs(4, 0))
+    stream.run(wrappers, make_inputs(4, 0))
     (buffers,) = buffers_of(wrappers[0]).kept.values()
     wrappers_again = model(folder, defer)
     for seed in (1, 2):
-        _, ids, weights = batch = inputs(4, seed)
+        _, ids, weights = batch = make_inputs(4, seed)
         # A graph's copies: what comes in for both layers, here without one layer's output going into the next.
         want = [wrappers_again[0].forward(*batch), wrappers_again[1].forward(*batch)]
         now, later = wrappers[0].select_deferred_experts(ids, weights, TOPK - defer)
@@ -165,8 +165,8 @@ def test_a_recorded_graph_can_be_replayed(folder, stream, defer):
         if later is not None:
             buffers.deferred_ids[0].copy_(later)
         stream.replay()
-        assert same(buffers.out[0], want[0]) and same(buffers.out[1], want[1])
-    stream.run(wrappers, inputs(9, 0))
+        assert equal_bits(buffers.out[0], want[0]) and equal_bits(buffers.out[1], want[1])
+    stream.run(wrappers, make_inputs(9, 0))
     assert list(buffers_of(wrappers[1]).kept.values()) == [buffers]  # another size did not take their place
 
 
@@ -175,7 +175,7 @@ def test_only_captured_sizes_and_the_last_are_kept(folder, stream):
     assert KTMoEWrapper.get_capture_batch_sizes() == [2, 4]
     wrappers = model(folder, 0)
     for tokens in (2, 3, 4, 5, 2, 6):
-        stream.run(wrappers, inputs(tokens, 0))
+        stream.run(wrappers, make_inputs(tokens, 0))
     assert sorted(key[-1] for key in buffers_of(wrappers[0]).kept) == [2, 4]
     assert [tokens for tokens, _ in buffers_of(wrappers[0]).last.values()] == [6]
     assert wrappers[0]._stream is not None and len(wrappers[0]._stream._jobs) == 3
@@ -184,12 +184,12 @@ def test_only_captured_sizes_and_the_last_are_kept(folder, stream):
     stream.log.clear()
     gc.collect()
     assert len(wrappers[0]._stream._jobs) == 0
-    assert same(stream.run(wrappers, inputs(4, 0))[1], run(wrappers, inputs(4, 0))[1])
+    assert equal_bits(stream.run(wrappers, make_inputs(4, 0))[1], run(wrappers, make_inputs(4, 0))[1])
 
 
 def test_masks_are_read_at_every_run(folder, stream):
     wrapper = model(folder, 0)[0]
-    batch = inputs(6, 1)
+    batch = make_inputs(6, 1)
     stream.run([wrapper], batch)
     wrapper.gpu_experts_mask[:] = True
     assert not stream.run([wrapper], batch)[0].any()
@@ -205,10 +205,10 @@ def on_gpu(batch: Batch) -> Batch:
 def test_gpu_tensors_compute(folder, defer):
     wrappers = model(folder, defer)
     for tokens in (1, 4, 40):
-        batch = inputs(tokens, tokens)
+        batch = make_inputs(tokens, tokens)
         want = run(wrappers, batch)
         outs = run(wrappers, on_gpu(batch))
-        assert all(out.is_cuda for out in outs) and all(map(same, outs, want))
+        assert all(out.is_cuda for out in outs) and all(map(equal_bits, outs, want))
 
 
 @gpu
@@ -216,7 +216,7 @@ def test_gpu_tensors_compute(folder, defer):
 def test_forwards_keep_the_order_of_a_stream(folder, name):
     """What comes before on the stream is seen, what comes after waits, though the host does not."""
     wrapper = model(folder, 0)[0]
-    batch = inputs(16, 5)
+    batch = make_inputs(16, 5)
     want = wrapper.forward(*batch)
     own = torch.cuda.Stream()
     cuda_stream: Any = {"number": own.cuda_stream, "stream": own, "none": None}[name]
@@ -231,7 +231,7 @@ def test_forwards_keep_the_order_of_a_stream(folder, name):
             late.zero_()
             out = wrapper.sync_forward(late, cuda_stream).clone()
         own.synchronize()
-        assert same(out, want)
+        assert equal_bits(out, want)
 
 
 @gpu
@@ -239,18 +239,18 @@ def test_forwards_keep_the_order_of_a_stream(folder, name):
 def test_forwards_can_be_captured(folder, defer):
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
-    hidden, ids, weights = on_gpu(inputs(4, 0))
+    hidden, ids, weights = on_gpu(make_inputs(4, 0))
     run(wrappers, (hidden, ids, weights))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = run(wrappers, (hidden, ids, weights))
-    run(wrappers, on_gpu(inputs(40, 9)))  # another size in between
+    run(wrappers, on_gpu(make_inputs(40, 9)))  # another size in between
     for seed in (1, 2, 3):
-        batch = inputs(4, seed)
+        batch = make_inputs(4, seed)
         want = run(model(folder, defer), batch)
         for place, value in zip((hidden, ids, weights), on_gpu(batch), strict=True):
             place.copy_(value)
         graph.replay()
         torch.cuda.synchronize()
-        assert all(map(same, outs, want))
+        assert all(map(equal_bits, outs, want))

@@ -100,7 +100,7 @@ def write(name: str, kind: str, source: dict[str, Any], in_panels: dict[str, Any
 def mxfp4_in_panels(bf16: Any) -> dict[str, Any]:
     """Of BF16 values, in MXFP4."""
     codes, exponents = reference.quantize_mxfp4(bf16)
-    return {"out.codes": floats.in_words(codes), "out.scales": fp4.exponents_to_panels(exponents)}
+    return {"out.codes": floats.pack_codes(codes), "out.scales": fp4.exponents_to_panels(exponents)}
 
 
 def fp8_in_panels(bf16: Any) -> dict[str, Any]:

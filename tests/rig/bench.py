@@ -1,4 +1,4 @@
-"""A source, an output beside it, and the command line, to be cut off where a test wants it: fixtures and what they give."""
+"""Fixtures for interrupted conversions: a source, an output beside it, and a command line that can be killed."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from rig import conversion, forks, killpoint
 
 Done = subprocess.CompletedProcess[str]
 LAYERS = 3
-SHARD = "model-00002-of-00004.safetensors"  # of the source: layer 1
+SHARD = "model-00002-of-00004.safetensors"  # the shard of the source that has layer 1
 CONVERSIONS = {
     "merged": ("cpu",),
     "loose": ("cpu", "--no-merge-safetensor"),
@@ -25,13 +25,14 @@ CONVERSIONS = {
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Start servers that fork for each run, with the kill-point shim loaded."""
     shim = killpoint.build(tmp_path_factory.mktemp("shim"))
     with forks.Forks([shim], 2) as server:
         yield server
 
 
 class Bench:
-    """A source, an output beside it, and the command line."""
+    """A source checkpoint, an output, and the command line that converts one into the other."""
 
     def __init__(self, base: Path, servers: Any) -> None:
         self.base, self.servers = base, servers
@@ -42,20 +43,20 @@ class Bench:
         self.log = base / "log"
 
     def run(self, *arguments: str | Path, kill: int = 0) -> Done:
-        """`ktconvert` with these arguments, killed before its n-th call that changes the output or beside it."""
+        """Run `ktconvert`; kill it before the n-th call that changes the output or its work directory."""
         self.log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(self.output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(self.log)}
         done: Done = self.servers.run(arguments, self.base / "printed", env)
         return done
 
     def cpu(self, *options: str, kill: int = 0, output: Path | None = None, source: Path | None = None) -> Done:
-        """`ktconvert cpu` with one thread, so that calls come in one order."""
+        """Run `ktconvert cpu` with one thread, so that the order of calls is fixed."""
         where = ("-i", source or self.source, "-o", output or self.output, "--cpuinfer-threads", "1")
         return self.run("cpu", *where, *options, kill=kill)
 
-    def begin(self, which: str, *options: str, kill: int = 0) -> Done:
-        """One of CONVERSIONS with one thread; merge reads what a loose conversion of the source made."""
-        command, *rest = CONVERSIONS[which]
+    def begin(self, name: str, *options: str, kill: int = 0) -> Done:
+        """Run one of CONVERSIONS with one thread; merge reads a loose conversion of the source."""
+        command, *rest = CONVERSIONS[name]
         source = self.source
         if command == "merge":
             source = self.base / "loose"
@@ -64,20 +65,21 @@ class Bench:
         where = ("-i", source, "-o", self.output, "--cpuinfer-threads", "1")
         return self.run(command, *where, *rest, *options, kill=kill)
 
-    def fresh(self, *options: str, source: Path | None = None) -> Any:
-        place = self.base / "fresh"
-        assert self.cpu(*options, output=place, source=source).returncode == 0
-        tree = conversion.tree(place)
-        shutil.rmtree(place)
+    def convert_fresh(self, *options: str, source: Path | None = None) -> Any:
+        """Convert without interruption, and return the tree of the output."""
+        folder = self.base / "fresh"
+        assert self.cpu(*options, output=folder, source=source).returncode == 0
+        tree = conversion.tree(folder)
+        shutil.rmtree(folder)
         return tree
 
     def calls(self) -> list[Any]:
-        """The calls of the last run, in order; paths below the folder that holds the output."""
-        return killpoint.calls(self.log, self.output.parent)
+        """Return the calls of the last run, in order; paths are relative to the folder that contains the output."""
+        return killpoint.read_calls(self.log, self.output.parent)
 
     def stop_after(self, units: int, *options: str) -> None:
-        """A conversion that is killed right after so many units were recorded."""
-        place = self.output
+        """Start a conversion and kill it right after the journal has recorded this number of units."""
+        output = self.output
         self.output = self.base / "other" / "out"
         self.output.parent.mkdir()
         assert self.cpu(*options).returncode == 0
@@ -85,20 +87,22 @@ class Bench:
         synced = [n for n, call in calls if call[:2] == ("fsync", "out.work/journal.jsonl")]
         synced[0] = next(n for n, call in calls if call.second == "out.work/plan.json")
         shutil.rmtree(self.output.parent)
-        self.output = place
+        self.output = output
         assert self.cpu(*options, kill=synced[units] + 1).returncode == killpoint.KILLED
         assert len(journal.find_finished_units(journal.read(self.work / "journal.jsonl"))) == units
 
-    def units_written(self) -> int:
+    def count_written_units(self) -> int:
+        """Count the units that the last run published."""
         return sum(c.name == "rename" and bool(c.second) and "/store/" in c.second for c in self.calls())
 
-    def finished_as(self, expected: Any) -> None:
-        """The output is what it should be, and nothing is left beside it."""
-        assert conversion.differing(conversion.tree(self.output), expected) == []
+    def check_output(self, expected: Any) -> None:
+        """Assert that the output equals the expected tree, and that no other file remains beside it."""
+        assert conversion.find_differences(conversion.tree(self.output), expected) == []
         assert conversion.names(self.output.parent) == ["out"]
 
 
 @pytest.fixture
 def bench(tmp_path: Path, servers: Any) -> Iterator[Bench]:
-    with conversion.in_memory(tmp_path) as base:
+    """Make a bench in a folder of its own, in memory if there is space."""
+    with conversion.memory_folder(tmp_path) as base:
         yield Bench(base, servers)

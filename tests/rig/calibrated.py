@@ -1,4 +1,4 @@
-"""Models converted with GPTQ by the real command line, and by llmcompressor's oneshot, once for all tests."""
+"""Models that are converted once for all tests: with GPTQ by the real command line, and by llmcompressor's oneshot."""
 
 import fcntl
 import json
@@ -20,11 +20,11 @@ from rig.safetensors import read_folder
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE, HELDOUT = ROOT / "examples" / "qwen3-moe-small", ROOT / "examples" / "heldout.txt"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-VOCABULARY = 2048  # of that tokenizer
+VOCABULARY = 2048  # size of that tokenizer's vocabulary
 MAX_LENGTH = 48
-TEXTS = (300, 110, 85, 60, 40, 25, 12)  # characters; the first is more than MAX_LENGTH tokens
+TEXTS = (300, 110, 85, 60, 40, 25, 12)  # lengths in characters; the first text exceeds MAX_LENGTH tokens
 FEW = (25, 8)
-# What a server loads, so that a run takes one second and not seven.
+# Modules that a server loads once, so that a run takes one second instead of seven.
 OURS = ("cli.conversion", "plans.cpu", "plans.gpu", "calibration.layered_model", "verify")
 MODULES = (
     *("accelerate", "datasets", "compressed_tensors.compressors", "llmcompressor.modifiers.gptq.gptq_quantize"),
@@ -33,12 +33,12 @@ MODULES = (
 
 
 class Case(NamedTuple):
-    """A model, and how it is converted.
+    """A model, and the options to convert it.
 
-    source   what `sources` calls it
-    options  for `ktconvert gpu`, beside input, output, kind and data
-    few      calibrate with FEW tokens
-    oracle   what the library's job has beside model, samples and kind; None where it is not asked
+    source   key in the dictionary that write_sources returns
+    options  options of `ktconvert gpu` besides input, output, kind and dataset
+    few      calibrate with the texts of FEW
+    oracle   fields of the library's oneshot.Job besides model, samples and kind; None to skip the library
     """
 
     source: str
@@ -65,98 +65,102 @@ CASES = {
     "deepseek_v3": Case("deepseek_v3", "W8A16"),
     "qwen3_next": Case("qwen3_next"),
 }
-# With another number of threads, and each family in both kinds.
+# Run with a different number of threads: each family in both kinds.
 LONG = {
     f"{source} {kind}": Case(source, kind)
     for source in (*families.FAMILIES, "qwen3_moe fused", "bundled")
     for kind in ("W4A16", "W8A16")
 }
-# One of each family, and of each way in which experts are stored.
+# One case of each family, and of each way in which checkpoints store experts.
 VERIFIED = (*("qwen3_moe", "qwen3_moe fused", "qwen3_moe FP8", "mixtral"), *("deepseek_v3", "qwen3_next"))
 VERIFIED_LONG = ("glm4_moe W4A16", "minimax_m2 W8A16")
 
 
-def sources(folder: Path) -> dict[str, Path]:
-    """The models, each with the bundled one's tokenizer."""
+def write_sources(folder: Path) -> dict[str, Path]:
+    """Write the models, each with the tokenizer of the bundled model; return their paths by name."""
     from safetensors.torch import load_file, save_file
 
-    models = {name: make(name, False, folder / name) for name in families.FAMILIES if name != "qwen3_moe"}
+    models = {name: write_model(name, False, folder / name) for name in families.FAMILIES if name != "qwen3_moe"}
     for name, fused in (("qwen3_moe", False), ("qwen3_moe fused", True)):
-        models[name] = make("qwen3_moe", fused, folder / name, num_hidden_layers=3)
+        models[name] = write_model("qwen3_moe", fused, folder / name, num_hidden_layers=3)
     models["bundled"] = Path(shutil.copytree(EXAMPLE, folder / "bundled"))
 
     models["qwen3_moe FP8"] = stored.model(models["qwen3_moe"], folder / "qwen3_moe FP8", "FP8")
     models["qwen3_moe decoded"] = folder / "qwen3_moe decoded"
-    done = conversion.here("dequantize", models["qwen3_moe FP8"], models["qwen3_moe decoded"])
+    done = conversion.run_in_process("dequantize", models["qwen3_moe FP8"], models["qwen3_moe decoded"])
     assert done.exception is None, done.exception
     models["bundled scrambled"] = Path(shutil.copytree(EXAMPLE, folder / "bundled scrambled"))
     path = models["bundled scrambled"] / "model.safetensors"
-    save_file(scrambled(load_file(path)), path, metadata={"format": "pt"})
+    save_file(scramble(load_file(path)), path, metadata={"format": "pt"})
     return models
 
 
-def small(folder: Path) -> Path:
-    """A Qwen3-MoE of three layers with four experts, and the bundled tokenizer."""
-    return make("qwen3_moe", False, folder, num_hidden_layers=3, num_experts=4)
+def write_small_model(folder: Path) -> Path:
+    """Write a Qwen3-MoE with three layers, four experts and the bundled tokenizer."""
+    return write_model("qwen3_moe", False, folder, num_hidden_layers=3, num_experts=4)
 
 
-def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
-    """A model of this family, with the bundled one's tokenizer."""
-    model: Path = families.make(family, fused, folder, vocab_size=VOCABULARY, **differs)
+def write_model(family: str, fused: bool, folder: Path, **overrides: Any) -> Path:
+    """Write a model of this family, with the tokenizer of the bundled model."""
+    model: Path = families.make(family, fused, folder, vocab_size=VOCABULARY, **overrides)
     for name in TOKENIZER:
         shutil.copy(EXAMPLE / name, model)
     return model
 
 
-def scrambled(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Almost the same function, with columns of down_proj of very different sizes in layer 0."""
+def scramble(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Scale the columns of down_proj of layer 0 very differently, and undo it in up_proj: almost the same function."""
     import torch
 
-    generator, converted = torch.Generator().manual_seed(0), dict(tensors)
+    generator, scaled = torch.Generator().manual_seed(0), dict(tensors)
     for name in (name for name in tensors if "layers.0." in name and "experts" in name and "down_proj" in name):
         sizes = torch.exp(torch.randn(tensors[name].shape[1], generator=generator) / 2)
         up = name.replace("down_proj", "up_proj")
-        converted[name] = (tensors[name] * sizes).to(torch.bfloat16)
-        converted[up] = (tensors[up] / sizes[:, None]).to(torch.bfloat16)
-    return converted
+        scaled[name] = (tensors[name] * sizes).to(torch.bfloat16)
+        scaled[up] = (tensors[up] / sizes[:, None]).to(torch.bfloat16)
+    return scaled
 
 
-def data(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
-    """A data set of texts, as JSON lines in mixed order, and its samples in the order of calibration."""
+def write_dataset(folder: Path, name: str, lengths: Sequence[int]) -> tuple[Path, list[list[int]]]:
+    """Write a data set (JSON lines in mixed order); return its path, and its samples in the order of calibration."""
     from transformers import AutoTokenizer
 
-    text, at, rows = HELDOUT.read_text(), 0, []
+    text, start, rows = HELDOUT.read_text(), 0, []
     for length in lengths:
-        rows.append(text[at : at + length])
-        at += length
+        rows.append(text[start : start + length])
+        start += length
     path = folder / f"{name}.jsonl"
     path.write_text("".join(json.dumps({"text": row}) + "\n" for row in sorted(rows)))
     tokenizer = AutoTokenizer.from_pretrained(EXAMPLE)
-    ids = [tokenizer(row, add_special_tokens=False)["input_ids"][:MAX_LENGTH] for row in rows]
-    assert len({len(sample) for sample in ids}) == len(ids)  # so that there is one order by descending length
-    return path, sorted(ids, key=len, reverse=True)
+    samples = [tokenizer(row, add_special_tokens=False)["input_ids"][:MAX_LENGTH] for row in rows]
+    assert len({len(sample) for sample in samples}) == len(samples)  # so that there is one order by descending length
+    return path, sorted(samples, key=len, reverse=True)
 
 
-def usual(dataset: Path, threads: int = 1) -> list[str]:
-    words = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
-    return [*words, "--force-cpu"]
+def data_options(dataset: Path, threads: int = 1) -> list[str]:
+    """Return the options for calibration data that all commands share."""
+    options = ["--dataset", str(dataset), "--max-sequence-length", str(MAX_LENGTH), "--cpuinfer-threads", str(threads)]
+    return [*options, "--force-cpu"]
 
 
-def arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
-    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, *usual(dataset, threads), *options]
+def gpu_arguments(model: Path, out: Path, kind: str, dataset: Path, *options: str, threads: int = 1) -> list[str]:
+    """Return the arguments of `ktconvert gpu` with GPTQ."""
+    return ["gpu", "-i", str(model), "-o", str(out), "--quant-type", kind, *data_options(dataset, threads), *options]
 
 
-def scale_gptq(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
+def scale_gptq_arguments(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
+    """Return the arguments of `ktconvert cpu --scale gptq`."""
     where = ("-i", str(model), "-o", str(out))
-    return ["cpu", *where, "--scale", "gptq", "--min-expert-tokens", "4", *usual(dataset), *options]
+    return ["cpu", *where, "--scale", "gptq", "--min-expert-tokens", "4", *data_options(dataset), *options]
 
 
-def calibrate(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
-    return ["calibrate", str(model), "--output", str(out), *usual(dataset), *options]
+def calibrate_arguments(model: Path, out: Path, dataset: Path, *options: str) -> list[str]:
+    """Return the arguments of `ktconvert calibrate`."""
+    return ["calibrate", str(model), "--output", str(out), *data_options(dataset), *options]
 
 
 class Converted(NamedTuple):
-    """Where everything lies: models, outputs of `ktconvert gpu` and of oneshot by the names of cases."""
+    """The folder with the models, and the outputs of `ktconvert gpu` and of oneshot, by the names of cases."""
 
     root: Path
     cases: Mapping[str, Case]
@@ -171,57 +175,59 @@ class Converted(NamedTuple):
         return self.root / "theirs" / name
 
     def rounded(self, name: str) -> Path:
-        """What --quant-method RTN makes of the same model: of "qwen3_moe" and "bundled", W4A16."""
+        """Return the output of --quant-method RTN as W4A16, for "qwen3_moe" or "bundled"."""
         return self.root / "rounded" / name
 
-    def output_of(self, name: str) -> str:
+    def log_text(self, name: str) -> str:
         return (self.root / "log" / name).read_text()
 
     def report(self, name: str) -> Any:
-        return json.loads(oneshot.report_of(self.theirs(name)).read_text())
+        return json.loads(oneshot.report_path(self.theirs(name)).read_text())
 
     def verified(self, name: str) -> int:
-        """The exit code of `ktconvert verify` of one of VERIFIED or VERIFIED_LONG."""
+        """Return the exit code of `ktconvert verify` for one of VERIFIED or VERIFIED_LONG."""
         return int(json.loads((self.root / "verified.json").read_text())[name])
 
     def dataset(self, name: str = "texts") -> Path:
         return self.root / f"{name}.jsonl"
 
     def oracle(self, name: str) -> dict[str, Any]:
-        """The library's tensors under the names that our output has."""
+        """Return the library's tensors under the names of our output."""
 
-        def ours(name: str) -> str:
+        def our_name(name: str) -> str:
             if ".block_sparse_moe.experts." in name:
-                for theirs, own in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
-                    name = name.replace(f".{theirs}.", f".{own}.")
+                for theirs, ours in (("gate_proj", "w1"), ("down_proj", "w2"), ("up_proj", "w3")):
+                    name = name.replace(f".{theirs}.", f".{ours}.")
             return name
 
-        return {ours(name): tensor for name, tensor in read_folder(self.theirs(name)).items()}
+        return {our_name(name): tensor for name, tensor in read_folder(self.theirs(name)).items()}
 
 
 def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None:
-    """Run every conversion that `converted` names. extras: round two models to nearest, too."""
+    """Run every conversion that `converted` lists. extras: also convert two models with RTN."""
     root = converted.root
     for name in ("models", "ours", "theirs", "log", "rounded"):
         (root / name).mkdir()
-    models = sources(root / "models")
-    samples = {few: data(root, name, lengths) for few, name, lengths in ((False, "texts", TEXTS), (True, "few", FEW))}
+    models = write_sources(root / "models")
+    samples = {
+        few: write_dataset(root, name, lengths) for few, name, lengths in ((False, "texts", TEXTS), (True, "few", FEW))
+    }
     jobs = [
         oneshot.Job(models[case.source], converted.theirs(name), samples[case.few][1], case.kind, **case.oracle)
         for name, case in converted.cases.items()
         if case.oracle is not None
     ]
 
-    def ours() -> None:
+    def run_ours() -> None:
         with forks.Forks([], 1, modules=MODULES) as server:
 
-            def run(name: str, *words: str | Path) -> int:
-                return server.run(words, root / "log" / name).returncode
+            def run(name: str, *arguments: str | Path) -> int:
+                return server.run(arguments, root / "log" / name).returncode
 
             for name, case in converted.cases.items():
                 options = (case.kind, samples[case.few][0], *case.options)
-                words = arguments(models[case.source], converted.ours(name), *options, threads=threads)
-                assert run(name, *words) == 0, converted.output_of(name)
+                arguments = gpu_arguments(models[case.source], converted.ours(name), *options, threads=threads)
+                assert run(name, *arguments) == 0, converted.log_text(name)
             if extras:
                 for name in ("qwen3_moe", "bundled"):
                     where = ("-i", models[name], "-o", converted.rounded(name))
@@ -234,12 +240,12 @@ def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None
             (root / "verified.json").write_text(json.dumps(codes))
 
     with ThreadPoolExecutor(2) as pool:
-        for running in [pool.submit(oneshot.run, jobs, threads), pool.submit(ours)]:
-            running.result()
+        for future in [pool.submit(oneshot.run, jobs, threads), pool.submit(run_ours)]:
+            future.result()
 
 
-def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A folder that make(folder) fills, in one of the processes that share the tests."""
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """Return a folder that make(folder) fills once, in one of the processes that share the tests."""
     session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if session is None:
         folder = factory.mktemp(name)
@@ -258,17 +264,21 @@ def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None
 
 @pytest.fixture(scope="session")
 def converted(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    return Converted(once(tmp_path_factory, "gptq", lambda root: convert(Converted(root, CASES))), CASES)
+    """Convert all CASES."""
+    return Converted(make_once(tmp_path_factory, "gptq", lambda root: convert(Converted(root, CASES))), CASES)
 
 
 @pytest.fixture(scope="session")
 def converted_long(tmp_path_factory: pytest.TempPathFactory) -> Converted:
-    root = once(tmp_path_factory, "gptq-long", lambda root: convert(Converted(root, LONG), threads=2, extras=False))
+    """Convert all cases of LONG."""
+    root = make_once(
+        tmp_path_factory, "gptq-long", lambda root: convert(Converted(root, LONG), threads=2, extras=False)
+    )
     return Converted(root, LONG)
 
 
-def reloaded(path: Path) -> tuple[Any, dict[str, Any]]:
-    """A checkpoint in transformers, and what it says of missing and unexpected tensors."""
+def load_with_info(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Load a checkpoint with transformers; return the model, and its report of missing and unexpected tensors."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -277,7 +287,7 @@ def reloaded(path: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def divergence(original: Any, other: Any, text: str) -> float:
-    """The mean KL divergence of what two models predict after each token."""
+    """Return the mean KL divergence between the next-token predictions of two models."""
     import torch
     from transformers import AutoTokenizer
 
@@ -287,18 +297,19 @@ def divergence(original: Any, other: Any, text: str) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
-def without_experts(path: Path) -> Any:
+def load_without_experts(path: Path) -> Any:
+    """Load a model whose experts return zeros."""
     import torch
 
-    model, _ = reloaded(path)
+    model, _ = load_with_info(path)
     for name, module in model.named_modules():
         if name.endswith(".experts"):
-            module.register_forward_hook(lambda _m, _given, out: torch.zeros_like(out))
+            module.register_forward_hook(lambda _module, _inputs, out: torch.zeros_like(out))
     return model
 
 
-def python(program: str, *words: str) -> subprocess.CompletedProcess[str]:
-    """A program in a process of its own, which must end well."""
-    done = subprocess.run([sys.executable, "-c", program, *words], capture_output=True, text=True)
+def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in its own process, and require that it succeeds."""
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done

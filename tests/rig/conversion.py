@@ -1,4 +1,4 @@
-"""A tiny checkpoint, the real command line, and what must hold afterwards: shared by the tests of kills and resumes."""
+"""A tiny checkpoint, the real command line, and checks of its results: shared by tests that kill and resume."""
 
 import atexit
 import contextlib
@@ -27,41 +27,41 @@ from rig.files import move_time
 from rig.safetensors import write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
-TIMEOUT = 300.0  # seconds; a conversion takes half of one, a loaded machine many times that
-# Commands that load models, and what a server of them has loaded, so that a run takes one second and not five.
-OF_MODELS = ("run", "eval", "train", "merge-adapter")
+TIMEOUT = 300.0  # seconds; a conversion takes 0.5 seconds, and much longer on a loaded machine
+# Commands that load models, and modules that their server imports once: a run then takes one second instead of five.
+MODEL_COMMANDS = ("run", "eval", "train", "merge-adapter")
 MODELS = (
     *("accelerate", "datasets", "transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
     *("ktconvert.pipeline.models.fine_tuning", "ktconvert.pipeline.models.evaluate"),
 )
-ROOM = 256 << 20  # bytes; a test needs a few MB
-# That a test makes use of: each runs a server, and a container may show all of a large machine's.
+MIN_FREE = 256 << 20  # bytes that /dev/shm must have free; a test needs a few MB
+# CPUs that a test uses, with a server for each; a container may report all CPUs of a large machine.
 CORES = min(8, machine.usable_cpus())
 HIDDEN, WIDTH = 128, 256  # the smallest that AMXINT4 in two NUMA slices allows
-# What is drawn by chance is the same in every run, unless KTCONVERT_TEST_SEED is another; `make test-long` draws others.
+# Random draws are the same in every run, unless KTCONVERT_TEST_SEED is set; `make test-long` sets it.
 SEED = int(os.environ.get("KTCONVERT_TEST_SEED", 0))
-FUZZ = int(os.environ.get("KTCONVERT_FUZZ", 1))  # how many times more mutations than usual
+FUZZ = int(os.environ.get("KTCONVERT_FUZZ", 1))  # factor for the number of mutations
 Tree = dict[str, bytes | None]
 
 
 def bf16(rng: np.random.Generator, *shape: int) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """Random weights of either sign between 1/128 and 1/32, as BF16 bits."""
+    """Draw weights of either sign between 1/128 and 1/32, as BF16 bits."""
     return rng.integers(0, 1 << 16, shape, np.uint16) & 0x80FF | 0x3C00
 
 
 def checkpoint(
     folder: Path, *, layers: int = 3, experts: int = 2, hidden: int = HIDDEN, width: int = WIDTH, seed: int = 0
 ) -> Path:
-    """A BF16 Qwen3-MoE-shaped checkpoint: one shard per layer and one for the rest, config, tokenizer, a nested file."""
+    """Write a BF16 checkpoint shaped like Qwen3-MoE: a shard per layer, one for the other tensors, and companions."""
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     shards: list[dict[str, Any]] = []
     for layer in range(layers):
-        at = f"model.layers.{layer}."
-        tensors: dict[str, Any] = {f"{at}mlp.gate.weight": bf16(rng, experts, hidden)}
+        prefix = f"model.layers.{layer}."
+        tensors: dict[str, Any] = {f"{prefix}mlp.gate.weight": bf16(rng, experts, hidden)}
         for expert in range(experts):
             for name, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-                tensors[f"{at}mlp.experts.{expert}.{name}_proj.weight"] = bf16(rng, *shape)
+                tensors[f"{prefix}mlp.experts.{expert}.{name}_proj.weight"] = bf16(rng, *shape)
         shards.append(tensors)
     shards.append({"model.embed_tokens.weight": bf16(rng, 64, hidden), "model.norm.weight": bf16(rng, hidden)})
     weight_map = {}
@@ -80,8 +80,8 @@ def checkpoint(
     return folder
 
 
-def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
-    """Change one bit of a file (of the last weight, its sign); the time of change moves on, unless it is to be kept."""
+def flip_bit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
+    """Flip the top bit of a byte of a file (by default, the sign of the last weight), and advance its mtime."""
     before = path.stat()
     data = bytearray(path.read_bytes())
     data[at] ^= 0x80
@@ -93,27 +93,32 @@ def edit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
 
 
 def ktconvert(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, prefix: Iterable[str] = (), **how: Any
+    *arguments: str | Path, env: Mapping[str, str] | None = None, prefix: Iterable[str] = (), **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The real command line, in a process of its own: forked from one that has imported it, unless it is to be special."""
-    if not (env or prefix or how) and threading.current_thread() is threading.main_thread():
-        run, begun_in = _server(MODELS if arguments and arguments[0] in OF_MODELS else ())
-        if begun_in == _environment():
+    """Run the real command line in its own process.
+
+    A server that has imported it forks the process, unless env, prefix or other options are given.
+    """
+    if not (env or prefix or options) and threading.current_thread() is threading.main_thread():
+        run, environment = _server(MODELS if arguments and arguments[0] in MODEL_COMMANDS else ())
+        if environment == _environment():
             return run(arguments)
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
-    how = {"timeout": TIMEOUT, "capture_output": True, "text": True} | how
-    return subprocess.run(command, env={**os.environ, **(env or {})}, **how)
+    options = {"timeout": TIMEOUT, "capture_output": True, "text": True} | options
+    return subprocess.run(command, env={**os.environ, **(env or {})}, **options)
 
 
 def fork(program: str, *arguments: str | Path, modules: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Call a function of tests/rig or the product, MODULE:FUNCTION, with these arguments in a process of its own, forked
-    from one that has imported the command line and these modules.
+    """Call a function MODULE:FUNCTION of tests/rig or the product in its own process, with these arguments.
+
+    The process is forked from one that has imported the command line and these modules.
     """
     server, _ = _server(tuple(modules))
     return server(arguments, program)
 
 
-def here(*arguments: object) -> Result:
+def run_in_process(*arguments: object) -> Result:
+    """Run the command line in this process."""
     from ktconvert.pipeline.cli import group
 
     return CliRunner().invoke(group, [*map(str, arguments)])
@@ -123,20 +128,19 @@ def here(*arguments: object) -> Result:
 def _server(
     modules: tuple[str, ...],
 ) -> tuple[Callable[..., subprocess.CompletedProcess[str]], dict[str, str]]:
-    """A server for this process, and the environment that it was started in."""
+    """Start a server for this process; return its run function, and the environment that it was started in."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
-    said = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     server = stack.enter_context(forks.Forks([], 1, modules=(*modules, "rig.documents")))
 
-    def run(words: Sequence[str | Path], program: str = forks.COMMAND_LINE) -> subprocess.CompletedProcess[str]:
-        return server.run(words, said / "log", printed=said / "printed", program=program)  # type: ignore[no-any-return]
+    def run(arguments: Sequence[str | Path], program: str = forks.COMMAND_LINE) -> subprocess.CompletedProcess[str]:
+        return server.run(arguments, folder / "log", printed=folder / "printed", program=program)  # type: ignore[no-any-return]
 
     return run, _environment()
 
 
-# What pytest says of itself, and what torch and commands that compute with it set in this process where it is not set:
-# nothing that a process would find otherwise.
+# Variables that pytest sets, and that torch and commands set in this process: a new process would not have them.
 OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY"}
 OWN |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TQDM_DELAY"}
 
@@ -146,34 +150,35 @@ def _environment() -> dict[str, str]:
 
 
 def wait_until_stopped(process: subprocess.Popen[Any]) -> None:
-    """SIGSTOP reaches a thread when its system call ends; what that call does is seen until then."""
-    while process.poll() is None and not _stands_still(process.pid):
+    """Wait until each thread of a process that got SIGSTOP has stopped, which is when its system call has ended."""
+    while process.poll() is None and not _has_stopped(process.pid):
         time.sleep(0.001)
 
 
-def _stands_still(pid: int) -> bool:
+def _has_stopped(pid: int) -> bool:
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         return all((task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX" for task in tasks)
-    except (FileNotFoundError, ProcessLookupError):  # a thread ended just now
+    except (FileNotFoundError, ProcessLookupError):  # a thread has just ended
         return False
 
 
-def events(text: str) -> list[dict[str, Any]]:
+def parse_events(text: str) -> list[dict[str, Any]]:
+    """Return the JSON events among the lines of an output."""
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
-    """One sentence, this exit code, these words."""
+def check_refusal(done: subprocess.CompletedProcess[str], code: int, *texts: str) -> None:
+    """Assert that a command ended with this exit code and one message, which contains these texts."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
     assert len(lines) == 1, done.stderr
-    assert not [word for word in words if word not in lines[0]], lines[0]
+    assert not [text for text in texts if text not in lines[0]], lines[0]
 
 
 class Mounts(contextlib.AbstractContextManager[Any]):
-    """A mount namespace of our own: its mounts are invisible to other processes and end with it. A context manager."""
+    """A private mount namespace, as a context manager: other processes do not see its mounts, which end with it."""
 
     def __init__(self) -> None:
         user = [] if os.geteuid() == 0 else ["--map-root-user"]
@@ -191,18 +196,20 @@ class Mounts(contextlib.AbstractContextManager[Any]):
         self._holder.wait()
 
     def mount(self, *arguments: str | Path) -> None:
+        """Run mount inside the namespace."""
         subprocess.run([*self.prefix, "mount", *map(str, arguments)], check=True)
 
-    def seen(self, path: Path) -> Path:
+    def host_path(self, path: Path) -> Path:
+        """Return the path by which processes outside the namespace reach this path."""
         return Path(f"/proc/{self._holder.pid}/root{path}")
 
 
 @contextlib.contextmanager
-def in_memory(otherwise: Path) -> Iterator[Path]:
-    """A folder on a tmpfs, where syncing costs nothing; on disk where the tmpfs is small, as in many containers."""
+def memory_folder(fallback: Path) -> Iterator[Path]:
+    """Make a folder on a tmpfs, where syncing is free; use the fallback if the tmpfs is small, as in many containers."""
     shared = Path("/dev/shm")
-    roomy = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= ROOM
-    base = Path(tempfile.mkdtemp(dir=shared)) if roomy else otherwise
+    is_large = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= MIN_FREE
+    base = Path(tempfile.mkdtemp(dir=shared)) if is_large else fallback
     base.mkdir(parents=True, exist_ok=True)
     try:
         yield base
@@ -211,7 +218,7 @@ def in_memory(otherwise: Path) -> Iterator[Path]:
 
 
 def tree(folder: Path) -> Tree:
-    """Every file with its bytes, every folder, and where links point."""
+    """Return each file's bytes, each link's target, and None for each folder, by relative path."""
 
     def content(p: Path) -> bytes | None:
         return str(p.readlink()).encode() if p.is_symlink() else p.read_bytes() if p.is_file() else None
@@ -220,7 +227,7 @@ def tree(folder: Path) -> Tree:
 
 
 def identity(folder: Path) -> dict[str, tuple[int, ...]]:
-    """What a write would change: inode, size, mode and times of every entry, the folder itself included."""
+    """Return what a write would change: inode, size, mode and times of each entry and of the folder itself."""
     return {
         str(p): (s.st_ino, s.st_size, s.st_mode, s.st_mtime_ns, s.st_ctime_ns)
         for p in [folder, *folder.rglob("*")]
@@ -229,52 +236,53 @@ def identity(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def names(folder: Path) -> list[str]:
+    """Return the names of a folder's entries, sorted."""
     return sorted(path.name for path in folder.iterdir())
 
 
-def differing(actual: Tree, expected: Tree) -> list[str]:
-    """The names of what is missing, extra or has other bytes: readable where the trees themselves are not."""
+def find_differences(actual: Tree, expected: Tree) -> list[str]:
+    """Return the names of files that are missing, extra or different: a failure then shows names instead of trees."""
     return sorted(n for n in actual.keys() | expected.keys() if actual.get(n, b"-") != expected.get(n, b"-"))
 
 
-def in_parallel(job: Callable[[Any], Any], numbers: Iterable[Any]) -> list[Any]:
-    """job(n) for every n, a few at a time; processes do the work. The first failure is raised."""
+def run_in_parallel(job: Callable[[Any], Any], numbers: Iterable[Any]) -> list[Any]:
+    """Return job(n) for each n; a few run at a time, in threads that wait for processes. The first failure is raised."""
     with ThreadPoolExecutor(CORES) as pool:
         return list(pool.map(job, numbers))
 
 
-def chance() -> random.Random:
-    """What draws for a test. A test that fails shows the seed."""
+def seeded_random() -> random.Random:
+    """Return the random generator of a test, and print its seed for the case that the test fails."""
     print(f"KTCONVERT_TEST_SEED={SEED}")
     return random.Random(SEED)
 
 
-def seeds(count: int) -> Iterator[int]:
-    """Of mutations: so many, or KTCONVERT_FUZZ times as many. A failing test shows its own in the trace."""
-    draw = chance()
+def draw_seeds(count: int) -> Iterator[int]:
+    """Yield `count` seeds for mutations, or KTCONVERT_FUZZ times as many."""
+    draw = seeded_random()
     return (draw.getrandbits(64) for _ in range(count * FUZZ))
 
 
-def pairs(first: range, second: range, count: int) -> list[tuple[int, int]]:
-    """Pairs by chance, no two the same: each names a folder."""
-    drawn = chance().sample(range(len(first) * len(second)), count)
+def draw_pairs(first: range, second: range, count: int) -> list[tuple[int, int]]:
+    """Draw pairs, no two the same, since each names a folder."""
+    drawn = seeded_random().sample(range(len(first) * len(second)), count)
     return [(first[n // len(second)], second[n % len(second)]) for n in drawn]
 
 
-def thinned(points: int, runs: int) -> list[int]:
-    """Kill points spread over a whole run; which ones depends on the seed."""
-    step = max(1, points // runs)
-    offset = chance().randint(1, step)
-    print(f"kill points {offset}, {offset + step} ... of {points}")
-    return list(range(offset, points + 1, step))
+def choose_kill_points(count: int, runs: int) -> list[int]:
+    """Choose kill count that are spread over a whole run; the seed decides which."""
+    step = max(1, count // runs)
+    offset = seeded_random().randint(1, step)
+    print(f"kill count {offset}, {offset + step} ... of {count}")
+    return list(range(offset, count + 1, step))
 
 
 class Events(Reporter):
-    """Keeps what is told."""
+    """A reporter that records its events."""
 
     def __init__(self) -> None:
         super().__init__(verbosity=-2)
-        self.told: list[dict[str, Any]] = []
+        self.recorded: list[dict[str, Any]] = []
 
     def event(self, kind: str, **fields: Any) -> None:
-        self.told.append({"event": kind, **fields})
+        self.recorded.append({"event": kind, **fields})

@@ -1,5 +1,7 @@
-"""Every document that the product reads, one row each: how a valid one is made, and what reads it. test_fuzz.py damages
-them; a reader without a row fails there. Functions import what only they need: this module is loaded again and again.
+"""Every document that the product reads, in one row: how to make a valid one, and which function reads it.
+
+test_fuzz.py damages the documents, and fails if a function that reads a document has no row. Functions import what only
+they need, since this module is imported often.
 """
 
 import contextlib
@@ -48,18 +50,19 @@ from ktconvert.pipeline.models.serving.authentication import read_api_key
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.plans.commands import make_options, make_plan, restore_options
 from ktconvert.pipeline.verify.tensor_checks import check_structure
-from rig import conversion, mutations
+from rig import conversion
 from rig.files import touch
+from rig.mutations import damage_bytes, damage_gguf, damage_json, damage_lines, damage_safetensors, damage_toml
 from rig.safetensors import header_of, read_file, write_file
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "qwen3-moe-small"
-PARTED = ("--threadpool-count", 1)
+ONE_SLICE = ("--threadpool-count", 1)
 RTN = ("--quant-method", "rtn", "--quant-type", "w4a16")
 INDEX, MANIFEST = "model.safetensors.index.json", "manifest.json"
 FIRST = "model-00001-of-0000{}.safetensors"
-MODEL = "Org/Model"  # in a cache of the hub
+MODEL = "Org/Model"  # the model in the hub's cache
 COMMIT = "0123456789" * 4
-SHAPES = {0: (2, 4, 6)}  # of statistics: experts, hidden, width
+SHAPES = {0: (2, 4, 6)}  # experts, hidden and width of each layer that has statistics
 ARCH = """name = "Mine"
 matches = ["qwen3_moe"]
 activation = "silu"
@@ -119,7 +122,7 @@ class Inputs:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The plan of the interrupted conversion."""
+        """Return the plan of the interrupted conversion."""
         return build_plan(self.broken)
 
     @functools.cached_property
@@ -127,41 +130,42 @@ class Inputs:
         return open_checkpoint(self.source)
 
     def file(self, *names: str) -> tuple[Path, bool]:
-        """A path below a folder of documents, which is there, and whether the file is."""
+        """Return a path in the folder of documents, and whether the file exists; create its parent folders."""
         path = self.root.joinpath("documents", *names)
         path.parent.mkdir(parents=True, exist_ok=True)
         return path, path.exists()
 
 
 def make_inputs(root: Path) -> Inputs:
+    """Write the checkpoint and convert it; the last conversion fails because of a NaN."""
     inputs = Inputs(root)
     conversion.checkpoint(inputs.source, layers=2, experts=1)
-    for words in (
-        ["cpu", "-o", root / "output", *PARTED],  # AMXINT4
-        ["cpu", "-o", root / "loose", *PARTED, "--no-merge-safetensor"],
+    for arguments in (
+        ["cpu", "-o", root / "output", *ONE_SLICE],  # AMXINT4
+        ["cpu", "-o", root / "loose", *ONE_SLICE, "--no-merge-safetensor"],
         ["gpu", "-o", root / "packed", *RTN],
-        ["cpu", "-o", root / "panels", *PARTED, "--quant-method", "mxfp4"],  # in NUMA slices
-        ["cpu", "-o", root / "native", *PARTED, "--quant-method", "fp8", "--layout", "kt"],
+        ["cpu", "-o", root / "panels", *ONE_SLICE, "--quant-method", "mxfp4"],  # in NUMA slices
+        ["cpu", "-o", root / "native", *ONE_SLICE, "--quant-method", "fp8", "--layout", "kt"],
     ):
-        code, said = run(*words, "-i", inputs.source, "-q")
-        assert code == 0, said
+        code, message = run(*arguments, "-i", inputs.source, "-q")
+        assert code == 0, message
     shard = inputs.source / "model-00002-of-00003.safetensors"
     shard.write_bytes(shard.read_bytes()[:-2] + b"\xc0\x7f")  # NaN
-    code, said = run("cpu", "-i", inputs.source, "-o", inputs.broken, *PARTED, "--cpuinfer-threads", 1, "-q")
-    assert code == 5, said
+    code, message = run("cpu", "-i", inputs.source, "-o", inputs.broken, *ONE_SLICE, "--cpuinfer-threads", 1, "-q")
+    assert code == 5, message
     return inputs
 
 
-class _Kept(io.BytesIO):
-    """Bytes that can be read after the streams on them, of which the command makes its own, were closed."""
+class _ReadableBytes(io.BytesIO):
+    """Bytes that can still be read after the streams on them were closed; the command opens and closes its own."""
 
     def close(self) -> None:
         pass
 
 
 def run(*arguments: object) -> tuple[int, str]:
-    """Run a command in this process, as the real one; its exit code, and what it writes to stderr."""
-    written = [_Kept(), _Kept()]
+    """Run a command in this process like the real one; return its exit code, and what it writes to stderr."""
+    written = [_ReadableBytes(), _ReadableBytes()]
     out, err = (io.TextIOWrapper(each, encoding="utf-8") for each in written)
     before, sys.argv = sys.argv, ["ktconvert", *map(str, arguments)]
     code = 0
@@ -177,34 +181,35 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def build_plan(output: Path) -> Plan:
+    """Build the plan of an interrupted conversion again."""
     old = read_plan(locate(output))
     assert old is not None
     return make_plan(restore_options(output, old))
 
 
 @contextlib.contextmanager
-def restored(path: Path) -> Iterator[bytes]:
-    """A file that is changed within; its time of change, too, is as before."""
-    whole, times = path.read_bytes(), path.stat()
+def restore_file(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a file that the caller changes; restore bytes and mtime afterwards."""
+    data, times = path.read_bytes(), path.stat()
     path.chmod(0o644)
     try:
-        yield whole
+        yield data
     finally:
-        path.write_bytes(whole)
+        path.write_bytes(data)
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document that is read.
+    """A document that the product reads.
 
-    make      writes a valid one, unless it is there, and returns its path
-    damage    how it is damaged: one of mutations.of_*
-    read      what reads it, in this process: returns, or raises KtconvertError
-    draws     how many are damaged in a quick run; a long run makes as many times more of each
-    commands  command lines that read it, too
-    modules   what `read` imports that takes seconds
-    quick     whether a quick run damages any
+    make      writes a valid one, unless it exists, and returns its path
+    damage    damages its bytes: a function damage_* of mutations
+    read      reads it in this process: returns, or raises KtconvertError
+    draws     number of damaged documents in a quick run; a long run multiplies it
+    commands  command lines that also read it
+    modules   modules that `read` imports and that take seconds to import
+    quick     include the document in a quick run
     """
 
     make: Callable[[Inputs], Path]
@@ -238,13 +243,13 @@ def read_journal(inputs: Inputs, path: Path) -> None:
 
 
 def show_status(output: Path) -> None:
-    found = status.read_status(output)
-    json.dumps(found)
-    status.status_lines(found)
+    record = status.read_status(output)
+    json.dumps(record)
+    status.status_lines(record)
 
 
 def copy_work(inputs: Inputs, name: str) -> Paths:
-    """A copy of the interrupted conversion."""
+    """Copy the work directory of the interrupted conversion."""
     paths = Paths(inputs.root / name, inputs.root / f"{name}{inputs.work.root.name.removeprefix('broken')}", False)
     if not paths.root.exists():
         shutil.copytree(inputs.work.root, paths.root)
@@ -253,15 +258,15 @@ def copy_work(inputs: Inputs, name: str) -> Paths:
 
 def make_attempt(inputs: Inputs) -> Path:
     paths = copy_work(inputs, "attempted")
-    if not (found := [*paths.attempts.glob("*.json")]):
+    if not (records := [*paths.attempts.glob("*.json")]):
         begun = attempts.begin(paths, inputs.plan.units[0], "run")
         written = paths.partial / begun.name / "file"
         written.parent.mkdir()
         written.write_bytes(b"weights")
         result = Result((Written("file", 7, "0" * 64),), 2, {"layer": 1, "gate": {"relative_error": 0.5, "cosine": 1}})
         attempts.finish(paths, begun, result, ["a warning"])
-        found = [*paths.attempts.glob("*.json")]
-    return found[0]
+        records = [*paths.attempts.glob("*.json")]
+    return records[0]
 
 
 def read_attempts(inputs: Inputs, _: Path) -> None:
@@ -290,10 +295,10 @@ def read_lock(_: Inputs, path: Path) -> None:
 
 
 def make_scheduler(inputs: Inputs) -> Path:
-    path, there = inputs.file("scheduler.json")
-    if not there:
-        about = {"type": "Scheduler", "id": "Scheduler-0", "address": "tcp://10.0.0.1:8786", "workers": {}}
-        path.write_text(json.dumps(about, indent=2))
+    path, exists = inputs.file("scheduler.json")
+    if not exists:
+        document = {"type": "Scheduler", "id": "Scheduler-0", "address": "tcp://10.0.0.1:8786", "workers": {}}
+        path.write_text(json.dumps(document, indent=2))
     return path
 
 
@@ -306,8 +311,8 @@ def read_arrays(_: Inputs, path: Path) -> None:
 
 
 def make_samples(inputs: Inputs) -> Path:
-    path, there = inputs.file("samples.safetensors")
-    if not there:
+    path, exists = inputs.file("samples.safetensors")
+    if not exists:
         lengths = np.array([3, 4], np.int64)
         write_file(path, {"input_ids": ("I64", np.arange(7)), "lengths": ("I64", lengths)}, {})
     return path
@@ -326,7 +331,7 @@ def load_output(root: Path) -> None:
     from ktconvert.native_quant.runtime.experts import Experts
 
     read_output(root)
-    touch(root)  # what it knows of a directory it keeps until that changes
+    touch(root)  # it caches what it knows of a directory until the directory changes
     Experts.load(root, 0).close()
 
 
@@ -335,30 +340,30 @@ def read_packed(root: Path) -> None:
     evaluate.gpu_method(root)
 
 
-def of_output(root: Path) -> list[list[object]]:
+def output_commands(root: Path) -> list[list[object]]:
     resplit = ["resplit", root, root.with_name("new"), "--threadpool-count", 1, "--dry-run"]
     page = ["--report", root.with_name("report.html")]
     return [["inspect", root], ["verify", root, *page], ["resume", root, "--dry-run"], resplit]
 
 
-def of_packed(inputs: Inputs, root: Path) -> list[list[object]]:
+def packed_commands(inputs: Inputs, root: Path) -> list[list[object]]:
     check = ["verify", root, "--no-load", "--report", inputs.root / "report.html"]
-    return [*of_output(root)[::2], of_output(root)[3], check, [*check, "--against", inputs.source]]
+    return [*output_commands(root)[::2], output_commands(root)[3], check, [*check, "--against", inputs.source]]
 
 
-def of(
+def output_document(
     folder: str,
     file: str,
-    damage: Any = mutations.of_json,
+    damage: Any = damage_json,
     read: Callable[[Path], None] = read_output,
     more: Callable[[Inputs], Any] = lambda _: [],
     draws: int = 25,
 ) -> Document:
-    """A file of an output. more: commands."""
+    """Describe a file of an output. more: further commands that read it."""
 
     def commands(inputs: Inputs) -> list[list[object]]:
         root = inputs.root / folder
-        return [*(of_packed(inputs, root) if folder == "packed" else of_output(root)), *more(inputs)]
+        return [*(packed_commands(inputs, root) if folder == "packed" else output_commands(root)), *more(inputs)]
 
     return Document(
         lambda inputs: inputs.root / folder / file,
@@ -380,9 +385,9 @@ def read_architecture(inputs: Inputs, _: Path) -> None:
 
 
 def make_copies(inputs: Inputs) -> Path:
-    """An index beside all tensors in one file, which it names."""
-    path, there = inputs.file("copies", INDEX)
-    if not there:
+    """Write a checkpoint with all tensors in one file, and an index that names it."""
+    path, exists = inputs.file("copies", INDEX)
+    if not exists:
         shutil.copy(inputs.source / "config.json", path.parent)
         tensors: dict[str, Any] = {}
         for shard in sorted(inputs.source.glob("*.safetensors")):
@@ -398,28 +403,28 @@ def read_index(_: Inputs, path: Path) -> None:
 
 
 def make_params(inputs: Inputs) -> Path:
-    path, there = inputs.file("params", "params.json")
-    if not there:
+    path, exists = inputs.file("params", "params.json")
+    if not exists:
         path.write_text(json.dumps({"dim": 128, "n_layers": 2, "moe": {"num_experts": 1, "num_experts_per_tok": 1}}))
     return path
 
 
 def make_quantized(method: str, file: str) -> Callable[[Inputs], Path]:
-    """A checkpoint with its experts in 4 bits or FP8."""
+    """Return a function that writes a checkpoint with its experts in 4 bits or FP8."""
 
     def make(inputs: Inputs) -> Path:
         from rig import stored
 
         folder = inputs.file(method)[0]
         if not folder.exists():
-            whole = conversion.checkpoint(folder.with_name(f"{method} decoded"), layers=1, experts=1)
+            decoded = conversion.checkpoint(folder.with_name(f"{method} decoded"), layers=1, experts=1)
             tensors: dict[str, Any] = {}
-            for shard in sorted(whole.glob("*.safetensors")):
+            for shard in sorted(decoded.glob("*.safetensors")):
                 tensors |= read_file(shard)
                 shard.unlink()
-            (whole / INDEX).unlink()
-            write_file(whole / "model.safetensors", tensors, {"format": "pt"})
-            stored.model(whole, folder, method)
+            (decoded / INDEX).unlink()
+            write_file(decoded / "model.safetensors", tensors, {"format": "pt"})
+            stored.model(decoded, folder, method)
             (folder / "quantize_config.json").write_text(json.dumps(stored.CONFIGS[method]))
         return folder / file
 
@@ -434,19 +439,19 @@ def read_quantized(_: Inputs, path: Path) -> None:
 
 
 def make_gguf(inputs: Inputs) -> Path:
-    path, there = inputs.file("model.gguf")
-    if not there:
+    path, exists = inputs.file("model.gguf")
+    if not exists:
         from rig import gguf
 
         tensors = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
-        about = gguf.about(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
-        gguf.write(path, tensors, about)
+        metadata = gguf.model_metadata(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
+        gguf.write(path, tensors, metadata)
     return path
 
 
 def make_arch(inputs: Inputs) -> Path:
-    path, there = inputs.file("arch.toml")
-    if not there:
+    path, exists = inputs.file("arch.toml")
+    if not exists:
         path.write_text(ARCH)
     return path
 
@@ -457,7 +462,7 @@ def read_arch(inputs: Inputs, path: Path) -> None:
 
 
 def make_snapshot(file: str) -> Callable[[Inputs], Path]:
-    """A cache of the hub with a model in it."""
+    """Return a function that writes a cache of the hub with a model."""
 
     def make(inputs: Inputs) -> Path:
         model = inputs.file("hub", f"models--{MODEL.replace('/', '--')}", "refs", "main")[0].parents[1]
@@ -472,16 +477,16 @@ def make_snapshot(file: str) -> Callable[[Inputs], Path]:
 
 def read_snapshot(inputs: Inputs, _: Path) -> None:
     cache = {"HF_HUB_CACHE": str(inputs.file("hub")[0]), "HF_HUB_OFFLINE": "1"}
-    with unittest.mock.patch.dict(os.environ, cache):  # tests that follow in this process have caches of their own
+    with unittest.mock.patch.dict(os.environ, cache):  # later tests in this process have their own caches
         hub.resolve(MODEL)
 
 
-# --- what is given beside a checkpoint ------------------------------------------------------------
+# --- files that a user passes besides a checkpoint ------------------------------------------------------------
 
 
 def make_mask(inputs: Inputs) -> Path:
-    path, there = inputs.file("mask.safetensors")
-    if not there:
+    path, exists = inputs.file("mask.safetensors")
+    if not exists:
         write_file(path, {hot_experts.MASK_NAME: ("BOOL", np.array([[True], [False]]))})
     return path
 
@@ -491,14 +496,14 @@ def read_mask(_: Inputs, path: Path) -> None:
 
 
 def make_map(inputs: Inputs) -> Path:
-    path, there = inputs.file("map.txt")
-    if not there:
+    path, exists = inputs.file("map.txt")
+    if not exists:
         path.write_text("0=int8")
     return path
 
 
 def read_map(inputs: Inputs, path: Path) -> None:
-    """--method-map, which is no file: each of its lines is a value."""
+    """Read --method-map, which is not a file: each line is one value of the option."""
     values = path.read_text("utf-8", "replace").splitlines()
     make_plan(
         make_options("cpu", input=str(inputs.source), output=str(inputs.new), threadpool_count=1, method_map=values)
@@ -506,7 +511,7 @@ def read_map(inputs: Inputs, path: Path) -> None:
 
 
 def make_statistics(file: str) -> Callable[[Inputs], Path]:
-    """A folder of statistics, with second moments."""
+    """Return a function that writes a folder of statistics with second moments."""
 
     def make(inputs: Inputs) -> Path:
         folder = inputs.file("statistics of a model", file)[0].parent
@@ -524,12 +529,17 @@ def write_statistics(folder: Path) -> None:
     rng = np.random.default_rng(0)
     (experts, hidden, width) = SHAPES[0]
     tensors = {}
-    for part, columns in (("gate", hidden), ("up", hidden), ("down", width)):
-        name = f"blk.0.ffn_{part}_exps.weight"
+    for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
+        name = f"blk.0.ffn_{projection}_exps.weight"
         tensors[f"{name}.in_sum2"] = ("F32", rng.random((experts, columns)).astype(np.float32))
         tensors[f"{name}.counts"] = ("F32", np.full((experts, 1), 3, np.float32))
-    about = {"general.type": "imatrix", "imatrix.datasets": ["text"], "imatrix.chunk_count": 1, "imatrix.chunk_size": 8}
-    gguf.write(folder / statistics.IMATRIX, tensors, about)
+    metadata = {
+        "general.type": "imatrix",
+        "imatrix.datasets": ["text"],
+        "imatrix.chunk_count": 1,
+        "imatrix.chunk_size": 8,
+    }
+    gguf.write(folder / statistics.IMATRIX, tensors, metadata)
     counts = np.full((1, experts), 3)
     write_file(folder / statistics.COUNTS, {statistics.KEY: ("I64", counts)})
     moments: dict[str, Any] = {}
@@ -548,10 +558,10 @@ def write_statistics(folder: Path) -> None:
 
 def read_statistics(_: Inputs, path: Path) -> None:
     statistics.list_files(path.parent)
-    found = statistics.read_statistics(path.parent)
-    found.require_model("the model", SHAPES, 1)
-    use_importance(found.open_imatrix("the model", SHAPES))
-    use_importance(found.open_second_moments("the model", SHAPES))
+    folder_statistics = statistics.read_statistics(path.parent)
+    folder_statistics.require_model("the model", SHAPES, 1)
+    use_importance(folder_statistics.open_imatrix("the model", SHAPES))
+    use_importance(folder_statistics.open_second_moments("the model", SHAPES))
 
 
 def read_moments(_: Inputs, path: Path) -> None:
@@ -560,29 +570,29 @@ def read_moments(_: Inputs, path: Path) -> None:
     use_importance(open_second_moments(document, files, "the model", SHAPES))
 
 
-def use_importance(found: statistics.InputStatistics) -> None:
-    found.memory_bytes(2)
+def use_importance(input_statistics: statistics.InputStatistics) -> None:
+    input_statistics.memory_bytes(2)
     for layer, (experts, _, _) in SHAPES.items():
-        found.experts_without_tokens(layer)
+        input_statistics.experts_without_tokens(layer)
         for expert in range(experts):
             for projection in WEIGHT_NAMES:
-                found.importance(layer, expert, projection)
+                input_statistics.importance(layer, expert, projection)
 
 
 def make_imatrix(inputs: Inputs) -> Path:
-    path, there = inputs.file("imatrix", statistics.IMATRIX)
-    if not there:
+    path, exists = inputs.file("imatrix", statistics.IMATRIX)
+    if not exists:
         shutil.copy(make_statistics(statistics.IMATRIX)(inputs), path)
     return path
 
 
 def make_old_imatrix(inputs: Inputs) -> Path:
-    path, there = inputs.file("imatrix.dat")
-    if not there:
+    path, exists = inputs.file("imatrix.dat")
+    if not exists:
         experts, hidden, width = SHAPES[0]
         data = struct.pack("<i", 3)
-        for part, columns in (("gate", hidden), ("up", hidden), ("down", width)):
-            name, values = f"blk.0.ffn_{part}_exps.weight".encode(), np.full(experts * columns, 0.5, "<f4")
+        for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
+            name, values = f"blk.0.ffn_{projection}_exps.weight".encode(), np.full(experts * columns, 0.5, "<f4")
             data += struct.pack("<i", len(name)) + name + struct.pack("<ii", 3, values.size) + values.tobytes()
         path.write_bytes(data + struct.pack("<ii", 3, 4) + b"text")
     return path
@@ -593,8 +603,8 @@ def read_imatrix(_: Inputs, path: Path) -> None:
 
 
 def make_counts(inputs: Inputs) -> Path:
-    path, there = inputs.file("counts", statistics.COUNTS)
-    if not there:
+    path, exists = inputs.file("counts", statistics.COUNTS)
+    if not exists:
         write_file(path, {statistics.KEY: ("I64", np.array([[3, 1], [2, 4]]))})
     return path
 
@@ -606,7 +616,7 @@ def read_counts(_: Inputs, path: Path) -> None:
 
 
 def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int]]) -> None:
-    """An adapter of rank 2 of these linears, as `ktconvert train` writes it."""
+    """Write an adapter of rank 2 for these linears, as `ktconvert train` does."""
     matrices: dict[str, Any] = {}
     for module, (rows, columns) in modules.items():
         matrices[f"base_model.model.{module}.lora_A.weight"] = ("F32", np.ones((2, columns), np.float32))
@@ -617,11 +627,11 @@ def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int]]) -> None:
 
 
 def make_adapter(file: str) -> Callable[[Inputs], Path]:
-    """An adapter of the source's experts."""
+    """Return a function that writes an adapter of the source's experts."""
 
     def make(inputs: Inputs) -> Path:
-        path, there = inputs.file("adapter", file)
-        if not there:
+        path, exists = inputs.file("adapter", file)
+        if not exists:
             size = conversion.WIDTH, conversion.HIDDEN
             sizes = {"gate": size, "up": size, "down": size[::-1]}
             write_adapter(path.parent, {f"model.layers.0.mlp.experts.0.{name}_proj": sizes[name] for name in sizes})
@@ -637,32 +647,32 @@ def read_adapter(inputs: Inputs, path: Path) -> None:
     make_plan(make_options("merge-adapter", **options))
 
 
-def of_adapter(inputs: Inputs) -> list[list[object]]:
+def adapter_commands(inputs: Inputs) -> list[list[object]]:
     folder = inputs.root / "documents" / "adapter"
     return [["merge-adapter", inputs.source, "--adapter", folder, "-o", inputs.new, "--dry-run"]]
 
 
 def make_text(inputs: Inputs) -> Path:
-    path, there = inputs.file("text.txt")
-    if not there:
+    path, exists = inputs.file("text.txt")
+    if not exists:
         path.write_text("Some text: ü, 漢字.\n" * 3)
     return path
 
 
 def make_key(inputs: Inputs) -> Path:
-    path, there = inputs.file("key")
-    if not there:
+    path, exists = inputs.file("key")
+    if not exists:
         path.write_text("sk-0123456789\n")
     return path
 
 
-# --- data sets and models, which libraries read ---------------------------------------------------
+# --- data sets and models that libraries read ---------------------------------------------------
 
 
 def make_dataset(file: str) -> Callable[[Inputs], Path]:
     def make(inputs: Inputs) -> Path:
-        path, there = inputs.file(f"dataset {file}", file)
-        if not there:
+        path, exists = inputs.file(f"dataset {file}", file)
+        if not exists:
             rows = [{"messages": CHAT, "source": n} for n in range(3)]
             match path.suffix:
                 case ".txt":
@@ -696,31 +706,36 @@ def read_dataset(_: Inputs, path: Path) -> None:
 
 
 def make_model(file: str) -> Callable[[Inputs], Path]:
-    """The bundled model; its weights are a link."""
+    """Return a function that copies the bundled model; its weights are a link."""
 
     def make(inputs: Inputs) -> Path:
         path = inputs.file("model", file)[0]
-        for own in EXAMPLE.iterdir():
-            if not (there := path.with_name(own.name)).exists():
-                there.symlink_to(own) if own.suffix == ".safetensors" else shutil.copyfile(own, there)
+        for original in EXAMPLE.iterdir():
+            copy = path.with_name(original.name)
+            if copy.exists():
+                continue
+            if original.suffix == ".safetensors":
+                copy.symlink_to(original)
+            else:
+                shutil.copyfile(original, copy)
         return path
 
     return make
 
 
 def load_model(_: Inputs, path: Path) -> None:
-    """Load a model with `run`, and let it write two tokens."""
-    code, said = run("run", path.parent, "--prompt", "def ", "--max-new-tokens", 2)
+    """Load a model with `run`, and generate two tokens."""
+    code, message = run("run", path.parent, "--prompt", "def ", "--max-new-tokens", 2)
     if code:
-        raise KtconvertError(said)
+        raise KtconvertError(message)
 
 
 def make_model_adapter(file: str) -> Callable[[Inputs], Path]:
-    """An adapter of the bundled model's attention."""
+    """Return a function that writes an adapter of the bundled model's attention."""
 
     def make(inputs: Inputs) -> Path:
-        path, there = inputs.file("adapter of a model", file)
-        if not there:
+        path, exists = inputs.file("adapter of a model", file)
+        if not exists:
             shapes = {name: about.get("shape") for name, about in header_of(EXAMPLE / "model.safetensors").items()}
             names = [name for name in shapes if name.endswith("q_proj.weight")]
             write_adapter(path.parent, {name.removesuffix(".weight"): shapes[name] for name in names})
@@ -730,7 +745,7 @@ def make_model_adapter(file: str) -> Callable[[Inputs], Path]:
 
 
 def load_adapter(inputs: Inputs, path: Path) -> None:
-    """Load an adapter as `run` does, and as `serve`."""
+    """Load an adapter as `run` and `serve` do."""
     from ktconvert.pipeline.models import adapter_loading, loading
 
     model = str(make_model("config.json")(inputs).parent)
@@ -738,52 +753,46 @@ def load_adapter(inputs: Inputs, path: Path) -> None:
     adapter_loading.Adapters(loading.load(loading.ModelChoice(model))[0], {"tuned": path.parent}, model)
 
 
-def build_walk(_: Inputs, path: Path) -> None:
+def build_calibration_model(_: Inputs, path: Path) -> None:
     """Build a model as `calibrate` and GPTQ do."""
     from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     with open_checkpoint(path.parent) as source:
         model = recognise(source)
         others = find_non_expert_tensors(source, model.expert_tensor_names(), source.quantization).tensors
-        walk = LayeredModel(source, others)
-        walk.tokenizer()
+        LayeredModel(source, others).tokenizer()
 
 
 # --- the table ------------------------------------------------------------------------------------
 
-of_bytes, of_gguf, of_json, of_lines, of_safetensors, of_toml = (
-    mutations.of_bytes, mutations.of_gguf, mutations.of_json, mutations.of_lines, mutations.of_safetensors,
-    mutations.of_toml,
-)  # fmt: skip
 
-
-def of_source(inputs: Inputs) -> list[list[object]]:
+def source_commands(inputs: Inputs) -> list[list[object]]:
     source, new = inputs.source, inputs.new
     return [
         ["inspect", source],
-        ["cpu", "-i", source, "-o", new, *PARTED, "--dry-run"],
+        ["cpu", "-i", source, "-o", new, *ONE_SLICE, "--dry-run"],
         ["gpu", "-i", source, "-o", new, *RTN, "--dry-run"],
         ["merge", "-i", inputs.root / "loose", "-r", source, "-o", new, "--dry-run"],
         ["verify", inputs.root / "output", "--against", source, "--report", inputs.root / "report.html"],
     ]
 
 
-def of_broken(inputs: Inputs) -> list[list[object]]:
+def broken_commands(inputs: Inputs) -> list[list[object]]:
     return [["inspect", inputs.broken], ["resume", inputs.broken, "--dry-run"], ["status", inputs.broken]]
 
 
-def of_file(inputs: Inputs) -> list[list[object]]:
+def gguf_commands(inputs: Inputs) -> list[list[object]]:
     path = make_gguf(inputs)
     where = ["-i", path, "-o", inputs.new]
-    return [["inspect", path], ["cpu", *where, *PARTED, "--dry-run"], ["gpu", *where, *RTN, "--dry-run"]]
+    return [["inspect", path], ["cpu", *where, *ONE_SLICE, "--dry-run"], ["gpu", *where, *RTN, "--dry-run"]]
 
 
-def of_quantized(method: str) -> Callable[[Inputs], list[list[object]]]:
+def quantized_commands(method: str) -> Callable[[Inputs], list[list[object]]]:
     def commands(inputs: Inputs) -> list[list[object]]:
         where = ["-i", inputs.root / "documents" / method, "-o", inputs.new]
         return [
             ["inspect", where[1]],
-            ["cpu", *where, *PARTED, "--dry-run"],
+            ["cpu", *where, *ONE_SLICE, "--dry-run"],
             ["gpu", *where, *RTN, "--dry-run"],
             ["dequantize", where[1], inputs.new, "--dry-run"],
         ]
@@ -791,93 +800,110 @@ def of_quantized(method: str) -> Callable[[Inputs], list[list[object]]]:
     return commands
 
 
-def of_statistics(inputs: Inputs) -> list[list[object]]:
+def statistics_commands(inputs: Inputs) -> list[list[object]]:
     return [["experts", inputs.root / "documents" / "statistics of a model", "-n", 1, "-o", inputs.new]]
 
 
 DOCUMENTS: Mapping[str, Document] = {
     "plan": Document(
-        lambda i: i.work.plan, of_json, read_saved_plan, commands=lambda i: [*of_broken(i), ["verify", i.broken]]
+        lambda i: i.work.plan,
+        damage_json,
+        read_saved_plan,
+        commands=lambda i: [*broken_commands(i), ["verify", i.broken]],
     ),
-    "journal": Document(lambda i: i.work.journal, of_lines, read_journal, 60, of_broken),
-    "attempt": Document(make_attempt, of_json, read_attempts, 60),
-    "lock": Document(make_lock, of_json, read_lock, 60),
-    "scheduler file": Document(make_scheduler, of_json, read_scheduler),
-    "samples of a chain": Document(make_samples, of_safetensors, read_arrays),
-    "index": Document(lambda i: i.source / INDEX, of_json, read_index, 60, of_source),
-    "index of one file": Document(make_copies, of_json, read_index, 60),
-    "config": Document(lambda i: i.source / "config.json", of_json, read_architecture, 60, of_source),
-    "params": Document(make_params, of_json, lambda _, path: read_config(path.parent)),
+    "journal": Document(lambda i: i.work.journal, damage_lines, read_journal, 60, broken_commands),
+    "attempt": Document(make_attempt, damage_json, read_attempts, 60),
+    "lock": Document(make_lock, damage_json, read_lock, 60),
+    "scheduler file": Document(make_scheduler, damage_json, read_scheduler),
+    "samples of a chain": Document(make_samples, damage_safetensors, read_arrays),
+    "index": Document(lambda i: i.source / INDEX, damage_json, read_index, 60, source_commands),
+    "index of one file": Document(make_copies, damage_json, read_index, 60),
+    "config": Document(lambda i: i.source / "config.json", damage_json, read_architecture, 60, source_commands),
+    "params": Document(make_params, damage_json, lambda _, path: read_config(path.parent)),
     "config of GPTQ": Document(
-        make_quantized("GPTQ_INT4", "config.json"), of_json, read_quantized, 60, of_quantized("GPTQ_INT4")
+        make_quantized("GPTQ_INT4", "config.json"), damage_json, read_quantized, 60, quantized_commands("GPTQ_INT4")
     ),
     "quantize_config": Document(
-        make_quantized("GPTQ_INT4", "quantize_config.json"), of_json, read_quantized, 60, of_quantized("GPTQ_INT4")
+        make_quantized("GPTQ_INT4", "quantize_config.json"),
+        damage_json,
+        read_quantized,
+        60,
+        quantized_commands("GPTQ_INT4"),
     ),
     "config of compressed-tensors": Document(
-        make_quantized("RAWINT4", "config.json"), of_json, read_quantized, 60, of_quantized("RAWINT4")
+        make_quantized("RAWINT4", "config.json"), damage_json, read_quantized, 60, quantized_commands("RAWINT4")
     ),
-    "config of FP8": Document(make_quantized("FP8", "config.json"), of_json, read_quantized, 60, of_quantized("FP8")),
+    "config of FP8": Document(
+        make_quantized("FP8", "config.json"), damage_json, read_quantized, 60, quantized_commands("FP8")
+    ),
     "header": Document(
-        lambda i: i.source / FIRST.format(3), of_safetensors, lambda _, path: read_header(path), commands=of_source
+        lambda i: i.source / FIRST.format(3),
+        damage_safetensors,
+        lambda _, path: read_header(path),
+        commands=source_commands,
     ),
-    "GGUF": Document(make_gguf, of_gguf, lambda _, path: recognise(open_checkpoint(path)), 100, of_file),
-    "hub's index": Document(make_snapshot(INDEX), of_json, read_snapshot, 60),
-    "hub's ref": Document(make_snapshot("ref"), of_bytes, read_snapshot, 60),
+    "GGUF": Document(make_gguf, damage_gguf, lambda _, path: recognise(open_checkpoint(path)), 100, gguf_commands),
+    "hub's index": Document(make_snapshot(INDEX), damage_json, read_snapshot, 60),
+    "hub's ref": Document(make_snapshot("ref"), damage_bytes, read_snapshot, 60),
     "arch file": Document(
         make_arch,
-        of_toml,
+        damage_toml,
         read_arch,
         60,
-        lambda i: [[*words, "--arch-file", make_arch(i)] for words in of_source(i)[:3]],
+        lambda i: [[*command, "--arch-file", make_arch(i)] for command in source_commands(i)[:3]],
     ),
-    "method map": Document(make_map, of_bytes, read_map, 30),
-    "mask": Document(make_mask, of_safetensors, read_mask),
-    "statistics": Document(make_statistics(statistics.DOCUMENT), of_json, read_statistics, 60, of_statistics),
-    "second moments": Document(make_statistics(file_name(0)), of_safetensors, read_moments, 60),
-    "imatrix": Document(make_imatrix, of_gguf, read_imatrix, 60),
-    "imatrix.dat": Document(make_old_imatrix, of_gguf, read_imatrix, 60),
-    "counts": Document(make_counts, of_safetensors, read_counts),
-    "adapter_config": Document(make_adapter(adapter.CONFIG), of_json, read_adapter, 60, of_adapter),
-    "adapter": Document(make_adapter(adapter.WEIGHTS), of_safetensors, read_adapter, 60, of_adapter),
-    "text": Document(make_text, of_bytes, lambda _, path: evaluate.read_text(path)),
-    "API key": Document(make_key, of_bytes, lambda _, path: read_api_key(path)),
-    # The same files of other outputs.
-    "manifest": of(
+    "method map": Document(make_map, damage_bytes, read_map, 30),
+    "mask": Document(make_mask, damage_safetensors, read_mask),
+    "statistics": Document(make_statistics(statistics.DOCUMENT), damage_json, read_statistics, 60, statistics_commands),
+    "second moments": Document(make_statistics(file_name(0)), damage_safetensors, read_moments, 60),
+    "imatrix": Document(make_imatrix, damage_gguf, read_imatrix, 60),
+    "imatrix.dat": Document(make_old_imatrix, damage_gguf, read_imatrix, 60),
+    "counts": Document(make_counts, damage_safetensors, read_counts),
+    "adapter_config": Document(make_adapter(adapter.CONFIG), damage_json, read_adapter, 60, adapter_commands),
+    "adapter": Document(make_adapter(adapter.WEIGHTS), damage_safetensors, read_adapter, 60, adapter_commands),
+    "text": Document(make_text, damage_bytes, lambda _, path: evaluate.read_text(path)),
+    "API key": Document(make_key, damage_bytes, lambda _, path: read_api_key(path)),
+    # Files of other outputs.
+    "manifest": output_document(
         "output",
         MANIFEST,
-        more=lambda i: [["cpu", "-i", i.source, "-o", i.root / "output", *PARTED, "--dry-run"]],
+        more=lambda i: [["cpu", "-i", i.source, "-o", i.root / "output", *ONE_SLICE, "--dry-run"]],
         draws=60,
     ),
-    "manifest of a packed output": of(
+    "manifest of a packed output": output_document(
         "packed", MANIFEST, more=lambda i: [["gpu", "-i", i.source, "-o", i.root / "packed", *RTN, "--dry-run"]]
     ),
-    "manifest of a loose output": of(
+    "manifest of a loose output": output_document(
         "loose", MANIFEST, more=lambda i: [["merge", "-i", i.root / "loose", "-o", i.new, "--dry-run"]]
     ),
-    "index of an output": of("output", INDEX),
-    "config of an output": of("output", "config.json"),
-    "config of a packed output": of("packed", "config.json", read=read_packed),
-    "header of an output": of("output", FIRST.format(2), of_safetensors),
-    "header of a packed output": of("packed", FIRST.format(3), of_safetensors),
-    "manifest of panels": of("panels", MANIFEST, read=load_output),
-    "header of panels": of("panels", FIRST.format(2), of_safetensors, load_output),
-    "header of a native output": of("native", FIRST.format(2), of_safetensors, load_output),
+    "index of an output": output_document("output", INDEX),
+    "config of an output": output_document("output", "config.json"),
+    "config of a packed output": output_document("packed", "config.json", read=read_packed),
+    "header of an output": output_document("output", FIRST.format(2), damage_safetensors),
+    "header of a packed output": output_document("packed", FIRST.format(3), damage_safetensors),
+    "manifest of panels": output_document("panels", MANIFEST, read=load_output),
+    "header of panels": output_document("panels", FIRST.format(2), damage_safetensors, load_output),
+    "header of a native output": output_document("native", FIRST.format(2), damage_safetensors, load_output),
 }
 DOCUMENTS |= {
     f"data set {file}": Document(make_dataset(file), damage, read_dataset, 10, modules=conversion.MODELS)
-    for file, damage in {"a.txt": of_bytes, "a.parquet": of_bytes, "a.jsonl": of_lines, "a.json": of_json}.items()
+    for file, damage in {
+        "a.txt": damage_bytes,
+        "a.parquet": damage_bytes,
+        "a.jsonl": damage_lines,
+        "a.json": damage_json,
+    }.items()
 }
 DOCUMENTS |= {
-    f"{file} of a model": Document(make_model(file), of_json, load_model, 4, modules=conversion.MODELS, quick=False)
+    f"{file} of a model": Document(make_model(file), damage_json, load_model, 4, modules=conversion.MODELS, quick=False)
     for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 }
 DOCUMENTS |= {
     f"{file} beside a model": Document(
         make_model_adapter(file), damage, load_adapter, 4, modules=conversion.MODELS, quick=False
     )
-    for file, damage in {adapter.CONFIG: of_json, adapter.WEIGHTS: of_safetensors}.items()
+    for file, damage in {adapter.CONFIG: damage_json, adapter.WEIGHTS: damage_safetensors}.items()
 }
-DOCUMENTS["config.json of a walk"] = Document(
-    make_model("config.json"), of_json, build_walk, 4, modules=conversion.MODELS, quick=False
+DOCUMENTS["config.json of a calibration run"] = Document(
+    make_model("config.json"), damage_json, build_calibration_model, 4, modules=conversion.MODELS, quick=False
 )

@@ -1,15 +1,17 @@
-"""What hypothesis draws: the same everywhere, whatever the machine, and whichever tests a process has run before."""
+"""Settings that make hypothesis draw the same examples on each machine, whichever tests ran before."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 
-def same_everywhere() -> None:
-    """Neither a slow machine nor another draw may fail a run."""
+def fix_draws() -> None:
+    """Load a profile in which neither a slow machine nor a new draw can fail a run."""
     settings.register_profile(
         "same everywhere", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile("same everywhere")
-    # It also draws constants that it finds in this project's modules, in those that are loaded: they depend on the
-    # tests that ran before in the same process. No setting says otherwise.
-    providers._get_local_constants = lambda: providers._local_constants  # empty: what fills it was this function
+    # Hypothesis also draws constants from those modules of this project that are loaded, which depend on the tests
+    # that ran before in the process. No setting switches this off.
+    providers._get_local_constants = lambda: (
+        providers._local_constants
+    )  # empty, since only the replaced function fills it

@@ -1,4 +1,4 @@
-"""Tiny models of many families with random weights, saved by transformers as its users save theirs."""
+"""Tiny models of many families with random weights, saved with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
-    # about 1 / sqrt(hidden_size): what the experts say is then a good part of what comes out
+    # About 1 / sqrt(hidden_size), so that the experts contribute much to the output.
     "initializer_range": 0.09,
     "tie_word_embeddings": False,
     "pad_token_id": 0,
@@ -46,26 +46,26 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(family: str, **differs: Any) -> Any:
-    """The family's config; a family that is published with a vision part has one here too."""
+def make_config(family: str, **overrides: Any) -> Any:
+    """Return the family's config, with a vision part if published models of the family have one."""
     import transformers
 
-    own = {**COMMON, **FAMILIES.get(family, FAMILIES["qwen3_5_moe_text"]), **differs}
+    settings = {**COMMON, **FAMILIES.get(family, FAMILIES["qwen3_5_moe_text"]), **overrides}
     if family in FAMILIES:
-        return transformers.AutoConfig.for_model(family, **own)
-    return transformers.AutoConfig.for_model(family, text_config=own, vision_config=VISION)
+        return transformers.AutoConfig.for_model(family, **settings)
+    return transformers.AutoConfig.for_model(family, text_config=settings, vision_config=VISION)
 
 
-def make(family: str, fused: bool, folder: Path, **differs: Any) -> Path:
-    """Save a model of this family, its experts as 3-D tensors or one by one. differs: what its config says instead."""
+def make(family: str, fused: bool, folder: Path, **overrides: Any) -> Path:
+    """Save a model of this family, its experts as 3-D tensors or one by one. overrides: changed entries of its config."""
     import torch
     import transformers
 
     torch.manual_seed(0)
     kind = "AutoModelForCausalLM" if family in FAMILIES else "AutoModelForImageTextToText"
-    model = getattr(transformers, kind).from_config(config_of(family, **differs), dtype=torch.bfloat16)
+    model = getattr(transformers, kind).from_config(make_config(family, **overrides), dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if name.endswith("experts.down_proj"):
-            parameter.data.mul_(2)  # silu(gate) * up is small: let the experts be heard beside the rest
+            parameter.data.mul_(2)  # silu(gate) * up is small: make the experts' share of the output larger
     model.save_pretrained(folder, save_original_format=not fused)
     return folder

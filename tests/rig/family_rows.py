@@ -1,4 +1,4 @@
-"""What tests/test_families.py expects of each mixture-of-experts family of transformers, and what makes its config tiny."""
+"""Expectations of tests/test_families.py for each mixture-of-experts family of transformers, and its tiny config."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,40 +8,41 @@ from rig.families import COMMON, EXPERTS, GLM, HIDDEN, LINEAR, MLA, WIDTH
 Settings = dict[str, Any]
 
 
-def _each(value: Any, *names: str) -> Settings:
+def _set_all(value: Any, *names: str) -> Settings:
+    """Return settings that give each name the same value."""
     return dict.fromkeys(names, value)
 
 
-# Settings of every family; a name that its config does not know is left out.
+# Settings for all families; names that a config does not have are left out.
 TINY: Settings = {
     **{name: value for name, value in LINEAR.items() if name != "layer_types"},
     **COMMON,
     **GLM,
     **MLA,
-    **_each(EXPERTS, "num_experts", "num_local_experts", "moe_num_experts"),
-    **_each(2, "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_layers"),
-    **_each(WIDTH, "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    **_each(WIDTH, "shared_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"),
-    **_each(32, "head_dim", "qk_rope_head_dim", "linear_head_dim"),
-    **_each(4, "num_key_value_heads", "linear_num_heads"),
+    **_set_all(EXPERTS, "num_experts", "num_local_experts", "moe_num_experts"),
+    **_set_all(2, "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "num_layers"),
+    **_set_all(WIDTH, "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    **_set_all(WIDTH, "shared_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"),
+    **_set_all(32, "head_dim", "qk_rope_head_dim", "linear_head_dim"),
+    **_set_all(4, "num_key_value_heads", "linear_num_heads"),
     "num_expert_group": 1,
     "max_position_embeddings": 256,
 }
-# The same for the parts of a model that read no text.
+# The same for the vision and audio parts of a model.
 VISION: Settings = {
-    **_each(1, "depth", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"),
-    **_each(32, "hidden_size", "embed_dim", "intermediate_size", "mlp_dim", "d_model", "encoder_ffn_dim"),
-    **_each(32, "projection_dim", "image_size", "width", "hidden_dim", "output_channels"),
-    **_each(32, "adapter_in_dim", "adapter_input_size"),
-    **_each(2, "num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"),
-    **_each(HIDDEN, "out_hidden_size", "output_dim", "vision_output_dim", "text_hidden_size", "adapter_out_dim"),
-    **_each(16, "head_dim", "num_position_embeddings", "num_mel_bins"),
+    **_set_all(1, "depth", "num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"),
+    **_set_all(32, "hidden_size", "embed_dim", "intermediate_size", "mlp_dim", "d_model", "encoder_ffn_dim"),
+    **_set_all(32, "projection_dim", "image_size", "width", "hidden_dim", "output_channels"),
+    **_set_all(32, "adapter_in_dim", "adapter_input_size"),
+    **_set_all(2, "num_heads", "num_attention_heads", "num_key_value_heads", "encoder_attention_heads"),
+    **_set_all(HIDDEN, "out_hidden_size", "output_dim", "vision_output_dim", "text_hidden_size", "adapter_out_dim"),
+    **_set_all(16, "head_dim", "num_position_embeddings", "num_mel_bins"),
     "patch_size": 4,
     "deepstack_visual_indexes": [0],
 }
 SECOND = {"mlp_layer_types": ["dense", "sparse"]}  # only the second layer has experts
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-INDEXED = {**HYBRID, **_each(2, "indexer_n_heads", "indexer_compress_ratio"), "indexer_kv_heads": 1}
+INDEXED = {**HYBRID, **_set_all(2, "indexer_n_heads", "indexer_compress_ratio"), "indexer_kv_heads": 1}
 INDEXED |= {"indexer_head_dim": 32, "indexer_budget": 64}
 MAMBA = {**HYBRID, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 16}
 JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 8}
@@ -49,6 +50,7 @@ GEMMA = {"enable_moe_block": True, "hidden_size_per_layer_input": 0}
 
 
 def _rope(*sections: int) -> Settings:
+    """Return the settings of a rotary embedding in sections."""
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
@@ -63,81 +65,81 @@ UNKNOWN = "its experts are not stored as any known family's"
 class Row:
     """A family.
 
-    settings, vision   of its config, beyond TINY and VISION
-    since      the first tested version of transformers that can compute one
-    unbuilt    why transformers cannot make one, in its own words; "" if it can
-    refused    what the command says, if it does not convert; "" if it does
-    warned     it converts with a warning: its experts compute something else than kt-kernel
-    computes   what from_pretrained says, if it does not load; "" if it does, and gives the original's logits
-    loads_since   the first tested version in which it does not say that
+    settings, vision   entries of its config, besides TINY and VISION
+    since              first tested version of transformers that can compute the family
+    build_error        transformers' error if it cannot build a model; "" if it can
+    refusal            the command's message if it refuses the family; "" if it converts it
+    warned             the conversion warns that the experts compute something else than kt-kernel
+    load_error         error of from_pretrained; "" if the output loads and gives the original's logits
+    loads_since        first tested version in which the output loads
     """
 
     settings: Settings = field(default_factory=dict)
     vision: Settings = field(default_factory=dict)
     since: str = "5.17"
-    unbuilt: str = ""
-    refused: str = ""
+    build_error: str = ""
+    refusal: str = ""
     warned: bool = False
-    computes: str = ""
+    load_error: str = ""
     loads_since: str = ""
 
 
 PLAIN = Row()
-CLAMPED = Row(warned=True, computes=ACTIVATION)
+CLAMPED = Row(warned=True, load_error=ACTIVATION)
 
 # By model_type.
-PLAIN_ONES = """afmoe axk1 axk2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo
+PLAIN_FAMILIES = """afmoe axk1 axk2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo
     glm4_moe glm4_moe_lite glm_moe_dsa granitemoe granitemoe_swa granitemoeshared hunyuan_v1_moe hy_v3 inkling_text laguna
     mellum minimax minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe qwen3_omni_moe_thinker qwen3_vl_moe solar_open"""
 OTHERS: dict[str, Row] = {
-    "aria": Row(computes=NO_MODULE, loads_since="5.23"),
-    "aria_text": Row(computes=NO_MODULE, loads_since="5.23"),
+    "aria": Row(load_error=NO_MODULE, loads_since="5.23"),
+    "aria_text": Row(load_error=NO_MODULE, loads_since="5.23"),
     "bailing_hybrid": Row({**HYBRID, **SECOND}, since="5.23"),
     "beam": Row(SECOND, since="5.23"),
-    "dbrx": Row(unbuilt="'DbrxAttentionConfig' object has no attribute 'rope_theta'"),
+    "dbrx": Row(build_error="'DbrxAttentionConfig' object has no attribute 'rope_theta'"),
     "deepseek_ocr2": Row(SECOND),
     "deepseek_v4": CLAMPED,
-    "diffusion_gemma": Row(since="5.23", refused=UNKNOWN),
-    "doge": Row({"is_moe": True}, since="5.23", refused="no tensor looks like theirs"),
+    "diffusion_gemma": Row(since="5.23", refusal=UNKNOWN),
+    "doge": Row({"is_moe": True}, since="5.23", refusal="no tensor looks like theirs"),
     "dots3_note": Row(vision={"per_layer_config": {}}, since="5.23"),
     "dots3_note_text": Row(since="5.23"),
     "ernie4_5_vl_moe": Row(
         {"moe_intermediate_size": [WIDTH, 64], **_rope(6, 6, 4)},
-        refused="text and vision experts of different widths share each layer",
+        refusal="text and vision experts of different widths share each layer",
     ),
     "flint": Row({"mlp_only_layers": [0]}, since="5.23"),
-    "gemma4": Row(GEMMA, warned=True, computes=ACTIVATION),
-    "gemma4_text": Row(GEMMA, warned=True, computes=ACTIVATION),
+    "gemma4": Row(GEMMA, warned=True, load_error=ACTIVATION),
+    "gemma4_text": Row(GEMMA, warned=True, load_error=ACTIVATION),
     "glm4v_moe": Row(_rope(2, 3, 3)),
-    "glm5_next": Row({"qk_rope_head_dim": 0, "head_dim": 0, **HYBRID, **SECOND}, warned=True, computes=ACTIVATION),
-    "gpt_oss": Row(refused="its experts have biases and a clamped activation"),
+    "glm5_next": Row({"qk_rope_head_dim": 0, "head_dim": 0, **HYBRID, **SECOND}, warned=True, load_error=ACTIVATION),
+    "gpt_oss": Row(refusal="its experts have biases and a clamped activation"),
     "granitemoehybrid": Row(MAMBA),
     "hy_v4": CLAMPED,
-    "inkling2": Row(since="5.23", warned=True, computes=ACTIVATION),
-    "inkling2_text": Row(since="5.23", warned=True, computes=ACTIVATION),
+    "inkling2": Row(since="5.23", warned=True, load_error=ACTIVATION),
+    "inkling2_text": Row(since="5.23", warned=True, load_error=ACTIVATION),
     "inkling_mm_model": Row(vision={"num_hidden_layers": 4}),
     "jamba": Row(JAMBA),
-    "jetmoe": Row(computes=NO_MODULE),
+    "jetmoe": Row(load_error=NO_MODULE),
     "kimi_linear": Row({**HYBRID, **SECOND}),
     "kolibri1": Row(since="5.23"),
     "lfm2_moe": Row({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-    "llama4": Row(warned=True, computes=INPUT),
-    "llama4_text": Row(warned=True, computes=INPUT),
+    "llama4": Row(warned=True, load_error=INPUT),
+    "llama4_text": Row(warned=True, load_error=INPUT),
     "longcat_flash": Row({"zero_expert_num": 0}),
     "mimo_v2_flash": Row({"num_key_value_heads": 2}),
     "minimax_m3_vl": CLAMPED,
     "minimax_m3_vl_text": CLAMPED,
     "mistral4": Row({"head_dim": 64}),
     "mistral_large4": Row(since="5.23"),
-    "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23", refused=STRAY),
-    "nemotron_h": Row(refused="its experts are two matrices with relu2 and no gate_proj"),
+    "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23", refusal=STRAY),
+    "nemotron_h": Row(refusal="its experts are two matrices with relu2 and no gate_proj"),
     "qwen3_5_moe": Row(HYBRID),
     "qwen3_5_moe_text": Row(HYBRID),
     "qwen3_next": Row(HYBRID),
     "qwen4_exp": Row(INDEXED),
     "qwen4_exp_text": Row(INDEXED),
-    "step3p7": Row({"sliding_window": 16, "swiglu_limits": [0.0, 7.0], **SECOND}, warned=True, computes=ACTIVATION),
+    "step3p7": Row({"sliding_window": 16, "swiglu_limits": [0.0, 7.0], **SECOND}, warned=True, load_error=ACTIVATION),
     "unlimited_ocr": Row(since="5.23"),
     "zaya": Row({"num_experts_per_tok": 1}),
 }
-ROWS = dict(sorted((dict.fromkeys(PLAIN_ONES.split(), PLAIN) | OTHERS).items()))
+ROWS = dict(sorted((dict.fromkeys(PLAIN_FAMILIES.split(), PLAIN) | OTHERS).items()))

@@ -1,6 +1,7 @@
-"""The real command line many times over, without the half second of starting Python: it is loaded once and forked for
-each run, which is a process of its own, killed for real. As a script this file is that server: an order per line on
-stdin, a return code per line on stdout.
+"""Servers that run the real command line many times, without the half second that starting Python takes.
+
+A server imports the command line once and forks for each run, which is a process of its own and can be killed. As a
+script, this file is the server: it reads an order per line from stdin, and writes a return code per line to stdout.
 """
 
 import contextlib
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any
 
 COMMAND_LINE = "ktconvert.pipeline.cli:main"
-PACKAGES = ("cli", "engine", "plans", "report", "verify")  # of ktconvert.pipeline, whose modules import nothing heavy
+PACKAGES = ("cli", "engine", "plans", "report", "verify")  # packages of ktconvert.pipeline that import nothing heavy
 
 
 class Forks(contextlib.AbstractContextManager[Any]):
-    """A few servers, so that a few runs go on at once. modules: what they load beside the command line (torch starts no
-    threads before a child needs them); program: which calls serve."""
+    """Several servers, for as many runs at a time.
+
+    modules  modules to import besides the command line (torch starts no threads before a child needs them)
+    program  arguments of Python for a program that calls serve
+    """
 
     def __init__(
         self,
@@ -57,8 +61,11 @@ class Forks(contextlib.AbstractContextManager[Any]):
         printed: Path | None = None,
         program: str = COMMAND_LINE,
     ) -> Any:
-        """The CompletedProcess of `ktconvert` with these arguments, in the working directory of whoever calls. What it says
-        goes to the file `log`, and what it prints to `printed`, or there, too. program: another one, MODULE:FUNCTION.
+        """Run `ktconvert` with these arguments in the caller's working directory; return a CompletedProcess.
+
+        log      file for stderr
+        printed  file for stdout; by default, stdout also goes to log
+        program  function to call instead of the command line, MODULE:FUNCTION
         """
         server: Any = self._free.get()
         words = list(map(str, arguments))
@@ -74,8 +81,9 @@ class Forks(contextlib.AbstractContextManager[Any]):
 
 
 def serve(modules: Sequence[str]) -> None:
+    """Import the command line and these modules, and run the orders on stdin."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for rig
-    with contextlib.redirect_stdout(sys.stderr):  # ours is for return codes, and llmcompressor prints messages
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for return codes, and llmcompressor prints messages
         for package in PACKAGES:
             path = importlib.import_module(f"ktconvert.pipeline.{package}").__path__
             for module in pkgutil.iter_modules(path, f"ktconvert.pipeline.{package}."):

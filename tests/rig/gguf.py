@@ -1,4 +1,4 @@
-"""Tiny GGUF files: written by gguf-py, or byte by byte where they are to be wrong; random blocks of any type of ggml."""
+"""Tiny GGUF files: written by gguf-py, or byte by byte if they shall be wrong; random blocks of all types of ggml."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 U8 = npt.NDArray[np.uint8]
-Types = Sequence[Sequence[str]]  # of gate, up and down, by layer
+Types = Sequence[Sequence[str]]  # for each layer, the types of gate, up and down
 
 E, H, I = 2, 512, 256  # noqa: E741
-# Where float16 scales lie in a block, by type; those whose scales are stored in other ways are in `blocks`.
+# Offsets of the float16 scales in a block, by type; `blocks` handles types that store scales differently.
 SCALES = {
     **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS", "IQ3_S", "IQ3_XXS"), (0,)),
     **dict.fromkeys(("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ1_S"), (0,)),
@@ -24,11 +24,11 @@ SCALES = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-TYPES = (*SCALES, "IQ1_M", "MXFP4", "NVFP4")  # all blocks that gguf-py dequantizes
+TYPES = (*SCALES, "IQ1_M", "MXFP4", "NVFP4")  # all types of blocks that gguf-py dequantizes
 
 
 def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> U8:
-    """Random blocks [rows, bytes of a row] with scales of the size that weights have."""
+    """Draw blocks [rows, bytes of a row], with scales of the size that weights have."""
     rng = np.random.default_rng(seed)
     per_block, nbytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     out = rng.integers(0, 256, (rows, columns // per_block, nbytes)).astype(np.uint8)
@@ -48,7 +48,10 @@ def blocks(kind: str, rows: int, columns: int, seed: int = 0) -> U8:
 def write(
     path: Path, tensors: Mapping[str, tuple[str, npt.NDArray[Any]]], metadata: Mapping[str, Any], arch: str = "qwen3moe"
 ) -> Path:
-    """A file by gguf-py: blocks as bytes [..., bytes of a row], numbers as they are; whole numbers and texts as metadata."""
+    """Write a file with gguf-py.
+
+    tensors: blocks as bytes [..., bytes of a row], or plain numbers; metadata: integers, texts and lists.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
@@ -65,8 +68,8 @@ def write(
     return path
 
 
-def about(layers: int, arch: str = "qwen3moe", **more: Any) -> dict[str, Any]:
-    """The metadata of a model of E experts of this size."""
+def model_metadata(layers: int, arch: str = "qwen3moe", **more: Any) -> dict[str, Any]:
+    """Return the metadata of a model with E experts of this size."""
     keys = {"block_count": layers, "embedding_length": H, "expert_count": E, "expert_used_count": 1}
     keys |= {"expert_feed_forward_length": I, "feed_forward_length": 1024} | more
     return {f"{arch}.{key}": value for key, value in keys.items()}
@@ -75,14 +78,14 @@ def about(layers: int, arch: str = "qwen3moe", **more: Any) -> dict[str, Any]:
 def model(
     types: Types, seed: int = 0, *, experts: int = E, hidden: int = H, width: int = I
 ) -> dict[str, tuple[str, U8]]:
-    """The tensors of a model: experts of these types, a router, and an embedding that is not looked at."""
+    """Return the tensors of a model: experts of these types, a router, and an embedding that is not read."""
     tensors: dict[str, tuple[str, Any]] = {"token_embd.weight": ("F32", np.ones((8, hidden), np.float32))}
-    for layer, of_layer in enumerate(types):
+    for layer, layer_types in enumerate(types):
         tensors[f"blk.{layer}.ffn_gate_inp.weight"] = ("F32", np.ones((experts, hidden), np.float32))
-        for number, (part, kind) in enumerate(zip(("gate", "up", "down"), of_layer, strict=True)):
-            n, k = (hidden, width) if part == "down" else (width, hidden)
+        for number, (projection, kind) in enumerate(zip(("gate", "up", "down"), layer_types, strict=True)):
+            n, k = (hidden, width) if projection == "down" else (width, hidden)
             stored = blocks(kind, experts * n, k, seed + 3 * layer + number)
-            tensors[f"blk.{layer}.ffn_{part}_exps.weight"] = (kind, stored.reshape(experts, n, -1))
+            tensors[f"blk.{layer}.ffn_{projection}_exps.weight"] = (kind, stored.reshape(experts, n, -1))
     return tensors
 
 
@@ -90,12 +93,13 @@ NUMBERS = {"B": 0, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10}
 
 
 def text(value: str | bytes) -> bytes:
+    """Encode a text with its length."""
     raw = value if isinstance(value, bytes) else value.encode()
     return struct.pack("<Q", len(raw)) + raw
 
 
 def pair(key: str, value: Any, code: str = "I") -> bytes:
-    """A key-value pair: a text, a list of texts, or a number by its code of the struct module."""
+    """Encode a key-value pair: a text, a list of texts, or a number by its code of the struct module."""
     if isinstance(value, str):
         return text(key) + struct.pack("<I", 8) + text(value)
     if isinstance(value, list):
@@ -104,7 +108,7 @@ def pair(key: str, value: Any, code: str = "I") -> bytes:
 
 
 def info(name: str | bytes, shape: Sequence[int], kind: int, offset: int) -> bytes:
-    """A tensor's entry; shape: rows before columns."""
+    """Encode a tensor's entry; shape: rows before columns."""
     dims = tuple(reversed(shape))
     return text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, offset)
 
@@ -113,6 +117,6 @@ def file(
     pairs: Sequence[bytes], infos: Sequence[bytes], data: bytes = b"", *, magic: bytes = b"GGUF", version: int = 3,
     counts: tuple[int, int] | None = None, alignment: int = 32,
 ) -> bytes:  # fmt: skip
-    """A whole file; counts: those of tensors and pairs, if they are not to be true."""
+    """Encode a file; counts: false counts of tensors and pairs."""
     head = magic + struct.pack("<IQQ", version, *(counts or (len(infos), len(pairs)))) + b"".join((*pairs, *infos))
     return head + bytes(-len(head) % alignment) + data

@@ -1,4 +1,4 @@
-"""What a whole model's experts read, in float64, by hooks on transformers' own modules."""
+"""Statistics of the inputs of a whole model's experts, in float64, by hooks on transformers' own modules."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,15 +9,16 @@ import numpy as np
 
 
 @dataclass
-class Read:
-    """Of one layer: tokens int64 [E]; sums of squares, float64: inputs [E, H], middle [E, I]."""
+class ExpertInputs:
+    """Statistics of a layer: tokens int64 [E]; sums of squares in float64, inputs [E, H] and middle [E, I]."""
 
     counts: Any
     inputs: Any = None
     middle: Any = None
-    chosen: list[Any] = field(default_factory=list)  # the router's choices, [T, k] of each sequence
+    chosen: list[Any] = field(default_factory=list)  # the router's choices, [T, k] for each sequence
 
     def add(self, expert: int, inputs: Any, middle: Any) -> None:
+        """Add the rows that an expert's linears read."""
         self.counts[expert] += len(inputs)
         for name, x in (("inputs", inputs), ("middle", middle)):
             sums = getattr(self, name)
@@ -27,35 +28,35 @@ class Read:
             sums[expert] += x.double().square().sum(0).numpy()
 
 
-def read_by_experts(model: Path, samples: Sequence[Sequence[int]]) -> dict[int, Read]:
-    """By decoder layer. Every sample goes through the whole model, computed by transformers in BF16."""
+def measure_expert_inputs(model: Path, samples: Sequence[Sequence[int]]) -> dict[int, ExpertInputs]:
+    """Run every sample through the whole model, computed by transformers in BF16; return the statistics by layer."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts
 
     torch.set_num_threads(1)
-    whole: Any = AutoModelForCausalLM.from_pretrained(
+    computed: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager"
     )
-    read: dict[int, Read] = {}
+    statistics: dict[int, ExpertInputs] = {}
 
     def hook(layer: int) -> Callable[..., None]:
         def forward(module: Any, args: tuple[Any, ...]) -> None:
             hidden, ids, _ = args
             experts = len(module.down_proj)
-            own = read.setdefault(layer, Read(np.zeros(experts, np.int64)))
-            own.chosen.append(ids.numpy())
+            layer_statistics = statistics.setdefault(layer, ExpertInputs(np.zeros(experts, np.int64)))
+            layer_statistics.chosen.append(ids.numpy())
             for expert in range(experts):
                 x = hidden[(ids == expert).any(1)]
                 gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
-                own.add(expert, x, module.act_fn(gate) * up)
+                layer_statistics.add(expert, x, module.act_fn(gate) * up)
 
         return forward
 
-    for place in find_experts(whole):
-        whole.get_submodule(place.name).register_forward_pre_hook(hook(place.layer))
+    for place in find_experts(computed):
+        computed.get_submodule(place.name).register_forward_pre_hook(hook(place.layer))
     with torch.inference_mode():
         for ids in samples:
-            whole(torch.tensor([list(ids)]), use_cache=False)
-    return read
+            computed(torch.tensor([list(ids)]), use_cache=False)
+    return statistics

@@ -1,4 +1,4 @@
-"""Kill a real process before the N-th call that changes a directory, and list those calls in order (killpoint.c)."""
+"""Kills of real processes before the N-th call that changes a directory, and the list of those calls (killpoint.c)."""
 
 import contextlib
 import os
@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rig import conversion, shims
-from rig.conversion import differing, tree
+from rig.conversion import find_differences, tree
 from rig.forks import Forks
 
 KILLED = -signal.SIGKILL  # the return code of a run that reached its kill point
 
 
 class Call(NamedTuple):
-    """One call that changed something: libc's name less its 64 or v2, and the path (or both paths) it changed."""
+    """A call that changed a file: its name in libc without 64 or v2, and the one or two paths that it changed."""
 
     name: str
     path: str
@@ -42,41 +42,43 @@ def run(
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `command` and kill it before its n-th change to what begins with `root` (n from 1; 0 lets it finish), such as
-    `root/x` and `root.work`; a sync of the directory that holds `root` counts as well. `log` gets a line per call.
-    The returncode is KILLED if the kill point was reached.
+    """Run a command and kill it before its n-th change to a path that begins with `root`; the return code is then KILLED.
+
+    n counts from 1; 0 lets the command finish. `root/x` and `root.work` count, and so does a sync of the directory that
+    contains `root`. `log` gets a line per call.
     """
-    environment = {**os.environ, **(env or {}), **shims.preloaded(shim), **settings(root, n, log)}
+    environment = {**os.environ, **(env or {}), **shims.preload_environment(shim), **shim_settings(root, n, log)}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def settings(root: Path, n: int, log: Path | None = None) -> dict[str, str]:
-    """What the shim reads, where a process has it already (forks.py); a log that is there goes."""
-    found = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n)}
+def shim_settings(root: Path, n: int, log: Path | None = None) -> dict[str, str]:
+    """Return the environment that the shim reads, for processes that have loaded it (forks.py); remove an old log."""
+    env = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n)}
     if log is not None:
         log.unlink(missing_ok=True)
-        found["KILLPOINT_LOG"] = str(log)
-    return found
+        env["KILLPOINT_LOG"] = str(log)
+    return env
 
 
-def stopping(shim: Path, root: Path | str, n: int, number: signal.Signals = signal.SIGSTOP) -> dict[str, str]:
-    """The environment of a process that sends itself a signal, once, before its n-th change to what begins with `root`."""
+def signal_environment(shim: Path, root: Path | str, n: int, number: signal.Signals = signal.SIGSTOP) -> dict[str, str]:
+    """Return the environment of a process that sends itself a signal before its n-th change to a path below `root`."""
     where = {"KILLPOINT_ROOT": os.path.realpath(root), "KILLPOINT_N": str(n), "KILLPOINT_SIGNAL": str(int(number))}
-    return {**shims.preloaded(shim), **where}
+    return {**shims.preload_environment(shim), **where}
 
 
 @contextlib.contextmanager
-def held(
-    source: Path, seen: Path, *options: str, output: Path | None = None, preload: Sequence[Path] = (), **env: str
+def hold_conversion(
+    source: Path, visible: Path, *options: str, output: Path | None = None, preload: Sequence[Path] = (), **env: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A real conversion, stopped (SIGSTOP) while its first layers are in flight; it goes on when SIGCONT is sent. seen:
-    the output as this process sees it, where the conversion knows it under another name.
+    """Start a real conversion that stops (SIGSTOP) while it converts its first layers; SIGCONT resumes it.
+
+    visible: path of the output in this process, if the conversion knows it by a different name (`output`).
     """
-    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output or seen), *options]
+    command = [*conversion.KTCONVERT, "cpu", "-i", str(source), "-o", str(output or visible), *options]
     with tempfile.TemporaryDirectory() as folder:
         shim = build(Path(folder))
-        env = {**os.environ, **env, **stopping(shim, f"{seen}.work/partial/experts", 1)}
-        env |= shims.preloaded(*preload, shim)
+        env = {**os.environ, **env, **signal_environment(shim, f"{visible}.work/partial/experts", 1)}
+        env |= shims.preload_environment(*preload, shim)
         process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
             conversion.wait_until_stopped(process)
@@ -86,53 +88,56 @@ def held(
             process.communicate()
 
 
-def calls(log: Path, base: Path | None = None) -> list[Call]:
-    """The calls that were made, in order; the one before which the process was killed is not among them. base: the folder
-    that their paths are shown from."""
-    made = [call for kind, call in _lines(log) if kind == "call"]
-    return [Call(name, *(path.removeprefix(f"{base}/") for path in paths if path)) for name, *paths in made]
+def read_calls(log: Path, base: Path | None = None) -> list[Call]:
+    """Return the calls that were made, in order, without the call that the kill prevented.
+
+    base: folder to which their paths are relative.
+    """
+    calls = [call for kind, call in _lines(log) if kind == "call"]
+    return [Call(name, *(path.removeprefix(f"{base}/") for path in paths if path)) for name, *paths in calls]
 
 
-def killed_before(log: Path) -> Call | None:
-    """The call that the kill prevented, or None if the process was not killed."""
+def find_prevented_call(log: Path) -> Call | None:
+    """Return the call that the kill prevented, or None if the process was not killed."""
     return next((call for kind, call in _lines(log) if kind == "kill"), None)
 
 
-def count(log: Path) -> int:
-    """How many calls were made: the number of kill points of a run that finished."""
-    return len(calls(log))
+def count_calls(log: Path) -> int:
+    """Count the calls that were made: the number of kill points of a run that finished."""
+    return len(read_calls(log))
 
 
 def _lines(log: Path) -> list[tuple[str, Call]]:
-    # Threads may write their lines out of order; the number says which call was first.
+    # Threads may write their lines out of order; the number is the order of the calls.
     lines = log.read_text().splitlines() if log.exists() else []
     fields = sorted((line.split("\t") for line in lines), key=lambda field: int(field[0]))
     return [(kind, Call(re.sub(r"(64(v2)?|(?<=v)2)$", "", name), *paths)) for _, kind, name, *paths in fields]
 
 
-def check_resumed(
+def check_resume(
     convert: Callable[[Path], Sequence[str | Path]],
     resume: Callable[[Path], object],
     folder: Path,
-    *where: float,
+    *fractions: float,
     servers: Forks | None = None,
 ) -> None:
-    """Killed at these fractions of its calls and resumed, a conversion to an output gives what it gives undisturbed.
-    servers: those that fork for each run, with the shim in them; the command is ktconvert's arguments then.
+    """Assert that a conversion gives the same output if it is killed at these fractions of its calls and resumed.
+
+    servers: servers with the shim, to fork each run; `convert` then returns only the arguments of ktconvert.
     """
-    log, whole = folder / "log", folder / "whole"
+    log, undisturbed = folder / "log", folder / "whole"
     shim = build(folder)
 
     def start(output: Path, n: int) -> subprocess.CompletedProcess[str]:
         if servers is None:
             return run(convert(output), output, n, shim, log)
-        return servers.run(convert(output), folder / "said", settings(output, n, log))
+        return servers.run(convert(output), folder / "said", shim_settings(output, n, log))
 
-    done = start(whole, 0)
+    done = start(undisturbed, 0)
     assert done.returncode == 0, done.stderr
-    calls = count(log)
-    for number, fraction in enumerate(where):
+    calls = count_calls(log)
+    for number, fraction in enumerate(fractions):
         killed = folder / f"killed{number}"
         assert start(killed, int(fraction * calls)).returncode == KILLED
         resume(killed)
-        assert differing(tree(killed), tree(whole)) == []
+        assert find_differences(tree(killed), tree(undisturbed)) == []

@@ -1,9 +1,9 @@
-"""`layers.py MODULE JOB.json`: a program written for kt_kernel, to be run with MODULE kt_kernel or
-ktconvert.native_quant.
+"""A program written for kt_kernel, which also runs with ktconvert.native_quant: `layers.py MODULE JOB.json`.
 
-Each run goes through a model's MoE layers twice, as an inference loop does: a layer's output goes into the next. The
-job names weights, shapes, method and T, a run its inputs and how many experts of a token each layer may defer; outputs
-go to a safetensors file. kt-kernel's buffers know sizes by the number of tokens alone: runs must differ in it.
+Each run passes through a model's MoE layers twice, as an inference loop does: the output of a layer is the input of the
+next. The job names weights, shapes, method and NUMA slices; a run names its inputs, and how many experts per token each
+layer may defer. Outputs go to a safetensors file. kt-kernel keeps one buffer per number of tokens: runs must differ in
+it.
 """
 
 import importlib
@@ -17,29 +17,30 @@ from safetensors.torch import load_file, save_file
 
 
 def prepare_kt_kernel():
-    """kt-kernel 0.7.2 asks for pinned memory and a CUDA stream even on a CPU; nothing of ours needs this."""
+    """Let kt-kernel 0.7.2 run on a CPU, although it requests pinned memory and a CUDA stream."""
     os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"
     for name in ("zeros", "empty", "full"):
         real = getattr(torch, name)
         setattr(torch, name, lambda *args, pin_memory=None, real=real, **options: real(*args, **options))
 
 
-def wrapper(KTMoEWrapper, layer, experts, topk, hidden, width, mask, parts, path, method, **more):
-    """A wrapper by the names that kt-kernel's arguments have, with two threads."""
+def make_wrapper(KTMoEWrapper, layer, experts, topk, hidden, width, mask, slices, path, method, **options):
+    """Make a make_wrapper with two threads, by the names of kt-kernel's arguments."""
     sizes = {"num_experts": experts, "num_experts_per_tok": topk, "hidden_size": hidden, "moe_intermediate_size": width}
-    how = {"cpuinfer_threads": 2, "threadpool_count": parts, "weight_path": path, "chunked_prefill_size": 512}
-    return KTMoEWrapper(layer_idx=layer, **sizes, gpu_experts_mask=mask, **how, method=method, **more)
+    settings = {"cpuinfer_threads": 2, "threadpool_count": slices, "weight_path": path, "chunked_prefill_size": 512}
+    return KTMoEWrapper(layer_idx=layer, **sizes, gpu_experts_mask=mask, **settings, method=method, **options)
 
 
 def main(module, job):
+    """Run the job and write its outputs."""
     if module == "kt_kernel":
         prepare_kt_kernel()
     KTMoEWrapper = importlib.import_module(module).KTMoEWrapper
-    KTMoEWrapper.exact = True  # ours: round where kt-kernel rounds; nothing to kt-kernel
+    KTMoEWrapper.exact = True  # ours then rounds where kt-kernel rounds; kt-kernel ignores it
     outs = {}
     for name, run in job["runs"].items():
         inputs = load_file(run["inputs"])
-        wrappers = [make(KTMoEWrapper, job, inputs, layer, defer) for layer, defer in enumerate(run["deferred"])]
+        wrappers = [load_layer(KTMoEWrapper, job, inputs, layer, defer) for layer, defer in enumerate(run["deferred"])]
         for turn in range(2):
             hidden = inputs["hidden"]
             for layer, wrapper in enumerate(wrappers):
@@ -49,11 +50,12 @@ def main(module, job):
     save_file(outs, job["result"])
 
 
-def make(KTMoEWrapper, job, inputs, layer, defer):
+def load_layer(KTMoEWrapper, job, inputs, layer, defer):
+    """Make the make_wrapper of a layer and load its weights."""
     topk, hidden = inputs["ids"].shape[-1], inputs["hidden"].shape[-1]
     sizes = (job["experts"], topk, hidden, job["intermediate"], inputs.get("mask"), job["numa"], job["folder"])
     more = {"cpu_save": job["save"], "max_deferred_experts_per_token": defer}
-    moe = wrapper(KTMoEWrapper, layer, *sizes, job["method"], **more)
+    moe = make_wrapper(KTMoEWrapper, layer, *sizes, job["method"], **more)
     if job["save"]:
         stacked = (inputs[f"{layer}.{name}"] for name in ("gate", "up", "down"))
         moe.load_weights_from_tensors(*stacked, torch.arange(job["experts"]))

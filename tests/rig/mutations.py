@@ -1,5 +1,6 @@
-"""Damages valid files, each in its own way: bytes anywhere, and values, keys and structure of JSON, safetensors headers
-and TOML. Every function takes a generator of random numbers and the whole file, and returns a damaged one.
+"""Functions that damage valid files: bytes anywhere; values, keys and structure of JSON, safetensors headers and TOML.
+
+Each takes a random generator and the bytes of a file, and returns damaged bytes.
 """
 
 import json
@@ -8,11 +9,11 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-EDITS = 3  # at most, of one file
-DEEP = 3000  # deeper than Python's limit of recursion
-NESTED = 400  # less deep than it
+EDITS = 3  # maximum number of edits of a file
+DEEP = 3000  # levels, beyond Python's recursion limit
+NESTED = 400  # levels, within that limit
 
-# What may stand in the place of any JSON value, as text: not all of it is valid JSON.
+# Replacements of any JSON value, as text; some are not valid JSON.
 VALUES = (
     *("null", "true", "false", "0", "1", "-1", "2", "7", "1.5", "-0.0", "1e400", "NaN", "Infinity", "-Infinity"),
     *("4294967296", "9223372036854775807", "9223372036854775808", "9" * 400, "9" * 5000, "-" + "9" * 400),
@@ -45,20 +46,20 @@ TOML_KEYS = ("refusal", "layers", "hidden", "a", "interleaved")
 
 @dataclass
 class Text:
-    """A JSON value as the text that it is written with."""
+    """A JSON value, as the text that represents it."""
 
     text: str
 
 
 class Object:
-    """A JSON object as its members in order: a key may appear twice."""
+    """A JSON object as an ordered list of members, so that a key can occur twice."""
 
     def __init__(self, members: list[tuple[str, Any]]) -> None:
         self.members = [list(member) for member in members]
 
 
 def write(node: Any) -> str:
-    """A document of Text, Object, list and plain values, as JSON."""
+    """Return a document of Text, Object, list and plain values as JSON."""
     match node:
         case Text():
             return node.text
@@ -70,20 +71,20 @@ def write(node: Any) -> str:
             return json.dumps(node)
 
 
-def _value(random: Random) -> str:
-    """A JSON value as text, often a simple one of another type."""
+def _draw_value(random: Random) -> str:
+    """Draw a JSON value as text; often a simple one of a different type."""
     return random.choice(SIMPLE if random.random() < 0.4 else VALUES)
 
 
-def places(node: Any) -> list[tuple[Any, int]]:
-    """(list or member of an object, position in it) of every value below a node."""
-    held = [(m, 1) for m in node.members] if isinstance(node, Object) else []
-    held += [(node, at) for at in range(len(node))] if isinstance(node, list) else []
-    return held + [place for where, at in held for place in places(where[at])]
+def find_places(node: Any) -> list[tuple[Any, int]]:
+    """Return (list or member of an object, position in it) for each value below a node."""
+    own = [(m, 1) for m in node.members] if isinstance(node, Object) else []
+    own += [(node, at) for at in range(len(node))] if isinstance(node, list) else []
+    return own + [place for where, at in own for place in find_places(where[at])]
 
 
-def near(random: Random, value: Any) -> Any:
-    """Another value of the same type, close to this one."""
+def close_value(random: Random, value: Any) -> Any:
+    """Return a different value of the same type that is close to this one."""
     match value:
         case bool():
             return not value
@@ -94,49 +95,50 @@ def near(random: Random, value: Any) -> Any:
             long, inserted = value.rjust(300, "x"), f"{value[:cut]}{random.choice(INSERTED)}{value[cut:]}"
             return random.choice((value[:cut], value[cut:], inserted, value * 2, value.upper(), long))
         case _:
-            return Text(_value(random))
+            return Text(_draw_value(random))
 
 
-def of_json(random: Random, file: bytes) -> bytes:
-    root = [json.loads(file, object_pairs_hook=Object)]  # in a list, so that the whole document is a value, too
+def damage_json(random: Random, file: bytes) -> bytes:
+    """Replace values, and remove, rename, duplicate or add members of a JSON document."""
+    root = [json.loads(file, object_pairs_hook=Object)]  # in a list, so that the whole document is also a value
     for _ in range(random.randint(1, EDITS)):
-        if not (every := places(root)):
+        if not (every := find_places(root)):
             break
         where, at = random.choice(every)
         match random.randint(0, 9):
             case 0 | 1 | 2 | 3 | 4:
-                where[at] = Text(_value(random))
+                where[at] = Text(_draw_value(random))
             case 5:
-                where[at] = near(random, where[at])
+                where[at] = close_value(random, where[at])
             case 6:  # a value from elsewhere
                 other, position = random.choice(every)
                 where[at] = Text(write(other[position]))
-            case what:
-                _structure(random, root, what)
+            case action:
+                _damage_structure(random, root, action)
     return ",".join(map(write, root)).encode()
 
 
-def _structure(random: Random, root: list[Any], what: int) -> None:
-    """Remove (7), rename (8), or double or add a member or an element somewhere in a document."""
-    every = (root[0], *(where[at] for where, at in places(root[0])))
+def _damage_structure(random: Random, root: list[Any], action: int) -> None:
+    """Remove (7), rename (8), duplicate or add a member or an element somewhere in a document."""
+    every = (root[0], *(where[at] for where, at in find_places(root[0])))
     nodes = [node for node in every if isinstance(node, Object | list)]
     entries = getattr(node := random.choice(nodes), "members", node) if nodes else []
     if not entries:
         return
     at = random.randrange(len(entries))
-    if what == 7:
+    if action == 7:
         del entries[at]
     elif isinstance(node, list):
         entries.insert(at, entries[at])
-    elif what == 8:
+    elif action == 8:
         key = entries[at][0]
         entries[at][0] = random.choice((*KEYS, key[:-1], f"{key}0", key.upper()))
     else:
-        entries.append([random.choice((entries[at][0], *KEYS)), Text(_value(random))])
+        entries.append([random.choice((entries[at][0], *KEYS)), Text(_draw_value(random))])
 
 
-def of_bytes(random: Random, file: bytes) -> bytes:
-    """Bits flipped, the end cut off, pieces removed, doubled, zeroed or inserted."""
+def damage_bytes(random: Random, file: bytes) -> bytes:
+    """Flip bits, truncate, and remove, duplicate, zero or insert pieces."""
     data = bytearray(file)
     for _ in range(random.randint(1, EDITS)):
         at = random.randint(0, len(data))
@@ -157,8 +159,8 @@ def of_bytes(random: Random, file: bytes) -> bytes:
     return bytes(data)
 
 
-def of_lines(random: Random, file: bytes) -> bytes:
-    """Lines removed, doubled or replaced, and the JSON document of a line."""
+def damage_lines(random: Random, file: bytes) -> bytes:
+    """Remove, duplicate or replace lines, and damage the JSON document of a line."""
     lines = file.splitlines()
     for _ in range(random.randint(1, EDITS)):
         at = random.randrange(len(lines))
@@ -168,30 +170,30 @@ def of_lines(random: Random, file: bytes) -> bytes:
             case 1:
                 lines.insert(random.randint(0, len(lines)), lines[at])
             case 2:
-                lines[at] = _value(random).encode()
+                lines[at] = _draw_value(random).encode()
             case _:
                 try:
-                    lines[at] = of_json(random, lines[at])
-                except (ValueError, RecursionError):  # it was damaged before
-                    lines[at] = of_bytes(random, lines[at])
+                    lines[at] = damage_json(random, lines[at])
+                except (ValueError, RecursionError):  # an earlier edit has damaged it
+                    lines[at] = damage_bytes(random, lines[at])
     return b"".join(line + b"\n" for line in lines)
 
 
-def of_safetensors(random: Random, file: bytes) -> bytes:
-    """The header's length, its bytes, or its JSON with the length kept true."""
+def damage_safetensors(random: Random, file: bytes) -> bytes:
+    """Damage the header: its length, its bytes, or its JSON with a correct length."""
     length = int.from_bytes(file[:8], "little")
     header, data = file[8 : 8 + length], file[8 + length :]
-    what = random.randint(0, 9)
-    if what == 0:
+    action = random.randint(0, 9)
+    if action == 0:
         length = random.choice((0, 1, length - 1, length + 1, 1 << 20, 1 << 40, (1 << 64) - 1))
     else:
-        header = (of_bytes if what < 3 else of_json)(random, header)
+        header = (damage_bytes if action < 3 else damage_json)(random, header)
         length = len(header)
     return length.to_bytes(8, "little") + header + data
 
 
-def of_gguf(random: Random, file: bytes) -> bytes:
-    """Numbers, texts and lengths of the header, which are in its first 1000 bytes; the length of the file."""
+def damage_gguf(random: Random, file: bytes) -> bytes:
+    """Damage numbers, texts and lengths in the header (the first 1000 bytes), or the length of the file."""
     data = bytearray(file)
     for _ in range(random.randint(1, EDITS)):
         at = random.randrange(min(len(data), 1000) or 1)
@@ -200,11 +202,11 @@ def of_gguf(random: Random, file: bytes) -> bytes:
         large = (1 << 20, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
         new = random.choice((0, 1, 8, 9, 139, old + 1, old - 1, old * 2, *large))
         data[at : at + width] = (new % (1 << 8 * width)).to_bytes(width, "little")
-    return of_bytes(random, bytes(data)) if random.random() < 0.2 else bytes(data)
+    return damage_bytes(random, bytes(data)) if random.random() < 0.2 else bytes(data)
 
 
-def of_toml(random: Random, file: bytes) -> bytes:
-    """Lines of a TOML document, and the values in them."""
+def damage_toml(random: Random, file: bytes) -> bytes:
+    """Damage lines of a TOML document, and the values in them."""
     lines = file.decode().splitlines()
     for _ in range(random.randint(1, EDITS)):
         at = random.randrange(len(lines) + 1)
@@ -223,7 +225,7 @@ def of_toml(random: Random, file: bytes) -> bytes:
     return "\n".join(lines).encode()
 
 
-def damaged(kind: Callable[[Random, bytes], bytes], file: bytes, seed: int) -> bytes:
-    """A file of this kind (of_json ...) with one to three damages; one in four has them anywhere in its bytes."""
+def damage(kind: Callable[[Random, bytes], bytes], file: bytes, seed: int) -> bytes:
+    """Damage a file one to three times with `kind` (damage_json ...); in a quarter of the cases, anywhere in its bytes."""
     random = Random(seed)
-    return of_bytes(random, file) if random.random() < 0.25 else kind(random, file)
+    return damage_bytes(random, file) if random.random() < 0.25 else kind(random, file)

@@ -1,4 +1,4 @@
-"""Layers of tests/golden/native_*: a checkpoint under kt-kernel's names, an input, and what kt-kernel and float64 give."""
+"""Layers of tests/golden/native_*: a checkpoint with kt-kernel's names, an input, and expected outputs."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Native:
-    """One of them: its method, its tensors, an input, and its outputs in float64."""
+    """A layer: its method, tensors and input, its outputs in float64, and those of kt-kernel."""
 
     method: str
     tensors: Tensors
@@ -32,7 +32,7 @@ class Native:
     kt_kernel: npt.NDArray[np.uint16]
 
     def write(self, folder: Path, tensors: Any = None, **config: Any) -> Path:
-        """A checkpoint; tensors: others instead of its own."""
+        """Write the layer as a checkpoint. tensors: replacements of its own."""
         folder.mkdir(parents=True, exist_ok=True)
         if config:
             (folder / "config.json").write_text(json.dumps(config))
@@ -41,15 +41,16 @@ class Native:
 
 
 def read(name: str) -> Native:
+    """Read a layer by name."""
     stored = read_file(GOLDEN / f"native_{name}.safetensors")
-    inputs = (stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights"))
-    outputs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
+    inputs = (stored[f"in.{part}"].bits for part in ("hidden", "topk_ids", "topk_weights"))
+    outputs = (stored[f"out.{part}"].bits for part in ("float64_reference", "kt_t1"))
     tensors = {name: tensor for name, tensor in stored.items() if not name.startswith(("in.", "out."))}
     return Native(name.rsplit("_", 1)[0], tensors, *inputs, *outputs)
 
 
-def by_kt_kernel(python: str, runs: Any, folder: Path) -> Tensors:
-    """What kt-kernel itself gives, by native_peer.py."""
+def run_kt_kernel(python: str, runs: Any, folder: Path) -> Tensors:
+    """Return the outputs of kt-kernel itself, from native_peer.py."""
     job, result = folder / "job.json", folder / "result.safetensors"
     job.write_text(json.dumps({"runs": runs, "result": str(result)}))
     program = str(Path(__file__).with_name("native_peer.py"))
@@ -59,5 +60,5 @@ def by_kt_kernel(python: str, runs: Any, folder: Path) -> Tensors:
 
 
 def distance(out: npt.NDArray[np.uint16], truth: npt.NDArray[np.float64]) -> float:
-    """Relative L2 distance of BF16 bits."""
+    """Return the relative L2 distance of BF16 bits from float64 values."""
     return float(np.linalg.norm(floats.from_bits(out) - truth) / np.linalg.norm(truth))

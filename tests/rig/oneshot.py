@@ -1,6 +1,7 @@
-"""llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it, in a process of its own (this file as a
-script): the oracle of `ktconvert gpu`. Two things are corrected first: each sample comes in the order in which it is
-passed (the library shuffles), and decoder layers get a causal mask (the library gives some families none).
+"""llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it: the oracle of `ktconvert gpu`.
+
+It runs in a process of its own, with this file as the script. Two faults are corrected: samples keep the order in which
+they are passed (the library shuffles), and decoder layers get a causal mask (the library gives some families none).
 """
 
 import contextlib
@@ -13,12 +14,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
-TIMEOUT = 900.0  # seconds; importing the library takes seven, a small model two, a loaded machine many times that
+TIMEOUT = 900.0  # seconds; importing the library takes seven, a small model two, and much longer on a loaded machine
 
 
 class Job(NamedTuple):
-    """One model to be quantized into `out`, with these token ids, one sample each; repaired: decoder layers get a causal
-    mask. `actorder` is the library's default, as in the script."""
+    """A model to quantize into `out`.
+
+    ids       token ids, one list per sample
+    repaired  give decoder layers a causal mask
+
+    `actorder` is the library's default, as in the script.
+    """
 
     model: Path
     out: Path
@@ -31,28 +37,30 @@ class Job(NamedTuple):
 
 
 def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
-    """Do the jobs in one process, since it takes long to start, and report on each:
-    {"masks": {attention: [what it got: "causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}}.
+    """Do the jobs in one process, which takes long to start, and return a report on each.
+
+    A report is {"masks": {attention: ["causal", "none" or "other"]}, "routed": {experts: [tokens routed to each]}}.
     """
-    words = []
+    documents = []
     for job in jobs:
-        ids, ignore = [list(map(int, sample)) for sample in job.ids], ignored(job.model)
-        words.append(job._asdict() | {"model": str(job.model), "out": str(job.out), "ids": ids, "ignore": ignore})
+        ids, ignore = [list(map(int, sample)) for sample in job.ids], ignored_linears(job.model)
+        documents.append(job._asdict() | {"model": str(job.model), "out": str(job.out), "ids": ids, "ignore": ignore})
     path = jobs[0].out.with_suffix(".jobs")
-    path.write_text(json.dumps(words))
+    path.write_text(json.dumps(documents))
     env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-P", __file__, str(path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
     assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads(report_of(job.out).read_text()) for job in jobs]
+    return [json.loads(report_path(job.out).read_text()) for job in jobs]
 
 
-def report_of(out: Path) -> Path:
+def report_path(out: Path) -> Path:
+    """Return the path of the report on an output."""
     return out.with_name(f"{out.name}.report")
 
 
-def ignored(model: Path) -> list[str]:
-    """What `ktconvert gpu` names in quantization_config, so that both quantize the same linears."""
+def ignored_linears(model: Path) -> list[str]:
+    """Return the linears that `ktconvert gpu` ignores, so that both quantize the same linears."""
     from ktconvert.layouts.checkpoints.moe_model import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import ignore_list
@@ -61,6 +69,7 @@ def ignored(model: Path) -> list[str]:
 
 
 def main(job: dict[str, Any]) -> None:
+    """Do one job, and write its report."""
     import torch
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor import oneshot
@@ -73,7 +82,7 @@ def main(job: dict[str, Any]) -> None:
     scheme = preset_name_to_scheme(job["scheme"], ["Linear"])
     scheme.weights.group_size = job["group"]
     recipe = {"config_groups": {"group_0": scheme}, "ignore": job["ignore"], "dampening_frac": job["dampening"]}
-    with repaired(model) if job["repaired"] else contextlib.nullcontext():
+    with repair_masks(model) if job["repaired"] else contextlib.nullcontext():
         watch(model, report)
         data = {
             "dataset": torch.utils.data.DataLoader(samples, batch_size=None),
@@ -82,16 +91,16 @@ def main(job: dict[str, Any]) -> None:
         data |= {"max_seq_length": max(map(len, job["ids"])), "moe_calibrate_all_experts": job["calibrate_all"]}
         oneshot(model=model, recipe=GPTQModifier(**recipe), output_dir=job["out"], **data)
     report["masks"] = {name: sorted(kinds) for name, kinds in report["masks"].items()}
-    # Every sample goes through every layer twice: before and after it is quantized.
+    # Each sample passes through each layer twice: before and after the layer is quantized.
     report["routed"] = {name: [count // 2 for count in counts] for name, counts in report["routed"].items()}
-    report_of(Path(job["out"])).write_text(json.dumps(report))
+    report_path(Path(job["out"])).write_text(json.dumps(report))
 
 
 @contextlib.contextmanager
-def repaired(model: Any) -> Iterator[None]:
-    """Have masks made for eager attention: the library calibrates with it, and what it traces forgets that."""
+def repair_masks(model: Any) -> Iterator[None]:
+    """Build masks for eager attention, with which the library calibrates; its tracing loses that setting."""
     modeling = sys.modules[type(model).__module__]
-    real = {name: getattr(modeling, name) for name in MASKS if hasattr(modeling, name)}
+    original = {name: getattr(modeling, name) for name in MASKS if hasattr(modeling, name)}
 
     def eager(make: Any) -> Any:
         def construct(*, config: Any, **options: Any) -> Any:
@@ -100,27 +109,27 @@ def repaired(model: Any) -> Iterator[None]:
 
         return construct
 
-    for name, make in real.items():
+    for name, make in original.items():
         setattr(modeling, name, eager(make))
     try:
         yield
     finally:
-        for name, make in real.items():
+        for name, make in original.items():
             setattr(modeling, name, make)
 
 
 def watch(model: Any, report: dict[str, Any]) -> None:
-    """Record which mask each attention module gets, and how many tokens of the samples are routed to each expert."""
+    """Record which mask each attention_hook module gets, and how many tokens are routed to each expert."""
     import torch
     from llmcompressor.modeling.moe.linearize import linearize_moe
 
-    def attention(name: str) -> Any:
+    def attention_hook(name: str) -> Any:
         def hook(_module: Any, _given: Any, named: dict[str, Any]) -> None:
-            report["masks"].setdefault(name, set()).add(kind_of(named["attention_mask"]))
+            report["masks"].setdefault(name, set()).add(mask_kind(named["attention_mask"]))
 
         return hook
 
-    def experts(name: str, count: int) -> Any:
+    def experts_hook(name: str, count: int) -> Any:
         def hook(_module: Any, inputs: Any) -> None:
             counts = torch.bincount(inputs[1].flatten(), minlength=count).tolist()
             before = report["routed"].get(name, [0] * count)
@@ -128,16 +137,16 @@ def watch(model: Any, report: dict[str, Any]) -> None:
 
         return hook
 
-    linearize_moe(model)  # as oneshot would, which makes other modules
+    linearize_moe(model)  # oneshot would do this, and would replace the modules
     for name, module in model.named_modules():
         if name.endswith(".self_attn"):
-            module.register_forward_pre_hook(attention(name), with_kwargs=True)
+            module.register_forward_pre_hook(attention_hook(name), with_kwargs=True)
         elif name.endswith(".experts"):
-            module.register_forward_pre_hook(experts(name, module.num_experts))
+            module.register_forward_pre_hook(experts_hook(name, module.num_experts))
 
 
-def kind_of(mask: Any) -> str:
-    """Whether a mask that is added to scores hides what comes later, and nothing else."""
+def mask_kind(mask: Any) -> str:
+    """Return "causal" if a mask that is added to scores hides exactly the later tokens."""
     import torch
 
     if mask is None:
@@ -145,8 +154,8 @@ def kind_of(mask: Any) -> str:
     if mask.ndim != 4 or not mask.is_floating_point():
         return "other"
     later = torch.ones(mask.shape[-2:], dtype=torch.bool).triu(1)
-    hidden, seen = mask[0, 0][later], mask[0, 0][~later]
-    return "causal" if bool((hidden == torch.finfo(mask.dtype).min).all() and (seen == 0).all()) else "other"
+    hidden, visible = mask[0, 0][later], mask[0, 0][~later]
+    return "causal" if bool((hidden == torch.finfo(mask.dtype).min).all() and (visible == 0).all()) else "other"
 
 
 if __name__ == "__main__":

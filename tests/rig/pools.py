@@ -1,4 +1,4 @@
-"""Pools as on machines with several NUMA nodes, on any machine."""
+"""Thread pools as on machines with several NUMA nodes."""
 
 from unittest import mock
 
@@ -6,7 +6,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime.pool import Pool
 
 
-def grouped(threads: int, groups: int) -> Pool:
-    """A pool with a group of threads for each of so many nodes, on all CPUs where there is no such node."""
+def make_grouped_pool(threads: int, groups: int) -> Pool:
+    """Return a pool with one group of threads per node; groups of missing nodes use all CPUs."""
     with mock.patch.object(machine, "numa_nodes", lambda: tuple(range(groups))):
         return Pool(threads, numa_nodes=range(groups))

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own: for what would end, hang or change the process of the tests."""
+"""Python programs in their own processes, for tests that would end, block or change the test process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from rig import shims
 Done = subprocess.CompletedProcess[str]
 
 
-def python(program: str, *arguments: object, preload: Path | None = None, timeout: float = 300, **env: str) -> Done:
-    """`python -c program arguments`, with a shim if there is one and these variables besides."""
-    environment = {**os.environ, **(shims.preloaded(preload) if preload else {}), **env}
+def run_python(program: str, *arguments: object, preload: Path | None = None, timeout: float = 300, **env: str) -> Done:
+    """Run `python -c program arguments` with these environment variables, and with a shim if one is given."""
+    environment = {**os.environ, **(shims.preload_environment(preload) if preload else {}), **env}
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def printed(program: str, *arguments: object, preload: Path | None = None, timeout: float = 300, **env: str) -> str:
-    """What a program printed that has to end well."""
-    done = python(program, *arguments, preload=preload, timeout=timeout, **env)
+def python_output(
+    program: str, *arguments: object, preload: Path | None = None, timeout: float = 300, **env: str
+) -> str:
+    """Run a program, require that it succeeds, and return its output."""
+    done = run_python(program, *arguments, preload=preload, timeout=timeout, **env)
     assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
     return done.stdout

@@ -1,5 +1,7 @@
-"""The definition in NumPy, slow and obvious, by numerics.md and bytes.md: every C kernel must equal it bit for bit. BF16
-and FP16 values are their bits (uint16), FP8 values theirs (uint8): NumPy has no such types.
+"""The definition of quantization in NumPy, slow and obvious, which every C kernel must equal bit for bit.
+
+Equations: numerics.md and bytes.md. BF16 and FP16 values are their bits (uint16), FP8 values are uint8, since
+NumPy lacks these types.
 """
 
 import gguf
@@ -16,11 +18,11 @@ from ktconvert.quantizers.reference import E2M1, E4M3, bf16_to_f32, f32_to_bf16
 SMALLEST_NORMAL = np.float32(2.0**-126)
 PANEL_ROWS, HALF_ROWS, K_BLOCK = 32, 16, 3584
 ROW_BLOCK = {8: 64, 4: 128}
-STEP = {8: 1, 4: 16}  # of codes, in scales of rows
+STEP = {8: 1, 4: 16}  # distance of codes, in scales of rows
 
 
 def decode(matrix: Matrix) -> U16:
-    """BF16 bits [n, k] of a linear in any kind of values that the kernels read."""
+    """Return the BF16 bits [n, k] of a linear of any kind that the kernels read."""
     values, kind = matrix.values, matrix.kind.name
     with np.errstate(all="ignore"):  # overflow and NaN are results here; amax detects them
         if kind == "bf16":
@@ -40,9 +42,9 @@ def decode(matrix: Matrix) -> U16:
             return f32_to_bf16(codes * matrix.each_scale())
         if kind == "fp4_e2m1":
             return f32_to_bf16(E2M1[packed.read_codes(matrix)] * matrix.each_scale())
-        name = next(name for name, of in GGML.items() if of.name == kind)
+        name = next(name for name, ggml_kind in GGML.items() if ggml_kind.name == kind)
         decoded = gguf.quants.dequantize(np.ascontiguousarray(values), gguf.GGMLQuantizationType[name])
-        if name == "MXFP4":  # gguf-py takes the scale 255 for a number, and it stands for NaN
+        if name == "MXFP4":  # gguf-py reads the scale 255 as a number, but it means NaN
             is_nan = values.reshape(len(values), -1, matrix.kind.items)[..., 0] == 255
             decoded = np.where(np.repeat(is_nan, matrix.kind.columns, axis=1), np.nan, decoded)
         return f32_to_bf16(decoded[:, matrix.skip : matrix.skip + matrix.shape[1]].astype(np.float32))
@@ -52,7 +54,7 @@ def decode(matrix: Matrix) -> U16:
 
 
 def finite_amax(bf16: U16) -> F32:
-    """The largest magnitude along the last axis. ValueError: a value is not finite."""
+    """Return the largest magnitude along the last axis. Raise ValueError if a value is not finite."""
     amax = bf16_to_f32((bf16 & 0x7FFF).max(axis=-1))
     finite = np.isfinite(amax).reshape(len(amax), -1).all(axis=1)
     if not finite.all():
@@ -61,14 +63,14 @@ def finite_amax(bf16: U16) -> F32:
 
 
 def row_scales(bits: int, bf16: U16) -> F32:
-    """One scale per row, float32 [n]: amax * fl(1/127) or amax / 112, and 0 where that is subnormal."""
+    """Return a scale per row, float32 [n]: amax * fl(1/127) or amax / 112, and 0 where that is subnormal."""
     amax = finite_amax(bf16)
     scale = amax * np.float32(1 / 127) if bits == 8 else (amax.astype(np.float64) / 112.0).astype(np.float32)
     return np.where(scale < SMALLEST_NORMAL, np.float32(0), scale)
 
 
 def quantize(bits: int, bf16: U16) -> tuple[I8, F32]:
-    """Codes int8 [n, k] (8 bits: -127..127, 4 bits: -7..7) and scales float32 [n]."""
+    """Return codes int8 [n, k] (8 bits: -127..127, 4 bits: -7..7) and scales float32 [n]."""
     scale = row_scales(bits, bf16)
     reciprocal = np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
     x = np.where(bf16 & 0x7F80, bf16_to_f32(bf16), np.float32(0))  # subnormal values count as 0
@@ -80,7 +82,7 @@ def quantize(bits: int, bf16: U16) -> tuple[I8, F32]:
 
 
 def pack(bits: int, codes: I8) -> U8:
-    """Codes [n, k] in kt-kernel's order: row blocks, column blocks, panels of 32 rows, tiles, halves, quads."""
+    """Pack codes [n, k] in kt-kernel's order: row blocks, column blocks, panels of 32 rows, tiles, halves, quads."""
     n, k = codes.shape
     ordered = []
     for row in range(0, n, ROW_BLOCK[bits]):
@@ -95,7 +97,7 @@ def pack(bits: int, codes: I8) -> U8:
 
 
 def unpack(bits: int, weight: U8, n: int, k: int) -> I8:
-    """The inverse of pack: codes int8 [n, k]."""
+    """Return the codes int8 [n, k] of a packed weight: the inverse of pack."""
     codes = np.empty((n, k), np.int8)
     at = 0
     for row in range(0, n, ROW_BLOCK[bits]):
@@ -113,37 +115,37 @@ def unpack(bits: int, weight: U8, n: int, k: int) -> I8:
 
 
 def quantize_pack(bits: int, bf16: U16) -> tuple[U8, F32]:
-    """The result of the C kernel: packed weight and scales of BF16 values [n, k]."""
+    """Return the packed weight and the scales of BF16 values [n, k], like the C kernel."""
     codes, scale = quantize(bits, bf16)
     return pack(bits, codes), scale
 
 
 def dequantize(bits: int, weight: U8, scale: F32, n: int, k: int) -> F32:
-    """float32 [n, k]: code * scale (8 bits), 16 * code * scale (4 bits), rounded once."""
+    """Return float32 [n, k]: code * scale (8 bits) or 16 * code * scale (4 bits), rounded once."""
     return (unpack(bits, weight, n, k).astype(np.float32) * np.float32(STEP[bits])) * scale[:, None]
 
 
 def quantize_plain(bits: int, bf16: U16) -> tuple[I8, F32]:
-    """Codes and scales of MOE_INT4 and MOE_INT8: halves are rounded away from 0 (numerics.md, section 2c)."""
+    """Return codes and scales of MOE_INT4 and MOE_INT8, which round halves increment from 0 (numerics.md, section 2c)."""
     scale = row_scales(bits, bf16)
     if bits == 8:
         scale = finite_amax(bf16) / np.float32(127)
         scale = np.where(scale < SMALLEST_NORMAL, np.float32(0), scale)
     step = (scale * np.float32(STEP[bits]))[:, None]
     quotient = np.divide(bf16_to_f32(bf16), step, out=np.zeros(bf16.shape, np.float32), where=step != 0)
-    whole = np.trunc(quotient)
-    away = np.where(np.abs(quotient - whole) >= 0.5, np.copysign(np.float32(1), quotient), np.float32(0))
-    return (whole + away).astype(np.int8), scale
+    truncated = np.trunc(quotient)
+    increment = np.where(np.abs(quotient - truncated) >= 0.5, np.copysign(np.float32(1), quotient), np.float32(0))
+    return (truncated + increment).astype(np.int8), scale
 
 
 # --- a scale for each group of columns: W4A16, W8A16, RAWINT4 (sections 6 and 6b) ------------------
 
 
 def group_scales(bits: int, group: int, bf16: U16, rounding: str = "library") -> U16:
-    """One scale per group of columns, BF16 [n, k/group]: amax / 7.5 or amax / 127.5, and 2^-7 where that is 0.
+    """Return a scale per group of columns, BF16 [n, k/group]: amax / 7.5 or amax / 127.5, and 2^-7 where that is 0.
 
-    rounding: as in quantize_groups. "signed": -x / 8, x being the value of largest magnitude with its sign, the
-    negative one of two. ValueError: a value is not finite.
+    rounding: as in quantize_groups; "signed": -x / 8 for the value x of largest magnitude with its sign, the negative
+    one of two. Raise ValueError if a value is not finite.
     """
     grouped = bf16.reshape(len(bf16), -1, group)
     amax = finite_amax(grouped)
@@ -157,8 +159,10 @@ def group_scales(bits: int, group: int, bf16: U16, rounding: str = "library") ->
 
 
 def quantize_groups(bits: int, group: int, bf16: U16, rounding: str = "library") -> tuple[I8, U16]:
-    """Codes int8 [n, k] (-8..7 or -128..127) and scales BF16 [n, k/group]. rounding: "library" rounds x / scale to BF16
-    first, as llmcompressor does; "float32" does not, nor does "signed", which has other scales (4 bits alone).
+    """Return codes int8 [n, k] (-8..7 or -128..127) and scales BF16 [n, k/group].
+
+    rounding: "library" rounds x / scale to BF16 first, as llmcompressor does; "float32" does not; "signed" does not
+    either, and has different scales (only 4 bits).
     """
     scale = group_scales(bits, group, bf16, rounding)
     with np.errstate(under="ignore"):
@@ -172,45 +176,45 @@ def quantize_groups(bits: int, group: int, bf16: U16, rounding: str = "library")
 # --- FP8 in blocks of 128 x 128, and MXFP4 (section 9) ---------------------------------------------
 
 BLOCK = 128
-SMALLEST = np.float32(2.0**-6)  # of the exponent field 1, whose spacing subnormal codes share
+SMALLEST = np.float32(2.0**-6)  # smallest normal value; subnormal codes have its spacing
 
 
 def fp8_scales(bf16: U16) -> F32:
-    """amax / 448 of each block, not below 2^-126, and 1 for a block of zeros: float32 [n/128, k/128]."""
+    """Return amax / 448 of each block, at least 2^-126, and 1 for a block of zeros: float32 [n/128, k/128]."""
     n, k = bf16.shape
     blocks = bf16.reshape(n // BLOCK, BLOCK, k // BLOCK, BLOCK) & 0x7FFF
     amax = bf16_to_f32(blocks.max(axis=(1, 3)))
     return np.where(amax == 0, np.float32(1), np.maximum(amax / np.float32(448), SMALLEST_NORMAL))
 
 
-def each_of_blocks(scales: npt.NDArray[np.float32]) -> F32:
-    """The scale of every element: float32 [n, k]."""
+def repeat_blocks(scales: npt.NDArray[np.float32]) -> F32:
+    """Return the scale of every element: float32 [n, k]."""
     return scales.repeat(BLOCK, axis=0).repeat(BLOCK, axis=1)
 
 
 def fp8_codes(x: F32) -> U8:
-    """The nearest E4M3 to each finite x, ties to even, at most 448 in magnitude; the sign is kept, of zeros too."""
+    """Return the nearest E4M3 code of each finite x: ties to even, at most 448; signs are kept, also of zeros."""
     magnitude = np.abs(x)
     power = np.frexp(np.maximum(magnitude, SMALLEST))[1] - 1
     units = np.rint(np.ldexp(magnitude, 3 - power)).astype(np.int64)  # 8 .. 16, or less if subnormal
-    codes = np.minimum(8 * (power + 6) + units, 0x7E)  # of 448
+    codes = np.minimum(8 * (power + 6) + units, 0x7E)  # 0x7E is 448
     return (codes | np.where(np.signbit(x), 0x80, 0)).astype(np.uint8)
 
 
 def quantize_fp8(bf16: U16) -> tuple[U8, F32]:
-    """Codes uint8 [n, k] and scales float32 [n/128, k/128] of finite BF16 values."""
+    """Return codes uint8 [n, k] and scales float32 [n/128, k/128] of finite BF16 values."""
     scales = fp8_scales(bf16)
     with np.errstate(under="ignore"):
-        return fp8_codes(bf16_to_f32(bf16) / each_of_blocks(scales)), scales
+        return fp8_codes(bf16_to_f32(bf16) / repeat_blocks(scales)), scales
 
 
-# Between one magnitude of E2M1 and the next: a tie goes to the even code, the lower one of every other pair.
+# The middles between neighbouring magnitudes of E2M1: a tie goes to the even code, the lower one of every second pair.
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-OF_ZEROS = 127  # the exponent of a group of zeros
+ZEROS_EXPONENT = 127  # exponent of a group of zeros
 
 
 def nearest_e2m1(magnitude: npt.NDArray[np.float64]) -> U8:
-    """The codes 0..7 nearest to magnitudes: a tie goes to the even code, what is larger than 6 to 6."""
+    """Return the codes 0..7 nearest to magnitudes: ties go to the even code, larger values to 6."""
     codes = np.zeros(magnitude.shape, np.uint8)
     for code, middle in enumerate(MIDDLES):
         codes += magnitude >= middle if code % 2 else magnitude > middle
@@ -218,7 +222,10 @@ def nearest_e2m1(magnitude: npt.NDArray[np.float64]) -> U8:
 
 
 def quantize_mxfp4(bf16: U16) -> tuple[U8, U8]:
-    """Codes uint8 [n, k] and exponents uint8 [n, k/32] of BF16 values; k: a multiple of 32. ValueError: not finite."""
+    """Return codes uint8 [n, k] and exponents uint8 [n, k/32] of BF16 values; k is a multiple of 32.
+
+    Raise ValueError if a value is not finite.
+    """
     n, k = bf16.shape
     unsigned: U16 = (bf16 & np.uint16(0x7FFF)).reshape(n, k // fp4.GROUP, fp4.GROUP)
     finite_amax(unsigned)
@@ -227,11 +234,11 @@ def quantize_mxfp4(bf16: U16) -> tuple[U8, U8]:
     lower = np.clip((amax >> 7).astype(np.int64) - 2, *MXFP4_EXPONENTS)
     scaled = np.ldexp(magnitude, (127 - lower)[:, :, None])
     small, large = nearest_e2m1(scaled), nearest_e2m1(scaled / 2)
-    # What is at most 1/4 becomes 0 either way. All else is a multiple of 2^-9 below 8: these sums are exact.
+    # Values of at most 1/4 become 0 either way. All others are multiples of 2^-9 below 8, so these sums are exact.
     counts = scaled > 0.25
     small_error = np.where(counts, scaled - E2M1[small], 0)
     large_error = np.where(counts, scaled - 2 * E2M1[large], 0)
     higher = (np.square(small_error).sum(axis=2) > np.square(large_error).sum(axis=2)) & (lower < MXFP4_EXPONENTS[1])
     signs = (bf16 >> 12 & 8).astype(np.uint8)
     codes = np.where(higher[:, :, None], large, small).reshape(n, k) | signs
-    return codes, np.where(amax == 0, OF_ZEROS, lower + higher).astype(np.uint8)
+    return codes, np.where(amax == 0, ZEROS_EXPONENT, lower + higher).astype(np.uint8)

@@ -1,7 +1,7 @@
-"""Safetensors files, read, written and edited by their specification, without the library or our own parser.
+"""Safetensors files, read, written and edited by their specification, without the library and without our own parser.
 
 A file is 8 bytes with the length of its header, the header (JSON: dtype, shape and bytes of each tensor), and the data.
-Every file that is read or written here is also read by the library and by our own parser: they must agree.
+The library and our own parser also read every file that is read or written here: they must agree.
 """
 
 import json
@@ -18,14 +18,14 @@ from rig.files import move_time, rewrite
 Bits = npt.NDArray[Any]
 Header = dict[str, Any]
 METADATA = "__metadata__"
-# What NumPy lacks comes as unsigned bits.
+# Unsigned bits stand for dtypes that NumPy lacks.
 NUMPY: dict[str, Any] = {"I8": np.int8, "I16": np.int16, "I32": np.int32, "I64": np.int64, "BOOL": np.bool_}
 NUMPY |= {"F32": np.float32, "F64": np.float64, "U8": np.uint8, "U16": np.uint16, "BF16": np.uint16, "F16": np.uint16}
 NUMPY |= {"F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
 
 
 class Tensor(NamedTuple):
-    """One tensor as it is stored; equal to another one of the same dtype, shape and bytes."""
+    """A stored tensor, equal to any other with the same dtype, shape and bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class Tensor(NamedTuple):
 
     @property
     def bits(self) -> Bits:
-        """Its elements; read-only."""
+        """Return its elements; read-only."""
         return np.frombuffer(self.data, NUMPY[self.dtype]).reshape(self.shape)
 
 
@@ -41,13 +41,13 @@ Tensors = dict[str, Tensor]
 
 
 def encode(header: Header | bytes, data: bytes = b"", length: int | None = None) -> bytes:
-    """The bytes of a file. length: what its first 8 bytes say, if that is not to be true."""
+    """Return the bytes of a file. length: false value for its first 8 bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + data
 
 
 def require_same_reading(path: Path) -> None:
-    """Assert that the safetensors package reads the same tensors as our parser; damage that ours refuses is skipped."""
+    """Assert that the safetensors package reads the same tensors as our parser; skip damage that ours refuses."""
     from ktconvert.layouts.checkpoints.containers.safetensors import read_header
     from ktconvert.layouts.errors import KtconvertError
     from ktconvert.pipeline.verify.file_checks import read_header_with_package
@@ -60,24 +60,26 @@ def require_same_reading(path: Path) -> None:
 
 
 def data_start(path: Path) -> int:
+    """Return the offset of the data."""
     with path.open("rb") as file:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
 def header_of(path: Path) -> Header:
-    """The whole header, its metadata included."""
+    """Return the header, including its metadata."""
     with path.open("rb") as file:
         header: Header = json.loads(file.read(data_start(path))[8:])
     return header
 
 
 def metadata_of(path: Path) -> dict[str, str]:
+    """Return the metadata of a header."""
     metadata: dict[str, str] = header_of(path).get(METADATA, {})
     return metadata
 
 
 def read_file(path: Path) -> Tensors:
-    """All tensors of a file, in the order of its header."""
+    """Return all tensors of a file, in the order of its header."""
     require_same_reading(path)
     data, start = path.read_bytes(), data_start(path)
     return {
@@ -88,7 +90,7 @@ def read_file(path: Path) -> Tensors:
 
 
 def read_folder(folder: Path) -> Tensors:
-    """All tensors of a folder's files, none twice."""
+    """Return all tensors of a folder's files, and assert that none occurs twice."""
     tensors: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         more = read_file(path)
@@ -98,18 +100,19 @@ def read_folder(folder: Path) -> Tensors:
 
 
 def bits_of(tensors: Tensors) -> dict[str, Bits]:
+    """Return the elements of each tensor."""
     return {name: tensor.bits for name, tensor in tensors.items()}
 
 
-def differing(ours: Tensors, theirs: Tensors) -> list[str]:
-    """The names of tensors that are missing, extra or not the same."""
+def find_differences(ours: Tensors, theirs: Tensors) -> list[str]:
+    """Return the names of tensors that are missing, extra or different."""
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
 def write_file(
     path: Path, tensors: Mapping[str, Tensor | tuple[str, Bits]], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Write tensors, or (dtype, array of its bits), one after the other; the size of the header is a multiple of 8."""
+    """Write tensors, or (dtype, array of bits), one after the other; the header is padded to a multiple of 8 bytes."""
     table: Header = {} if metadata is None else {METADATA: dict(metadata)}
     parts, offset = [], 0
     for name, tensor in tensors.items():
@@ -125,16 +128,16 @@ def write_file(
 
 
 def edit_file(path: Path, change: Callable[[Tensors], object]) -> None:
-    """Change a file's tensors and write it again, as `rewrite` does; its metadata stay."""
-    before, about, tensors = path.stat(), header_of(path).get(METADATA), read_file(path)
+    """Change a file's tensors, keep its metadata, and advance its mtime."""
+    before, metadata, tensors = path.stat(), header_of(path).get(METADATA), read_file(path)
     change(tensors)
     path.chmod(0o644)
-    write_file(path, tensors, about)
+    write_file(path, tensors, metadata)
     move_time(path, before)
 
 
 def edit_header(path: Path, change: Callable[[Header], object]) -> None:
-    """Change a header in place, as `rewrite` does; it keeps its padded length, and may not become longer."""
+    """Change a header in place and advance the mtime; the header may not become longer than its padded length."""
     header, start, data = header_of(path), data_start(path), path.read_bytes()
     change(header)
     text = json.dumps(header, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""A server on a free port for real clients: in a process of its own, or in this process, where tests watch it."""
+"""Servers on free ports for real clients: in their own process, or in this process, where tests can observe them."""
 
 import json
 import random
@@ -20,7 +20,7 @@ import pytest
 
 from ktconvert.pipeline.models.loading import ModelChoice
 
-PATIENCE = 300  # seconds, for events that do happen
+PATIENCE = 300  # seconds to wait for an event
 
 
 def free_port() -> int:
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def started(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def start_server(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """Start `ktconvert serve` as a background job of a shell, with SIGINT ignored; yield the process and its address.
 
     log: file for its output.
@@ -52,6 +52,7 @@ def started(model: Path, log: Path, *options: str) -> Iterator[tuple[subprocess.
 
 
 def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until the server answers."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end and process.poll() is None:
         try:
@@ -59,18 +60,19 @@ def _wait(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
             return
         except OSError:  # not listening yet, or too busy to answer
             time.sleep(0.2)
-    pytest.fail(f"the server did not come up:\n{log.read_text()}")
+    pytest.fail(f"the server did not start:\n{log.read_text()}")
 
 
 @dataclass
-class Served:
+class RunningServer:
     """A running server.
 
-    application answers, scheduler generates for it
-    passes    through the model: (thread, shape of input_ids, shape of logits) in their order
-    running   generations at this moment
-    left      clients that the server saw go while it generated
-    end       do what a signal does
+    application   answers requests
+    scheduler     generates for it
+    passes        passes through the model, in order: (thread, shape of input_ids, shape of logits)
+    running       number of current generations
+    disconnected  clients that the server saw disconnect while it generated
+    end           acts as a signal does
     """
 
     model: Path
@@ -79,13 +81,14 @@ class Served:
     url: str = ""
     passes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
     running: int = 0
-    left: int = 0
+    disconnected: int = 0
     end: Callable[[], None] = lambda: None
 
     def until(self, happened: Callable[[], bool]) -> None:
+        """Wait until something has happened."""
         end = time.monotonic() + PATIENCE
         while not happened():
-            assert time.monotonic() < end, "it never happened"
+            assert time.monotonic() < end, "the event did not happen"
             time.sleep(0.002)
 
     @contextmanager
@@ -103,48 +106,49 @@ class Served:
             handle.remove()
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Record passes through the model, generations, and clients that disconnect."""
         from ktconvert.pipeline.models.serving.application import Call
 
         model = self.scheduler.model
         generate, disconnect = model.generate, Call.disconnect
 
-        def note(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
+        def record_pass(_: Any, args: Any, named: dict[str, Any], out: Any) -> None:
             shape = tuple(named["input_ids"].shape)
             self.passes.append((threading.current_thread().name, shape, tuple(out.logits.shape)))
 
-        def counted(*args: Any, **options: Any) -> Any:
+        def count_running(*args: Any, **options: Any) -> Any:
             self.running += 1
             try:
                 return generate(*args, **options)
             finally:
                 self.running -= 1
 
-        def noticed(call: Call) -> None:
+        def record_disconnect(call: Call) -> None:
             disconnect(call)
-            self.left += bool(self.running)
+            self.disconnected += bool(self.running)
 
-        model.register_forward_hook(note, with_kwargs=True)
-        monkeypatch.setattr(model, "generate", counted)
-        monkeypatch.setattr(Call, "disconnect", noticed)
+        model.register_forward_hook(record_pass, with_kwargs=True)
+        monkeypatch.setattr(model, "generate", count_running)
+        monkeypatch.setattr(Call, "disconnect", record_disconnect)
 
 
 @contextmanager
-def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Iterator[Served]:
-    """The model behind a server, its experts as they are stored unless it is chosen otherwise; more: of load_application."""
+def serve_in_process(model: Path, choice: ModelChoice | None = None, **options: Any) -> Iterator[RunningServer]:
+    """Serve the model, with its experts as they are stored unless a choice is given. options: of load_application."""
     from ktconvert.pipeline.models.serving.server import Server, load_application
 
     choice = choice or ModelChoice(str(model), cpu_weights=model, threads=1)
-    application, scheduler = load_application(choice, **more)
+    application, scheduler = load_application(choice, **options)
     server = Server(application, scheduler, port=0, log_level="warning")
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
-        answering = Served(model, application, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
+        running = RunningServer(model, application, scheduler, end=lambda: server.handle_exit(signal.SIGINT, None))
         with pytest.MonkeyPatch.context() as monkeypatch:
-            answering.watch(monkeypatch)
-            answering.until(lambda: server.started)
-            answering.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-            yield answering
+            running.watch(monkeypatch)
+            running.until(lambda: server.started)
+            running.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+            yield running
     finally:
         scheduler.interrupt()
         server.should_exit = True
@@ -152,7 +156,7 @@ def served(model: Path, choice: ModelChoice | None = None, **more: Any) -> Itera
         scheduler.stop()
 
 
-def with_template(example: Path, to: Path, template: str | None) -> Path:
+def copy_with_template(example: Path, to: Path, template: str | None) -> Path:
     """Return a copy of the model whose tokenizer has this chat template, or none."""
     shutil.copytree(example, to)
     settings = to / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""Libraries for LD_PRELOAD that take the place of some of libc's calls: a system that refuses something, or takes its time."""
+"""Libraries for LD_PRELOAD that replace calls of libc, to imitate systems that refuse a call or are slow."""
 
 import os
 import subprocess
@@ -13,12 +13,12 @@ def build(folder: Path, name: str, code: str) -> Path:
     return library
 
 
-def preloaded(*libraries: Path) -> dict[str, str]:
-    """The environment in which a process loads these, after those that this one was given (`make asan`)."""
+def preload_environment(*libraries: Path) -> dict[str, str]:
+    """Return the environment in which a process loads these libraries, after those of this process (`make asan`)."""
     return {"LD_PRELOAD": ":".join(filter(None, [os.environ.get("LD_PRELOAD"), *map(str, libraries)]))}
 
 
-# Something happens before the file of a unit gets its room.
+# Code that runs before space is reserved for the file of a unit.
 AT_FALLOCATE = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -38,13 +38,13 @@ int posix_fallocate(int fd, long at, long size) { return posix_fallocate64(fd, a
 """
 
 
-def crashing(folder: Path, unit: str) -> Path:
-    """A shim under which the process that makes a unit, whose name holds this text, crashes."""
+def build_crashing(folder: Path, unit: str) -> Path:
+    """Build a shim that crashes the process that makes a unit whose name contains this text."""
     return build(folder, "crashing", AT_FALLOCATE % (unit, "raise(SIGSEGV)"))
 
 
-def waiting(folder: Path, gate: Path) -> Path:
-    """A shim under which whoever makes a unit of experts waits until a file `gate` is there."""
+def build_waiting(folder: Path, gate: Path) -> Path:
+    """Build a shim that makes each unit of experts wait until the file `gate` exists."""
     wait = f'while (access("{gate}", F_OK)) usleep(5000)'
     return build(folder, "waiting", AT_FALLOCATE % ("/partial/experts", wait))
 
@@ -56,18 +56,19 @@ REFUSING = """
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#define REFUSE(name, reason, asked) \\
+#define REFUSE(name, reason, selected) \\
     int name(long a, long b, long c, long d, long e) { \\
         const char *refused = getenv("SHIM_REFUSED"); \\
-        if (!asked || (refused && strstr(refused, #name))) { errno = reason; return -1; } \\
+        if (!selected || (refused && strstr(refused, #name))) { errno = reason; return -1; } \\
         return ((int (*)(long, long, long, long, long))dlsym(RTLD_NEXT, #name))(a, b, c, d, e); \\
     }
 """
 
 
-def refusing(folder: Path, reason: str, *calls: str, asked: bool = False) -> Path:
-    """A shim for a file system that cannot do something, such as FAT and some network shares: these calls fail. asked: of
-    them those that REFUSED of the environment names.
+def build_refusing(folder: Path, reason: str, *calls: str, selected: bool = False) -> Path:
+    """Build a shim under which these calls fail, as on FAT and some network shares.
+
+    selected: only those calls fail that the environment variable REFUSED lists.
     """
-    bodies = [f"REFUSE({call}, {reason}, {int(asked)})" for call in calls]
+    bodies = [f"REFUSE({call}, {reason}, {int(selected)})" for call in calls]
     return build(folder, f"no_{calls[0]}", "\n".join([REFUSING, *bodies]))

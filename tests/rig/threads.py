@@ -1,4 +1,4 @@
-"""How many threads torch uses: a pytest fixture for modules that ask for it."""
+"""A fixture that limits the threads of torch."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """torch's threads cost more than they give on models this small."""
+    """Let torch use one thread: more threads slow down models this small."""
     import torch
 
     before = torch.get_num_threads()

@@ -1,5 +1,7 @@
-"""`ktconvert` with one row of a test's own in one of its tables: the test's file is that program, and is forked for each
-run."""
+"""`ktconvert` with an extra row in one of its tables.
+
+A test file that uses it is the program, and is forked for each run.
+"""
 
 import contextlib
 import subprocess
@@ -12,7 +14,7 @@ from rig import forks, killpoint
 
 
 class Toy(contextlib.AbstractContextManager[Any]):
-    """A context manager. command: of a process of its own."""
+    """The program of a test file, as a context manager. command: starts it in a process of its own."""
 
     def __init__(self, file: str, folder: Path) -> None:
         self.command = (sys.executable, file)
@@ -22,19 +24,20 @@ class Toy(contextlib.AbstractContextManager[Any]):
     def __exit__(self, *_: object) -> None:
         self._forks.__exit__()
 
-    def __call__(self, *words: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = self._forks.run([*map(str, words)], self.folder / "log", printed=self.folder / "printed")
+    def __call__(self, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = self._forks.run([*map(str, arguments)], self.folder / "log", printed=self.folder / "printed")
         assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
         assert "Traceback" not in done.stderr
         return done
 
-    def check_resumed(self, folder: Path, *words: object) -> None:
-        """A conversion with these words: killed twice and resumed to the same bytes."""
-        convert = (*self.command, *map(str, words), "-o")
-        killpoint.check_resumed(lambda out: [*convert, out], lambda out: self("resume", out), folder, 1 / 3, 1 / 2)
+    def check_resume(self, folder: Path, *arguments: object) -> None:
+        """Assert that a conversion that is killed twice and resumed gives the same bytes."""
+        convert = (*self.command, *map(str, arguments), "-o")
+        killpoint.check_resume(lambda out: [*convert, out], lambda out: self("resume", out), folder, 1 / 3, 1 / 2)
 
 
 def main(add: Callable[[], object]) -> None:
+    """Add the row, then run the server or the command line."""
     add()
     if sys.argv[1:] == ["serve"]:
         forks.serve([])

@@ -1,5 +1,6 @@
-"""Routed experts with LoRA as they are defined (numerics.md, section 5c): in float64, without a rounding, differentiated
-by torch; and the base weights of kt-kernel's golden files (tests/golden/sft).
+"""Routed experts with LoRA as numerics.md (section 5c) defines them, in float64, differentiated by torch.
+
+Also the base weights of kt-kernel's golden files (tests/golden/sft).
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from ktconvert.quantizers.reference import f32_to_bf16
 Linears = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def define(
+def compute(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -22,7 +23,7 @@ def define(
     lora: Lora | None = None,
     scaling: float = 1.0,
 ) -> torch.Tensor:
-    """[T, H]; linears: gate, up [E, I, H] and down [E, H, I]. Ids that are no experts add nothing."""
+    """Return the output [T, H]. linears: gate, up [E, I, H] and down [E, H, I]. Ids of no expert add nothing."""
     gate, up, down = linears
     out = torch.zeros_like(hidden)
     for expert in range(len(gate)):
@@ -39,7 +40,7 @@ def define(
     return out
 
 
-def differentiated(
+def differentiate(
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -48,33 +49,35 @@ def differentiated(
     scaling: float,
     gradient: torch.Tensor,
 ) -> tuple[torch.Tensor, Gradients]:
-    """The output and its gradients, all in float64."""
-    given = [tensor.double().requires_grad_() for tensor in (hidden, weights, *(lora or ()))]
-    factors = None if lora is None else Lora(*given[2:])
-    out = define(given[0], ids, given[1], linears, factors, scaling)
-    found = torch.autograd.grad(out, given, gradient.double())
-    return out.detach(), Gradients(found[0], found[1], None if lora is None else Lora(*found[2:]))
+    """Return the output and its gradients, all in float64."""
+    inputs = [tensor.double().requires_grad_() for tensor in (hidden, weights, *(lora or ()))]
+    factors = None if lora is None else Lora(*inputs[2:])
+    out = compute(inputs[0], ids, inputs[1], linears, factors, scaling)
+    gradients = torch.autograd.grad(out, inputs, gradient.double())
+    return out.detach(), Gradients(gradients[0], gradients[1], None if lora is None else Lora(*gradients[2:]))
 
 
-def decoded(experts: Experts) -> Linears:
-    """The weights that experts compute with, in float64."""
-    each = [list(experts.packed.linears(expert)) for expert in range(experts.num_experts)]
+def decode(experts: Experts) -> Linears:
+    """Return the weights that experts compute with, in float64."""
+    linears = [list(experts.packed.linears(expert)) for expert in range(experts.num_experts)]
     dims = (0, 0, 1)
     stacked = (
-        torch.stack([torch.cat([torch.from_numpy(part[i]) for part in parts], dims[i]) for parts in each]).double()
+        torch.stack(
+            [torch.cat([torch.from_numpy(numa_slice[i]) for numa_slice in slices], dims[i]) for slices in linears]
+        ).double()
         for i in range(3)
     )
     gate, up, down = stacked
     return gate, up, down
 
 
-def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative, L2."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the relative L2 distance."""
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
 
 
 def golden_weights(e: int, h: int, i: int) -> list[Any]:
-    """BF16 bits of gate, up [E, I, H] and down [E, H, I]: uniform numbers from a counter."""
+    """Return BF16 bits of gate, up [E, I, H] and down [E, H, I]: uniform numbers from a counter."""
     return [_uniform(tag, shape) for tag, shape in ((1, (e, i, h)), (2, (e, i, h)), (3, (e, h, i)))]
 
 

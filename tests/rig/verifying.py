@@ -1,4 +1,4 @@
-"""Conversions and `ktconvert verify` in this process, and what verify reports."""
+"""Conversions and `ktconvert verify` in this process, and access to the reports of verify."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -9,19 +9,20 @@ import click
 from click.testing import CliRunner
 
 
-def made(command: click.Command, *arguments: object) -> None:
+def invoke(command: click.Command, *arguments: object) -> None:
+    """Run a command and require that it succeeds."""
     done = CliRunner().invoke(command, [*map(str, arguments), "-q"])
     assert done.exception is None, done.output
 
 
-def in_forms(packed_example: Callable[..., Path], names: Sequence[str]) -> dict[str, Path]:
-    """The bundled model for two NUMA nodes, as "int4-merged", "int8-loose"."""
+def example_outputs(packed_example: Callable[..., Path], names: Sequence[str]) -> dict[str, Path]:
+    """Return the bundled model converted for two NUMA nodes, by names such as "int4-merged" and "int8-loose"."""
     more = {"merged": [], "loose": ["--no-merge-safetensor"]}
     return {name: packed_example(name[:4], 2, *more[name[5:]]) for name in names}
 
 
-def verified(output: Path, *options: object) -> dict[str, Any]:
-    """The JSON report, or {"message"} of an error that came before one; and the exit code."""
+def run_verify(output: Path, *options: object) -> dict[str, Any]:
+    """Return the JSON report, or {"message"} of an error before the report, with the exit code."""
     from ktconvert.pipeline.cli.verify import verify
 
     done = CliRunner().invoke(verify, [str(output), "--json", *map(str, options)])
@@ -35,29 +36,32 @@ def verified(output: Path, *options: object) -> dict[str, Any]:
     return report | {"code": code}
 
 
-def accepted(output: Path, *options: object) -> dict[str, Any]:
-    """Verify and expect success."""
-    report = verified(output, *options)
+def require_accepted(output: Path, *options: object) -> dict[str, Any]:
+    """Verify an output, require success, and return the report."""
+    report = run_verify(output, *options)
     assert report["code"] == 0 and report["ok"] and report["message"] is None, report["message"]
     return report
 
 
-def refused(output: Path, *options: object) -> str:
-    """Verify and expect exit code 6; the first problem with the remedy."""
-    report = verified(output, *options)
-    sentence = str(report["message"])
-    assert report["code"] == 6 and sentence.startswith(str(output)) and sentence.endswith("."), report
-    return sentence
+def require_refused(output: Path, *options: object) -> str:
+    """Verify an output, require exit code 6, and return the message."""
+    report = run_verify(output, *options)
+    message = str(report["message"])
+    assert report["code"] == 6 and message.startswith(str(output)) and message.endswith("."), report
+    return message
 
 
-def row(report: dict[str, Any], check: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(found for found in report["checks"] if found["name"] == check)
-    return found
+def find_check(report: dict[str, Any], check: str) -> dict[str, Any]:
+    """Return the row of a check."""
+    row: dict[str, Any] = next(row for row in report["checks"] if row["name"] == check)
+    return row
 
 
 def problems(report: dict[str, Any], check: str) -> list[str]:
-    return list(row(report, check)["problems"])
+    """Return the problems of a check."""
+    return list(find_check(report, check)["problems"])
 
 
-def failed(report: dict[str, Any]) -> list[str]:
-    return [found["name"] for found in report["checks"] if not found["ok"]]
+def failed_checks(report: dict[str, Any]) -> list[str]:
+    """Return the names of the failed checks."""
+    return [row["name"] for row in report["checks"] if not row["ok"]]
