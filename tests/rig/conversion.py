@@ -206,7 +206,7 @@ class Mounts(contextlib.AbstractContextManager[Any]):
 
 @contextlib.contextmanager
 def memory_folder(fallback: Path) -> Iterator[Path]:
-    """Make a folder on a tmpfs, where syncing is free; use the fallback if the tmpfs is small, as in many containers."""
+    """Make a folder on a tmpfs, where syncing is free; use the fallback if the tmpfs is small, as in containers."""
     shared = Path("/dev/shm")
     is_large = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free >= MIN_FREE
     base = Path(tempfile.mkdtemp(dir=shared)) if is_large else fallback
@@ -246,7 +246,7 @@ def find_differences(actual: Tree, expected: Tree) -> list[str]:
 
 
 def run_in_parallel(job: Callable[[Any], Any], numbers: Iterable[Any]) -> list[Any]:
-    """Return job(n) for each n; a few run at a time, in threads that wait for processes. The first failure is raised."""
+    """Return job(n) for each n; a few run at a time, in threads that wait for processes. Raise the first error."""
     with ThreadPoolExecutor(CORES) as pool:
         return list(pool.map(job, numbers))
 

@@ -19,9 +19,8 @@ SHAPES = {"gate": (I, H), "up": (I, H), "down": (H, I)}
 W132 = {"gate": "w1", "up": "w3", "down": "w2"}
 Bits = Any
 Stored = dict[str, tuple[str, Any]]  # (dtype, bits) by a tensor's name, or by its suffix
-Make = Callable[
-    [np.random.Generator, int, int], tuple[Stored, Bits]
-]  # draws a weight [n, k]; returns its tensors, and its values as BF16 bits
+# Draws a weight [n, k]; returns its tensors, and its values as BF16 bits.
+Make = Callable[[np.random.Generator, int, int], tuple[Stored, Bits]]
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SIZES = [(8 + b % 8) * 2.0 ** ((b >> 3) - 10) if b & 0x78 else b % 8 * 2.0**-9 for b in range(127)] + [np.nan]
@@ -132,7 +131,7 @@ def nvfp4(values: str, global_scale: str, divides: bool) -> Make:
 
 @dataclass(frozen=True)
 class Integers:
-    """Unsigned codes [n, k], zero points [n, groups] in the same range, float32 scales, and the group of each column."""
+    """Unsigned codes [n, k], zero points [n, groups] of the same range, float32 scales, and the group of each column."""
 
     bits: int
     codes: Any

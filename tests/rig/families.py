@@ -57,7 +57,7 @@ def make_config(family: str, **overrides: Any) -> Any:
 
 
 def make(family: str, fused: bool, folder: Path, **overrides: Any) -> Path:
-    """Save a model of this family, its experts as 3-D tensors or one by one. overrides: changed entries of its config."""
+    """Save a model of this family, its experts as 3-D tensors or one by one. overrides: changes of its config."""
     import torch
     import transformers
 

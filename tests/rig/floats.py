@@ -29,7 +29,7 @@ class Weight:
 
 
 def weight(codes: npt.NDArray[Any], scales: npt.NDArray[Any], values: npt.NDArray[Any], scale: Any) -> Weight:
-    """Make a Weight from codes, scales and make_unscaled values."""
+    """Make a Weight from codes, scales and unscaled values."""
     return Weight(as_bytes(codes), as_bytes(scales), values * np.repeat(scale, 32, axis=1), scale)
 
 
@@ -104,7 +104,7 @@ def mxfp8(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8]) -> Weight
 
 
 def nvfp4(codes: npt.NDArray[np.uint8], scales: npt.NDArray[np.uint8], global_scale: float) -> Weight:
-    """Make a weight of E2M1 codes [n, k] with an E4M3 code for each row and 16 columns, [n, k/16], and a global scale."""
+    """Make a weight of E2M1 codes [n, k] with an E4M3 code for each row and 16 columns, and a global scale."""
     n, k = codes.shape
     header = np.tile(np.array([global_scale], "<f4").view(np.uint8), (n // 32, 16))
     stored = np.concatenate([header, arrange_scales(scales).reshape(n // 32, -1)], axis=1)
@@ -169,8 +169,8 @@ def forward(
 ) -> npt.NDArray[np.float64]:
     """Return the output of experts for each token, in float64, by kt-kernel's formulas.
 
-    linear: returns a float64 matrix [n, k] by expert and projection; hidden: BF16 bits [m, H]; ids and weights [m, chosen
-    experts].
+    linear: returns a float64 matrix [n, k] by expert and projection; hidden: BF16 bits [m, H]; ids and weights: [m,
+    chosen experts].
     """
     out = np.zeros(hidden.shape)
     for token, x in enumerate(from_bits(hidden)):

@@ -29,7 +29,7 @@ class Candidates(NamedTuple):
 
 
 def power_candidates(largest: U16) -> Candidates:
-    """Return the candidates of E2M1: the power of two that covers the largest value, the next, and two that clip values."""
+    """Return the candidates of E2M1: the power of two that covers the largest value, its double, and two that clip."""
     covers = np.clip(((largest & 0x7FFF) >> 7).astype(np.int64) - 2, *MXFP4_EXPONENTS)
     exponents = np.clip(covers[..., None] + (0, 1, -1, -2), *MXFP4_EXPONENTS)
     unit = np.ldexp(np.float32(1), (127 - covers).astype(np.int32))

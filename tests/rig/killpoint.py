@@ -42,7 +42,7 @@ def run(
     log: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command and kill it before its n-th change to a path that begins with `root`; the return code is then KILLED.
+    """Run a command and kill it before its n-th change to a path that begins with `root`; its code is then KILLED.
 
     n counts from 1; 0 lets the command finish. `root/x` and `root.work` count, and so does a sync of the directory that
     contains `root`. `log` gets a line per call.

@@ -25,7 +25,7 @@ def prepare_kt_kernel():
 
 
 def make_wrapper(KTMoEWrapper, layer, experts, topk, hidden, width, mask, slices, path, method, **options):
-    """Make a make_wrapper with two threads, by the names of kt-kernel's arguments."""
+    """Make a wrapper with two threads, by the names of kt-kernel's arguments."""
     sizes = {"num_experts": experts, "num_experts_per_tok": topk, "hidden_size": hidden, "moe_intermediate_size": width}
     settings = {"cpuinfer_threads": 2, "threadpool_count": slices, "weight_path": path, "chunked_prefill_size": 512}
     return KTMoEWrapper(layer_idx=layer, **sizes, gpu_experts_mask=mask, **settings, method=method, **options)
@@ -51,7 +51,7 @@ def main(module, job):
 
 
 def load_layer(KTMoEWrapper, job, inputs, layer, defer):
-    """Make the make_wrapper of a layer and load its weights."""
+    """Make the wrapper of a layer and load its weights."""
     topk, hidden = inputs["ids"].shape[-1], inputs["hidden"].shape[-1]
     sizes = (job["experts"], topk, hidden, job["intermediate"], inputs.get("mask"), job["numa"], job["folder"])
     more = {"cpu_save": job["save"], "max_deferred_experts_per_token": defer}

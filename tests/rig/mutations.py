@@ -226,6 +226,6 @@ def damage_toml(random: Random, file: bytes) -> bytes:
 
 
 def damage(kind: Callable[[Random, bytes], bytes], file: bytes, seed: int) -> bytes:
-    """Damage a file one to three times with `kind` (damage_json ...); in a quarter of the cases, anywhere in its bytes."""
+    """Damage a file one to three times with `kind` (damage_json ...); a quarter of the files, anywhere in the bytes."""
     random = Random(seed)
     return damage_bytes(random, file) if random.random() < 0.25 else kind(random, file)

@@ -19,7 +19,7 @@ from rig.layers import make_wrapper, prepare_kt_kernel
 
 
 def write_buffers(moe, run, ranks):
-    """Return [experts, 4, ranks, bytes] of the write_buffers, as large as the largest can be, and filled with 0xA5 before."""
+    """Return [experts, 4, ranks, bytes] of GPU buffers, as large as the largest can be, and filled with 0xA5 before."""
     size = 2 * run["width"] * run["hidden"] * 2 // ranks
     outs = torch.full((run["experts"], 4, ranks, size), 0xA5, dtype=torch.uint8)
     for expert, expert_outs in enumerate(outs):
@@ -61,7 +61,7 @@ def main(job):
     """Do all runs and write the results."""
     prepare_kt_kernel()
     if any(run["method"] == "NVFP4" for run in job["runs"].values()):
-        os.environ["KT_MXFP4_BACKEND"] = "avx2"  # the only one that has it, but without write_buffers
+        os.environ["KT_MXFP4_BACKEND"] = "avx2"  # the only one that has it, but without buffers
     from kt_kernel import KTMoEWrapper
 
     outs = {}

@@ -119,7 +119,7 @@ def repair_masks(model: Any) -> Iterator[None]:
 
 
 def watch(model: Any, report: dict[str, Any]) -> None:
-    """Record which mask each attention_hook module gets, and how many tokens are routed to each expert."""
+    """Record which mask each attention module gets, and how many tokens are routed to each expert."""
     import torch
     from llmcompressor.modeling.moe.linearize import linearize_moe
 

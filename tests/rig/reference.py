@@ -126,7 +126,7 @@ def dequantize(bits: int, weight: U8, scale: F32, n: int, k: int) -> F32:
 
 
 def quantize_plain(bits: int, bf16: U16) -> tuple[I8, F32]:
-    """Return codes and scales of MOE_INT4 and MOE_INT8, which round halves increment from 0 (numerics.md, section 2c)."""
+    """Return codes and scales of MOE_INT4 and MOE_INT8, which round halves away from 0 (numerics.md, 2c)."""
     scale = row_scales(bits, bf16)
     if bits == 8:
         scale = finite_amax(bf16) / np.float32(127)

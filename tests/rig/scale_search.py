@@ -15,12 +15,12 @@ from rig.reference import SMALLEST_NORMAL, row_scales
 F64 = npt.NDArray[np.float64]
 
 LANES = 16
-# The measure_candidates, by bits: the step that gives the largest value the largest code, divided by each of these.
+# The candidates by bits: the step that gives the largest value the largest code, divided by each of these.
 RATIOS: dict[int, F32] = {
     4: np.array([8, 9, 10, 11, 12, 13, 14, 16, 18, 20, 22, 24, 28, 32, 40, 48], np.float32) / np.float32(8),
     8: np.arange(32, 48, dtype=np.float32) / np.float32(32),
 }
-COMPARED = 3  # measure_candidates that are compared in the metric of second moments
+COMPARED = 3  # number of candidates that are compared in the metric of second moments
 STEP = {4: np.float32(16), 8: np.float32(1)}  # distance of codes, in scales
 
 
@@ -87,7 +87,7 @@ def choose_in_metric(
 ) -> tuple[Any, F32]:
     """Return, for each row, the candidate that explains most in the metric of second moments [k, k], and its factor.
 
-    compared: the measure_candidates to compare, [n, COMPARED]. The factor is 0 if no candidate explains anything.
+    compared: the candidates to compare, [n, COMPARED]. The factor is 0 if no candidate explains anything.
     """
     largest = np.float32((1 << bits - 1) - 1)
     sign = np.where(bf16 & 0x8000, np.float32(-1), np.float32(1))[:, None]
@@ -127,7 +127,7 @@ def times(vectors: F32, matrix: F32) -> F32:
 
 
 def nearest(units: F32, ratio: F32, largest: np.float32) -> F32:
-    """Return the code of least error without its sign, rounded once to nearest even. The product is exact in float64."""
+    """Return the code of least error without its sign, rounded once to nearest even (exact in float64 before)."""
     return np.minimum(np.rint(units.astype(np.float64) * ratio), largest).astype(np.float32)
 
 

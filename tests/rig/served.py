@@ -24,7 +24,7 @@ PATIENCE = 300  # seconds to wait for an event
 
 
 def free_port() -> int:
-    """Return a free port outside the range from which Linux assigns ports, so that it stays free until a server starts."""
+    """Return a free port outside the range from which Linux assigns ports, so that it stays free."""
     while True:
         port = random.randrange(10_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
