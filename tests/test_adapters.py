@@ -1,4 +1,4 @@
-"""Tests of LoRA adapter files: supported settings, experts with some projections, and merge-adapter."""
+"""Tests of LoRA adapters: supported settings, adapters of only some projections, and merge-adapter."""
 
 import dataclasses
 import json
@@ -19,9 +19,9 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from rig.conversion import checkpoint, run_in_process
 from rig.safetensors import Tensor, edit_file, read_file, read_folder, write_file
 
-LAYERS, EXPERTS, HIDDEN, WIDTH, RANK = 2, 2, 128, 256, 4  # of rig.conversion.checkpoint
+LAYERS, EXPERTS, HIDDEN, WIDTH, RANK = 2, 2, 128, 256, 4  # the sizes of rig.conversion.checkpoint
 PLAIN: dict[str, Any] = {"peft_type": "LORA", "r": RANK, "lora_alpha": 8}
-SLOW = r"(?:(?:.|..)*?)*[!#]"  # a regular expression that would take years
+SLOW = r"(?:(?:.|..)*?)*[!#]"  # a regular expression whose match would take years
 SIZES = {"gate_proj": (WIDTH, HIDDEN), "up_proj": (WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
 
 
@@ -39,13 +39,17 @@ def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int = 
     return folder
 
 
-def of_experts(numbers: Any = range(EXPERTS), width: int = WIDTH, at: str = "model.") -> dict[str, tuple[int, int]]:
+def expert_modules(
+    numbers: Any = range(EXPERTS), width: int = WIDTH, prefix: str = "model."
+) -> dict[str, tuple[int, int]]:
+    """Return the modules of these experts in every layer, with their shapes."""
     sizes = {name: tuple(width if size == WIDTH else size for size in shape) for name, shape in SIZES.items()}
-    modules = {f"{at}layers.{layer}.mlp.experts.{e}" for layer in range(LAYERS) for e in numbers}
+    modules = {f"{prefix}layers.{layer}.mlp.experts.{e}" for layer in range(LAYERS) for e in numbers}
     return {f"{module}.{name}": shape for module in sorted(modules) for name, shape in sizes.items()}  # type: ignore[misc]
 
 
 def configure(folder: Path, **changes: Any) -> None:
+    """Change entries of an adapter's configuration."""
     file = folder / adapter.CONFIG
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
@@ -53,8 +57,8 @@ def configure(folder: Path, **changes: Any) -> None:
 # --- settings -------------------------------------------------------------------------------------
 
 
-def test_the_table_has_every_field_of_peft():
-    """With its default: a new PEFT may have a field that changes what an adapter computes."""
+def test_the_settings_table_has_every_field_of_peft():
+    """A new PEFT may have a field that changes what an adapter computes. The defaults must be equal, too."""
     peft = pytest.importorskip("peft")
     fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
     assert fields.keys() == SETTINGS.keys() | {"peft_type"}
@@ -65,7 +69,7 @@ def test_the_table_has_every_field_of_peft():
 
 
 @pytest.mark.parametrize(
-    ("setting", "value", "uses"),
+    ("setting", "value", "supported_by"),
     [
         ("alora_invocation_tokens", [5, 6], ()),
         ("layer_replication", [[0, 1], [0, 2]], ()),
@@ -81,20 +85,20 @@ def test_the_table_has_every_field_of_peft():
         ("strength_of_tomorrow", None, (RUN, SERVE, MERGE)),
     ],
 )
-def test_each_setting_is_supported_or_rejected(setting, value, uses, tmp_path):
-    """By each command that reads adapters, before it reads any tensor."""
+def test_each_setting_is_supported_or_rejected(setting, value, supported_by, tmp_path):
+    """Each command that reads adapters decides before it reads any tensor."""
     folder = write_adapter(tmp_path / "a", {}, **{setting: value})
-    for use in (RUN, SERVE, MERGE):
-        if use in uses:
-            read_settings(folder, use)
+    for command in (RUN, SERVE, MERGE):
+        if command in supported_by:
+            read_settings(folder, command)
         else:
-            with pytest.raises(UnsupportedError, match=rf"adapter_config\.json: its '?{setting}'? .*; \w+ ") as refused:
-                read_settings(folder, use)
-            assert refused.value.exit_code == 3
+            with pytest.raises(UnsupportedError, match=rf"adapter_config\.json: its '?{setting}'? .*; \w+ ") as error:
+                read_settings(folder, command)
+            assert error.value.exit_code == 3
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"),
+    ("changes", "message"),
     [
         ({"alpha_pattern": {"(": 8}}, "is no regular expression"),
         ({"alpha_pattern": {SLOW: 8}}, "takes too long"),
@@ -110,13 +114,13 @@ def test_each_setting_is_supported_or_rejected(setting, value, uses, tmp_path):
         ({"peft_type": ["LORA"]}, "it has no peft_type"),
     ],
 )
-def test_a_damaged_configuration_is_reported_in_one_sentence(changes, why, tmp_path, monkeypatch):
+def test_a_damaged_configuration_is_reported_in_one_sentence(changes, message, tmp_path, monkeypatch):
     monkeypatch.setattr(patterns, "ONE_MATCH", 0.1)
     folder = write_adapter(tmp_path / "a", {f"model.{'decoder.' * 9}layers.0.self_attn.q_proj": (8, 8)})
     configure(folder, **changes)
-    with pytest.raises(InputError, match=why) as refused:
+    with pytest.raises(InputError, match=message) as error:
         read_adapter(folder)
-    assert str(refused.value).startswith(str(folder)) and "\n" not in str(refused.value)
+    assert str(error.value).startswith(str(folder)) and "\n" not in str(error.value)
 
 
 def test_a_file_without_a_configuration_is_reported_in_one_sentence(tmp_path):
@@ -128,7 +132,7 @@ def test_a_file_without_a_configuration_is_reported_in_one_sentence(tmp_path):
 
 
 def test_patterns_select_as_in_peft(tmp_path):
-    """The first pattern that matches the end of a name, at a dot."""
+    """PEFT takes the first pattern that matches the end of a name, after a dot."""
     peft = pytest.importorskip("peft.utils.other")
     values = {"proj": 1.0, r"layers\.0\..*": 2.0, "q_proj|v_proj": 3.0, "experts.gate_up_proj": 4.0}
     settings = read_settings(write_adapter(tmp_path / "a", {}, alpha_pattern=values, r=1), MERGE)
@@ -136,24 +140,25 @@ def test_patterns_select_as_in_peft(tmp_path):
         assert settings.scale_factor(name) == values.get(peft.get_pattern_key(values, name), 8.0), name
 
 
-# --- experts in part ------------------------------------------------------------------------------
+# --- adapters of some projections -----------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def models(example) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Return functions that load transformers' model, and the same with our experts, in BF16."""
+    """Return two functions that load the example: with transformers' experts, and with ours in BF16."""
     pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     from ktconvert import KTConvertConfig
 
-    def load(**more: Any) -> Any:
-        return AutoModelForCausalLM.from_pretrained(example, **more)
+    def load(**options: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(example, **options)
 
     return load, lambda: load(quantization_config=KTConvertConfig())
 
 
-def saved(model: Any, folder: Path, **settings: Any) -> Path:
+def save_adapter(model: Any, folder: Path, **settings: Any) -> Path:
+    """Let PEFT write an adapter with random matrices for a model."""
     import peft
 
     config = {"r": 4, "lora_alpha": 64, "init_lora_weights": False, "target_modules": ["q_proj"]} | settings
@@ -161,28 +166,30 @@ def saved(model: Any, folder: Path, **settings: Any) -> Path:
     return folder
 
 
-def by_expert(folder: Path, projections: tuple[str, ...], **settings: Any) -> Path:
-    """Write an adapter as transformers 4 and PEFT did, and return its folder."""
+def write_adapter_by_expert(folder: Path, projections: tuple[str, ...], **settings: Any) -> Path:
+    """Write an adapter with a module per expert, as PEFT did for transformers 4."""
     layers = settings.pop("layers", (0, 1))
     modules = [f"model.layers.{layer}.mlp.experts.{e}.{p}" for layer in layers for e in range(8) for p in projections]
     return write_adapter(folder, dict.fromkeys(modules, (256, 256)), lora_alpha=64, **settings)
 
 
-BOTH = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-PARTS: dict[str, Any] = {
-    "gate_up": lambda plain, folder: saved(plain(), folder, target_parameters=BOTH[:1]),
-    "a layer": lambda plain, folder: saved(plain(), folder, target_parameters=BOTH, layers_to_transform=[0]),
-    "a parameter of a layer": lambda plain, folder: saved(
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PARTIAL: dict[str, Any] = {
+    "gate_up": lambda plain, folder: save_adapter(plain(), folder, target_parameters=STACKED[:1]),
+    "a layer": lambda plain, folder: save_adapter(plain(), folder, target_parameters=STACKED, layers_to_transform=[0]),
+    "a parameter of a layer": lambda plain, folder: save_adapter(
         plain(), folder, target_parameters=["layers.1.mlp.experts.down_proj"], rank_pattern={r".*\.1\..*down_proj": 2}
     ),
-    "gate of each": lambda plain, folder: by_expert(folder, ("gate_proj",)),
-    "scalings": lambda plain, folder: by_expert(folder, tuple(SIZES), alpha_pattern={"gate_proj": 4, "down_proj": 99}),
-    "layer 0 of each": lambda plain, folder: by_expert(folder, tuple(SIZES), layers=(0,)),
+    "gate of each": lambda plain, folder: write_adapter_by_expert(folder, ("gate_proj",)),
+    "scalings": lambda plain, folder: write_adapter_by_expert(
+        folder, tuple(SIZES), alpha_pattern={"gate_proj": 4, "down_proj": 99}
+    ),
+    "layer 0 of each": lambda plain, folder: write_adapter_by_expert(folder, tuple(SIZES), layers=(0,)),
 }
 
 
-def folded(model: Any, folder: Path) -> Any:
-    """Return the model with what merge-adapter reads added to its weights."""
+def merge_into_weights(model: Any, folder: Path) -> Any:
+    """Add the products of the adapter, as merge-adapter reads it, to the weights of a model."""
     import torch
 
     parameters = dict(model.named_parameters())
@@ -199,30 +206,30 @@ def folded(model: Any, folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_experts_with_some_projections_compute_as_in_peft(part, models, tmp_path):
-    """In our runtime, merged into the weights, and in PEFT, which rejects gate alone."""
+@pytest.mark.parametrize("name", PARTIAL)
+def test_experts_with_some_projections_compute_as_in_peft(name, models, tmp_path):
+    """Our runtime, the merged weights and PEFT compute the same. PEFT rejects an adapter of only gate."""
     import torch
     from peft import PeftModel
 
     from ktconvert.pipeline.models.adapter_loading import load_adapter
 
     plain, ours = models
-    folder = PARTS[part](plain, tmp_path / "adapter")
+    folder = PARTIAL[name](plain, tmp_path / "adapter")
     ids = torch.randint(0, 2048, (1, 40), generator=torch.Generator().manual_seed(3))
 
     def logits(model: Any) -> Any:
         with torch.inference_mode():
             return model.eval()(ids).logits.float()
 
-    def error(one: Any, other: Any) -> float:
-        return float(((one - other).norm(dim=-1) / other.norm(dim=-1)).median())
+    def error(actual: Any, expected: Any) -> float:
+        return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
-    found = logits(load_adapter(ours(), folder, "model"))
-    assert error(found, logits(plain())) > 0.03
-    assert error(found, logits(folded(plain(), folder))) < 0.012
-    if part not in ("gate of each", "scalings"):  # PEFT 0.21 ignores patterns for stacked experts
-        assert error(found, logits(PeftModel.from_pretrained(plain(), folder))) < 0.012
+    ours_adapted = logits(load_adapter(ours(), folder, "model"))
+    assert error(ours_adapted, logits(plain())) > 0.03
+    assert error(ours_adapted, logits(merge_into_weights(plain(), folder))) < 0.012
+    if name not in ("gate of each", "scalings"):  # PEFT 0.21 ignores patterns for stacked experts
+        assert error(ours_adapted, logits(PeftModel.from_pretrained(plain(), folder))) < 0.012
 
 
 # --- merge-adapter --------------------------------------------------------------------------------
@@ -233,11 +240,12 @@ def model(tmp_path) -> Path:
     return checkpoint(tmp_path / "model", layers=LAYERS, experts=EXPERTS)
 
 
-def merge(model: Path, folder: Path, *, refused: str = "") -> Path:
+def merge(model: Path, folder: Path, *, message: str = "") -> Path:
+    """Run merge-adapter and return its output; with a message, require that it fails with it."""
     output = model.with_name("merged")
     done = run_in_process("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
-    if refused:
-        assert isinstance(done.exception, KtconvertError) and refused in str(done.exception), done.output
+    if message:
+        assert isinstance(done.exception, KtconvertError) and message in str(done.exception), done.output
         assert done.exception.exit_code == 5 and not output.exists()
     else:
         assert done.exit_code == 0, done.exception or done.output
@@ -251,22 +259,23 @@ def stack(model: Path) -> None:
     for file in model.glob("*.safetensors"):
         file.unlink()
     for layer in range(LAYERS):
-        at = f"model.layers.{layer}.mlp.experts"
-        bits = {p: np.stack([tensors.pop(f"{at}.{e}.{p}.weight").bits for e in range(EXPERTS)]) for p in SIZES}
+        prefix = f"model.layers.{layer}.mlp.experts"
+        bits = {p: np.stack([tensors.pop(f"{prefix}.{e}.{p}.weight").bits for e in range(EXPERTS)]) for p in SIZES}
         both = np.concatenate([bits["gate_proj"], bits["up_proj"]], 1)
-        tensors[f"{at}.gate_up_proj"] = Tensor("BF16", both.shape, both.tobytes())
-        tensors[f"{at}.down_proj"] = Tensor("BF16", bits["down_proj"].shape, bits["down_proj"].tobytes())
+        tensors[f"{prefix}.gate_up_proj"] = Tensor("BF16", both.shape, both.tobytes())
+        tensors[f"{prefix}.down_proj"] = Tensor("BF16", bits["down_proj"].shape, bits["down_proj"].tobytes())
     write_file(model / "model.safetensors", tensors, {"format": "pt"})
 
 
-def changed(model: Path, output: Path) -> set[str]:
+def changed_tensors(model: Path, output: Path) -> set[str]:
+    """Return the names of the tensors that differ between a model and an output."""
     before, after = read_folder(model), read_folder(output)
     assert before.keys() == after.keys()
     return {name for name in before if before[name] != after[name]}
 
 
 def test_merge_adapter_changes_only_the_named_modules(model, tmp_path):
-    """Not those of another tower whose names have the same end. A checkpoint's own prefix of the names is known."""
+    """A tensor of a vision tower whose name has the same end stays. Prefixes that checkpoints add are accepted."""
     file = model / "model-00001-of-00003.safetensors"
     router, vision = "model.layers.0.mlp.gate.weight", "vision_model.model.layers.0.mlp.gate.weight"
     index = model / "model.safetensors.index.json"
@@ -275,56 +284,62 @@ def test_merge_adapter_changes_only_the_named_modules(model, tmp_path):
     index.write_text(json.dumps(listed))
     edit_file(file, lambda tensors: tensors.update({vision: tensors[router]}))
     folder = write_adapter(tmp_path / "a", {"model.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
-    assert changed(model, merge(model, folder)) == {router}
+    assert changed_tensors(model, merge(model, folder)) == {router}
     shutil.rmtree(tmp_path / "merged")
     other = write_adapter(tmp_path / "b", {"model.language_model.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
-    assert changed(model, merge(model, other)) == {router}
+    assert changed_tensors(model, merge(model, other)) == {router}
     wrong = write_adapter(tmp_path / "c", {"audio.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
     shutil.rmtree(tmp_path / "merged")
-    merge(model, wrong, refused="the adapter changes audio.layers.0.mlp.gate, [2, 128], and the checkpoint lacks it")
+    merge(model, wrong, message="the adapter changes audio.layers.0.mlp.gate, [2, 128], and the checkpoint lacks it")
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_merge_adapter_rejects_adapters_of_other_sizes(stacked, model, tmp_path):
-    """Half the width, experts counted from 1, fewer and more experts. The right adapter changes every expert."""
+    """Rejected: half the width, experts counted from 1, fewer experts, more experts."""
     if stacked:
         stack(model)
-    merge(model, write_adapter(tmp_path / "half", of_experts(width=WIDTH // 2)), refused="use an adapter of this model")
-    merge(model, write_adapter(tmp_path / "from-1", of_experts((1, 2))), refused="but none for expert 0")
-    merge(model, write_adapter(tmp_path / "one", of_experts((0,))), refused="of 1 experts, and the checkpoint has more")
-    merge(model, write_adapter(tmp_path / "more", of_experts(range(3))), refused="use an adapter of this model")
+    merge(
+        model,
+        write_adapter(tmp_path / "half", expert_modules(width=WIDTH // 2)),
+        message="use an adapter of this model",
+    )
+    merge(model, write_adapter(tmp_path / "from-1", expert_modules((1, 2))), message="but none for expert 0")
+    merge(
+        model,
+        write_adapter(tmp_path / "one", expert_modules((0,))),
+        message="of 1 experts, and the checkpoint has more",
+    )
+    merge(model, write_adapter(tmp_path / "more", expert_modules(range(3))), message="use an adapter of this model")
     before = read_folder(model)
-    output = merge(model, write_adapter(tmp_path / "right", of_experts()))
-    assert changed(model, output) == {name for name in before if ".experts." in name}
+    output = merge(model, write_adapter(tmp_path / "right", expert_modules()))
+    assert changed_tensors(model, output) == {name for name in before if ".experts." in name}
 
 
 def test_stacked_matrices_merge_into_separate_and_stacked_experts(model, tmp_path):
-    """PEFT's target_parameters, with all experts in two matrices, give the same weights in both cases."""
+    """Adapters with PEFT's target_parameters have two matrices for all experts."""
     rng = np.random.default_rng(1)
-    at, folder = (
-        "model.layers.0.mlp.experts",
-        write_adapter(tmp_path / "a", {}, target_parameters=["experts.gate_up_proj"]),
-    )
+    prefix = "model.layers.0.mlp.experts"
+    folder = write_adapter(tmp_path / "a", {}, target_parameters=["experts.gate_up_proj"])
     a = rng.standard_normal((EXPERTS * RANK, HIDDEN)).astype(np.float32)
     b = rng.standard_normal((2 * WIDTH, RANK * EXPERTS)).astype(np.float32)
-    names = (f"base_model.model.{at}.lora_{side}.weight" for side in "AB")
+    names = (f"base_model.model.{prefix}.lora_{side}.weight" for side in "AB")
     write_file(folder / adapter.WEIGHTS, dict(zip(names, (("F32", a), ("F32", b)), strict=True)))
     separate = read_folder(merge(model, folder))
     shutil.rmtree(tmp_path / "merged")
     stack(model)
-    together = read_folder(merge(model, folder))[f"{at}.gate_up_proj"].bits
-    source = read_file(model / "model.safetensors")[f"{at}.gate_up_proj"].bits
+    together = read_folder(merge(model, folder))[f"{prefix}.gate_up_proj"].bits
+    source = read_file(model / "model.safetensors")[f"{prefix}.gate_up_proj"].bits
     as_float = lambda bits: (bits.astype(np.uint32) << 16).view(np.float32)  # noqa: E731
     for expert in range(EXPERTS):
-        own = [separate[f"{at}.{expert}.{name}.weight"].bits for name in ("gate_proj", "up_proj")]
+        own = [separate[f"{prefix}.{expert}.{name}.weight"].bits for name in ("gate_proj", "up_proj")]
         assert np.array_equal(np.concatenate(own), together[expert])
         expected = as_float(source[expert]) + 2 * b[:, expert::EXPERTS] @ a[expert * RANK : (expert + 1) * RANK]
         assert np.allclose(as_float(together[expert]), expected, rtol=2**-8, atol=1e-6)
 
 
 def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
-    """Its settings and its weights do, and a finished output is no longer up to date."""
-    folder = write_adapter(tmp_path / "a", of_experts())
+    """Changed settings and changed weights both count, and a finished output is then stale."""
+    folder = write_adapter(tmp_path / "a", expert_modules())
 
     def fingerprints() -> Iterator[str]:
         (plan,) = ktconvert.plan(

@@ -1,4 +1,4 @@
-"""Where the runtime's threads run: on the process's CPUs whatever their caller is bound to, each on its node."""
+"""Threads of the runtime use all CPUs of the process, each on its NUMA node, even if the caller is bound to one CPU."""
 
 import importlib.util
 import json
@@ -18,8 +18,8 @@ CPUS = sorted(os.sched_getaffinity(0))
 TWO_CPUS = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 FIRST, SECOND = CPUS[0], CPUS[-1]
 
-# What a process does to its own threads is done in a process of its own. `started` gives the threads that a function
-# starts, `show` prints the CPUs of some.
+# Each script binds threads of its own process, and therefore runs in a new one. `new_threads` calls a function and
+# returns the threads that it started; `print_cpus` prints the CPUs of threads.
 PRELUDE = """
 import json, os, subprocess, sys, threading, time
 from pathlib import Path
@@ -27,16 +27,16 @@ from pathlib import Path
 def cpus_of(thread):
     return sorted(os.sched_getaffinity(int(thread)))
 
-def started(work):
+def new_threads(work):
     before = set(os.listdir("/proc/self/task"))
-    global made
-    made = work()
+    global pool
+    pool = work()
     return sorted(set(os.listdir("/proc/self/task")) - before, key=int)
 
-def show(threads, *more):
+def print_cpus(threads, *more):
     print(json.dumps([[cpus_of(thread) for thread in threads], *more]))
 """
-# The machine's CPUs on two made-up nodes, and a layer to compute.
+# Divides the machine's CPUs between two invented NUMA nodes, and defines a layer to compute.
 TWO_NODES = """
 import numpy as np
 from ktconvert.native_quant import machine
@@ -52,15 +52,17 @@ expected = Experts.from_bf16(*layer, parts=2, pool=Pool(1)).forward(*call)
 """
 
 
-def run(script: str, *arguments: object, under: tuple[object, ...] = (), **env: str) -> Any:
-    command = [*map(str, under), sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
+def run(script: str, *arguments: object, prefix: tuple[object, ...] = (), **env: str) -> Any:
+    """Run a script in a new process and return what it prints as JSON."""
+    command = [*map(str, prefix), sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return json.loads(done.stdout)
 
 
-def nodes(root: Path, *lists: str) -> Path:
+def write_nodes(root: Path, *lists: str) -> Path:
+    """Write the files in which Linux lists the CPUs of each NUMA node."""
     for number, cpus in enumerate(lists):
         folder = root / f"sys/devices/system/node/node{number}"
         folder.mkdir(parents=True)
@@ -70,14 +72,14 @@ def nodes(root: Path, *lists: str) -> Path:
 
 @pytest.fixture
 def two_nodes(tmp_path: Path) -> Path:
-    """This machine's first CPU on node 1, its last on node 0."""
-    return nodes(tmp_path, str(SECOND), str(FIRST))
+    """A machine whose node 1 has this machine's first CPU, and node 0 the last."""
+    return write_nodes(tmp_path, str(SECOND), str(FIRST))
 
 
 WORKERS = """
 from ktconvert.native_quant.runtime.pool import Pool, get_shared_pool
 threads = get_shared_pool().threads
-show(started(lambda: Pool(4)), threads)
+print_cpus(new_threads(lambda: Pool(4)), threads)
 """
 OPENMP = """
 import ctypes
@@ -88,7 +90,7 @@ OURS_FIRST = "import ktconvert.native_quant\n"
 
 @pytest.fixture(scope="module")
 def unbound() -> Any:
-    """What WORKERS says in a process whose threads nobody has bound."""
+    """CPUs and number of threads that WORKERS prints in a process whose threads are not bound."""
     workers, threads = run(WORKERS)
     assert threads == machine.physical_cores()
     return [workers, threads]
@@ -96,12 +98,12 @@ def unbound() -> Any:
 
 @pytest.fixture(scope="module")
 def openmp() -> Path:
-    """torch's OpenMP, which binds the thread that loads it, as `import torch` does."""
+    """torch's OpenMP library, which binds the thread that loads it, as `import torch` does."""
     torch = importlib.util.find_spec("torch")
-    found = sorted(Path(torch.origin).parent.glob("lib/libgomp*")) if torch and torch.origin else []
-    if not found:
+    libraries = sorted(Path(torch.origin).parent.glob("lib/libgomp*")) if torch and torch.origin else []
+    if not libraries:
         pytest.skip("torch comes without GNU OpenMP here")
-    return found[0]
+    return libraries[0]
 
 
 @TWO_CPUS
@@ -113,13 +115,13 @@ def test_threads_use_all_cpus_if_openmp_bound_the_caller(
     bound = "assert len(cpus_of(0)) == 1, cpus_of(0)\n"
     assert run(first + OPENMP + bound + WORKERS, openmp, **env) == unbound
     narrow = ("taskset", "-c", FIRST)
-    workers, threads = run(first + OPENMP + bound + WORKERS, openmp, under=narrow, **env)
+    workers, threads = run(first + OPENMP + bound + WORKERS, openmp, prefix=narrow, **env)
     assert (workers, threads) == ([[FIRST]] * 3, 1)
 
 
 @TWO_CPUS
 def test_threads_use_all_cpus_if_the_caller_bound_itself(unbound: Any) -> None:
-    assert run(WORKERS, under=("taskset", "-c", SECOND)) == [[[SECOND]] * 3, 1]  # that is all that there is
+    assert run(WORKERS, prefix=("taskset", "-c", SECOND)) == [[[SECOND]] * 3, 1]  # the process has only this CPU
     bind = f"os.sched_setaffinity(0, [{FIRST}])\n"
     assert run(OURS_FIRST + bind + WORKERS) == unbound
     thread = f"""
@@ -133,37 +135,38 @@ one.join()
     assert run(thread, WORKERS) == unbound
 
 
-def places(root: Path, cpus: Iterable[int], threads: int | list[int], at: tuple[int, ...] = (0, 1)) -> Any:
-    own = list(cpus)
-    groups = assign_cpus(threads, at, machine.node_cpus(root, own), machine.core_cpus(root, own))
+def assign(root: Path, cpus: Iterable[int], threads: int | list[int], node_numbers: tuple[int, ...] = (0, 1)) -> Any:
+    """Return the CPUs of each thread, by NUMA node."""
+    allowed = list(cpus)
+    groups = assign_cpus(threads, node_numbers, machine.node_cpus(root, allowed), machine.core_cpus(root, allowed))
     return [[sorted(place) for place in group] for group in groups]
 
 
 def test_threads_are_divided_by_cores(tmp_path: Path) -> None:
-    root = nodes(tmp_path, "0-2", "3")
+    root = write_nodes(tmp_path, "0-2", "3")
     for number, expected in enumerate(([[[0]]], [[[0]], [[3]]], [[[0], [1]], [[3]]], [[[0], [1], [2]], [[3]]]), 1):
-        assert places(root, range(4), number) == expected
-    assert [len(group) for group in places(root, range(4), 8)] == [6, 2]
-    assert places(root, range(4), [1, 3], (1, 0)) == [[[3]], [[0], [1], [2]]]
+        assert assign(root, range(4), number) == expected
+    assert [len(group) for group in assign(root, range(4), 8)] == [6, 2]
+    assert assign(root, range(4), [1, 3], (1, 0)) == [[[3]], [[0], [1], [2]]]
     with pytest.raises(ValueError, match="3 counts of threads for 2 NUMA nodes"):
-        places(root, range(4), [1, 1, 1])
+        assign(root, range(4), [1, 1, 1])
     for wrong in (0, -1, [0, 2], [4000, 4000], 10**12):
         with pytest.raises(ValueError):
-            places(root, range(4), wrong)
+            assign(root, range(4), wrong)
 
 
 def test_more_threads_than_cores_stay_on_their_node(tmp_path: Path) -> None:
-    root = nodes(tmp_path, "0-1", "2-3")
-    assert places(root, range(4), 5) == [[[0, 1]] * 3, [[2], [3]]]
-    assert places(root, range(4), 6, (1,)) == [[[2, 3]] * 6]
-    # Of what the process may use, not of all that the node has; and one node is no reason to keep a thread to a core.
-    assert places(root, (0, 2), 6) == [[[0]] * 3, [[2]] * 3]
-    assert places(root, (2, 3), 2, (1,)) == [[[2, 3]] * 2]
+    root = write_nodes(tmp_path, "0-1", "2-3")
+    assert assign(root, range(4), 5) == [[[0, 1]] * 3, [[2], [3]]]
+    assert assign(root, range(4), 6, (1,)) == [[[2, 3]] * 6]
+    # Only CPUs that the process may use count. On a single node, threads are not bound to cores.
+    assert assign(root, (0, 2), 6) == [[[0]] * 3, [[2]] * 3]
+    assert assign(root, (2, 3), 2, (1,)) == [[[2, 3]] * 2]
 
 
 @TWO_CPUS
-def test_the_caller_is_on_its_node_while_it_works(two_nodes: Path) -> None:
-    """It comes from the other CPU, and gets back what it had; unless it is bound elsewhere, which is obeyed."""
+def test_caller_runs_on_its_node_during_a_forward(two_nodes: Path) -> None:
+    """The caller gets its own CPUs back afterwards. If it is bound to a CPU of a different node, it stays there."""
     script = f"""
 experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
 seen, going, looks = set(), True, 0
@@ -174,26 +177,26 @@ def watch():
         looks += 1
 watcher = threading.Thread(target=watch)
 watcher.start()
-many = tuple(np.tile(array, (200, 1)) for array in call)
+large_call = tuple(np.tile(array, (200, 1)) for array in call)
 for _ in range(200):
     os.sched_setaffinity(0, [{FIRST}])
     os.sched_setaffinity(0, [{FIRST}, {SECOND}])
     seen.clear()
-    experts.forward(*many)
-    came = set(seen)
+    experts.forward(*large_call)
+    seen_unbound = set(seen)
     assert cpus_of(0) == [{FIRST}, {SECOND}]
-    if ({SECOND},) in came:
+    if ({SECOND},) in seen_unbound:
         break
 os.sched_setaffinity(0, [{FIRST}])
-before = looks
-while looks < before + 2:  # what it saw before is in the set
+count = looks
+while looks < count + 2:  # until the watcher has seen the new CPUs
     time.sleep(0.001)
 seen.clear()
-experts.forward(*many)
-bound = set(seen)
+experts.forward(*large_call)
+seen_bound = set(seen)
 going = False
 watcher.join()
-print(json.dumps([({SECOND},) in came, sorted(bound), cpus_of(0)]))
+print(json.dumps([({SECOND},) in seen_unbound, sorted(seen_bound), cpus_of(0)]))
 """
     assert run(TWO_NODES + script, two_nodes) == [True, [[FIRST]], [FIRST]]
 
@@ -201,8 +204,8 @@ print(json.dumps([({SECOND},) in came, sorted(bound), cpus_of(0)]))
 @TWO_CPUS
 def test_moved_threads_return_between_forwards(two_nodes: Path) -> None:
     script = f"""
-workers = started(lambda: Pool([1, 2]))
-experts = Experts.from_bf16(*layer, parts=2, pool=made)
+workers = new_threads(lambda: Pool([1, 2]))
+experts = Experts.from_bf16(*layer, parts=2, pool=pool)
 begin = [cpus_of(thread) for thread in workers]
 shown = [begin]
 for allowed in ("{FIRST},{SECOND}", "{SECOND}", "{FIRST},{SECOND}"):
@@ -221,14 +224,14 @@ print(json.dumps(shown))
 
 
 @TWO_CPUS
-def test_a_group_takes_over_remaining_work_of_another(two_nodes: Path) -> None:
-    """The only thread of node 1 stands still in a signal handler; those of node 0 do its part, with equal results."""
+def test_a_group_takes_over_the_work_of_a_stopped_thread(two_nodes: Path) -> None:
+    """The only thread of node 1 waits in a signal handler; the threads of node 0 do its work, with equal results."""
     script = """
 import ctypes, signal
 libc = ctypes.CDLL(None)
 libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
-worker = int(started(lambda: Pool([2, 1]))[-1])
-experts = Experts.from_bf16(*layer, parts=2, pool=made)
+worker = int(new_threads(lambda: Pool([2, 1]))[-1])
+experts = Experts.from_bf16(*layer, parts=2, pool=pool)
 def caught():
     text = Path(f"/proc/self/task/{worker}/status").read_text()
     blocked = next(line.split()[1] for line in text.splitlines() if line.startswith("SigBlk"))
@@ -250,7 +253,7 @@ print(json.dumps([equal, stood, np.array_equal(experts.forward(*call), expected)
 
 @TWO_CPUS
 def test_a_conversion_uses_the_cpus_of_the_process(tmp_path: Path, example: Path) -> None:
-    """Not those that its caller is bound to, as importing torch does where OMP_PROC_BIND is set."""
+    """Importing torch binds the caller if OMP_PROC_BIND is set; the conversion does not inherit that."""
     script = """
 from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.stages import quantize_experts
@@ -266,6 +269,6 @@ try:
     main()
 except SystemExit as ended:
     assert not ended.code
-show([], sorted(seen))
+print_cpus([], sorted(seen))
 """
     assert run(script, FIRST, tmp_path / "out", example)[1] == [CPUS]

@@ -1,4 +1,4 @@
-"""The public names of `import ktconvert`; each example of its docstring runs."""
+"""Tests of the public names of `import ktconvert`. Each example of its docstring runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import ktconvert
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
-    """The bundled model is `model`."""
+    """The bundled model is linked as `model`."""
     (tmp_path / "model").symlink_to(example)
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testmod(ktconvert, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
@@ -41,7 +41,7 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
 
 
 def test_version_is_the_same_everywhere() -> None:
-    """The source is pipeline/__init__.py; CITATION.cff and CHANGELOG.md follow."""
+    """pipeline/__init__.py defines the version; CITATION.cff and CHANGELOG.md must have the same."""
     root = Path(__file__).resolve().parents[1]
     assert importlib.metadata.version("ktconvert") == ktconvert.__version__
     notes = [sys.executable, root / ".ci" / "release_notes.py"]

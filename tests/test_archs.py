@@ -1,4 +1,4 @@
-"""Every row of the architecture table, on tiny checkpoints: recognised, each expert tensor used once, values right way round."""
+"""Tests of the architecture table on tiny checkpoints: recognition, use of every expert tensor, orientation."""
 
 import json
 import re
@@ -31,7 +31,7 @@ Tensors = dict[str, tuple[str, np.ndarray]]
 
 
 class Model:
-    """A tiny checkpoint: what its experts hold by (layer, expert, projection), and the tensors that store them."""
+    """A tiny checkpoint: its tensors, and the expected values by (layer, expert, projection)."""
 
     def __init__(
         self,
@@ -42,23 +42,23 @@ class Model:
         shape: tuple[int, int, int] = (E, H, I),
         layers: tuple[int, ...] = (1, 2),
         mtp: tuple[int, ...] = (),
-        turned: bool = False,
+        transposed: bool = False,
         nested: str = "",
     ) -> None:
         self.arch, self.style, self.prefix, self.shape = arch, style, prefix, shape
         self.rng = np.random.default_rng(0)
-        self.truth: dict[tuple[int, int, str], np.ndarray] = {}
+        self.expected_values: dict[tuple[int, int, str], np.ndarray] = {}
         self.experts: Tensors = {}
-        self.rest: Tensors = {}
+        self.non_experts: Tensors = {}
         for layer in (*layers, *mtp):
-            self._layer(layer, turned)
+            self._layer(layer, transposed)
         base = f"{prefix}layers."
         for layer in range(max(layers) + 1):
-            self.rest[f"{base}{layer}.self_attn.q_proj.weight"] = self.bits(4, 4)
+            self.non_experts[f"{base}{layer}.self_attn.q_proj.weight"] = self.bits(4, 4)
         for layer in layers:
-            self.rest[f"{base}{layer}.mlp.shared_experts.gate_proj.weight"] = self.bits(4, 4)
-            self.rest[f"{base}{layer}.mlp.gate.weight"] = self.bits(shape[0], 4)
-        self.rest[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
+            self.non_experts[f"{base}{layer}.mlp.shared_experts.gate_proj.weight"] = self.bits(4, 4)
+            self.non_experts[f"{base}{layer}.mlp.gate.weight"] = self.bits(shape[0], 4)
+        self.non_experts[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
         inner: dict[str, Any] = {"hidden_act": "silu"} if arch.activation == "silu" else {}
         inner |= {arch.layers[0]: max(layers) + 1, arch.experts[0]: shape[0]}
         inner |= {"hidden_size": shape[1], arch.width[0]: shape[2]}
@@ -68,19 +68,19 @@ class Model:
     def bits(self, *shape: int) -> tuple[str, np.ndarray]:
         return "BF16", conversion.bf16(self.rng, *shape)
 
-    def _layer(self, layer: int, turned: bool) -> None:
+    def _layer(self, layer: int, transposed: bool) -> None:
         e, h, i = self.shape
         matrices = {"gate": self.bits(e, i, h)[1], "up": self.bits(e, i, h)[1], "down": self.bits(e, h, i)[1]}
         for projection, values in matrices.items():
             for expert in range(e):
-                self.truth[layer, expert, projection] = values[expert]
+                self.expected_values[layer, expert, projection] = values[expert]
         if isinstance(self.style, Fused):
             if self.style.interleaved:
                 matrices["gate_up"] = np.stack([matrices["gate"], matrices["up"]], axis=2).reshape(e, 2 * i, h)
             else:
                 matrices["gate_up"] = np.concatenate([matrices["gate"], matrices["up"]], axis=1)
         for part in self.style.matrices:
-            values = matrices[part].swapaxes(1, 2) if turned else matrices[part]
+            values = matrices[part].swapaxes(1, 2) if transposed else matrices[part]
             if isinstance(self.style, Separate):
                 for expert in range(e):
                     self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
@@ -92,7 +92,7 @@ class Model:
         return template.replace("{prefix}", self.prefix).replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
     def to_fp8(self, part: str, layer: int, block: tuple[int, int], suffix: str = "_scale_inv", expert: int = 0) -> str:
-        """One tensor in FP8, with random scales; returns the scale tensor's name."""
+        """Store one tensor in FP8 with random scales, and return the name of the scale tensor."""
         name = self.name(part, layer, expert)
         shape = self.experts[name][1].shape
         grid = (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
@@ -101,9 +101,9 @@ class Model:
         return name + suffix
 
     def save(self, root: Path) -> Path:
-        """Two shards by turns, so that neighbours (a weight, its scale) lie in different files."""
+        """Write two shards whose tensors alternate, so that a weight and its scale are in different files."""
         root.mkdir(parents=True, exist_ok=True)
-        tensors = [*self.experts.items(), *self.rest.items()]
+        tensors = [*self.experts.items(), *self.non_experts.items()]
         for half in range(2):
             write_file(root / f"model-{half + 1:05d}-of-00002.safetensors", dict(tensors[half::2]))
         (root / "config.json").write_text(json.dumps(self.config))
@@ -114,7 +114,7 @@ class Model:
 
 
 def check(model: Model, moe: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None:
-    """Shapes, values the right way round, and each expert tensor's bytes used exactly once."""
+    """Require the shapes and values of every expert, and that each byte of the expert tensors is used exactly once."""
     assert moe.layers == layers
     used: dict[str, list[tuple[int, int]]] = {}
     for layer in layers:
@@ -122,32 +122,32 @@ def check(model: Model, moe: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None
         for expert in range(model.shape[0]):
             for projection in ("gate", "up", "down"):
                 values = moe.linear(layer, expert, projection).values
-                np.testing.assert_array_equal(values, model.truth[layer, expert, projection])
+                np.testing.assert_array_equal(values, model.expected_values[layer, expert, projection])
                 assert not values.flags.writeable
             for info in moe.expert_tensors(layer, expert):
                 used.setdefault(info.name, []).append((info.start, info.nbytes))
-    whole = {t.name: (t.start, t.nbytes) for layer in layers for t in moe.layer_tensors(layer)}
-    assert used.keys() == whole.keys() == moe.expert_tensor_names()
+    stored = {t.name: (t.start, t.nbytes) for layer in layers for t in moe.layer_tensors(layer)}
+    assert used.keys() == stored.keys() == moe.expert_tensor_names()
     assert moe.expert_tensor_names() | moe.mtp_tensors == model.experts.keys()
     for name, runs in used.items():
-        start, total = whole[name]
+        start, total = stored[name]
         for begin, size in sorted(runs):
             assert begin == start
             start, total = start + size, total - size
         assert total == 0
 
 
-# Each row with two prefixes, each prefix with many rows; all pairs would only take longer.
+# Each row is tested with two prefixes, and each prefix with many rows. All pairs would take longer and find no more.
 PAIRS = [(arch, p) for n, arch in enumerate(USABLE) for p in dict.fromkeys(("model.", PREFIXES[n % len(PREFIXES)]))]
 
 
 @pytest.mark.parametrize("arch, prefix", PAIRS, ids=lambda v: v.name if isinstance(v, Arch) else v)
-def test_every_row_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> None:
+def test_every_row_is_read_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> None:
     nested = "text_config" if "language" in prefix else ""
     for number, style in enumerate(arch.stored):
-        for turned in (False, True) if not isinstance(style, Separate) else (False,):
-            model = Model(arch, style, prefix, turned=turned, nested=nested)
-            parsed = model.read(tmp_path / f"{number}{turned}")
+        for transposed in (False, True) if not isinstance(style, Separate) else (False,):
+            model = Model(arch, style, prefix, transposed=transposed, nested=nested)
+            parsed = model.read(tmp_path / f"{number}{transposed}")
             assert parsed.arch == arch
             assert parsed.dtypes == ("BF16",)
             assert parsed.has_shared_experts
@@ -165,13 +165,13 @@ def test_rows_name_each_family_once() -> None:
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a.refusal], ids=lambda a: a.name)
-def test_refused_rows(arch: Arch, tmp_path: Path) -> None:
+def test_unsupported_architectures_are_refused(arch: Arch, tmp_path: Path) -> None:
     model = Model(replace(ROWS["Mixtral"], matches=arch.matches), SEPARATE)
     with pytest.raises(UnsupportedError, match=r"serve it without|text-only"):
         model.read(tmp_path)
 
 
-# (row, what the config says, the activation that is taken). The config may name another one, or the same in its own words.
+# (row, entries of the config, expected activation). The config may name a different one, or use a different spelling.
 ACTIVATION: list[tuple[str, dict[str, Any], str]] = [
     ("Mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("Mixtral", {"swiglu_limit": 7.0}, "swiglu_limit"),
@@ -180,10 +180,10 @@ ACTIVATION: list[tuple[str, dict[str, Any], str]] = [
     ("Kimi-K3", {"hidden_act": "situ"}, "situ"),
     (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}, "gelu"),
     ("MiniMax-M3", {"hidden_act": "swigluoai"}, "swiglu_oai"),
-    ("MiniMax-M3", {"hidden_act": "silu"}, "swiglu_oai"),  # as transformers writes it
+    ("MiniMax-M3", {"hidden_act": "silu"}, "swiglu_oai"),  # transformers writes this
     ("DeepSeek-V4", {"hidden_act": "silu", "swiglu_limit": 10.0}, "swiglu_limit"),
     ("JetMoE", {"activation_function": "silu"}, "silu"),
-    ("Step-3.5, 3.7", {"swiglu_limits": [0, 0, 0]}, "silu"),  # limits that are all zero are none
+    ("Step-3.5, 3.7", {"swiglu_limits": [0, 0, 0]}, "silu"),  # limits of zero mean no limit
 ]
 NO_ACTIVATION: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act = \["silu"\], an activation that is not'),
@@ -193,45 +193,49 @@ NO_ACTIVATION: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "called", "activation"), ACTIVATION)
-def test_the_activation_of_the_config_and_the_row(name: str, called: Any, activation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "config", "activation"), ACTIVATION)
+def test_activation_follows_from_config_and_row(name: str, config: Any, activation: str, tmp_path: Path) -> None:
     model = Model(ROWS[name], ROWS[name].stored[0])
-    model.config.update(called)
+    model.config.update(config)
     parsed = model.read(tmp_path)
     assert parsed.activation == activation and parsed.is_plain == (activation == "silu")
 
 
-@pytest.mark.parametrize(("name", "called", "error", "words"), NO_ACTIVATION)
-def test_an_unknown_or_contradicting_activation(name: str, called: Any, error: Any, words: str, tmp_path: Path) -> None:
-    """It is taken for no other: the option that decides is named."""
+@pytest.mark.parametrize(("name", "config", "error", "message"), NO_ACTIVATION)
+def test_unknown_or_contradicting_activations_are_refused(
+    name: str, config: Any, error: Any, message: str, tmp_path: Path
+) -> None:
+    """The error names the option that decides."""
     model = Model(ROWS[name], ROWS[name].stored[0])
-    model.config.update(called)
-    words += ".*; say with --arch-file what the experts compute: activation = 'silu',"
-    with pytest.raises(error, match=words):
+    model.config.update(config)
+    message += ".*; say with --arch-file what the experts compute: activation = 'silu',"
+    with pytest.raises(error, match=message):
         model.read(tmp_path)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("h, i", [(8, 4), (6, 6), (4, 8), (10, 6)], ids=["H=2I", "H=I", "2H=I", "other"])
 @pytest.mark.parametrize("with_config", [True, False])
-def test_fused_orientation_follows_from_shapes(h: int, i: int, turned: bool, with_config: bool, tmp_path: Path) -> None:
-    model = Model(ROWS["Qwen3-VL-MoE"], FUSED, shape=(E, h, i), turned=turned)
+def test_fused_orientation_follows_from_shapes(
+    h: int, i: int, transposed: bool, with_config: bool, tmp_path: Path
+) -> None:
+    model = Model(ROWS["Qwen3-VL-MoE"], FUSED, shape=(E, h, i), transposed=transposed)
     if not with_config:
         model.config = {"model_type": "qwen3_vl_moe"}
     check(model, model.read(tmp_path))
 
 
-def test_stacked_where_only_the_row_can_tell(tmp_path: Path) -> None:
-    for turned in (False, True):
-        style = replace(STACKED, output_major=not turned)
+def test_square_stacked_matrices_take_their_orientation_from_the_row(tmp_path: Path) -> None:
+    for transposed in (False, True):
+        style = replace(STACKED, output_major=not transposed)
         arch = replace(ROWS["Step-3.5, 3.7"], stored=(style,))
-        model = Model(arch, style, shape=(E, 8, 8), turned=turned)
-        check(model, model.read(tmp_path / str(turned), (arch,)))
+        model = Model(arch, style, shape=(E, 8, 8), transposed=transposed)
+        check(model, model.read(tmp_path / str(transposed), (arch,)))
 
 
 @pytest.mark.parametrize("base", ["", "mtp.layers.0.mlp.", "model.mtp.layers.0.mlp.", "mtp.0.ffn.", "mtp_block.0.mlp."])
 def test_mtp_blocks_are_left_out_and_named(base: str, tmp_path: Path) -> None:
-    """Layers after the last, in whatever encoding, or blocks with names of their own."""
+    """MTP blocks are layers after the last one, in any encoding, or have names of their own."""
     model = Model(ROWS[QWEN if base else DEEPSEEK], SEPARATE, mtp=() if base else (3,))
     extra = {f"{base}experts.{e}.{p}_proj.weight": model.bits(2, 2) for e in range(E) for p in ("gate", "up", "down")}
     if base:
@@ -253,8 +257,8 @@ ALIASES |= {"moe_num_experts": "language_config", "moe": "", "moe ": "text_confi
 
 
 @pytest.mark.parametrize("key", ALIASES)
-def test_config_aliases(key: str, tmp_path: Path) -> None:
-    """Also in an object `moe`."""
+def test_config_keys_have_aliases(key: str, tmp_path: Path) -> None:
+    """Some configs have the keys in an object named `moe`."""
     model = Model(ROWS[QWEN], SEPARATE, nested=ALIASES[key])
     scope = model.config[ALIASES[key]] if ALIASES[key] else model.config
     del scope["n_routed_experts"]
@@ -268,21 +272,21 @@ def test_config_aliases(key: str, tmp_path: Path) -> None:
 Change = Callable[[Model], object]
 
 
-def dropped(word: str) -> Change:
-    """All tensors whose name has this word."""
+def drop(word: str) -> Change:
+    """Remove all tensors whose name contains a word."""
     return lambda model: [model.experts.pop(name) for name in list(model.experts) if word in name]
 
 
-def another_scale(part: str, suffix: str) -> Change:
-    """Of a tensor that has one, or needs none."""
+def add_scale(part: str, suffix: str) -> Change:
+    """Add a scale to a tensor that has one already, or needs none."""
     return lambda model: model.experts.update({model.name(part, 2) + suffix: ("F32", np.ones((1, 1), np.float32))})
 
 
-def both(*changes: Change) -> Change:
+def combine(*changes: Change) -> Change:
     return lambda model: [change(model) for change in changes]
 
 
-def other(part: str, layer: int, expert: int, *shape: int) -> Change:
+def set_tensor(part: str, layer: int, expert: int, *shape: int) -> Change:
     return lambda model: model.experts.update({model.name(part, layer, expert): model.bits(*shape)})
 
 
@@ -291,15 +295,15 @@ def config(**keys: Any) -> Change:
 
 
 def stray(name: str, *shape: int) -> Change:
-    return lambda model: model.rest.update({f"model.layers.2.mlp.{name}": model.bits(*shape)})
+    return lambda model: model.non_experts.update({f"model.layers.2.mlp.{name}": model.bits(*shape)})
 
 
 def also(style: Style, prefix: str = "model.") -> Change:
     return lambda model: model.experts.update(Model(model.arch, style, prefix).experts)
 
 
-def scaled(part: str, suffix: str, *shape: int, block: int = 128, expert: int = 0) -> Change:
-    """A tensor in FP8 with a scale of this shape, or without any."""
+def store_fp8(part: str, suffix: str, *shape: int, block: int = 128, expert: int = 0) -> Change:
+    """Store a tensor in FP8 with a scale of this shape, or without a scale."""
 
     def change(model: Model) -> None:
         model.config["quantization_config"] = {"weight_block_size": [block, block]}
@@ -311,8 +315,8 @@ def scaled(part: str, suffix: str, *shape: int, block: int = 128, expert: int = 
     return change
 
 
-def of_type(dtype: str, kind: Any, scale: str = "", scale_dtype: str = "U8") -> Change:
-    """Experts in a type that is no input yet; scale: what ends the name of the tensor beside each."""
+def store_unsupported(dtype: str, kind: Any, scale: str = "", scale_dtype: str = "U8") -> Change:
+    """Store experts in an unsupported type; `scale` is the end of the name of the tensor beside each."""
 
     def change(model: Model) -> None:
         tensors = model.experts
@@ -325,7 +329,7 @@ def of_type(dtype: str, kind: Any, scale: str = "", scale_dtype: str = "U8") -> 
 
 
 LISTS = {"n_routed_experts": [9, E, E], "moe_intermediate_size": [9, I, I]}
-# What may differ from the usual: (row, change).
+# Unusual checkpoints that can be read: (row, change).
 READ: dict[str, tuple[str, Change]] = {
     "names of another family": ("LFM2-MoE", lambda model: None),
     "lists per layer": ("Hunyuan-A13B", config(**LISTS)),
@@ -335,18 +339,18 @@ READ: dict[str, tuple[str, Change]] = {
 }
 
 
-@pytest.mark.parametrize("what", READ)
-def test_what_may_differ(what: str, tmp_path: Path) -> None:
-    name, change = READ[what]
+@pytest.mark.parametrize("case", READ)
+def test_unusual_checkpoints_are_read(case: str, tmp_path: Path) -> None:
+    name, change = READ[case]
     model = Model(ROWS[name], SEPARATE)
     change(model)
     parsed = model.read(tmp_path)
     check(model, parsed)
     assert parsed.arch.name == name or not model.config
-    assert ("without a config" in " ".join(parsed.notes)) == (what == "no config")
+    assert ("without a config" in " ".join(parsed.notes)) == (case == "no config")
 
 
-# Without these a weight is another, so nobody is told to remove them.
+# A weight is a different one without these, so that no message tells users to remove them.
 STRAYS = {
     "1.side_proj.weight": "weights; it cannot be read: use another release of the model",
     "01.up_proj.weight": "use another release",
@@ -358,8 +362,8 @@ STRAYS = {
 }
 FIT = r"gate_proj\.weight_scale_inv' of shape .* does not fit .* in blocks of 4x4"
 REFUSED: list[tuple[str, Style, Change, str]] = [
-    ("Qwen3-VL-MoE", FUSED, other("down", 2, 0, E, H, I + 1), r"neither.*\[E, 2I, H\]"),
-    # gate_up [E, 2I, H] with the config's H and I exchanged is another model, not another orientation.
+    ("Qwen3-VL-MoE", FUSED, set_tensor("down", 2, 0, E, H, I + 1), r"neither.*\[E, 2I, H\]"),
+    # gate_up [E, 2I, H] with the config's H and I exchanged is a different model, not a different orientation.
     ("Qwen3-VL-MoE", FUSED, config(hidden_size=I, moe_intermediate_size=H), "must be 10, .*hidden_size = 6"),
     (QWEN, SEPARATE, config(hidden_size=12), r"must be 10, config.json says hidden_size = 12"),
     (QWEN, SEPARATE, config(moe_intermediate_size=12), r"must be 6, config.json says moe_intermediate_size = 12"),
@@ -373,18 +377,23 @@ REFUSED: list[tuple[str, Style, Change, str]] = [
     (
         QWEN,
         SEPARATE,
-        both(config(n_routed_experts=None), dropped("2.mlp.experts.2.")),
+        combine(config(n_routed_experts=None), drop("2.mlp.experts.2.")),
         r"2\.gate_proj\.weight' is missing",
     ),
     (QWEN, SEPARATE, config(n_routed_experts=E - 1), "2.*_proj.weight' is one expert too many.*n_routed_experts = 2"),
-    (QWEN, SEPARATE, other("down", 2, 1, I, H), r"down_proj.weight' has shape \[6, 10\], but must be \[10, 6\]"),
-    (QWEN, SEPARATE, dropped(".layers.2."), "layer 2 has a router but no experts"),
+    (QWEN, SEPARATE, set_tensor("down", 2, 1, I, H), r"down_proj.weight' has shape \[6, 10\], but must be \[10, 6\]"),
+    (QWEN, SEPARATE, drop(".layers.2."), "layer 2 has a router but no experts"),
     (QWEN, SEPARATE, config(num_hidden_layers=4), "layer 3 is missing"),
     (QWEN, SEPARATE, also(FUSED), "stored in two ways"),
-    (DEEPSEEK, SEPARATE, scaled("gate", "_scale_inv", expert=1), "1.gate_proj.weight' is FP8 but .*_inv is missing"),
-    *((DEEPSEEK, SEPARATE, scaled("gate", "_scale_inv", *n, block=4), FIT) for n in ((2, 2), (3, 2), (I, 1), (I,))),
-    (DEEPSEEK, SEPARATE, another_scale("up", "_scale_inv"), "which is BF16 and needs none"),
-    (DEEPSEEK, SEPARATE, both(scaled("gate", "_scale_inv", 1, 1), another_scale("gate", "_scale")), "both claim to be"),
+    (DEEPSEEK, SEPARATE, store_fp8("gate", "_scale_inv", expert=1), "1.gate_proj.weight' is FP8 but .*_inv is missing"),
+    *((DEEPSEEK, SEPARATE, store_fp8("gate", "_scale_inv", *n, block=4), FIT) for n in ((2, 2), (3, 2), (I, 1), (I,))),
+    (DEEPSEEK, SEPARATE, add_scale("up", "_scale_inv"), "which is BF16 and needs none"),
+    (
+        DEEPSEEK,
+        SEPARATE,
+        combine(store_fp8("gate", "_scale_inv", 1, 1), add_scale("gate", "_scale")),
+        "both claim to be",
+    ),
     ("Hunyuan-A13B", SEPARATE, config(**LISTS | {"moe_intermediate_size": [9, I, I + 1]}), r"_size\[2\] = 7"),
 ]
 UNSUPPORTED: list[tuple[str, Style, Change, str]] = [
@@ -399,33 +408,33 @@ UNSUPPORTED: list[tuple[str, Style, Change, str]] = [
         lambda m: m.experts.update({f"{m.name('up', 2, 1)[:-6]}bias": m.bits(I)}),
         r"up_proj\.bias'.*bias",
     ),
-    (DEEPSEEK, SEPARATE, of_type("F8_E5M2", U8, "_scale_inv"), "E5M2.*BF16"),
-    (DEEPSEEK, SEPARATE, of_type("F64", np.float64), "float64.*BF16"),
-    (DEEPSEEK, SEPARATE, of_type("I8", U8, "_scale", "F8_E5M2"), "integer.*BF16"),
-    (DEEPSEEK, SEPARATE, of_type("I8", U8, ".SCB"), "bitsandbytes.*BF16"),
+    (DEEPSEEK, SEPARATE, store_unsupported("F8_E5M2", U8, "_scale_inv"), "E5M2.*BF16"),
+    (DEEPSEEK, SEPARATE, store_unsupported("F64", np.float64), "float64.*BF16"),
+    (DEEPSEEK, SEPARATE, store_unsupported("I8", U8, "_scale", "F8_E5M2"), "integer.*BF16"),
+    (DEEPSEEK, SEPARATE, store_unsupported("I8", U8, ".SCB"), "bitsandbytes.*BF16"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("error", "name", "style", "change", "words"),
+    ("error", "name", "style", "change", "message"),
     [(InputError, *row) for row in REFUSED] + [(UnsupportedError, *row) for row in UNSUPPORTED],
 )
-def test_what_is_missing_too_much_or_out_of_place(
-    error: type[Exception], name: str, style: Style, change: Change, words: str, tmp_path: Path
+def test_missing_extra_and_misplaced_tensors_are_refused(
+    error: type[Exception], name: str, style: Style, change: Change, message: str, tmp_path: Path
 ) -> None:
-    """6 x 10 in blocks of 4 x 4 is 2 x 3. The file that has the tensor is named."""
+    """The error names the file that has the tensor. 6 x 10 in blocks of 4 x 4 has 2 x 3 scales."""
     model = Model(ROWS[name], style)
     change(model)
-    with pytest.raises(error, match=words) as failure:
+    with pytest.raises(error, match=message) as failure:
         model.read(tmp_path)
-    said = re.search(r"tensor '(.*?)'", str(failure.value))
+    named_tensor = re.search(r"tensor '(.*?)'", str(failure.value))
     source = open_checkpoint(tmp_path)
-    if said and said[1] in source.tensors:
-        assert str(failure.value).startswith(f"{source.path(source.tensors[said[1]])}: tensor")
+    if named_tensor and named_tensor[1] in source.tensors:
+        assert str(failure.value).startswith(f"{source.path(source.tensors[named_tensor[1]])}: tensor")
 
 
-def test_an_unknown_family(tmp_path: Path) -> None:
-    """In a known form it is read, in two known forms, in none, or in one that only its own family may have it is refused."""
+def test_unknown_families_are_read_if_their_form_is_known(tmp_path: Path) -> None:
+    """A known form is read; two forms, unknown names, and a form that belongs to a certain family are refused."""
     styles = {s for arch in USABLE for s in arch.stored if not (isinstance(s, Fused) and s.interleaved)}
     arch = Arch("?", ("unheard_of",))
     for number, style in enumerate(styles):
@@ -438,17 +447,17 @@ def test_an_unknown_family(tmp_path: Path) -> None:
     none = Model(arch, Separate(*(f"blocks.{{layer}}.experts.{{expert}}.{p}" for p in "abc")))
     # Other families have the names of Inkling's tensors, w13 and w2, with gate before up.
     mixed = Model(replace(ROWS["Inkling"], matches=("unheard_of",)), ROWS["Inkling"].stored[0])
-    for model, words in ((two, "several forms"), (none, "--arch-file"), (mixed, r"not stored as any.*w13_weight")):
-        with pytest.raises(UnsupportedError, match=words):
-            model.read(tmp_path / words[:7])
+    for model, message in ((two, "several forms"), (none, "--arch-file"), (mixed, r"not stored as any.*w13_weight")):
+        with pytest.raises(UnsupportedError, match=message):
+            model.read(tmp_path / message[:7])
 
 
 @pytest.mark.parametrize("count", [None, 0, 1])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_dense_model(family: str, count: int | None, tmp_path: Path) -> None:
+def test_dense_models_are_refused(family: str, count: int | None, tmp_path: Path) -> None:
     model = Model(Arch("?", (family,)), SEPARATE)
     model.experts = {}
-    model.rest = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
+    model.non_experts = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
     model.config["n_routed_experts"] = count
     with pytest.raises(UnsupportedError, match="dense model"):
         model.read(tmp_path)
@@ -457,29 +466,29 @@ def test_dense_model(family: str, count: int | None, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["unheard_of", "qwen3_moe"])
 @pytest.mark.parametrize("names", [("w13", "w2"), ("experts.w13", "experts.w2"), ()])
 def test_a_model_that_counts_experts_is_never_called_dense(names: tuple[str, ...], family: str, tmp_path: Path) -> None:
-    """The sentence names the tensors that were not understood, one of each kind; those of the shared expert are none."""
+    """The message names one unrecognised tensor of each kind, but none of the shared expert."""
     model = Model(Arch("?", (family,)), SEPARATE)
     model.experts = {f"model.layers.{n}.mlp.{name}": model.bits(E, 4, 4) for n in (1, 2) for name in names}
     with pytest.raises(UnsupportedError) as failure:
         model.read(tmp_path)
-    said = str(failure.value)
-    assert "--arch-file" in said and "dense" not in said and "shared" not in said
+    message = str(failure.value)
+    assert "--arch-file" in message and "dense" not in message and "shared" not in message
     if names:
-        shown = [f"'model.layers.1.mlp.{name}'" for name in names]
-        assert f"tensors {', '.join(shown)})" in said and str(tmp_path / "model-0000") in said
+        listed = [f"'model.layers.1.mlp.{name}'" for name in names]
+        assert f"tensors {', '.join(listed)})" in message and str(tmp_path / "model-0000") in message
     else:
-        assert "n_routed_experts = 3" in said
+        assert "n_routed_experts = 3" in message
 
 
-def decoded(matrix: Any) -> np.ndarray:
-    """(bits, scale of each element), stacked: what the decoder would be given."""
+def bits_and_scales(matrix: Any) -> np.ndarray:
+    """Return the bits and the scale of each element, stacked."""
     rows = (np.arange(matrix.shape[0]) + matrix.origin[0]) // matrix.block[0]
     columns = (np.arange(matrix.shape[1]) + matrix.origin[1]) // matrix.block[1]
     return np.stack([matrix.values.astype(np.float64), matrix.scales[rows][:, columns].astype(np.float64)])
 
 
-def spread(model: Model, name: str, scale: str, block: tuple[int, int]) -> np.ndarray:
-    """The same for a whole stored tensor, worked out the long way."""
+def expected_bits_and_scales(model: Model, name: str, scale: str, block: tuple[int, int]) -> np.ndarray:
+    """Return the same for a whole stored tensor, computed by repeating its scales."""
     values, scales = model.experts[name][1], model.experts[scale][1]
     full = np.repeat(np.repeat(scales, block[0], axis=-2), block[1], axis=-1)
     full = full[..., : values.shape[-2], : values.shape[-1]]
@@ -487,56 +496,61 @@ def spread(model: Model, name: str, scale: str, block: tuple[int, int]) -> np.nd
 
 
 @pytest.mark.parametrize("block", [(4, 4), (4, 3), (5, 128), (128, 128), (1, 5)])
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_fp8_in_blocks(interleaved: bool, turned: bool, block: tuple[int, int], tmp_path: Path) -> None:
-    """The last block is partial; weight and scale lie in different files; the middle of gate_up lies inside a block. Of
-    experts stored one by one: test_inputs.py.
+def test_fp8_blocks_keep_their_scales_in_fused_experts(
+    interleaved: bool, transposed: bool, block: tuple[int, int], tmp_path: Path
+) -> None:
+    """The last block is partial, weight and scale are in different files, and a block spans the middle of gate_up.
+
+    test_inputs.py tests separate experts.
     """
     style = replace(FUSED, interleaved=interleaved)
-    model = Model(Arch("Blocks", ("blocks",), (style,)), style, layers=(1,), turned=turned)
+    model = Model(Arch("Blocks", ("blocks",), (style,)), style, layers=(1,), transposed=transposed)
     model.config["quantization_config"] = {"weight_block_size": list(block)}
-    model.rest = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
+    model.non_experts = {"model.layers.0.mlp.gate_proj.weight": model.bits(2, 2)}
     suffix = "_scale" if block[1] % 4 == 3 else "_scale_inv"
     names = {part: (model.name(part, 1), model.to_fp8(part, 1, block, suffix)) for part in style.matrices}
     moe = model.read(tmp_path, (model.arch,))
     assert moe.dtypes == ("F8_E4M3",) and moe.expert_tensor_names() == model.experts.keys()
-    both, down = (spread(model, *names[part], block) for part in style.matrices)
-    both, down = (x.swapaxes(2, 3) if turned else x for x in (both, down))
+    gate_up, down = (expected_bits_and_scales(model, *names[part], block) for part in style.matrices)
+    gate_up, down = (x.swapaxes(2, 3) if transposed else x for x in (gate_up, down))
     gate, up = (slice(0, None, 2), slice(1, None, 2)) if interleaved else (slice(0, I), slice(I, None))
     for e in range(E):
-        for projection, expected in (("gate", both[:, e, gate]), ("up", both[:, e, up]), ("down", down[:, e])):
+        for projection, expected in (("gate", gate_up[:, e, gate]), ("up", gate_up[:, e, up]), ("down", down[:, e])):
             matrix = moe.linear(1, e, projection)
             assert matrix.kind.name == "fp8_e4m3"
-            np.testing.assert_array_equal(decoded(matrix), expected)
+            np.testing.assert_array_equal(bits_and_scales(matrix), expected)
 
 
 @pytest.mark.parametrize("shape", [(I,), (I, 1), (1, 1), (1,), ()])
-def test_fp8_per_channel_and_per_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_fp8_scales_can_be_per_channel_or_per_tensor(shape: tuple[int, ...], tmp_path: Path) -> None:
     model = Model(ROWS["GLM-4.5, 4.6, 4.7"], SEPARATE, layers=(1,))
     scale = model.to_fp8("gate", 1, (1, H), "_scale", 1)
     values = np.asarray(model.rng.random(shape, dtype=np.float32))
     model.experts[scale] = ("F32", values)
-    each = decoded(model.read(tmp_path).linear(1, 1, "gate"))[1]
+    each = bits_and_scales(model.read(tmp_path).linear(1, 1, "gate"))[1]
     np.testing.assert_array_equal(each, np.broadcast_to(values.reshape(-1, 1), (I, H)))
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(E,), (E, 2 * I)], ids=["tensor", "channel"])
-def test_fp8_fused_without_blocks(turned: bool, shape: tuple[int, ...], tmp_path: Path) -> None:
-    model = Model(ROWS["Mistral-Large-3, Mistral 4"], FUSED, layers=(1,), turned=turned)
+def test_fused_fp8_scales_can_be_per_channel_or_per_tensor(
+    transposed: bool, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    model = Model(ROWS["Mistral-Large-3, Mistral 4"], FUSED, layers=(1,), transposed=transposed)
     values = model.rng.random(shape, dtype=np.float32)
     model.experts[model.to_fp8("gate_up", 1, (1, 1), "_scale")] = ("F32", values)
     parsed = model.read(tmp_path)
     for e in range(E):
         expected = np.broadcast_to(values[e].reshape(-1, 1), (2 * I, H))
-        np.testing.assert_array_equal(decoded(parsed.linear(1, e, "up"))[1], expected[I:])
+        np.testing.assert_array_equal(bits_and_scales(parsed.linear(1, e, "up"))[1], expected[I:])
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
 @pytest.mark.parametrize("ending", [".scale", ".qscale_weight", ".weight_scale_inv"])
-def test_names_and_dtypes_of_scales(ending: str, dtype: str, tmp_path: Path) -> None:
-    """Scales of activations are set aside."""
+def test_scales_have_several_names_and_dtypes(ending: str, dtype: str, tmp_path: Path) -> None:
+    """Scales of activations are not among the tensors of a layer."""
     model = Model(ROWS["DeepSeek-V4"], ROWS["DeepSeek-V4"].stored[0], "", layers=(1,))
     del model.experts[model.to_fp8("gate", 1, (128, 128))]
     bits = {"F32": np.float32(0.375), "BF16": np.uint16(0x3EC0), "F16": np.float16(0.375)}[dtype]
@@ -549,9 +563,9 @@ def test_names_and_dtypes_of_scales(ending: str, dtype: str, tmp_path: Path) -> 
     assert scales is not None and scales.dtype == np.float32 and scales.tolist() == [[0.375]]
 
 
-def test_experts_of_another_part_of_the_model_are_mentioned(tmp_path: Path) -> None:
+def test_experts_of_other_towers_are_reported(tmp_path: Path) -> None:
     model = Model(ROWS["Qwen3-Omni (thinker)"], SEPARATE, "thinker.model.", nested="thinker_config")
-    model.rest["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = model.bits(2, 2)
+    model.non_experts["talker.model.layers.0.mlp.experts.0.up_proj.weight"] = model.bits(2, 2)
     parsed = model.read(tmp_path)
     check(model, parsed)
     assert "1 tensors of other experts, such as talker.model" in parsed.notes[0]
@@ -559,14 +573,14 @@ def test_experts_of_another_part_of_the_model_are_mentioned(tmp_path: Path) -> N
 
 def test_unaligned_experts_are_copied(tmp_path: Path) -> None:
     model = Model(ROWS[QWEN], SEPARATE, layers=(1,))
-    model.rest = {"model.layers.0.odd": ("U8", np.zeros(1, U8))}
-    write_file(tmp_path / "model.safetensors", {**model.rest, **model.experts})
+    model.non_experts = {"model.layers.0.odd": ("U8", np.zeros(1, U8))}
+    write_file(tmp_path / "model.safetensors", {**model.non_experts, **model.experts})
     parsed = recognise(open_checkpoint(tmp_path))
     for expert in range(E):
         assert not parsed.source.array(model.name("gate", 1, expert)).flags.aligned
         gate = parsed.linear(1, expert, "gate").values
         assert gate.flags.aligned
-        np.testing.assert_array_equal(gate, model.truth[1, expert, "gate"])
+        np.testing.assert_array_equal(gate, model.expected_values[1, expert, "gate"])
 
 
 ROW = """
@@ -583,18 +597,18 @@ down = "blocks.{layer}.moe.{expert}.c.weight"
 """
 
 
-@pytest.mark.parametrize(("activation", "called"), [("gelu", "relu2"), ("silu", "situ"), ("silu", "gelu")])
-def test_the_activation_of_a_row_from_a_file_decides(activation: str, called: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("activation", "config_activation"), [("gelu", "relu2"), ("silu", "situ"), ("silu", "gelu")])
+def test_activation_of_a_row_from_a_file_wins(activation: str, config_activation: str, tmp_path: Path) -> None:
     arch = parse_arch(ROW.replace('"gelu"', f'"{activation}"'))
     model = Model(arch, arch.stored[0], "")
-    model.config["hidden_act"] = called
-    assert model.read(tmp_path / "said", (arch, *ARCHS)).activation == activation
+    model.config["hidden_act"] = config_activation
+    assert model.read(tmp_path / "given", (arch, *ARCHS)).activation == activation
     silent = parse_arch(ROW.replace('activation = "gelu"', ""))
-    if called != "relu2":
-        assert model.read(tmp_path / "silent", (silent, *ARCHS)).activation == called
+    if config_activation != "relu2":
+        assert model.read(tmp_path / "silent", (silent, *ARCHS)).activation == config_activation
 
 
-def test_row_from_a_file_for_any_checkpoint(tmp_path: Path) -> None:
+def test_row_from_a_file_applies_to_any_checkpoint(tmp_path: Path) -> None:
     arch = parse_arch(ROW.replace('matches = ["my_moe"]', "").replace('"gelu"', '"silu"'))
     model = Model(replace(arch, matches=("qwen3_moe",)), arch.stored[0], "")
     parsed = model.read(tmp_path / "model", (arch, *ARCHS))
@@ -602,13 +616,13 @@ def test_row_from_a_file_for_any_checkpoint(tmp_path: Path) -> None:
     check(model, parsed)
 
 
-def test_row_from_a_file_with_fused_experts() -> None:
+def test_row_from_a_file_can_have_fused_experts() -> None:
     stored = f'[[stored]]\nstyle = "fused"\ninterleaved = true\ngate_up = "{FUSED.gate_up}"\ndown = "{FUSED.down}"'
     assert parse_arch(f'name = "F"\n{stored}').stored == (replace(FUSED, interleaved=True),)
 
 
 @pytest.mark.parametrize(
-    "old, new, words",
+    "old, new, message",
     [
         ('name = "My MoE"', "", "name must be given"),
         ('name = "My MoE"', "name = 3", "name must be given"),
@@ -627,8 +641,8 @@ def test_row_from_a_file_with_fused_experts() -> None:
         ("name =", "name", "not valid TOML"),
     ],
 )
-def test_row_files_with_faults(old: str, new: str, words: str) -> None:
+def test_faulty_row_files_are_refused(old: str, new: str, message: str) -> None:
     assert old in ROW
     with pytest.raises(InputError) as failure:
         parse_arch(ROW.replace(old, new))
-    assert words in str(failure.value) and str(failure.value).startswith("--arch-file: ")
+    assert message in str(failure.value) and str(failure.value).startswith("--arch-file: ")

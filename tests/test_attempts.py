@@ -1,4 +1,4 @@
-"""Records of attempts: files that anybody may have written, and processes that are called like others."""
+"""Records of attempts are not trusted: anybody may have written the files, and process numbers may be reused."""
 
 import json
 import subprocess
@@ -23,46 +23,49 @@ UNIT: Unit[None] = Unit("stage", "layer-000", (1,), 1, None, final="model.safete
 
 @pytest.fixture
 def paths(tmp_path: Path) -> Paths:
-    found = locate(tmp_path / "out")
-    for folder in (found.partial, found.attempts):
+    output = locate(tmp_path / "out")
+    for folder in (output.partial, output.attempts):
         folder.mkdir(parents=True)
-    return found
+    return output
 
 
-def made(paths: Paths) -> Attempt:
+def finish_attempt(paths: Paths) -> Attempt:
+    """Write an attempt of 4 bytes with its record."""
     attempt = attempts.begin(paths, UNIT, "run")
     (paths.partial / attempt.name).write_bytes(b"0123")
     return attempts.finish(paths, attempt, Result((Written("", 4, "0" * 64),), 1), ())
 
 
-NO_RECORDS: dict[str, dict[str, Any]] = {
-    "time that is no number": {"began": float("nan")},
-    "time without end": {"ended": float("inf")},
-    "time that no float holds": {"began": 10**400},
+INVALID: dict[str, dict[str, Any]] = {
+    "time that is not a number": {"began": float("nan")},
+    "infinite time": {"ended": float("inf")},
+    "time beyond the range of float": {"began": 10**400},
     "before the epoch": {"began": -1.0},
-    "text that is none": {"unit": "\ud800"},
-    "process that is none": {"process": "1 here"},
+    "text that is not UTF-8": {"unit": "\ud800"},
+    "malformed process": {"process": "1 here"},
 }
 
 
-@pytest.mark.parametrize("which", NO_RECORDS)
-def test_what_cannot_be_a_record_does_not_count(paths: Paths, which: str) -> None:
-    edit_json(paths.attempts / f"{made(paths).name}.json", lambda record: record.update(NO_RECORDS[which]))
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_records_are_ignored_and_swept(paths: Paths, case: str) -> None:
+    edit_json(paths.attempts / f"{finish_attempt(paths).name}.json", lambda record: record.update(INVALID[case]))
     assert attempts.read(paths) == []
     attempts.sweep(paths)
     assert conversion.names(paths.root) == ["attempts", "partial"]
 
 
 @pytest.mark.parametrize("files", [[], [[__file__, Path(__file__).stat().st_size, ""]], [["../../other", 4, ""]]])
-def test_files_elsewhere_are_not_those_of_an_attempt(paths: Paths, files: list[Any]) -> None:
+def test_files_outside_the_partial_folder_do_not_complete_an_attempt(paths: Paths, files: list[Any]) -> None:
     (paths.root.parent / "other").write_bytes(b"0123")
-    edit_json(paths.attempts / f"{made(paths).name}.json", lambda record: record["result"].update(files=files))
+    edit_json(
+        paths.attempts / f"{finish_attempt(paths).name}.json", lambda record: record["result"].update(files=files)
+    )
     (read,) = attempts.read(paths)
     assert not read.is_whole(paths)
 
 
-def test_no_name_leads_out_of_the_folder(paths: Paths) -> None:
-    attempt = made(paths)
+def test_names_cannot_point_outside_the_folder(paths: Paths) -> None:
+    attempt = finish_attempt(paths)
     record = json.loads((paths.attempts / f"{attempt.name}.json").read_text())
     for name in ("", ".", ".."):
         wrong = {"name": name, "result": None, "failure": "no"}
@@ -81,7 +84,7 @@ print(attempts.begin(locate(Path(sys.argv[1])), UNIT, "run").name)
 """
 
 
-def test_containers_of_one_host_have_processes_of_the_same_number(paths: Paths) -> None:
+def test_attempts_of_two_containers_with_equal_pids_stay_apart(paths: Paths) -> None:
     if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
         pytest.skip("no PID namespaces")
     command = [*CONTAINER, sys.executable, "-c", CODE, str(paths.output), str(Path(__file__).parent)]
@@ -91,21 +94,21 @@ def test_containers_of_one_host_have_processes_of_the_same_number(paths: Paths) 
     assert {attempt.process.pid for attempt in attempts.read(paths)} == {1}
 
 
-def test_disk_space_of_the_dead_is_freed_and_their_records_count(paths: Paths) -> None:
+def test_files_of_dead_processes_are_removed_and_their_records_kept(paths: Paths) -> None:
     ended = subprocess.Popen(["true"])
     start = machine.process_start(ended.pid)
     ended.wait()
     own = Holder.this()
-    of_ended = Holder(ended.pid, own.host, own.boot, start, own.namespace)
+    dead = Holder(ended.pid, own.host, own.boot, start, own.namespace)
     elsewhere = Holder(ended.pid, "elsewhere", own.boot, start, own.namespace)
-    begun = [attempts.begin(paths, UNIT, "run") for _ in range(3)]
-    for attempt, process in zip(begun, (of_ended, elsewhere, own), strict=True):
+    unfinished = [attempts.begin(paths, UNIT, "run") for _ in range(3)]
+    for attempt, process in zip(unfinished, (dead, elsewhere, own), strict=True):
         record = {"process": msgspec.structs.asdict(process)}
         edit_json(paths.attempts / f"{attempt.name}.json", lambda document, record=record: document.update(record))
         (paths.partial / attempt.name).write_bytes(b"0")
-    whole = made(paths)
+    finished = finish_attempt(paths)
     attempts.remove_dead_files(paths)
-    kept = sorted(attempt.name for attempt in (*begun[1:], whole))
+    kept = sorted(attempt.name for attempt in (*unfinished[1:], finished))
     assert conversion.names(paths.partial) == kept
-    assert attempts.read(paths, UNIT, known=[attempt.name for attempt in begun]) == [whole]
+    assert attempts.read(paths, UNIT, known=[attempt.name for attempt in unfinished]) == [finished]
     assert len(attempts.read(paths)) == 4

@@ -1,4 +1,4 @@
-"""kt-kernel's backward files of BF16 experts: its own bytes, those of the definition, and what commands say of them."""
+"""Backward files of BF16 experts equal kt-kernel's files and the NumPy definition; commands describe or refuse them."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ Bits = npt.NDArray[np.uint16]
 
 
 def bits(shape: tuple[int, ...], seed: int) -> Bits:
-    """Any finite BF16 numbers, subnormal ones and -0 among them."""
+    """Return random finite BF16 numbers, including subnormal ones and -0."""
     values = np.random.default_rng(seed).integers(0, 1 << 16, shape, np.uint16)
     values[(values & 0x7F80) == 0x7F80] = 0x8000
     return values
@@ -38,22 +38,22 @@ def bits(shape: tuple[int, ...], seed: int) -> Bits:
     n=st.sampled_from((32, 96, 256, 288, 544)),
     k=st.sampled_from((32, 64, 1792, 1824, 3616)),
     seed=st.integers(0, 9),
-    turned=st.booleans(),
+    transposed=st.booleans(),
     isa=st.sampled_from(kernels.available_isas()),
 )
 @settings(max_examples=25)
-def test_blocks_equal_the_definition(n: int, k: int, seed: int, turned: bool, isa: str) -> None:
+def test_blocks_equal_the_definition(n: int, k: int, seed: int, transposed: bool, isa: str) -> None:
     values = bits((n, k), seed)
     codes = np.empty(n * k, np.uint16)
     with isas.use(isa):
-        kernels.pack_bf16(Matrix(values.T.copy().T if turned else values, BF16), codes)
+        kernels.pack_bf16(Matrix(values.T.copy().T if transposed else values, BF16), codes)
     assert (codes == floats.to_blocks(values)).all()
     assert (panels.from_blocks(codes, n, k) == values).all()
 
 
 @pytest.mark.parametrize(("n", "k"), [(64, 96), (544, 1856), (288, 3616)])
 def test_each_element_has_the_documented_position(n: int, k: int) -> None:
-    """bytes.md's formula, for every element."""
+    """The formula of bytes.md holds for every element."""
     r, c = np.arange(n)[:, None], np.arange(k)[None, :]
     nb, kb = r // 256 * 256, c // 1792 * 1792
     rows, columns = np.minimum(256, n - nb), np.minimum(1792, k - kb)
@@ -81,21 +81,21 @@ def kt_files(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*.kt")}
 
 
-def verified(output: Path, **wish: Any) -> Report:
-    return verify(VerifyOptions(output=output, **wish), Reporter(verbosity=-1))
+def run_verify(output: Path, **options: Any) -> Report:
+    return verify(VerifyOptions(output=output, **options), Reporter(verbosity=-1))
 
 
-def expected(layer: int, stacked: dict[str, Bits], parts: int) -> dict[str, bytes]:
-    """What kt-kernel writes of one layer, by the NumPy definition: the transposed parts, and empty scales."""
+def expected(layer: int, stacked: dict[str, Bits], slices: int) -> dict[str, bytes]:
+    """Return the files that kt-kernel writes for one layer: the transposed slices, and empty scales."""
     files = {}
-    width = stacked["down"].shape[2] // parts
+    width = stacked["down"].shape[2] // slices
     for projection, linears in stacked.items():
         for expert, linear in enumerate(linears):
-            for part in range(parts):
-                cut = slice(part * width, (part + 1) * width)
-                turned = (linear[:, cut] if projection == "down" else linear[cut]).T
-                data = floats.to_blocks(turned).tobytes()
-                start = f"_layer_{layer}/_numa_{part}/BF16_{projection}_bwd_{expert}_"
+            for number in range(slices):
+                rows = slice(number * width, (number + 1) * width)
+                transposed = (linear[:, rows] if projection == "down" else linear[rows]).T
+                data = floats.to_blocks(transposed).tobytes()
+                start = f"_layer_{layer}/_numa_{number}/BF16_{projection}_bwd_{expert}_"
                 files |= {f"{start}{len(data)}Byte_quant_.kt": data, f"{start}0Byte_scale_.kt": b""}
     return files
 
@@ -115,7 +115,7 @@ def test_files_equal_golden_files(tmp_path: Path, cli: Any, write_qwen: Any) -> 
 def test_slices_equal_the_definition(
     parts: int, dtype: str, tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
 ) -> None:
-    """Rows beyond a block of 256 and columns beyond one of 1792; verified alone and against the source."""
+    """Sizes exceed a block of 256 rows and of 1792 columns. verify passes with and without the source."""
     layers = {layer: random_experts(2, 1856, 256, seed=layer) for layer in (0, 1)}
     stored = {layer: dict(stacked) for layer, stacked in layers.items()}
     if dtype == "F32":
@@ -127,7 +127,7 @@ def test_slices_equal_the_definition(
     assert ("every number stays what it is" in done.stderr) == (dtype == "BF16")
     assert "only the backward matrices are written" in done.stderr
     assert kt_files(out) == expected(0, layers[0], parts) | expected(1, layers[1], parts)
-    report = verified(out, against=str(source), full=True)
+    report = run_verify(out, against=str(source), full=True)
     assert not report.problems and report.measure.method == "AMXBF16" and report.measure.numa == parts
     assert report.measure.shapes == {0: (2, 1856, 256), 1: (2, 1856, 256)}
     assert len(report.errors) == 6 and all(e.figures["cosine"] == pytest.approx(1) for e in report.errors)
@@ -145,41 +145,41 @@ def output(source: Path, cli: Any) -> Path:
     return out
 
 
-def test_inspect_describes_a_folder(source: Path, output: Path, cli: Any) -> None:
-    about = json.loads(cli("inspect", output, "--json").stdout)
-    assert (about["method"], about["numa"], about["hidden"], about["intermediate"]) == ("AMXBF16", 2, 96, 64)
-    assert about["complete"] and about["backward"] and about["arrangement"] == "loose" and about["tensors"] == 48
+def test_inspect_verify_and_plan_describe_backward_files(source: Path, output: Path, cli: Any) -> None:
+    info = json.loads(cli("inspect", output, "--json").stdout)
+    assert (info["method"], info["numa"], info["hidden"], info["intermediate"]) == ("AMXBF16", 2, 96, 64)
+    assert info["complete"] and info["backward"] and info["arrangement"] == "loose" and info["tensors"] == 48
     card = (output / "README.md").read_text()
     assert "# Backward matrices" in card and "- amxbf16" in card and "does not load a folder of them alone" in card
     assert json.loads((output / "config.json").read_bytes())["quantization_config"]["method"] == "AMXBF16"
     assert "verified" in cli("verify", output, "--numa", 2, "--quant-method", "amxbf16").stdout
-    assert "--numa 1 was given" in str(verified(output, numa=1).sentence)
+    assert "--numa 1 was given" in str(run_verify(output, numa=1).sentence)
     events = cli(*cpu(source, output.with_name("x"), 2), "--dry-run", "--json").stdout.splitlines()
     plan = next(event for event in map(json.loads, events) if event["event"] == "plan")
     assert plan["model"]["method"] == "AMXBF16" and plan["loose"]
     assert plan["bytes_out"] == sum(map(len, kt_files(output).values()))
 
 
-def test_folders_of_kt_kernel_can_be_read(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
+def test_folders_written_by_kt_kernel_can_be_read(source: Path, output: Path, tmp_path: Path, cli: Any) -> None:
     """Without manifest and config, the files show only the product of hidden size and width."""
     for layer in (0, 1):
         shutil.copytree(output / f"_layer_{layer}", tmp_path / "kt" / f"_layer_{layer}")
-    about = json.loads(cli("inspect", tmp_path / "kt", "--json").stdout)
-    assert (about["method"], about["numa"], about["hidden"], about["complete"]) == ("AMXBF16", 2, 0, True)
+    info = json.loads(cli("inspect", tmp_path / "kt", "--json").stdout)
+    assert (info["method"], info["numa"], info["hidden"], info["complete"]) == ("AMXBF16", 2, 0, True)
     assert "hidden size   unknown" in cli("inspect", tmp_path / "kt").stdout
     for ours, other in ((tmp_path / "kt", source), (tmp_path / "kt", output), (output, tmp_path / "kt")):
-        report = verified(ours, against=str(other))
+        report = run_verify(ours, against=str(other))
         assert report.sentence is None and report.checks[-1].name == ("source" if other == source else "other")
     conversion.flip_bit(next((tmp_path / "kt/_layer_1").rglob("*down*quant_.kt")))
-    sentence = str(verified(tmp_path / "kt", against=str(source)).sentence)
+    sentence = str(run_verify(tmp_path / "kt", against=str(source)).sentence)
     assert "layer 1, expert" in sentence and "backward weight" in sentence
 
 
 def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
     new, stacked = tmp_path / "new", random_experts(2, 96, 64)
-    stacked["up"][1, 45, 7] = 0x7F80  # in the second part
+    stacked["up"][1, 45, 7] = 0x7F80  # in the second NUMA slice
     infinite = write_qwen(tmp_path / "infinite", {0: stacked})
-    for code, words, arguments in (
+    for code, messages, arguments in (
         (3, ("BF16 files cannot be merged", "stay loose; give INT4"), ("merge", "-i", output, "-o", new)),
         (3, ("AMXBF16 weights cannot be rearranged",), ("resplit", output, new, "--threadpool-count", "1")),
         (3, ("its method is AMXBF16",), ("bench", output)),
@@ -188,7 +188,7 @@ def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen:
         (5, ("row 45, column 7",), (*cpu(infinite, new, 2)[:7], "--quant-method", "bf16")),
         (3, ("64 does not divide by 3", "bf16 (AMXBF16) takes --threadpool-count 1, 2; int4"), cpu(source, new, 3)),
     ):
-        conversion.check_refusal(conversion.ktconvert(*arguments), code, *words)
+        conversion.check_refusal(conversion.ktconvert(*arguments), code, *messages)
     assert not new.exists()
 
 
@@ -196,21 +196,21 @@ def cpu(source: Path, out: Path, parts: int) -> tuple[str | Path, ...]:
     return ("cpu", "-i", source, "-o", out, "--threadpool-count", str(parts), *OPTIONS)
 
 
-@pytest.mark.parametrize("what", ["half", "scale", "forward", "infinite"])
-def test_damaged_folders_are_refused(what: str, output: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["half", "scale", "forward", "infinite"])
+def test_damaged_folders_are_refused(damage: str, output: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(output, tmp_path / "copy"))
     files = sorted((copy / "_layer_1").rglob("*quant_.kt"))
     name = files[3].relative_to(copy).as_posix()
-    if what == "half":
+    if damage == "half":
         for path in files[3:]:
             path.unlink()
-    elif what == "scale":
+    elif damage == "scale":
         name = name.rsplit("_", 3)[0] + "_0Byte_scale_.kt"
         (copy / name).unlink()
-    elif what == "forward":
+    elif damage == "forward":
         name = name.replace("_bwd_", "_")
         shutil.copy(files[3], copy / name)
     else:
         files[3].write_bytes(files[3].read_bytes()[:-2] + b"\x80\x7f")
-    assert any(name in problem for problem in verified(copy).problems)
-    assert describe_path(str(copy), Reporter())["complete"] == (what == "infinite")
+    assert any(name in problem for problem in run_verify(copy).problems)
+    assert describe_path(str(copy), Reporter())["complete"] == (damage == "infinite")

@@ -1,4 +1,4 @@
-"""`ktconvert bench`: what it measures, counts and reports. No test depends on timing."""
+"""Tests of `ktconvert bench`: measurements, counts and reports. No test depends on timing."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(bench, [str(argument) for argument in arguments])
 
 
-def test_the_document(output: Path) -> None:
+def test_json_report_has_consistent_numbers(output: Path) -> None:
     report = json.loads(run(output, "--json", "--tokens", "1,16,4", "--layer", 1, "--threads", 2).stdout)
     assert (report["layer"], report["layers"], report["threads"]) == (1, [0, 1], min(2, machine.usable_cpus()))
     assert (report["method"], report["numa"], report["experts"]) == ("AMXINT4", 2, 8)
@@ -55,19 +55,19 @@ def test_the_document(output: Path) -> None:
         assert timing["bytes"] == pytest.approx(timing["experts_touched"] * report["expert_bytes"], abs=1)
         assert timing["seconds_all_layers"] == 2 * timing["seconds_median"]
         assert timing["share_of_memory"] > 0
-    assert report["timings"][0]["experts_touched"] == 2  # one token touches its experts, no more
+    assert report["timings"][0]["experts_touched"] == 2  # a single token uses only its own experts
 
 
 CACHES = [(1, 1 << 30, "fits in the last-level cache (1.0 GiB)"), (1, 1 << 10, "")]
 CACHES += [(1 << 10, 1 << 12, "is not much larger than the last-level cache (4.0 KiB)")]
 
 
-@pytest.mark.parametrize(("caches", "last", "words"), CACHES)
-def test_the_report_for_people(caches, last, words, output, monkeypatch):
+@pytest.mark.parametrize(("caches", "cache_bytes", "note"), CACHES)
+def test_text_report_explains_small_layers_and_lowered_threads(caches, cache_bytes, note, output, monkeypatch):
     monkeypatch.setattr(benchmark, "CACHES", caches)
-    monkeypatch.setattr(benchmark, "last_level_cache", lambda: last)
+    monkeypatch.setattr(benchmark, "last_level_cache", lambda: cache_bytes)
     done = run(output, "--tokens", "1,4", "--threads", 100000)
-    assert words in done.stdout and ("note" in done.stdout) == bool(words)
+    assert note in done.stdout and ("note" in done.stdout) == bool(note)
     assert "--threads 100000 is lowered" in done.stderr and f"{machine.usable_cpus()} thread" in done.stdout
     lines = done.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("tokens "))
@@ -75,7 +75,9 @@ def test_the_report_for_people(caches, last, words, output, monkeypatch):
     assert any(re.match(r"memory .* GB/s read by .* threads?, (1 stream|[24] streams) each$", line) for line in lines)
 
 
-def test_the_picture(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_is_written_if_matplotlib_is_installed(
+    output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     assert run(output, "--tokens", "1,4", "--plot", tmp_path / "bench.png").exception is None
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r")
@@ -84,11 +86,11 @@ def test_the_picture(output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in str(failure)
 
 
-def test_what_cannot_be_measured(output: Path, tmp_path: Path) -> None:
+def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path: Path) -> None:
     shutil.copytree(output, tmp_path / "damaged")
     shard = tmp_path / "damaged" / "model-00001-of-00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-4096])
-    for arguments, code, words in (
+    for arguments, code, message in (
         ((output, "--layer", 7), 3, "layers 0-1"),
         ((tmp_path,), 3, "holds no expert weights"),
         ((tmp_path / "none",), 5, "none"),
@@ -98,15 +100,15 @@ def test_what_cannot_be_measured(output: Path, tmp_path: Path) -> None:
         ((tmp_path / "damaged",), 6, shard.name),
     ):
         done = run(*arguments)
-        found = getattr(done.exception, "exit_code", done.exit_code), f"{done.output} {done.exception}"
-        assert found[0] == code and words in found[1], found
+        exit_code, text = getattr(done.exception, "exit_code", done.exit_code), f"{done.output} {done.exception}"
+        assert exit_code == code and message in text, text
 
 
 CONFIGS: list[tuple[dict[str, Any], int]] = [({"num_experts_per_tok": 6}, 6), ({"moe_topk": [1, 3]}, 3), ({}, 8)]
 CONFIGS += [({"text_config": {"top_k_experts": 4}}, 4), ({"num_experts_per_tok": 99}, 8)]
 
 
-def test_experts_per_token() -> None:
+def test_experts_per_token_is_read_from_the_config_or_assumed() -> None:
     for config, expected in CONFIGS:
         number, origin = experts_per_token(config, 1, 64)
         assert number == expected and origin.startswith("config.json: " if expected != 8 else "assumed")
@@ -114,7 +116,7 @@ def test_experts_per_token() -> None:
 
 
 @pytest.mark.parametrize(("topk", "experts"), [(1, 8), (2, 8), (3, 8), (8, 8), (8, 129)])
-def test_routing(topk: int, experts: int) -> None:
+def test_routing_uses_every_expert_and_no_expert_twice_per_token(topk: int, experts: int) -> None:
     ids = benchmark.random_routing(np.random.default_rng(0), 500, topk, experts)
     assert ids.dtype == np.int64 and ids.shape == (500, topk)
     assert all(len(set(row)) == topk for row in ids.tolist())
@@ -125,25 +127,25 @@ def test_routing(topk: int, experts: int) -> None:
     assert all(len(set(row)) == topk for row in every.tolist())
 
 
-def test_a_run_gives_each_forward_another_routing(
+def test_each_timed_forward_has_a_different_routing(
     random_experts: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experts = Experts.from_bf16(**random_experts(16, 128, 128), pool=get_shared_pool(2))
     seen: list[bytes] = []
     forward = experts.forward
 
-    def spy(hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
+    def spy(hidden: Any, ids: Any, weights: Any, **options: Any) -> Any:
         seen.append(ids.tobytes())
         assert weights.sum(axis=1) == pytest.approx(1)
-        return forward(hidden, ids, weights, **rest)
+        return forward(hidden, ids, weights, **options)
 
     monkeypatch.setattr(experts, "forward", spy)
     timing = benchmark.time_forward(experts, 4, 2)
     assert len(set(seen)) == timing.runs == benchmark.LEAST_RUNS
 
 
-def test_the_last_level_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sockets' caches count both, a cache that is shared once; nothing known is nothing."""
+def test_last_level_cache_sums_the_caches_of_all_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared cache counts once; without information the size is 0."""
     monkeypatch.setattr("ktconvert.native_quant.machine.affinity", lambda: frozenset(range(4)))
     assert benchmark.last_level_cache(tmp_path) == 0
     for number in range(4):
@@ -159,19 +161,19 @@ BYTES = np.random.default_rng(0).integers(0, 256, 40000, np.uint8)
 
 
 def expected(block: np.ndarray) -> int:
-    """The exclusive or of the first 8 bytes of each 64, absent ones 0."""
+    """Return the exclusive or of the first 8 bytes of every 64-byte line, padded with 0."""
     lines = np.zeros((-(-block.size // 64), 64), np.uint8)
     lines.reshape(-1)[: block.size] = block
     return int(np.bitwise_xor.reduce(np.ascontiguousarray(lines[:, :8]).view(np.uint64).ravel()))
 
 
 @given(st.integers(0, 200), st.integers(0, 39000), st.sampled_from(STREAMS))
-def test_every_line_is_read(offset: int, size: int, streams: int) -> None:
+def test_read_memory_reads_every_cache_line(offset: int, size: int, streams: int) -> None:
     block = BYTES[offset : offset + size]
     assert read_memory(block, streams) == expected(block)
 
 
-def test_arguments_that_are_refused() -> None:
+def test_invalid_arguments_of_read_memory_are_refused() -> None:
     with pytest.raises(ValueError, match="streams must be 1, 2 or 4, not 3"):
         read_memory(BYTES, 3)
     with pytest.raises(ValueError, match="contiguous"):
@@ -183,8 +185,8 @@ def test_arguments_that_are_refused() -> None:
     assert lib.ktq_read(1, 0, ffi.NULL, total) == lib.KTQ_OK and total[0] == 0
 
 
-def test_the_bandwidth_of_each_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every thread reads as often in one number of streams as in another, one slice after the other."""
+def test_bandwidth_is_measured_equally_for_each_number_of_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread reads its slices equally often with every number of streams."""
     monkeypatch.setattr(benchmark, "CACHES", 1)
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: 8 << 20)
     seen: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Calibration data: the rows and ids that kt-kernel would take, in the order of the library, from files that users have."""
+"""Calibration data: the rows and token ids that kt-kernel takes, in the order of llmcompressor, from local files."""
 
 import functools
 import json
@@ -38,7 +38,7 @@ def tokenizer(template: str | None = None) -> Any:
     return AutoTokenizer.from_pretrained(ROOT / "examples" / "qwen3-moe-small", chat_template=template)
 
 
-def calibration(
+def samples_of(
     dataset: object, split: str = "train_sft", count: int = 512, length: int = 64, seed: int = 42
 ) -> Samples:
     return Samples(
@@ -50,17 +50,17 @@ def calibration(
     )
 
 
-def texts(samples_ids: list[Ids]) -> list[str]:
+def decode_texts(samples_ids: list[Ids]) -> list[str]:
     return [tokenizer().decode(ids) for ids in samples_ids]
 
 
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
+def write_parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
     import pyarrow
     import pyarrow.parquet
 
@@ -69,14 +69,14 @@ def parquet(path: Path, columns: dict[str, list[Any]]) -> Path:
     return path
 
 
-def same(left: list[Ids], right: list[Ids]) -> bool:
+def are_equal(left: list[Ids], right: list[Ids]) -> bool:
     return len(left) == len(right) and all(map(np.array_equal, left, right))
 
 
 def test_samples_are_those_of_kt_kernel(tmp_path: Path) -> None:
     import datasets
 
-    file = jsonl(tmp_path / "chat.jsonl", [{"messages": messages} for messages in MESSAGES])
+    file = write_jsonl(tmp_path / "chat.jsonl", [{"messages": messages} for messages in MESSAGES])
     chat = tokenizer(TEMPLATE)
     expected = (
         datasets.load_dataset("json", data_files=str(file), split="train[:30]", cache_dir=str(tmp_path / "cache"))
@@ -84,48 +84,48 @@ def test_samples_are_those_of_kt_kernel(tmp_path: Path) -> None:
         .map(lambda row: {"text": chat.apply_chat_template(row["messages"], tokenize=False)})
         .map(lambda row: chat(row["text"], padding=False, max_length=64, truncation=True, add_special_tokens=False))
     )
-    read = read_samples(calibration(file, count=30, seed=7), chat)
+    read = read_samples(samples_of(file, count=30, seed=7), chat)
     assert [ids.tolist() for ids in read] == expected["input_ids"]
     assert {ids.dtype for ids in read} == {np.dtype(np.int64)}
     assert max(ids.size for ids in read) == 64 and len({ids.size for ids in read}) > 5
-    assert not same(read, read_samples(calibration(file, count=30, seed=8), chat))
+    assert not are_equal(read, read_samples(samples_of(file, count=30, seed=8), chat))
 
 
-def test_order_is_the_samplers_own(tmp_path: Path) -> None:
-    """Hundreds of samples of few lengths: the sampler's sort is not stable, so that ties tell."""
+def test_samples_have_the_order_of_llmcompressor(tmp_path: Path) -> None:
+    """Hundreds of samples have few lengths. The sampler's sort is not stable, so that the order of ties shows."""
     pytest.importorskip("llmcompressor", reason="needs the extra gpu")
     import datasets
     from llmcompressor.datasets.utils import LengthAwareSampler
 
     rows = [{"text": " ".join(WORDS[i : i + 1 + i * 7 % 23])} for i in range(400)]
-    of = calibration(jsonl(tmp_path / "rows.jsonl", rows), length=24)
-    unsorted = read_samples(of, tokenizer())
+    samples = samples_of(write_jsonl(tmp_path / "rows.jsonl", rows), length=24)
+    unsorted = read_samples(samples, tokenizer())
     visited = list(LengthAwareSampler(datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in unsorted]})))
-    assert same(read_samples_by_length(of, tokenizer()), [unsorted[index] for index in visited])
+    assert are_equal(read_samples_by_length(samples, tokenizer()), [unsorted[index] for index in visited])
     stable = sorted(range(len(unsorted)), key=lambda index: -unsorted[index].size)
-    assert visited != stable, "no ties: the test shows nothing"
+    assert visited != stable, "without ties this test proves nothing"
 
 
 def test_text_is_cut_into_full_samples() -> None:
-    whole = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
-    read = read_samples_by_length(calibration(TEXT, length=100), tokenizer())
-    chunks = sorted(whole[start : start + 100] for start in range(0, len(whole), 100))
-    assert sorted(ids.tolist() for ids in read) == chunks
-    assert [ids.size for ids in read] == [100] * (len(whole) // 100) + [len(whole) % 100]
-    first = read_samples_by_length(calibration(TEXT, length=100, count=8), tokenizer())
-    assert sorted(ids.tolist() for ids in first) == sorted(whole[start : start + 100] for start in range(0, 800, 100))
-    assert [ids.tolist() for ids in first] != [whole[start : start + 100] for start in range(0, 800, 100)]
+    all_ids = tokenizer()(TEXT.read_text(), add_special_tokens=False)["input_ids"]
+    samples = read_samples_by_length(samples_of(TEXT, length=100), tokenizer())
+    chunks = sorted(all_ids[start : start + 100] for start in range(0, len(all_ids), 100))
+    assert sorted(ids.tolist() for ids in samples) == chunks
+    assert [ids.size for ids in samples] == [100] * (len(all_ids) // 100) + [len(all_ids) % 100]
+    first = read_samples_by_length(samples_of(TEXT, length=100, count=8), tokenizer())
+    assert sorted(ids.tolist() for ids in first) == sorted(all_ids[start : start + 100] for start in range(0, 800, 100))
+    assert [ids.tolist() for ids in first] != [all_ids[start : start + 100] for start in range(0, 800, 100)]
 
 
 def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
-    """A text of several stretches, the end of which is no UTF-8: it is never reached, and every sample is full."""
+    """The end of the text is not UTF-8, but is never read; every sample is full."""
     file = tmp_path / "long.txt"
     file.write_bytes(TEXT.read_bytes() * 1100 + b"\xff")
     assert file.stat().st_size > 15 << 20
-    read = read_samples(calibration(file, count=24, length=16384), tokenizer())
-    assert [ids.size for ids in read] == [16384] * 24
-    chunks = texts(read)
-    assert sum(map(len, chunks)) > 1 << 20, "one stretch only"
+    samples = read_samples(samples_of(file, count=24, length=16384), tokenizer())
+    assert [ids.size for ids in samples] == [16384] * 24
+    chunks = decode_texts(samples)
+    assert sum(map(len, chunks)) > 1 << 20, "the text was read in one piece"
     assert all(chunk in TEXT.read_text() * 6 for chunk in chunks)
 
 
@@ -140,62 +140,62 @@ def test_long_text_is_read_as_far_as_needed(tmp_path: Path) -> None:
     ],
     ids=["messages", "text", "columns of a format of datasets", "instruction", "instruction with input"],
 )
-def test_columns_by_preference(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
-    lines = jsonl(tmp_path / "rows.jsonl", [row])
+def test_columns_are_chosen_by_preference(tmp_path: Path, row: dict[str, Any], expected: str) -> None:
+    lines = write_jsonl(tmp_path / "rows.jsonl", [row])
     array = tmp_path / "rows.json"
     array.write_text(json.dumps([row]))
-    table = parquet(tmp_path / "rows.parquet", {name: [value] for name, value in row.items()})
+    table = write_parquet(tmp_path / "rows.parquet", {name: [value] for name, value in row.items()})
     for file in (lines, array, table):
-        assert texts(read_samples_by_length(calibration(file, length=2048), tokenizer())) == [expected]
+        assert decode_texts(read_samples_by_length(samples_of(file, length=2048), tokenizer())) == [expected]
 
 
 def test_empty_samples_are_left_out_and_reported(tmp_path: Path) -> None:
     notes: list[str] = []
-    file = jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
-    assert sorted(texts(read_samples_by_length(calibration(file), tokenizer(), notes.append))) == ["one", "two"]
+    file = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
+    assert sorted(decode_texts(read_samples_by_length(samples_of(file), tokenizer(), notes.append))) == ["one", "two"]
     assert notes == [f"{file}: 2 of 4 samples hold no token and are left out"]
 
 
-def test_folder_is_read_by_name(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_read_in_order_of_name(tmp_path: Path) -> None:
     folder = tmp_path / "a [folder]*"
     for number in (2, 0, 1):
-        parquet(folder / f"part{number}.parquet", {"text": [f"{number} {row}" for row in range(10)]})
+        write_parquet(folder / f"part{number}.parquet", {"text": [f"{number} {row}" for row in range(10)]})
     (folder / "README.md").write_text("what this is")
     (folder / ".gitattributes").write_text("")
     assert [file.name for file in local_files(str(folder))] == ["part0.parquet", "part1.parquet", "part2.parquet"]
-    read = texts(read_samples(calibration(folder, count=25), tokenizer()))
+    read = decode_texts(read_samples(samples_of(folder, count=25), tokenizer()))
     assert sorted(read) == sorted(f"{row // 10} {row % 10}" for row in range(25))
-    assert texts(read_samples_by_length(calibration(f"{folder}/", count=3), tokenizer())) != []
+    assert decode_texts(read_samples_by_length(samples_of(f"{folder}/", count=3), tokenizer())) != []
     (tmp_path / "texts").mkdir()
-    for name in ("b.txt", "a.txt"):  # each is cut by itself
+    for name in ("b.txt", "a.txt"):  # no sample has text of two files
         (tmp_path / "texts" / name).write_text(f"{name} " * 30)
-    chunks = texts(read_samples(calibration(tmp_path / "texts", length=50), tokenizer()))
+    chunks = decode_texts(read_samples(samples_of(tmp_path / "texts", length=50), tokenizer()))
     assert all(("a.txt" in text) != ("b.txt" in text) for text in chunks) and len(chunks) > 2
 
 
 def test_split_chooses_among_files_named_after_splits(tmp_path: Path) -> None:
     for name in ("train_sft-00000-of-00002", "train_sft-00001-of-00002-0abc", "test_sft-00000-of-00001"):
-        parquet(tmp_path / f"{name}.parquet", {"text": [name]})
-    assert {text[:9] for text in texts(read_samples(calibration(tmp_path), tokenizer()))} == {"train_sft"}
-    assert texts(read_samples(calibration(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
+        write_parquet(tmp_path / f"{name}.parquet", {"text": [name]})
+    assert {text[:9] for text in decode_texts(read_samples(samples_of(tmp_path), tokenizer()))} == {"train_sft"}
+    assert decode_texts(read_samples(samples_of(tmp_path, "test_sft"), tokenizer())) == ["test_sft-00000-of-00001"]
     with pytest.raises(InputError, match="has no split train; choose test_sft or train_sft with --dataset-split"):
-        read_samples(calibration(tmp_path, "train"), tokenizer())
+        read_samples(samples_of(tmp_path, "train"), tokenizer())
 
 
-def test_tokenizer_is_left_as_it_was() -> None:
-    own = tokenizer().backend_tokenizer
-    own.enable_truncation(max_length=5)
-    before = own.truncation
-    read_samples(calibration(TEXT, count=2), tokenizer())
-    assert own.truncation == before
-    own.no_truncation()
-    read_samples(calibration(TEXT, count=2), tokenizer())
-    assert own.truncation is None
+def test_settings_of_the_tokenizer_do_not_change() -> None:
+    backend = tokenizer().backend_tokenizer
+    backend.enable_truncation(max_length=5)
+    before = backend.truncation
+    read_samples(samples_of(TEXT, count=2), tokenizer())
+    assert backend.truncation == before
+    backend.no_truncation()
+    read_samples(samples_of(TEXT, count=2), tokenizer())
+    assert backend.truncation is None
 
 
-def broken(folder: Path) -> dict[str, tuple[Path, str]]:
-    """Kind of damage -> the file, and words of its error message."""
-    good = parquet(folder / "good.parquet", {"text": ["a"] * 20}).read_bytes()
+def write_damaged_files(folder: Path) -> dict[str, tuple[Path, str]]:
+    """Write damaged files; return the path and the expected message of each kind of damage."""
+    good = write_parquet(folder / "good.parquet", {"text": ["a"] * 20}).read_bytes()
     contents = {
         "bad line": ("bad.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
         "cut off": ("cut.jsonl", b'{"text": "a"}\n{"text": "b', "line 2: Unterminated string"),
@@ -219,44 +219,46 @@ def broken(folder: Path) -> dict[str, tuple[Path, str]]:
     }  # fmt: skip
     for name, content, _ in contents.values():
         (folder / name).write_bytes(content)
-    return {what: (folder / name, words) for what, (name, _, words) in contents.items()}
+    return {kind: (folder / name, message) for kind, (name, _, message) in contents.items()}
 
 
 def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
-    for what, (file, words) in broken(tmp_path).items():
-        with pytest.raises(InputError, match=words) as caught:
-            read_samples(calibration(file), tokenizer(TEMPLATE))
-        assert str(file) in str(caught.value) and "\n" not in str(caught.value), what
+    for kind, (file, message) in write_damaged_files(tmp_path).items():
+        with pytest.raises(InputError, match=message) as caught:
+            read_samples(samples_of(file), tokenizer(TEMPLATE))
+        assert str(file) in str(caught.value) and "\n" not in str(caught.value), kind
 
 
-def test_what_is_no_data_set(tmp_path: Path) -> None:
-    for dataset, files, words in (
+def test_paths_without_usable_data_are_refused(tmp_path: Path) -> None:
+    for dataset, files, message in (
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
         ("unknown", ("a.jsonl", "b.csv"), "b.csv: is of no kind"),
         ("empty", ("README.md",), "holds no data"),
         ("none", (), "no such file or folder"),
     ):
         for name in files:
-            jsonl(tmp_path / dataset / name, [{"text": "a"}])
-        with pytest.raises(InputError, match=words):
+            write_jsonl(tmp_path / dataset / name, [{"text": "a"}])
+        with pytest.raises(InputError, match=message):
             local_files(str(tmp_path / dataset))
     with pytest.raises(InputError, match="no such file or folder"):
         local_files("data/none.jsonl")
-    assert local_files("HuggingFaceH4/ultrachat_200k") == []  # a name of the hub
+    assert local_files("HuggingFaceH4/ultrachat_200k") == []  # the name of a repository
 
 
-def snapshot(home: Path, name: str) -> None:
-    """What `hf download --repo-type dataset` leaves: files in snapshots/, named by refs/main."""
+def write_hub_cache(home: Path, name: str) -> None:
+    """Write the files that `hf download --repo-type dataset` creates: snapshots/, and refs/main with its name."""
     root = home / "hub" / f"datasets--{name.replace('/', '--')}"
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "main").write_text("a" * 40)
     for split in ("train_sft", "test_sft"):
         for shard in range(2):
             file = root / "snapshots" / ("a" * 40) / "data" / f"{split}-0000{shard}-of-00002.parquet"
-            parquet(file, {"messages": [[{"role": "user", "content": f"{split} {shard} {row}"}] for row in range(10)]})
+            write_parquet(
+                file, {"messages": [[{"role": "user", "content": f"{split} {shard} {row}"}] for row in range(10)]}
+            )
 
 
-ELSEWHERE = """
+OFFLINE = """
 import json, sys
 from transformers import AutoTokenizer
 from ktconvert.layouts.errors import KtconvertError
@@ -267,31 +269,31 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 batches = []
 for dataset, split in json.loads(sys.argv[2]):
     try:
-        asked = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, max_sequence_length=64)
-        batches.append([ids.tolist() for ids in read_samples_by_length(asked, tokenizer)])
+        samples = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, max_sequence_length=64)
+        batches.append([ids.tolist() for ids in read_samples_by_length(samples, tokenizer)])
     except KtconvertError as error:
         batches.append(f"{type(error).__name__} {error}")
 print(json.dumps(batches))
 """
 
 
-def test_offline_in_a_process_of_its_own(tmp_path: Path) -> None:
-    """A downloaded snapshot is read, an error names the remedy; reading local files leaves no trace."""
+def test_offline_runs_read_local_files_and_downloads(tmp_path: Path) -> None:
+    """A downloaded snapshot is read, errors name a remedy, and reading local files leaves no files behind."""
     home = tmp_path / "home"
-    snapshot(home / "hf", "org/chat")
+    write_hub_cache(home / "hf", "org/chat")
     before = {path for path in home.rglob("*") if path.is_file()}
     splits = [(str(TEXT), "train"), ("org/chat", "train_sft"), ("org/chat", "other"), ("org/none", "train_sft")]
-    command = [sys.executable, "-c", ELSEWHERE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(splits)]
+    command = [sys.executable, "-c", OFFLINE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(splits)]
     env = {"HF_HUB_OFFLINE": "1", "HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
     assert done.returncode == 0 and done.stderr == "", done.stderr
     local, rows, split, missing = json.loads(done.stdout)
-    assert local == [ids.tolist() for ids in read_samples_by_length(calibration(TEXT, count=12), tokenizer())]
+    assert local == [ids.tolist() for ids in read_samples_by_length(samples_of(TEXT, count=12), tokenizer())]
     expected = {f"train_sft {row // 10} {row % 10}\n" for row in range(12)}
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12
     assert split.startswith("InputError org/chat: Bad split: other.") and "train_sft" in split
     assert missing.startswith("InputError org/none: cannot be loaded")
     for remedy in ("--dataset FILE", "hf download --repo-type dataset org/none", "--quant-method RTN"):
         assert remedy in missing
-    left = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"} - before
-    assert not left, left
+    leftovers = {path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"} - before
+    assert not leftovers, leftovers

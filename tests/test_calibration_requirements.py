@@ -1,4 +1,4 @@
-"""Memory and disk of GPTQ: the plan's estimate equals numbers computed by hand, and advice for three sizes of card."""
+"""Memory and disk of GPTQ: estimates equal numbers computed by hand, with advice for three sizes of GPUs."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +19,8 @@ from ktconvert.pipeline.calibration.requirements import (
 )
 from ktconvert.pipeline.options.option_groups import Samples
 
-# 512 samples of 2048 tokens; `other_bytes` is attention with a shared expert or, in DeepSeek, with the dense MLP of its first
-# layers.
+# 512 samples of 2048 tokens. `other_bytes` counts attention with a shared expert or, in DeepSeek, with the dense MLP of
+# the first layers.
 DEEPSEEK = CalibrationShape(
     hidden=7168, width=2048, experts=256, heads=128, head=192, other_bytes=1_167_000_000, dense=True, experts_at_once=8
 )
@@ -46,11 +46,10 @@ def test_estimate_equals_numbers_computed_by_hand(
     estimate = estimate_footprint(MODELS[name])
     assert (estimate.layer, estimate.hidden_states, estimate.scores) == (layer, hidden_states, scores)
     assert estimate.hessians == gate_up + 8 * down
-    assert (
-        estimate_footprint(replace(MODELS[name], calibrate="mixed")) == estimate
-    )  # only the tokens that count for down are fewer
+    # Mixed calibration only uses fewer tokens for down.
+    assert estimate_footprint(replace(MODELS[name], calibrate="mixed")) == estimate
     assert estimate_footprint(replace(MODELS[name], calibrate="routed")).hessians == 8 * (gate_up + down)
-    # Inputs and outputs of a layer and of its experts; in DeepSeek also outputs of the dense layers before it.
+    # Inputs and outputs of a layer and of its experts; in DeepSeek also outputs of the dense layers before them.
     assert estimate.disk == (5 if name == "DeepSeek-V3" else 4) * hidden_states
 
 
@@ -60,21 +59,20 @@ def test_memory_depends_on_the_group_not_on_the_number_of_experts_and_samples(sh
     assert estimate.gpu == 0
     assert estimate.host == estimate_footprint(replace(shape, experts=4 * shape.experts)).host
     more = estimate_footprint(replace(shape, samples=1024)).host - estimate.host
-    assert more == 512 * 2048 * 8 * (4 + 4)  # routing: 8 experts' numbers and weights for each token
+    assert more == 512 * 2048 * 8 * (4 + 4)  # routing: numbers and weights of 8 experts per token
     assert estimate.host < LIBRARIES + 3 * estimate.weights + estimate.hessians + estimate.working + 2 * estimate.scores
     assert estimate.host > LIBRARIES + max(estimate.scores, estimate.working)
     assert estimate_footprint(replace(shape, samples=1024)).disk == 2 * estimate.disk
     assert estimate_footprint(replace(shape, length=1024)).disk * 2 == estimate.disk
     assert estimate_footprint(replace(shape, length=1024)).host < estimate.host
-    assert (
-        estimate_footprint(replace(shape, experts_at_once=2 * shape.experts_at_once)).working == estimate.working
-    )  # of one expert at a time
+    # Working memory is needed for one expert at a time.
+    assert estimate_footprint(replace(shape, experts_at_once=2 * shape.experts_at_once)).working == estimate.working
 
 
 def test_estimate_agrees_with_the_docs_for_deepseek_and_predictions() -> None:
-    """kt-kernel's README asks for the whole model in main memory (1368 GB) and two layers (44.8 GB) on the card."""
-    here, on_gpu = estimate_footprint(DEEPSEEK), estimate_footprint(replace(DEEPSEEK, on_gpu=True))
-    assert on_gpu.gpu < 12 * 10**9 and on_gpu.host < here.host < 10 * 10**9 < 75 * 10**9 < on_gpu.disk < 76 * 10**9
+    """kt-kernel's README asks for the whole model in memory (1368 GB) and two layers (44.8 GB) on the GPU."""
+    on_cpu, on_gpu = estimate_footprint(DEEPSEEK), estimate_footprint(replace(DEEPSEEK, on_gpu=True))
+    assert on_gpu.gpu < 12 * 10**9 and on_gpu.host < on_cpu.host < 10 * 10**9 < 75 * 10**9 < on_gpu.disk < 76 * 10**9
     # Fisher information needs two metrics, one of 1536 x 1536 for each expert of a group, and the head.
     small = replace(QWEN_30B, length=16)  # so that attention is not the peak
     without, with_fisher = (estimate_footprint(replace(small, fisher=on)) for on in (False, True))
@@ -123,10 +121,10 @@ def test_shape_is_read_from_a_checkpoint(quant_type: str, example: Path) -> None
     shape = replace(
         read_shape(recognise(open_checkpoint(str(example))), samples), bits=bits, experts_at_once=4, on_gpu=True
     )
-    # A layer of it: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
-    rest = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
+    # Weights of a layer: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
+    non_expert_bytes = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)
     sizes = (256, 256, 8, 4, 64, 256)  # hidden, width, experts, heads, samples, length
     expected = CalibrationShape(
-        *sizes, bits, True, "all", 4, head=64, other_bytes=rest, top_k=2, on_gpu=True, vocabulary=2048
+        *sizes, bits, True, "all", 4, head=64, other_bytes=non_expert_bytes, top_k=2, on_gpu=True, vocabulary=2048
     )
     assert shape == expected

@@ -1,5 +1,7 @@
-"""Interrupted calibration runs: killed between or within layers and resumed, `calibrate` and GPTQ write the bytes of an
-uninterrupted run. Also the folder of statistics beside GPTQ's output."""
+"""Interrupted calibration runs: killed between or within layers and resumed, `calibrate` and GPTQ write the same bytes.
+
+Also tests of the folder of statistics that GPTQ writes beside its output.
+"""
 
 import json
 import shutil
@@ -41,13 +43,13 @@ def calibrate(model: Path, output: Path, dataset: Path, *more: str) -> list[str]
     return calibrated.calibrate_arguments(model, output, dataset, "--second-moments", *more)
 
 
-class Attempts:
-    """Conversions of one small model, each into its own folder, killed at a chosen point.
+class Conversions:
+    """Conversions of one small model, each with a folder of its own, killed at a chosen point.
 
-    arguments  (model, output, data set) -> the words of a conversion
-    stage      of its chain, and the keys of its units
-    calls      what an uninterrupted run calls, in order; paths without the output's folder
-    wanted     what it makes, in the output and beside it
+    arguments   a function from (model, output, data set) to the arguments of a conversion
+    stage       the name of its chain; `units` are the keys of the chain's units
+    calls       the calls of an uninterrupted run, in order, with paths relative to the output's folder
+    expected    the files of an uninterrupted run, in the output and beside it
     """
 
     def __init__(
@@ -60,8 +62,8 @@ class Attempts:
         self.before = conversion.identity(self.model)
         output = self.output("whole")
         assert self.run(output).returncode == 0
-        self.wanted = conversion.tree(output.parent)
-        self.made = conversion.tree(output)
+        self.expected = conversion.tree(output.parent)
+        self.expected_output = conversion.tree(output)
         self.calls = self.calls_of(output)
 
     def output(self, name: str) -> Path:
@@ -69,60 +71,65 @@ class Attempts:
         output.parent.mkdir()
         return output
 
-    def run(self, output: Path, *words: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run a command, killed before its n-th call that changes a file (0: never); without words, a conversion."""
+    def run(self, output: Path, *command: str, kill: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run a command, or a conversion by default, and kill it before its n-th call that changes a file (0: never)."""
         log = output.parent.with_suffix(".log")
         env = killpoint.shim_settings(output, kill, log)
-        arguments = list(words) or self.arguments(self.model, output, self.dataset)
-        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".said"), env)
+        arguments = list(command) or self.arguments(self.model, output, self.dataset)
+        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".txt"), env)
         return done
 
     def calls_of(self, output: Path) -> list[Any]:
         return killpoint.read_calls(output.parent.with_suffix(".log"), output.parent)
 
-    def finish(self, output: Path, where: str, *words: str) -> None:
-        done = self.run(output, *words)
+    def finish(self, output: Path, where: str, *command: str) -> None:
+        done = self.run(output, *command)
         assert done.returncode == 0, f"{where}: {done.stderr}"
-        assert conversion.find_differences(conversion.tree(output.parent), self.wanted) == [], where
+        assert conversion.find_differences(conversion.tree(output.parent), self.expected) == [], where
 
-    def killed(self, *points: int) -> None:
-        """Kill the run before a call, then each resume; then resume to the end. What was finished is not made
-        again.
-        """
+    def kill_and_resume(self, *points: int) -> None:
+        """Kill the run before a call, and then each resume; resume to the end. Finished units are not made again."""
         output, where = self.output("-".join(map(str, points))), f"killed before {[self.calls[n - 1] for n in points]}"
-        ended = [self.run(output, kill=n).returncode for n in points]
-        assert ended[0] == killpoint.KILLED and {*ended} <= {0, killpoint.KILLED}, f"{where}: {ended}"
-        begun = output.with_name("out.work").joinpath("plan.json").exists()
-        assert begun or not output.exists() or conversion.find_differences(conversion.tree(output), self.made) == [], (
-            where
+        return_codes = [self.run(output, kill=n).returncode for n in points]
+        assert return_codes[0] == killpoint.KILLED and {*return_codes} <= {0, killpoint.KILLED}, (
+            f"{where}: {return_codes}"
         )
-        finished = self.recorded(output)
-        self.finish(output, where, *(("resume", str(output)) if begun and points[0] % 2 else ()))
-        again = {call.second for call in self.calls_of(output) if call.name == "rename" and call.second}
-        for unit in self.units if begun else ():
-            assert any(f"store/{self.stage}.{unit}." in name for name in again) == (unit not in finished), (where, unit)
+        has_plan = output.with_name("out.work").joinpath("plan.json").exists()
+        assert (
+            has_plan
+            or not output.exists()
+            or conversion.find_differences(conversion.tree(output), self.expected_output) == []
+        ), where
+        finished = self.finished_units(output)
+        self.finish(output, where, *(("resume", str(output)) if has_plan and points[0] % 2 else ()))
+        renamed = {call.second for call in self.calls_of(output) if call.name == "rename" and call.second}
+        for unit in self.units if has_plan else ():
+            assert any(f"store/{self.stage}.{unit}." in name for name in renamed) == (unit not in finished), (
+                where,
+                unit,
+            )
         shutil.rmtree(output.parent)
 
-    def recorded_at(self, unit: str) -> int:
-        """Return the number of the call by which a unit's record became durable."""
+    def call_after_record(self, unit: str) -> int:
+        """Return the number of the call that makes the record of a unit durable."""
         name = f"/{self.stage}.{unit}."
         stored = next(n for n, c in enumerate(self.calls) if c.name == "rename" and name in str(c.second))
-        book = ("fsync", "out.work/journal.jsonl")
-        return next(n for n, call in enumerate(self.calls, 1) if n > stored and call[:2] == book)
+        journal_sync = ("fsync", "out.work/journal.jsonl")
+        return next(n for n, call in enumerate(self.calls, 1) if n > stored and call[:2] == journal_sync)
 
-    def recorded(self, output: Path) -> set[str]:
-        book = output.with_name("out.work") / "journal.jsonl"
-        done = journal.find_finished_units(journal.read(book)).values() if book.exists() else ()
+    def finished_units(self, output: Path) -> set[str]:
+        journal_file = output.with_name("out.work") / "journal.jsonl"
+        done = journal.find_finished_units(journal.read(journal_file)).values() if journal_file.exists() else ()
         return {record.unit.removeprefix(f"{self.stage}.") for record in done}
 
-    def within(self, unit: str) -> list[int]:
+    def calls_within(self, unit: str) -> list[int]:
         """Return the numbers of the calls that write a unit's files before it is complete."""
         part = f"partial/{self.stage}.{unit}"
         return [n for n, call in enumerate(self.calls, 1) if part in call.path and "write" in call.name]
 
 
 CHAINS = {"calibrate": (calibrate, "calibrate"), "gpu": (gpu, "gptq"), "cpu": (cpu, "gptq")}
-only_gpu = pytest.mark.parametrize("attempts", ["gpu"], indirect=True)
+only_gpu = pytest.mark.parametrize("conversions", ["gpu"], indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -133,50 +140,50 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module", params=CHAINS)
-def attempts(request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def conversions(
+    request: pytest.FixtureRequest, servers: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
     arguments, stage = CHAINS[request.param]
     with conversion.memory_folder(tmp_path_factory.mktemp("attempts")) as base:
-        yield Attempts(base, servers, arguments, stage, UNITS)
+        yield Conversions(base, servers, arguments, stage, UNITS)
 
 
-def begun(attempts: Attempts, name: str, unit: str = "layer-000") -> Path:
+def start(conversions: Conversions, name: str, unit: str = "layer-000") -> Path:
     """Return an output whose run was killed when this unit was recorded."""
-    output = attempts.output(name)
-    assert attempts.run(output, kill=attempts.recorded_at(unit) + 1).returncode == killpoint.KILLED
+    output = conversions.output(name)
+    assert conversions.run(output, kill=conversions.call_after_record(unit) + 1).returncode == killpoint.KILLED
     return output
 
 
-# By the stage: the numbers of units and whether it is killed before or after their records; and units within which.
+# By stage: units, each with whether the run is killed before (0) or after (1) its record; and units to kill within.
 RECORDS: dict[str, tuple[list[tuple[int, int]], list[str]]] = {
     "calibrate": ([(0, 0), (1, 1), (2, 0), (4, 1), (6, 1)], ["layer-001", "imatrix"]),
     "gptq": ([(1, 1), (2, 0)], ["layer-001"]),
 }
 
 
-def test_resume_after_a_kill_between_or_within_layers(attempts):
-    """Right before or after some units' records, and at some moment of the making of others; finished layers are not made
-    again. The chains have one engine: only `calibrate` is killed at them all.
-    """
-    records, units = RECORDS[attempts.stage]
-    boundaries = [attempts.recorded_at(UNITS[n]) + late for n, late in records]
-    inside = [conversion.seeded_random().choice(attempts.within(unit)) for unit in units]
-    conversion.run_in_parallel(attempts.killed, sorted({*boundaries, *inside}))
-    assert conversion.identity(attempts.model) == attempts.before
+def test_resume_after_a_kill_between_or_within_layers(conversions):
+    """Only `calibrate` is killed at all of these points: all chains share the same engine."""
+    records, units = RECORDS[conversions.stage]
+    boundaries = [conversions.call_after_record(UNITS[n]) + after for n, after in records]
+    inside = [conversion.seeded_random().choice(conversions.calls_within(unit)) for unit in units]
+    conversion.run_in_parallel(conversions.kill_and_resume, sorted({*boundaries, *inside}))
+    assert conversion.identity(conversions.model) == conversions.before
 
 
 @pytest.mark.long
-def test_resume_after_a_kill_before_every_call(attempts):
-    print(f"{len(attempts.calls)} kill points")
-    conversion.run_in_parallel(attempts.killed, range(1, len(attempts.calls) + 1))
-    assert conversion.identity(attempts.model) == attempts.before
+def test_resume_after_a_kill_before_every_call(conversions):
+    print(f"{len(conversions.calls)} kill points")
+    conversion.run_in_parallel(conversions.kill_and_resume, range(1, len(conversions.calls) + 1))
+    assert conversion.identity(conversions.model) == conversions.before
 
 
 @only_gpu
 @pytest.mark.parametrize("count", [1, pytest.param(50, marks=pytest.mark.long)])
-def test_resume_after_a_kill_during_resume(count, attempts):
-    calls = len(attempts.calls)
+def test_resume_after_a_kill_during_resume(count, conversions):
+    calls = len(conversions.calls)
     pairs = conversion.draw_pairs(range(1 if count > 1 else 20, calls + 1), range(1, calls + 1), count)
-    conversion.run_in_parallel(lambda pair: attempts.killed(*pair), pairs)
+    conversion.run_in_parallel(lambda pair: conversions.kill_and_resume(*pair), pairs)
 
 
 MACHINE = {"threads": 1, "group_bytes": 1, "device_type": "cpu", "device": "a CPU", "torch": "2"}
@@ -189,121 +196,134 @@ OTHER_OPTIONS = {
 
 
 @two_cores
-def test_resume_requires_the_same_options_and_machine(attempts):
-    """With other options or on another machine, where sums are rounded in another order, it is refused by `resume` and by
-    the same command; the data set is read once, and may be gone.
+def test_resume_requires_the_same_options_and_machine(conversions):
+    """A different machine rounds sums in a different order. `resume` and the same command refuse both changes.
+
+    The data set is read once, and may be missing afterwards.
     """
-    output = begun(attempts, "machine")
-    work, same = output.with_name("out.work"), attempts.arguments(attempts.model, output, attempts.dataset)
+    output = start(conversions, "machine")
+    work, command = output.with_name("out.work"), conversions.arguments(conversions.model, output, conversions.dataset)
     before, plan = conversion.tree(work), json.loads((work / "plan.json").read_bytes())
-    for words in (("resume", str(output), *OTHER_MACHINE), (*same, *OTHER_MACHINE)):
-        conversion.check_refusal(attempts.run(output, *words), 7, "threads was 1, is 2", "--allow-machine-change")
-    for change, shown in OTHER_OPTIONS[same[0]]:
-        conversion.check_refusal(attempts.run(output, *same, *change), 7, shown)
+    for refused_command in (("resume", str(output), *OTHER_MACHINE), (*command, *OTHER_MACHINE)):
+        conversion.check_refusal(
+            conversions.run(output, *refused_command), 7, "threads was 1, is 2", "--allow-machine-change"
+        )
+    for option, message in OTHER_OPTIONS[command[0]]:
+        conversion.check_refusal(conversions.run(output, *command, *option), 7, message)
     assert {*conversion.find_differences(conversion.tree(work), before)} <= {"lock"}
-    for damage in DAMAGED if same[0] == "gpu" else ():
+    for damage in DAMAGED if command[0] == "gpu" else ():
         settings = plan["settings"] | {"machine": MACHINE | damage}
         (work / "plan.json").write_text(json.dumps(plan | {"settings": settings}))
-        for words in (("resume", str(output)), same):
-            conversion.check_refusal(attempts.run(output, *words), 7, "machine: ", "start over with --overwrite")
+        for refused_command in (("resume", str(output)), command):
+            conversion.check_refusal(
+                conversions.run(output, *refused_command), 7, "machine: ", "start over with --overwrite"
+            )
     (work / "plan.json").write_bytes(before["plan.json"])
-    moved = attempts.dataset.rename(attempts.dataset.with_suffix(".moved"))
+    moved = conversions.dataset.rename(conversions.dataset.with_suffix(".moved"))
     try:
-        attempts.finish(output, "without the data set", "resume", str(output), "--cpuinfer-threads", "1")
+        conversions.finish(output, "without the data set", "resume", str(output), "--cpuinfer-threads", "1")
     finally:
-        moved.rename(attempts.dataset)
+        moved.rename(conversions.dataset)
 
 
 @two_cores
 @only_gpu
-def test_allow_machine_change_keeps_finished_units(attempts):
-    """With --overwrite they are made again."""
-    output = begun(attempts, "allowed")
-    assert attempts.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
-    ours, wanted = read_folder(output), read_folder(attempts.base / "whole" / "out")
-    assert not any(".layers.0." in name for name in find_differences(ours, wanted))
-    assert ours.keys() == wanted.keys()
-    output = begun(attempts, "afresh")
-    for threads, what in ((2, "unfinished"), (1, "finished")):
-        words = gpu(attempts.model, output, attempts.dataset, "--overwrite", "--cpuinfer-threads", str(threads))
-        done = attempts.run(output, *words)
-        assert done.returncode == 0, f"over the {what} one: {done.stderr}"
+def test_allow_machine_change_keeps_finished_units(conversions):
+    """With --overwrite, units are made again."""
+    output = start(conversions, "allowed")
+    assert conversions.run(output, "resume", str(output), *OTHER_MACHINE, "--allow-machine-change").returncode == 0
+    ours, expected = read_folder(output), read_folder(conversions.base / "whole" / "out")
+    assert not any(".layers.0." in name for name in find_differences(ours, expected))
+    assert ours.keys() == expected.keys()
+    output = start(conversions, "afresh")
+    for threads, earlier in ((2, "unfinished"), (1, "finished")):
+        command = gpu(conversions.model, output, conversions.dataset, "--overwrite", "--cpuinfer-threads", str(threads))
+        done = conversions.run(output, *command)
+        assert done.returncode == 0, f"over an {earlier} output: {done.stderr}"
         settings = json.loads((output / "manifest.json").read_text())["settings"]
         assert settings["machine"]["threads"] == threads
-    assert conversion.find_differences(conversion.tree(output), attempts.made) == []
+    assert conversion.find_differences(conversion.tree(output), conversions.expected_output) == []
 
 
 @only_gpu
-def test_saving_statistics_does_not_change_weights(attempts, servers, tmp_path):
-    """The statistics of the first layer are those without GPTQ; later layers get inputs from quantized experts."""
-    made, alone = attempts.base / "whole", tmp_path / "alone"
-    plain = calibrated.gpu_arguments(attempts.model, alone, "W4A16", attempts.dataset)
-    assert servers.run(plain, tmp_path / "said").returncode == 0
-    assert not find_differences(read_folder(made / "out"), read_folder(alone))
-    walk = calibrated.calibrate_arguments(attempts.model, tmp_path / "source", attempts.dataset)
-    assert servers.run(walk, tmp_path / "said").returncode == 0
-    own, source = read_statistics(made / "out.statistics"), read_statistics(tmp_path / "source")
+def test_saving_statistics_does_not_change_weights(conversions, servers, tmp_path):
+    """Statistics of the first layer equal those without GPTQ; later layers read outputs of quantized experts."""
+    with_statistics, without_statistics = conversions.base / "whole", tmp_path / "alone"
+    command = calibrated.gpu_arguments(conversions.model, without_statistics, "W4A16", conversions.dataset)
+    assert servers.run(command, tmp_path / "log").returncode == 0
+    assert not find_differences(read_folder(with_statistics / "out"), read_folder(without_statistics))
+    calibration_run = calibrated.calibrate_arguments(conversions.model, tmp_path / "source", conversions.dataset)
+    assert servers.run(calibration_run, tmp_path / "log").returncode == 0
+    own, source = read_statistics(with_statistics / "out.statistics"), read_statistics(tmp_path / "source")
     for projection in WEIGHT_NAMES:
         ours, theirs = (each.open_imatrix("it", SHAPES).read(0, projection) for each in (own, source))
         np.testing.assert_array_equal(ours, theirs)
     assert not np.array_equal(*(each.open_imatrix("it", SHAPES).read(2, "gate") for each in (own, source)))
     np.testing.assert_array_equal(own.counts.sum(1), source.counts.sum(1))
     assert own.document.settings["quant_type"] == "W4A16"
-    assert conversion.names(made / "out.statistics") == ["counts.safetensors", "imatrix.gguf", "statistics.json"]
+    assert conversion.names(with_statistics / "out.statistics") == [
+        "counts.safetensors",
+        "imatrix.gguf",
+        "statistics.json",
+    ]
 
 
 @only_gpu
-def test_resume_after_a_kill_while_statistics_are_written(attempts):
-    """Statistics of a layer, and before and after their folder appears."""
-    side = next(n for n, c in enumerate(attempts.calls, 1) if c.path.endswith(".side") and "layer-001" in c.path)
-    appears = next(n for n, c in enumerate(attempts.calls, 1) if c.second == "out.statistics")
-    conversion.run_in_parallel(attempts.killed, [side + 1, appears, appears + 1])
+def test_resume_after_a_kill_while_statistics_are_written(conversions):
+    """Killed within the statistics of a layer, and before and after the folder appears."""
+    layer_statistics = next(
+        n for n, c in enumerate(conversions.calls, 1) if c.path.endswith(".side") and "layer-001" in c.path
+    )
+    appears = next(n for n, c in enumerate(conversions.calls, 1) if c.second == "out.statistics")
+    conversion.run_in_parallel(conversions.kill_and_resume, [layer_statistics + 1, appears, appears + 1])
 
 
 @only_gpu
-def test_flipped_bit_in_a_chain_file_is_detected(attempts):
-    """In the samples, in a layer's statistics, and in the hidden states of the last finished layer."""
-    first = begun(attempts, "flipped", "layer-001")
-    found = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".handed_on")]
+def test_flipped_bit_in_a_chain_file_is_detected(conversions):
+    """The bit is in the samples, in statistics of a layer, or in hidden states of the last finished layer."""
+    first = start(conversions, "flipped", "layer-001")
+    files = [("gptq.samples.", ".safetensors"), ("gptq.layer-000.", ".side"), ("gptq.layer-001.", ".handed_on")]
 
-    def resumed(n: int) -> None:
-        output = attempts.output(f"flipped{n}")
+    def check_resume(n: int) -> None:
+        output = conversions.output(f"flipped{n}")
         work = shutil.copytree(first.with_name("out.work"), output.with_name("out.work"))
         plan = (work / "plan.json").read_text()
         (work / "plan.json").write_text(plan.replace(str(first.parent), str(output.parent)))
-        begin, end = found[n]
+        begin, end = files[n]
         (victim,) = (work / "store").glob(f"{begin}*{end}")
         conversion.flip_bit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
-        done = attempts.run(output, "resume", str(output))
+        done = conversions.run(output, "resume", str(output))
         assert f"is made again: {victim} is not what was written" in done.stderr
-        assert conversion.find_differences(conversion.tree(output.parent), attempts.wanted) == []
+        assert conversion.find_differences(conversion.tree(output.parent), conversions.expected) == []
 
-    conversion.run_in_parallel(resumed, range(len(found)))
+    conversion.run_in_parallel(check_resume, range(len(files)))
 
 
 @only_gpu
-def test_statistics_folder_is_not_overwritten(attempts):
-    output = attempts.output("taken")
-    taken = output.with_name("out.statistics")
-    taken.mkdir()
-    (taken / "thesis.txt").write_text("mine")
-    whole = gpu(attempts.model, output, attempts.dataset)
-    for more in ((), ("--dry-run",)):
-        conversion.check_refusal(attempts.run(output, *whole, *more), 7, "out.statistics exists already")
-        done = attempts.run(output, *whole, "--overwrite", *more)
-        conversion.check_refusal(done, 7, f"{taken}: --overwrite would delete 1 file", "thesis.txt", "--delete-others")
-    shutil.copy(attempts.dataset, taken)
-    inside = gpu(attempts.model, output, taken / attempts.dataset.name, "--overwrite", "--delete-others")
-    conversion.check_refusal(attempts.run(output, *inside), 2, str(taken / attempts.dataset.name), "is read")
-    (taken / attempts.dataset.name).unlink()
-    assert conversion.names(taken) == ["thesis.txt"]
-    words = calibrated.gpu_arguments(attempts.model, output, "W4A16", attempts.dataset)
-    done = attempts.run(output, *words, "--save-statistics", str(attempts.model / "statistics"))
+def test_statistics_folder_is_not_overwritten(conversions):
+    output = conversions.output("taken")
+    existing = output.with_name("out.statistics")
+    existing.mkdir()
+    (existing / "thesis.txt").write_text("mine")
+    command = gpu(conversions.model, output, conversions.dataset)
+    for options in ((), ("--dry-run",)):
+        conversion.check_refusal(conversions.run(output, *command, *options), 7, "out.statistics exists already")
+        done = conversions.run(output, *command, "--overwrite", *options)
+        conversion.check_refusal(
+            done, 7, f"{existing}: --overwrite would delete 1 file", "thesis.txt", "--delete-others"
+        )
+    shutil.copy(conversions.dataset, existing)
+    inside = gpu(conversions.model, output, existing / conversions.dataset.name, "--overwrite", "--delete-others")
+    conversion.check_refusal(conversions.run(output, *inside), 2, str(existing / conversions.dataset.name), "is read")
+    (existing / conversions.dataset.name).unlink()
+    assert conversion.names(existing) == ["thesis.txt"]
+    beside_model = calibrated.gpu_arguments(conversions.model, output, "W4A16", conversions.dataset)
+    done = conversions.run(output, *beside_model, "--save-statistics", str(conversions.model / "statistics"))
     conversion.check_refusal(done, 2, "choose another folder")
 
 
 @only_gpu
-def test_finished_output_restores_its_statistics_folder(attempts):
-    output = attempts.output("gone")
-    shutil.copytree(attempts.base / "whole" / "out", output)
-    conversion.check_refusal(attempts.run(output), 7, "does not have what was gathered with it")
+def test_finished_output_restores_its_statistics_folder(conversions):
+    output = conversions.output("gone")
+    shutil.copytree(conversions.base / "whole" / "out", output)
+    conversion.check_refusal(conversions.run(output), 7, "does not have what was gathered with it")

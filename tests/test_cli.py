@@ -1,4 +1,4 @@
-"""The command line as a user of kt-kernel's scripts meets it: their spellings, what is printed and where."""
+"""The command line with the spellings of kt-kernel's scripts: its output, and where each part of it is printed."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from rig.safetensors import edit_file, read_folder
 
 def test_options_accept_underscores_and_capitals(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
     cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", "int8", "--threadpool-count", 1)
-    words = ("--Output", tmp_path / "b", "--QUANT_METHOD", "INT8", "--threadpool_count", 1, "--input-type", "BF16")
-    done = cli("CPU", "--input_path", example, *words, "--LAYERS", "ALL", "--EXECUTOR", "Threads:1", "-q")
+    options = ("--Output", tmp_path / "b", "--QUANT_METHOD", "INT8", "--threadpool_count", 1, "--input-type", "BF16")
+    done = cli("CPU", "--input_path", example, *options, "--LAYERS", "ALL", "--EXECUTOR", "Threads:1", "-q")
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
     assert done.stdout == done.stderr == ""  # -q
 
@@ -74,13 +74,13 @@ def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: 
 
 def test_version_and_help_print_versions_and_commands(cli: Any) -> None:
     lines = cli("--version").stdout.splitlines()
-    heads = ["ktconvert", "Python", "platform", "build", "instruction", "torch", "kt-kernel"]
-    assert [line.split()[0] for line in lines] == heads
+    first_words = ["ktconvert", "Python", "platform", "build", "instruction", "torch", "kt-kernel"]
+    assert [line.split()[0] for line in lines] == first_words
     assert cli("version").stdout.splitlines() == lines
-    found = json.loads(cli("version", "--json").stdout)
-    assert f"ktconvert {found['ktconvert']}" == lines[0] and found["build"]["compiler"] in lines[3]
-    assert found["instruction_sets"]["built"][0] == found["instruction_sets"]["available"][0] == "scalar"
-    assert found["instruction_sets"]["in_use"] in found["instruction_sets"]["available"]
+    versions = json.loads(cli("version", "--json").stdout)
+    assert f"ktconvert {versions['ktconvert']}" == lines[0] and versions["build"]["compiler"] in lines[3]
+    assert versions["instruction_sets"]["built"][0] == versions["instruction_sets"]["available"][0] == "scalar"
+    assert versions["instruction_sets"]["in_use"] in versions["instruction_sets"]["available"]
     assert "130/143" in cli("--help").stdout
     for command in ("cpu", "merge", "resume", "verify", "inspect", "doctor"):
         assert "Examples:" in cli(command, "--help").stdout, command

@@ -43,7 +43,7 @@ def build(tmp_path: Path) -> Build:
         arch = ROWS.get(family, Arch("?", (family,)))
         model = Model(arch, style, prefix, shape=shape, layers=(1,), mtp=(2,) if mtp else ())
         model.config["model_type"] = family
-        model.rest = {name: model.bits(*size) for name, size in (extra or {}).items()}
+        model.non_experts = {name: model.bits(*size) for name, size in (extra or {}).items()}
         return model.read(tmp_path)
 
     return make
