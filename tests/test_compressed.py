@@ -1,4 +1,4 @@
-"""Pack-quantized experts: names, tensors, config and ignore list are what compressed-tensors and its loaders expect."""
+"""Pack-quantized experts have the names, tensors, config and ignore list that compressed-tensors and loaders expect."""
 
 import json
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from rig import stored
 ROWS = {arch.matches[0]: arch for arch in ARCHS}
 E, H, I = 3, 256, 128  # noqa: E741
 BF16 = "BF16"
-FORMS = (FORMATS["W4A16"].encoding, FORMATS["W8A16"].encoding)
+ENCODINGS = (FORMATS["W4A16"].encoding, FORMATS["W8A16"].encoding)
 Build = Callable[..., MoeModel]
 
 
 @pytest.fixture
 def build(tmp_path: Path) -> Build:
-    """A checkpoint of layer 1 (and MTP layer 2) in any style: build("mixtral", style, prefix, extra tensors...)."""
+    """Return a function that builds a checkpoint with layer 1, and MTP layer 2 if wanted, in any style."""
 
     def make(
         family: str,
@@ -63,8 +63,8 @@ W132, USUAL = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
         ("qwen3_moe", Separate, 0, "mlp.experts", USUAL),
         ("qwen3_moe", Fused, 0, "mlp.experts", USUAL),
         ("mixtral", Separate, 0, "block_sparse_moe.experts", W132),
-        ("mixtral", Fused, 0, "block_sparse_moe.experts", W132),  # as the family names single experts there
-        ("mixtral", Fused, 1, "mlp.experts", W132),  # as transformers looks for them
+        ("mixtral", Fused, 0, "block_sparse_moe.experts", W132),  # with the names of single experts of this family
+        ("mixtral", Fused, 1, "mlp.experts", W132),  # with the names that transformers looks for
         ("minimax_m2", Separate, 0, "block_sparse_moe.experts", W132),
         ("lfm2_moe", Fused, 0, "feed_forward.experts", W132),
         ("llama4", Fused, 0, "feed_forward.experts", USUAL),
@@ -73,7 +73,7 @@ W132, USUAL = ("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj")
         ("unheard_of", Fused, 0, "mlp.experts", USUAL),
     ],
 )
-def test_names(
+def test_linears_have_the_names_that_loaders_expect(
     build: Build, prefix: str, family: str, kind: type[Style], n: int, block: str, names: tuple[str, ...]
 ) -> None:
     model = build(family, style_of(family if family in ROWS else "qwen3_moe", kind, n), prefix)
@@ -86,26 +86,26 @@ def test_names(
         assert {f"{name}.weight" for name in expected} == model.expert_tensor_names()
 
 
-def rounded(form: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
-    """Words, shape and scales of a linear, rounded to nearest."""
+def quantize_to_nearest(encoding: Encoding, linear: Matrix) -> tuple[Any, Any, Any]:
+    """Return the packed words, shape and scales of a linear, rounded to nearest."""
     n, k = linear.shape
-    [(_, out)] = allocate_slices(form, [NumaSlice(0, 0, "gate", 0, n, k)])
-    form.quantize(linear, out)
-    packed, shape, scale = out
+    [(_, tensors)] = allocate_slices(encoding, [NumaSlice(0, 0, "gate", 0, n, k)])
+    encoding.quantize(linear, tensors)
+    packed, shape, scale = tensors
     return packed.view("<i4").reshape(n, -1), shape.view("<i8"), scale.view("<u2").reshape(n, -1)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
-def test_quantization_config_is_the_librarys(form: Encoding) -> None:
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda f: f.name)
+def test_quantization_config_equals_that_of_compressed_tensors(encoding: Encoding) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
     from compressed_tensors import __version__
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
 
-    scheme = preset_name_to_scheme(form.name, ["Linear"])
+    scheme = preset_name_to_scheme(encoding.name, ["Linear"])
     scheme.format = "pack-quantized"
     options = {"quantization_status": QuantizationStatus.COMPRESSED, "format": "pack-quantized"}
     config = QuantizationConfig(config_groups={"group_0": scheme}, ignore=["lm_head"], **options)
-    assert quantization_config(form.grid, ["lm_head"]) == {**config.model_dump(mode="json"), "version": __version__}
+    assert quantization_config(encoding.grid, ["lm_head"]) == {**config.model_dump(mode="json"), "version": __version__}
 
 
 EXTRA = {
@@ -143,7 +143,7 @@ def test_the_ignore_list_names_everything_but_routed_experts(build: Build) -> No
 
 
 def test_routers_of_every_name_are_ignored(build: Build) -> None:
-    """kt-kernel's own patterns know mlp.gate only."""
+    """kt-kernel's own patterns only match routers named mlp.gate."""
     extra = {"model.layers.1.block_sparse_moe.gate.weight": (E, H), "model.layers.1.feed_forward.router.weight": (E, H)}
     model = build("mixtral", style_of("mixtral", Separate), extra=extra)
     for name in extra:
@@ -154,8 +154,8 @@ def test_routers_of_every_name_are_ignored(build: Build) -> None:
         ignore.check_ignore(model, ignore.IgnoreList(ignore.USUAL_PATTERNS, "config.json"))
 
 
-def test_other_blocks_with_experts_are_ignored_whole(build: Build) -> None:
-    """Loaders make single experts of what is stored together, so the container's name is what must match."""
+def test_experts_of_other_blocks_are_ignored(build: Build) -> None:
+    """Loaders split stacked experts, so that the pattern must match the name of their container."""
     extra = {"mtp.layers.0.mlp.experts.gate_up_proj": (E, 2 * I, H), "mtp.layers.0.mlp.experts.down_proj": (E, H, I)}
     names = ignore.ignore_list(build("qwen3_5_moe", style_of("qwen3_5_moe", Fused), extra=extra))
     for name in ("mtp.layers.0.mlp.experts.2.gate_proj", "model.mtp.layers.0.mlp.experts", *extra):
@@ -163,17 +163,17 @@ def test_other_blocks_with_experts_are_ignored_whole(build: Build) -> None:
     assert not matches("model.layers.0.mlp.experts.2.gate_proj", names)
 
 
-def test_patterns_that_hit_a_routed_expert_are_refused(build: Build) -> None:
+def test_patterns_that_match_a_routed_expert_are_refused(build: Build) -> None:
     model = build("mixtral", style_of("mixtral", Separate))
-    words = r"would leave out the routed expert model\.layers\.1\.block_sparse_moe\.experts"
+    message = r"would leave out the routed expert model\.layers\.1\.block_sparse_moe\.experts"
     routed = "model.layers.1.block_sparse_moe.experts.1.w3"
     for pattern in ("re:.*gate.*", r"re:model\.layers\.1\..*", "re:.*experts$", "re:.*w2$", "Linear", routed):
-        with pytest.raises(UsageError, match=words) as e:
+        with pytest.raises(UsageError, match=message) as e:
             ignore.ignore_list(model, (*ignore.USUAL_PATTERNS, pattern))
         assert repr(pattern) in str(e.value)
 
 
-def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
+def test_patterns_match_as_in_compressed_tensors(build: Build) -> None:
     model = build("qwen3_moe", style_of("qwen3_moe", Separate))
     for harmless in ("experts", r"re:experts", r".*experts.*", r"re:mlp\.experts\.0", r"re:.*shared_experts.*"):
         assert harmless in ignore.ignore_list(model, (harmless,))
@@ -186,25 +186,25 @@ def test_patterns_are_read_as_the_library_reads_them(build: Build) -> None:
             assert matches(name, (pattern,)) == library.match_name(name, pattern)
 
 
-def test_groups_and_ranks_must_divide_every_row(build: Build) -> None:
-    fmt, style = FORMATS["W4A16"], style_of("qwen3_moe", Separate)
+def test_groups_and_ranks_that_divide_no_row_are_refused(build: Build) -> None:
+    output_format, style = FORMATS["W4A16"], style_of("qwen3_moe", Separate)
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
         with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):
-            notes_on_loading(fmt, build("qwen3_moe", style, shape=shape), (1,))
+            notes_on_loading(output_format, build("qwen3_moe", style, shape=shape), (1,))
     model = build("qwen3_moe", style, shape=(E, 128, 768))
     note = "Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2."
-    assert notes_on_loading(fmt, model, (1, 2)) == (note,)
-    words = r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
-    with pytest.raises(UnsupportedError, match=words):
-        notes_on_loading(fmt, model, (4,))
+    assert notes_on_loading(output_format, model, (1, 2)) == (note,)
+    message = r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
+    with pytest.raises(UnsupportedError, match=message):
+        notes_on_loading(output_format, model, (4,))
 
 
 @pytest.mark.parametrize("source", ["BF16", "FP8"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: f.name)
+@pytest.mark.parametrize("encoding", ENCODINGS, ids=lambda f: f.name)
 def test_a_whole_checkpoint_equals_model_free_ptq(
-    form: Encoding, source: str, example: Path, tmp_path: Path, write_safetensors: Any
+    encoding: Encoding, source: str, example: Path, tmp_path: Path, write_safetensors: Any
 ) -> None:
-    """The library's own streaming round to nearest, with our ignore list: same names, same bytes, nothing else packed."""
+    """llmcompressor's model_free_ptq with our ignore list gives the same names and bytes, and packs nothing else."""
     llmcompressor = pytest.importorskip("llmcompressor", reason="llmcompressor is not installed")
     import torch
     from compressed_tensors.entrypoints.convert import FP8BlockDequantizer
@@ -215,13 +215,13 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     model = recognise(open_checkpoint(input_path))
     patterns = ignore.ignore_list(model)
     where = (str(input_path), str(tmp_path / "theirs"))
-    llmcompressor.model_free_ptq(*where, form.name, ignore=patterns, device="cpu", converter=converter)
+    llmcompressor.model_free_ptq(*where, encoding.name, ignore=patterns, device="cpu", converter=converter)
     files = (tmp_path / "theirs").glob("*.safetensors")
     theirs = {name: tensor for path in files for name, tensor in load_file(path).items()}
     packed_names = {name for name in theirs if name.rpartition(".")[2] in pack_quantized.SUFFIXES}
     for layer in model.layers:
         for expert, projection, name, n, k in linear_names.linears(model, layer):
-            packed, _, scale = rounded(form, model.linear(layer, expert, projection))
+            packed, _, scale = quantize_to_nearest(encoding, model.linear(layer, expert, projection))
             assert (theirs[f"{name}.weight_packed"].numpy() == packed).all()
             assert (theirs[f"{name}.weight_scale"].view(torch.uint16).numpy() == scale).all()
             assert theirs[f"{name}.weight_shape"].tolist() == [n, k]
@@ -231,4 +231,4 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     (scheme,) = quantization["config_groups"].values()
     scheme["weights"]["observer"] = None  # how the library found the scales
     assert not quantization.pop("transform_config")
-    assert quantization | {"config_groups": {"group_0": scheme}} == quantization_config(form.grid, patterns)
+    assert quantization | {"config_groups": {"group_0": scheme}} == quantization_config(encoding.grid, patterns)

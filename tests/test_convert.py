@@ -1,4 +1,4 @@
-"""`ktconvert cpu` on real files: the bytes that come out, whatever went in, by any instruction set and number of threads."""
+"""`ktconvert cpu` on real files: the output has the same bytes with every instruction set and number of threads."""
 
 import json
 import shutil
@@ -23,22 +23,22 @@ CASES = sorted(p.name.removesuffix(".safetensors") for p in GOLDEN.glob("*_t?.sa
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    golden, source, options = opened(case, tmp_path, write_qwen)
+def test_outputs_equal_golden_files(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    golden, source, options = read_golden_case(case, tmp_path, write_qwen)
     cli("cpu", "-i", source, "-o", tmp_path / "out", *options)
     assert read_folder(tmp_path / "out") == {k: v for k, v in golden.items() if k.startswith("blk.")}
 
 
-def opened(case: str, folder: Path, write_qwen: Any) -> tuple[Tensors, Path, list[str]]:
-    """The tensors of a golden file, its source, and the options of its conversion."""
+def read_golden_case(case: str, folder: Path, write_qwen: Any) -> tuple[Tensors, Path, list[str]]:
+    """Return the tensors of a golden file, its source, and the options of its conversion."""
     golden = read_file(GOLDEN / f"{case}.safetensors")
     source = write_qwen(folder / "in", {0: {p: golden[f"in.{p}"].bits for p in ("gate", "up", "down")}})
     return golden, source, ["--quant-method", "int4" if "int4" in case else "int8", "--threadpool-count", case[-1]]
 
 
 @pytest.mark.parametrize("case", ["amx_int4.v1.backward_t2", "amx_int8.v1.backward_t1"])
-def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
-    golden, source, options = opened(case, tmp_path, write_qwen)
+def test_loose_and_backward_outputs_equal_golden_files(case: str, tmp_path: Path, cli: Any, write_qwen: Any) -> None:
+    golden, source, options = read_golden_case(case, tmp_path, write_qwen)
     options.append("--save-backward-weights")
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
     ours = {str(p.relative_to(tmp_path / "loose")): p.read_bytes() for p in (tmp_path / "loose").rglob("*.kt")}
@@ -54,8 +54,10 @@ def test_golden_loose_and_backward_files_come_out(case: str, tmp_path: Path, cli
     assert any("_bwd_exps" in name for name in read_folder(tmp_path / "direct"))
 
 
-def test_output_does_not_depend_on_how_it_is_made(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
-    """By which kernels, by how many threads, how much a thread makes at a time, where and when."""
+def test_output_does_not_depend_on_threads_kernels_or_paths(
+    tmp_path: Path, cli: Any, example: Path, read_tree: Any
+) -> None:
+    """The kernels, the number of threads, their batch size, the folders and the time do not matter."""
     copy = shutil.copytree(example, tmp_path / "elsewhere" / "copy")
     cli("cpu", "-i", example, "-o", tmp_path / "a")
     expected = read_tree(tmp_path / "a")
@@ -74,7 +76,7 @@ def test_output_does_not_depend_on_how_it_is_made(tmp_path: Path, cli: Any, exam
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.text(max_size=5), st.lists(st.text(max_size=5)), st.integers(0, 1 << 50)), max_size=3))
-def test_the_index_is_indented_as_python_does_it(shards: list[tuple[str, list[str], int]]) -> None:
+def test_index_equals_the_json_of_python(shards: list[tuple[str, list[str], int]]) -> None:
     shard_of = {key: name for name, keys, _ in shards for key in keys}
     total = {"total_size": sum(nbytes for *_, nbytes in shards)}
     document = {"metadata": total, "weight_map": dict(sorted(shard_of.items()))}
@@ -93,7 +95,7 @@ def test_other_floats_are_rounded_to_bf16_first(dtype: str, tmp_path: Path, cli:
     assert read_folder(tmp_path / "oa") == read_folder(tmp_path / "ob")
 
 
-def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path) -> None:
+def test_shards_index_and_manifest_agree(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--max-shard-size", "300KB", "--non-experts", "copy")
     index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -125,10 +127,10 @@ def test_shards_are_what_the_format_says(tmp_path: Path, cli: Any, example: Path
 def test_some_layers_keep_their_numbers(tmp_path: Path, cli: Any, example: Path) -> None:
     cli("cpu", "-i", example, "-o", tmp_path / "all")
     cli("cpu", "-i", example, "-o", tmp_path / "one", "--layers", "1")
-    whole = read_folder(tmp_path / "all")
-    assert read_folder(tmp_path / "one") == {k: v for k, v in whole.items() if k.startswith("blk.1.")}
-    for layers, words in (("3-7", "3-7"), ("1-0", "1-0 runs backwards; write 0-1")):
-        assert words in cli("cpu", "-i", example, "-o", tmp_path / "x", "--layers", layers, code=2).stderr
+    all_layers = read_folder(tmp_path / "all")
+    assert read_folder(tmp_path / "one") == {k: v for k, v in all_layers.items() if k.startswith("blk.1.")}
+    for layers, message in (("3-7", "3-7"), ("1-0", "1-0 runs backwards; write 0-1")):
+        assert message in cli("cpu", "-i", example, "-o", tmp_path / "x", "--layers", layers, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -146,22 +148,22 @@ def test_non_finite_weights_are_refused_by_name_and_place(
     assert not (tmp_path / "out").exists()
 
 
-def test_illegal_numa_counts_name_the_legal_ones(
+def test_error_for_an_illegal_numa_count_names_the_legal_ones(
     tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
 ) -> None:
     source = write_qwen(tmp_path / "in", {0: random_experts(2, 256, 384)})
     done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", code=3)
-    for words in (
+    for message in (
         "384/2 = 192",
         "int4 (AMXINT4) takes --threadpool-count 1, 3",
         "int8 (AMXINT8) takes --threadpool-count 1, 2, 3, 6",
     ):
-        assert words in done.stderr
+        assert message in done.stderr
     assert not (tmp_path / "out.work").exists()
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 3)
 
 
-def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
+def test_a_source_that_is_truncated_during_conversion_gives_one_sentence(
     tmp_path: Path, write_qwen: Any, random_experts: Any, example: Path
 ) -> None:
     source = write_qwen(tmp_path / "in", {n: random_experts(4, 512, 512, seed=n) for n in range(3)})
@@ -169,11 +171,11 @@ def test_a_source_that_breaks_off_under_our_hands_ends_in_a_sentence(
     program = f"""
 import os, sys
 from ktconvert.pipeline.stages import quantize_experts as experts
-real = experts.quantize
-def pack(*given):
+quantize = experts.quantize
+def truncate_source(*arguments):
     os.truncate({str(shard)!r}, 100_000)
-    return real(*given)
-experts.quantize = pack
+    return quantize(*arguments)
+experts.quantize = truncate_source
 from ktconvert.pipeline.cli import main
 sys.argv = ['ktconvert', 'cpu', '-i', {str(source)!r}, '-o', {str(tmp_path / "out")!r}]
 main()
@@ -185,7 +187,7 @@ main()
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_of_experts_alone_is_converted(
+def test_a_source_with_only_experts_is_converted(
     tmp_path: Path, cli: Any, example: Path, write_safetensors: Any
 ) -> None:
     source = tmp_path / "in"
@@ -197,8 +199,8 @@ def test_a_source_of_experts_alone_is_converted(
     cli("cpu", "-i", source, "-o", tmp_path / "copy", "--non-experts", "copy")
     assert read_folder(tmp_path / "copy") == read_folder(tmp_path / "skip")
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")
-    cli("gpu", "-i", example, "-o", tmp_path / "whole", "--quant-method", "RTN")
-    whole = read_folder(tmp_path / "whole")
-    assert read_folder(tmp_path / "gpu") == {n: t for n, t in whole.items() if ".mlp.experts." in n}
+    cli("gpu", "-i", example, "-o", tmp_path / "complete", "--quant-method", "RTN")
+    complete = read_folder(tmp_path / "complete")
+    assert read_folder(tmp_path / "gpu") == {n: t for n, t in complete.items() if ".mlp.experts." in n}
     for folder in ("copy", "gpu"):
         cli("verify", tmp_path / folder, "--against", source, "--no-load")

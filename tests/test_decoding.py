@@ -1,5 +1,7 @@
-"""Codes with scales of groups, packed integers, FP4, FP8 and blocks of ggml: every kernel equals the definition, which is
-what was packed or gguf-py's values, however codes are laid out and the linear is sliced.
+"""Decoding of codes with group scales, packed integers, FP4, FP8 and blocks of ggml.
+
+Every kernel equals the definition, and the definition equals the packed codes or the values of gguf-py, for every
+layout of codes and every slice of a linear.
 """
 
 from dataclasses import replace
@@ -25,7 +27,10 @@ every_block = pytest.mark.parametrize("name", GGML)
 def linear(
     kind: str, n: int, k: int, group: int, seed: int = 0, scales: Any = None, zeros: bool = False, order: bool = False
 ) -> Matrix:
-    """Random codes; scales of every size and either sign. order: the columns of a group are not neighbours."""
+    """Return a linear with random codes, and scales of every size and sign.
+
+    order: the columns of a group are not neighbours.
+    """
     if kind in GGML:
         return Matrix(blocks(kind, n, k, seed), GGML[kind])
     rng = np.random.default_rng(seed)
@@ -51,11 +56,11 @@ def linear(
     )
 
 
-def same(matrix: Matrix, expected: Any = None) -> None:
-    """The kernel, and the definition, give these BF16 bits."""
-    defined = reference.decode(matrix)
-    assert (kernels.decode(matrix) == defined).all()
-    assert expected is None or (defined == expected).all()
+def assert_decodes_to(matrix: Matrix, expected: Any = None) -> None:
+    """Require that the kernel decodes to the same BF16 bits as the definition, and to the expected ones."""
+    definition = reference.decode(matrix)
+    assert (kernels.decode(matrix) == definition).all()
+    assert expected is None or (definition == expected).all()
 
 
 @pytest.mark.usefixtures("isa")
@@ -63,32 +68,33 @@ def same(matrix: Matrix, expected: Any = None) -> None:
 @pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_layouts_zero_points_and_column_orders_decode(kind: str, zeros: bool, order: bool) -> None:
-    """Stages hold 1024 columns of 4 bits, 512 of 8; panels have 32 rows, AWQ's words 8."""
+    """Kernels decode 1024 columns of 4 bits or 512 of 8 at a time; panels have 32 rows, AWQ's words 8."""
     for n, k, group in ((8, 8, 8), (32, 64, 32), (40, 1104, 16), (72, 2056, 128), (16, 24, 7)):
-        same(linear(kind, n, k, group, zeros=zeros, order=order))
+        assert_decodes_to(linear(kind, n, k, group, zeros=zeros, order=order))
     for group in (1, 3, 16, 32, 40, 128, 1000) if kind in PLAIN and not zeros and not order else ():
         for n, k in ((1, 2), (3, 64), (33, 66), (5, 254), (40, 640)):
-            same(linear(kind, n, k, group))
+            assert_decodes_to(linear(kind, n, k, group))
 
 
 def test_unpacked_codes_equal_the_packed_ones() -> None:
-    """The definition itself: known codes, put into words one by one."""
+    """Tests the definition with known codes that are packed one by one."""
     rng = np.random.default_rng(3)
     for bits, kind in ((4, "int4_words"), (8, "int8_words"), (4, "int4_awq")):
         codes = rng.integers(0, 1 << bits, (16, 24)).astype(np.uint64)
-        each, words = 32 // bits, np.zeros((24 * bits // 32, 16) if kind != "int4_awq" else (24, 2), np.uint64)
+        per_word = 32 // bits
+        words = np.zeros((24 * bits // 32, 16) if kind != "int4_awq" else (24, 2), np.uint64)
         for (row, column), code in np.ndenumerate(codes):
             if kind == "int4_awq":
                 words[column, row // 8] |= code << np.uint64(4 * [0, 4, 1, 5, 2, 6, 3, 7][row % 8])
             else:
-                words[column // each, row] |= code << np.uint64(bits * (column % each))
+                words[column // per_word, row] |= code << np.uint64(bits * (column % per_word))
         matrix = Matrix(words.astype(np.uint32).T, KINDS[kind], np.ones((16, 1), np.float32), (1, 24))
         assert (packed.read_codes(matrix) == codes).all()
         assert (packed.read_signed_codes(matrix) == codes.astype(int) - (1 << bits - 1)).all()
 
 
 def test_adjacent_zero_points_borrow() -> None:
-    """GPTQ's first format stores each word of zero points less 0x11111111, or 0x01010101, as a whole."""
+    """GPTQ's first format subtracts 0x11111111, or 0x01010101, from each word of zero points as a whole."""
     for bits, one in ((4, 0x11111111), (8, 0x01010101)):
         points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
         points[:, ::5] = 0
@@ -101,19 +107,19 @@ def test_adjacent_zero_points_borrow() -> None:
 @pytest.mark.parametrize("order", [False, True], ids=["neighbours", "order"])
 @pytest.mark.parametrize("kind", ["int4", "int8", "int8_signed", "fp4_e2m1", "fp8_e4m3"])
 def test_every_code_decodes_with_scales_of_every_size(kind: str, order: bool) -> None:
-    """Scales that are no numbers too: what comes is the definition's."""
+    """Scales include Inf and NaN."""
     codes = np.tile(np.arange(256, dtype=np.uint8), (16, 1))
     scales = [1, 0.3, 1e-4, -2.5, 1e-38, 1e-36, 1e-41, 3e38, -1e36, 0, -0.0, np.inf, -np.inf, np.nan, 2**-149, 2**127]
     with np.errstate(all="ignore"):
         column = np.array(scales, np.float32)[:, None]
     matrix = Matrix(codes, KINDS[kind], column, (1, 10**6))
-    named = np.zeros(matrix.shape[1], np.int32) if order and kind in packed.BITS else None
+    column_groups = np.zeros(matrix.shape[1], np.int32) if order and kind in packed.BITS else None
     for zeros in (None, np.full_like(column, 3))[: 2 if kind in packed.BITS else 1]:
-        same(replace(matrix, zeros=zeros, group_of=named))
+        assert_decodes_to(replace(matrix, zeros=zeros, group_of=column_groups))
 
 
-def refused_at(matrix: Matrix) -> tuple[int, int]:
-    """The place of the value that is refused in a linear of 128 rows."""
+def rejected_position(matrix: Matrix) -> tuple[int, int]:
+    """Return row and column of the value for which packing a linear of 128 rows is refused."""
     with pytest.raises(kernels.NonFinite) as caught:
         n, k = matrix.shape
         kernels.quantize_pack(4, matrix, np.empty(n * k // 2, np.uint8), np.empty(n, np.float32))
@@ -126,33 +132,33 @@ def test_an_overflowing_value_is_rejected_with_its_position() -> None:
     matrix.scales[40, 2] = 3e38
     matrix.values[40, 33] = 0x08  # -8 times 3e38 in column 67, 0 in column 66
     matrix.values[40, 32] = 0x98  # 0 and 1 times 3e38: finite
-    assert refused_at(matrix) == (40, 67)
+    assert rejected_position(matrix) == (40, 67)
 
 
 FP16 = [0, -0.0, 1, -1, 6e-8, -6e-8, 6e-5, 65504, -65504, np.inf, -np.inf, np.nan]
 
 
-def ugly(name: str, rows: int, columns: int, seed: int = 0) -> Any:
-    """Random blocks, every third of them with scales of all sizes, some of which are no numbers."""
+def blocks_with_special_scales(name: str, rows: int, columns: int, seed: int = 0) -> Any:
+    """Return random blocks; every third has scales of any size, including Inf and NaN."""
     kind = GGML[name]
-    stored = blocks(name, rows, columns, seed).reshape(-1, kind.items)
+    data = blocks(name, rows, columns, seed).reshape(-1, kind.items)
     rng = np.random.default_rng(seed)
     for at in SCALES.get(name, ()):
-        values = rng.choice(np.array(FP16, np.float16), len(stored[::3]))
-        stored[::3, at : at + 2] = values[:, None].view(np.uint8)
+        values = rng.choice(np.array(FP16, np.float16), len(data[::3]))
+        data[::3, at : at + 2] = values[:, None].view(np.uint8)
     if name == "MXFP4":
-        stored[::3, 0] = rng.choice([0, 1, 2, 127, 253, 254, 255], len(stored[::3]))
-    return stored.reshape(rows, -1)
+        data[::3, 0] = rng.choice([0, 1, 2, 127, 253, 254, 255], len(data[::3]))
+    return data.reshape(rows, -1)
 
 
 @pytest.mark.usefixtures("isa")
 @every_block
 def test_blocks_equal_those_of_gguf_py(name: str) -> None:
-    """Also all bytes, so that every code of 4, 5, 6 or 8 bits meets every packed scale of a K-quant."""
+    """The bytes include every combination of a code with a packed scale of a K-quant."""
     for rows, columns in ((1, 256), (3, 512), (40, 1280)):
-        same(Matrix(ugly(name, rows, columns, rows), GGML[name]))
+        assert_decodes_to(Matrix(blocks_with_special_scales(name, rows, columns, rows), GGML[name]))
     stored = np.random.default_rng(3).integers(0, 256, (64, 16 * GGML[name].items)).astype(np.uint8)
-    same(Matrix(stored, GGML[name]))
+    assert_decodes_to(Matrix(stored, GGML[name]))
 
 
 @every_block
@@ -165,7 +171,7 @@ def test_a_nan_scale_is_rejected_with_its_position(name: str) -> None:
     else:
         at = SCALES[name][0]
         block[at : at + 2] = 0, 0x7E
-    assert refused_at(Matrix(stored, kind)) == (40, 256)
+    assert rejected_position(Matrix(stored, kind)) == (40, 256)
 
 
 @settings(max_examples=100)
@@ -173,43 +179,47 @@ def test_a_nan_scale_is_rejected_with_its_position(name: str) -> None:
     kind=st.sampled_from((*KINDS, *GGML)), group=st.integers(1, 200), k=st.integers(1, 150), n=st.integers(1, 40),
     zeros=st.booleans(), order=st.booleans(), data=st.data(),
 )  # fmt: skip
-def test_any_slice_finds_its_codes_and_scales(
+def test_any_slice_decodes_with_its_own_codes_and_scales(
     kind: str, group: int, k: int, n: int, zeros: bool, order: bool, data: st.DataObject
 ) -> None:
     k *= {"int4": 2, "fp4_e2m1": 2, "int4_words": 8, "int8_words": 4}.get(kind, 1)
     k = 256 * (1 + k % 4) if kind in GGML else k
     n *= KINDS[kind].rows if kind in KINDS else 1
-    whole = linear(kind, n, k, group, seed=k + n, zeros=zeros, order=order)
-    expected = reference.decode(whole)
+    matrix = linear(kind, n, k, group, seed=k + n, zeros=zeros, order=order)
+    expected = reference.decode(matrix)
     first, top = data.draw(st.integers(0, k - 1)), data.draw(st.integers(0, n - 1))
     stop, bottom = data.draw(st.integers(first + 1, k)), data.draw(st.integers(top + 1, n))
-    inner, below = data.draw(st.integers(0, stop - first - 1)), data.draw(st.integers(0, bottom - top - 1))
+    inner_first, inner_top = data.draw(st.integers(0, stop - first - 1)), data.draw(st.integers(0, bottom - top - 1))
     for _ in isas.each():
-        part = whole.columns(first, stop).rows(top, bottom)
-        assert part.shape == (bottom - top, stop - first) and (kind in GGML or part.origin == (top, first))
-        same(part, expected[top:bottom, first:stop])
-        assert (kernels.decode(part.T) == expected[top:bottom, first:stop].T).all()
-        assert (part.T.kind is BF16) == (kind != "fp8_e4m3") and (kind in GGML or part.T.origin == (first, top))
-        same(part.columns(inner, stop - first), expected[top:bottom, first + inner : stop])
-        assert (kernels.decode(part.rows(below, bottom - top)) == expected[top + below : bottom, first:stop]).all()
-        assert (kernels.decode(whole.every_other(n > 1)) == expected[n > 1 :: 2]).all()
+        sliced = matrix.columns(first, stop).rows(top, bottom)
+        assert sliced.shape == (bottom - top, stop - first) and (kind in GGML or sliced.origin == (top, first))
+        assert_decodes_to(sliced, expected[top:bottom, first:stop])
+        assert (kernels.decode(sliced.T) == expected[top:bottom, first:stop].T).all()
+        assert (sliced.T.kind is BF16) == (kind != "fp8_e4m3") and (kind in GGML or sliced.T.origin == (first, top))
+        assert_decodes_to(sliced.columns(inner_first, stop - first), expected[top:bottom, first + inner_first : stop])
+        assert (
+            kernels.decode(sliced.rows(inner_top, bottom - top)) == expected[top + inner_top : bottom, first:stop]
+        ).all()
+        assert (kernels.decode(matrix.every_other(n > 1)) == expected[n > 1 :: 2]).all()
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", [*KINDS, *GGML])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_stored_weights_quantize_like_their_decoded_values(kind: str, bits: int) -> None:
-    """And packed, in one pass, also of a part that begins inside a block or a group; groups, too."""
+    """Rows and groups are quantized and packed in one pass, from a slice that begins inside a block or group."""
     scales = np.exp(np.random.default_rng(1).uniform(-9, -3, (256, 16))).astype(np.float32)
-    whole = linear(kind, 256, 512, 32, scales=scales, zeros=kind != "int4", order=bits == 4)
-    part = whole.columns(64, 448).rows(128, 256)
-    bf16, (n, k) = reference.decode(part), part.shape
+    stored = linear(kind, 256, 512, 32, scales=scales, zeros=kind != "int4", order=bits == 4)
+    matrix = stored.columns(64, 448).rows(128, 256)
+    bf16, (n, k) = reference.decode(matrix), matrix.shape
     weight, scale = np.empty(n * k * bits // 8, np.uint8), np.empty(n, np.float32)
-    kernels.quantize_pack(bits, part, weight, scale)
+    kernels.quantize_pack(bits, matrix, weight, scale)
     expected = reference.quantize_pack(bits, bf16)
     assert (weight == expected[0]).all() and (scale == expected[1]).all()
-    assert kernels.error_sums(bits, part, weight, scale) == kernels.error_sums(bits, Matrix(bf16, BF16), weight, scale)
+    assert kernels.error_sums(bits, matrix, weight, scale) == kernels.error_sums(
+        bits, Matrix(bf16, BF16), weight, scale
+    )
     words, group_scales = np.empty((n, k * bits // 32), np.int32), np.empty((n, k // 128), np.uint16)
-    kernels.quantize_groups(bits, part, words, group_scales)
+    kernels.quantize_groups(bits, matrix, words, group_scales)
     codes, chosen = reference.quantize_groups(bits, 128, bf16)
     assert (words == packed.pack_words(bits, codes)).all() and (group_scales == chosen).all()

@@ -1,4 +1,4 @@
-"""`ktconvert dequantize`: decodes every encoding to BF16 and copies all other tensors bit for bit."""
+"""`ktconvert dequantize` decodes every encoding to BF16 and copies all other tensors bit for bit."""
 
 import itertools
 import json
@@ -22,16 +22,16 @@ H, I = 192, 320  # neither is a multiple of an FP8 block  # noqa: E741
 
 
 Cli = Callable[..., Any]
-Model = tuple[Path, Tensors]  # a checkpoint, and what it must become
+Model = tuple[Path, Tensors]  # a checkpoint and its expected output
 FP8: Any = encodings.fp8_config((128, 128))
 AWQ_SCALE = "model.layers.0.self_attn.o_proj.pre_quant_scale"
 blocks_of_fp8 = encodings.ENCODINGS["FP8 in blocks"].make
 
 
 def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, int]]:
-    """Return the stems of the linears that are stored quantized, including MTP's, and their (n, k)."""
+    """Return the names, without suffix, of the quantized linears and their shapes (n, k), including those of MTP."""
     stems = {}
-    for base in (f"model.layers.{layer}." for layer in range(layers + 1)):  # the last is of MTP
+    for base in (f"model.layers.{layer}." for layer in range(layers + 1)):  # the last layer is an MTP layer
         stems[f"{base}self_attn.q_proj"] = (H, H)
         for expert, (part, shape) in itertools.product(
             range(experts), (("gate", (I, H)), ("up", (I, H)), ("down", (H, I)))
@@ -40,8 +40,8 @@ def quantized_names(layers: int = 2, experts: int = 3) -> dict[str, tuple[int, i
     return stems
 
 
-def others(rng: np.random.Generator) -> dict[str, tuple[str, Any]]:
-    """Return tensors that are copied: all types, odd sizes, subnormals, infinities and NaN."""
+def other_tensors(rng: np.random.Generator) -> dict[str, tuple[str, Any]]:
+    """Return tensors to be copied: all types, odd sizes, subnormal numbers, infinities and NaN."""
     return {
         "model.embed_tokens.weight": ("BF16", rng.integers(0, 1 << 16, (33, H), np.uint16)),
         "model.layers.0.input_layernorm.weight": ("BF16", rng.integers(0, 1 << 16, 7, np.uint16)),
@@ -67,11 +67,11 @@ def write_model(folder: Path, tensors: Any, config: dict[str, Any]) -> Path:
 
 
 def checkpoint(folder: Path, kind: str, **config: Any) -> Model:
-    """Write a checkpoint in this encoding, in two shards that separate a weight from its scales; return it with the result."""
+    """Write a checkpoint in two shards that separate weights from scales; return it with its expected output."""
     folder.mkdir(parents=True)
     encoding = encodings.ENCODINGS[kind]
     rng = np.random.default_rng(len(kind))
-    stored, release = others(rng), {}
+    stored, release = other_tensors(rng), {}
     release |= stored
     for stem, (n, k) in quantized_names().items():
         tensors, bits = encoding.make(rng, n, k)
@@ -108,11 +108,15 @@ def dequantize(source: Path, out: Path) -> Tensors:
 
 @pytest.mark.parametrize("kind", ["FP8 in blocks", "ct 4"])
 def test_whole_model_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None:
-    """Wherever the config says that it is quantized. What the vision part is in stays as it was: its tensors do."""
+    """The config declares quantization in different places. The vision config's dtype stays, as its tensors do."""
     nested = {"model_type": "qwen3_moe", "dtype": "float16"}
     vision = {"dtype": "float32", "depth": 2, "compression_config": {"quant_method": "x"}}
-    top = {"text_config": nested | {"quantization_config": FP8}, "vision_config": vision, "quantization_config": None}
-    source, release = checkpoint(tmp_path / "model", kind, **top if kind == "FP8 in blocks" else {})
+    config_changes = {
+        "text_config": nested | {"quantization_config": FP8},
+        "vision_config": vision,
+        "quantization_config": None,
+    }
+    source, release = checkpoint(tmp_path / "model", kind, **config_changes if kind == "FP8 in blocks" else {})
     out = tmp_path / "out"
     assert dequantize(source, out) == release
     config = json.loads((out / "config.json").read_text())
@@ -128,7 +132,7 @@ def test_whole_model_becomes_its_bf16_release(kind: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", encodings.ENCODINGS)
 def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
-    """Under their own names; a stack of blocks is transposed, as in transformers' gpt-oss."""
+    """Tensors keep their names; stacked blocks are transposed, as in transformers' gpt-oss."""
     encoding = encodings.ENCODINGS[name]
     head: Any = {"lm_head.weight": ("F16", np.ones((3, 5), np.uint16))}
     source, values = encodings.write(name, tmp_path / "model", lambda tensors, _: tensors.update(head))
@@ -139,15 +143,15 @@ def test_every_encoding_becomes_bf16(name: str, tmp_path: Path) -> None:
         if not encoding.stacked:
             assert (ours.pop(f"{encoding.base(expert, projection)}.weight") == bits).all()
             continue
-        half = ours[f"model.layers.0.mlp.experts.{'down' if projection == 'down' else 'gate_up'}_proj"][expert]
+        matrix = ours[f"model.layers.0.mlp.experts.{'down' if projection == 'down' else 'gate_up'}_proj"][expert]
         columns = {"gate": slice(0, len(bits)), "up": slice(len(bits), None), "down": slice(None)}[projection]
-        assert (half[:, columns] == bits.T).all()
+        assert (matrix[:, columns] == bits.T).all()
     assert len(ours) == 2 * encoding.stacked
     assert not (tmp_path / "out" / "quantize_config.json").exists()
 
 
 def test_tensors_can_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None:
-    """Tensors larger than the 4 MiB window of a thread, of odd sizes, and empty; with one thread and with two."""
+    """Tensors exceed the 4 MiB window of a thread, have odd sizes, or are empty; with one and with two threads."""
     rng = np.random.default_rng(0)
     wide, bits = blocks_of_fp8(rng, 2999, 1001)
     tensors = {
@@ -162,15 +166,15 @@ def test_tensors_can_end_anywhere_in_a_window(cli: Cli, tmp_path: Path) -> None:
     expected = dict(tensors) | {"wide.weight": ("BF16", bits)}
     del expected["wide.weight_scale_inv"]
     cli("dequantize", source, tmp_path / "out1", "--cpuinfer-threads", 1)
-    got = dequantize(source, tmp_path / "out2")
-    assert got.keys() == expected.keys()
+    actual = dequantize(source, tmp_path / "out2")
+    assert actual.keys() == expected.keys()
     for name, (dtype, values) in expected.items():
-        assert got[name].dtype == dtype and got[name].data == np.ascontiguousarray(values).tobytes(), name
+        assert actual[name].dtype == dtype and actual[name].data == np.ascontiguousarray(values).tobytes(), name
     assert tree(tmp_path / "out1") == tree(tmp_path / "out2")
 
 
 def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
-    """It is at most the plan's estimate, and less than the output."""
+    """Peak memory is at most the plan's estimate, and less than the size of the output."""
     tensors: dict[str, Any] = {}
     for n in range(16):
         tensors[f"{n}.weight"] = ("F8_E4M3", np.full((2048, 4096), 0x38 + n, np.uint8))
@@ -191,7 +195,7 @@ def test_unquantized_model_is_copied(example: Path, cli: Cli, tmp_path: Path) ->
 
 
 def test_output_of_gpu_is_dequantized(example: Path, cli: Cli, tmp_path: Path) -> None:
-    """The output is a checkpoint for every other command."""
+    """Every other command accepts the output as a checkpoint."""
     packed, out = tmp_path / "w8", tmp_path / "bf16"
     cli("gpu", "-i", example, "-o", packed, "--quant-method", "RTN", "--quant-type", "W8A16")
     cli("dequantize", packed, out)
@@ -207,14 +211,14 @@ def test_output_of_gpu_is_dequantized(example: Path, cli: Cli, tmp_path: Path) -
 
     flip_bit(next(packed.glob("*.safetensors")))
     for command in ("dequantize", "cpu"):
-        words = ("-i", packed, "-o", tmp_path / f"damaged-{command}")
-        assert "is not what was written: its sha256 is" in cli(command, *words, code=5).stderr
+        arguments = ("-i", packed, "-o", tmp_path / f"damaged-{command}")
+        assert "is not what was written: its sha256 is" in cli(command, *arguments, code=5).stderr
         assert not (tmp_path / f"damaged-{command}").exists()
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-def test_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Path) -> None:
-    """As in `cpu` and `gpu`; copied tensors may have NaN and infinities (test_whole_model...)."""
+def test_decoded_weights_that_are_not_finite_are_refused(code: int, tmp_path: Path) -> None:
+    """`cpu` and `gpu` refuse them, too. Copied tensors may have NaN and infinities (test_whole_model...)."""
     rng, name = np.random.default_rng(0), "model.layers.0.mlp.experts.1.up_proj"
     tensors = {f"{name}{end}": tensor for end, tensor in blocks_of_fp8(rng, I, H)[0].items()}
     dtype, values = tensors[f"{name}.weight"]
@@ -222,44 +226,45 @@ def test_decoded_weight_that_is_not_finite_is_refused(code: int, tmp_path: Path)
     values.view(np.uint8)[200, 100] = code
     tensors[f"{name}.weight"] = dtype, values
     source = write_model(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
-    words = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
-    with pytest.raises(InputError, match=words):
+    message = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
+    with pytest.raises(InputError, match=message):
         run(make_plan(make_options("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
     assert not (tmp_path / "out").exists()
 
 
-def verified(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
+def run_verify(cli: Cli, *arguments: object, code: int = 6) -> dict[str, Any]:
+    """Run verify and return its JSON report, with the problems of all checks."""
     document: dict[str, Any] = json.loads(cli("verify", *arguments, "--json", code=code).stdout)
     document["problems"] = [problem for check in document["checks"] for problem in check["problems"]]
     return document
 
 
 def test_verify_finds_a_flipped_bit(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    """In a decoded weight and in a copied tensor."""
+    """The bit is in a decoded weight or in a copied tensor."""
     source, release = blocks
     out = tmp_path / "out"
     cli("dequantize", source, out, "--max-shard-size", "300KB")
-    good = verified(cli, out, "--against", source, code=0)
+    good = run_verify(cli, out, "--against", source, code=0)
     assert good["ok"] and good["method"] == "BF16" and good["other_tensors"] == len(release) and good["shards"] > 3
     weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
     for name in ("model.layers.1.mlp.experts.2.down_proj.weight", "visual.position_ids"):
         file = out / weight_map[name]
-        whole, start = file.read_bytes(), int.from_bytes(file.read_bytes()[:8], "little") + 8
+        original, start = file.read_bytes(), int.from_bytes(file.read_bytes()[:8], "little") + 8
         file.chmod(0o644)
         flip_bit(file, start + header_of(file)[name]["data_offsets"][1] - 1)
-        bad = verified(cli, out, "--against", source)
+        bad = run_verify(cli, out, "--against", source)
         assert any("sha256" in problem for problem in bad["problems"])
         assert any(problem.startswith(f"{name} in {file.name} differs from") for problem in bad["problems"])
-        file.write_bytes(whole)
+        file.write_bytes(original)
     other, _ = checkpoint(tmp_path / "other", "ct 4")
-    problems = verified(cli, out, "--against", other)["problems"]
+    problems = run_verify(cli, out, "--against", other)["problems"]
     assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
     cli("verify", out, "--numa", 1, code=2)
     assert "no place for biases of experts" in cli("verify", out, "--run", code=3).stderr
     (out / "config.json").write_text(json.dumps({"quantization_config": FP8}))
-    assert "config.json still says that the model is quantized" in verified(cli, out)["problems"]
+    assert "config.json still says that the model is quantized" in run_verify(cli, out)["problems"]
     (out / weight_map[name]).unlink()
-    bad = verified(cli, out, "--against", source)
+    bad = run_verify(cli, out, "--against", source)
     assert f"{weight_map[name]} is missing" in bad["problems"]
 
 
@@ -280,66 +285,66 @@ def test_options_of_kt_kernel_are_accepted(blocks: Model, cli: Cli, tmp_path: Pa
     assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
 
 
-def test_inspect_names_the_command(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    """Also for a model that no other command supports, such as this one with a bias; not for a BF16 model."""
+def test_inspect_prints_the_dequantize_command(blocks: Model, cli: Cli, tmp_path: Path) -> None:
+    """inspect prints the command even if no other command supports the model, as here; not for a BF16 model."""
     source, release = blocks
-    seen = cli("inspect", source)
+    printed = cli("inspect", source)
     nbytes = sum(len(tensor.data) for tensor in release.values())
     document = json.loads(cli("inspect", source, "--json").stdout)
     assert document["dequantized_bytes"] == nbytes and "biases" in document["refused"]
     assert document["dequantize"] == [f"ktconvert dequantize {source} model-dequantized"]
-    assert document["dequantize"][0] in seen.stdout and "BF16             the whole model, " in seen.stdout
-    assert f"cpu, gpu         not possible: {document['refused']}" in seen.stdout
+    assert document["dequantize"][0] in printed.stdout and "BF16             the whole model, " in printed.stdout
+    assert f"cpu, gpu         not possible: {document['refused']}" in printed.stdout
     cli("dequantize", source, tmp_path / "out")
     assert "dequantize" not in json.loads(cli("inspect", tmp_path / "out", "--json", code=3).stdout)
-    seen = json.loads(cli("inspect", encodings.write("awq", tmp_path / "awq")[0], "--json").stdout)
-    words = [line.split() for line in (*seen["convert"], *seen["convert_gpu"], *seen["dequantize"])]
-    folders = [line[line.index("-o") + 1] if "-o" in line else line[-1] for line in words]
-    assert len(folders) > 5 and len({*folders}) == len(folders)  # different things, no folder twice
+    report = json.loads(cli("inspect", encodings.write("awq", tmp_path / "awq")[0], "--json").stdout)
+    commands = [line.split() for line in (*report["convert"], *report["convert_gpu"], *report["dequantize"])]
+    folders = [command[command.index("-o") + 1] if "-o" in command else command[-1] for command in commands]
+    assert len(folders) > 5 and len({*folders}) == len(folders)  # each command has a folder of its own
 
 
 def test_unsupported_checkpoints_are_refused(blocks: Model, cli: Cli, tmp_path: Path) -> None:
-    """In one sentence that names the tensor, before any work."""
+    """One sentence names the tensor, before any work."""
     stem = "model.layers.1.mlp.experts.2.down_proj"
     codes = np.zeros((4, 4), np.int8)
-    whole: dict[str, Any] = dict(read_folder(blocks[0]))
-    no_scale = {name: tensor for name, tensor in whole.items() if name != f"{stem}.weight_scale_inv"}
+    complete: dict[str, Any] = dict(read_folder(blocks[0]))
+    no_scale = {name: tensor for name, tensor in complete.items() if name != f"{stem}.weight_scale_inv"}
     cases: tuple[tuple[dict[str, Any], int, str], ...] = (
         (no_scale, 5, f"{stem}.weight_scale_inv is missing"),
-        (whole | {"lm_head.weight": ("I8", codes)}, 3, "'lm_head.weight' is INT8; that is not"),
-        (whole | {"lm_head.weight": Tensor("F4", (4, 8), bytes(16))}, 3, "'lm_head.weight' is FP4; that is not"),
-        (whole | {"lm_head.weight": ("F8_E4M3FNUZ", codes)}, 3, "'lm_head.weight' is FP8 E4M3FNUZ; that is not"),
+        (complete | {"lm_head.weight": ("I8", codes)}, 3, "'lm_head.weight' is INT8; that is not"),
+        (complete | {"lm_head.weight": Tensor("F4", (4, 8), bytes(16))}, 3, "'lm_head.weight' is FP4; that is not"),
+        (complete | {"lm_head.weight": ("F8_E4M3FNUZ", codes)}, 3, "'lm_head.weight' is FP8 E4M3FNUZ; that is not"),
         ({"a.W_q": ("U8", codes.view(np.uint8))}, 3, "declares a quantized model (fp8)"),
-        # modelopt's AWQ divides the weight by it: without it, the decoded weight is that of another model
-        (whole | {AWQ_SCALE: ("F16", np.ones(8, np.uint16))}, 3, f"tensor '{AWQ_SCALE}' is a scale of inputs"),
+        # modelopt's AWQ divides the weight by this scale, so that the decoded weight would be wrong without it
+        (complete | {AWQ_SCALE: ("F16", np.ones(8, np.uint16))}, 3, f"tensor '{AWQ_SCALE}' is a scale of inputs"),
     )
-    for number, (tensors, code, says) in enumerate(cases):
+    for number, (tensors, code, message) in enumerate(cases):
         source = write_model(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
         done = cli("dequantize", source, tmp_path / "out", code=code)
-        assert says in done.stderr and "routed experts" not in done.stderr, done.stderr
+        assert message in done.stderr and "routed experts" not in done.stderr, done.stderr
     both: dict[str, Any] = {"a.weight": ("F64", np.zeros((4, 8), np.float64))}
     pack = encodings.integers(4, 8, encodings.compressed("BF16"), zeros=False)
     both |= {f"a{end}": tensor for end, tensor in pack(np.random.default_rng(0), 4, 8)[0].items()}
     packed = np.zeros((32, 192), np.int32)
-    for name, tensors, code, says in (
+    for name, tensors, code, message in (
         ("both", both, 5, "'a.weight' is stored twice"),
         ("packed", {"a.weight_packed": ("I32", packed)}, 5, "a.weight_scale is missing"),
         ("words", {"a.qweight": ("I32", packed)}, 5, "a.scales is missing"),
         ("zeros", {"a.qzeros": ("I32", packed)}, 3, "GPTQ or AWQ"),
     ):
         source = write_model(tmp_path / name, tensors, {})
-        assert says in cli("dequantize", source, tmp_path / "out", code=code).stderr
+        assert message in cli("dequantize", source, tmp_path / "out", code=code).stderr
     (source / "config.json").unlink()
     assert "has no config.json" in cli("dequantize", source, tmp_path / "out", code=5).stderr
 
 
-MLX = {"quantization": {"group_size": 64, "bits": 4}}  # all that releases before 2025 say
+MLX = {"quantization": {"group_size": 64, "bits": 4}}  # releases before 2025 declare nothing else
 HALVES = ("F16", np.ones((4, 1), np.uint16))
 PLAIN = ("BF16", np.ones((4, 4), np.uint16))
 
 
 @pytest.mark.parametrize(
-    ("tensors", "config", "words"),
+    ("tensors", "config", "message"),
     [
         ({"a.weight": ("U32", np.ones((4, 4), np.uint32)), "a.scales": HALVES, "a.biases": HALVES}, MLX, "is packed;"),
         ({"a.codes": ("I16", np.ones((2, 2, 16), np.int16)), "a.scale": HALVES}, {}, "'a.codes' is packed;"),
@@ -352,16 +357,16 @@ PLAIN = ("BF16", np.ones((4, 4), np.uint16))
     ],
     ids=["MLX", "a stack", "HQQ", "only by config.json"],
 )
-def test_unknown_integer_weights_are_never_copied(tensors, config, words, tmp_path):
+def test_unknown_integer_weights_are_never_copied(tensors, config, message, tmp_path):
     source = write_model(tmp_path / "model", tensors, {"model_type": "qwen3", **config})
-    with pytest.raises(UnsupportedError) as refused:
+    with pytest.raises(UnsupportedError) as error:
         make_plan(make_options("dequantize", input=source, output=tmp_path / "out"))
-    assert words in str(refused.value) and "use the model's BF16" in str(refused.value)
+    assert message in str(error.value) and "use the model's BF16" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["mtp.0.e_proj.weight", "model.layers.2.eh_proj.weight"])
 def test_fp8_of_an_mtp_block_without_scales_is_copied(name, tmp_path):
-    """As in DeepSeek-V4-Flash-FP8; elsewhere a missing scale is an error."""
+    """DeepSeek-V4-Flash-FP8 has such weights; elsewhere a missing scale is an error."""
     codes = np.arange(256, dtype=np.uint8)[np.arange(256) & 0x7F != 0x7F][None]
     stored: dict[str, Any] = {"model.norm.weight": PLAIN, name: ("F8_E4M3", codes)}
     sign, exponent, fraction = codes >> 7, (codes >> 3 & 15).astype(int), codes & 7
@@ -371,14 +376,14 @@ def test_fp8_of_an_mtp_block_without_scales_is_copied(name, tmp_path):
     plan = make_plan(make_options("dequantize", input=source, output=tmp_path / "out"))
     assert plan.notes[0] == f"{name} is FP8 of an MTP layer and has no scale: its values are copied without scaling"
     assert (dequantize(source, tmp_path / "out")[name].bits == bits).all()
-    lost = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
-    source = write_model(tmp_path / "lost", lost, {**CONFIG, "quantization_config": FP8})
+    without_scale = {"model.layers.1.self_attn.q_proj.weight": stored[name]}
+    source = write_model(tmp_path / "without_scale", without_scale, {**CONFIG, "quantization_config": FP8})
     with pytest.raises(InputError, match=r"weight_scale_inv is missing; check that the download is complete, or use"):
         make_plan(make_options("dequantize", input=source, output=tmp_path / "no"))
 
 
 def test_tables_of_integers_are_copied(tmp_path: Path) -> None:
-    """They are no weights; verify finds weights that an earlier version copied as tables."""
+    """Tables are not weights. verify reports weights that an earlier version copied as tables."""
     table = ("I64", np.arange(16).reshape(4, 4))
     tensors: dict[str, Any] = {"gate.weight": PLAIN, "gate.tid2eid": table, "vision.position_ids": table}
     tensors |= {"vision.relative_position_index": table, "vision.relative_position_bias_table": PLAIN}

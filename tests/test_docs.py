@@ -1,7 +1,6 @@
-"""The documentation says what the program does: every command, option, table row, link and example is checked against
-the real thing.
+"""The documentation matches the program: every command, option, table row, link and example is checked.
 
-`python tests/test_docs.py` writes what follows from code: the tables of options, architectures and events.
+`python tests/test_docs.py` writes the generated tables of options, architectures and events.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from rig import conversion, reference
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = {".venv", ".git", "build", "dist"}
-PAGES = sorted(p for p in ROOT.rglob("*.md") if not LEFT_OUT & {*p.relative_to(ROOT).parts})
+EXCLUDED = {".venv", ".git", "build", "dist"}
+PAGES = sorted(p for p in ROOT.rglob("*.md") if not EXCLUDED & {*p.relative_to(ROOT).parts})
 README = ROOT / "README.md"
 DOCS = ROOT / "docs"
 REFERENCE = DOCS / "reference"
@@ -53,21 +52,21 @@ DESIGN_PAGE = DOCS / "explanation" / "design.md"
 
 FENCE = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.M | re.S)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-# Paths on a writer's machine, which readers do not have.
+# Paths of a writer's machine, which mean nothing to readers.
 OWN_PATHS = re.compile(r"(?<![\w.])/(?:work|opt|root|tmp|var|private|Users|home/(?!you/))\b[\w./-]*")
 
 
-def named(path: Path) -> str:
-    """The id of a page in test names."""
+def page_id(path: Path) -> str:
+    """Return the name of a page for test ids."""
     return path.relative_to(ROOT).as_posix()
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
 def page_of(name: str) -> Path:
-    """The page of a command."""
+    """Return the page of a command."""
     return REFERENCE / "commands" / f"{name}.md"
 
 
@@ -87,7 +86,10 @@ def command(name: str) -> Command:
 
 
 def rows_of_options(name: str) -> dict[str, str]:
-    """Flags -> the row of an option on its command's page up to the <br>, behind which a page says what it likes."""
+    """Return flags -> row of each option on its command's page, up to <br>.
+
+    The text after <br> is written by hand.
+    """
     rows = {}
     for option_field in option_fields(command(name).settings):
         option = option_field.declaration
@@ -121,21 +123,21 @@ def _default(option_field: OptionField, option: Option) -> str:
 
 
 def flags_of_row(line: str) -> str:
-    """The first cell of a row of options; "" of any other line."""
+    """Return the first cell of a row of options, or "" for any other line."""
     return re.split(r"(?<!\\)\|", line)[1].strip() if line.startswith("| `") else ""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
-    page = text_of(page_of(name))
+    page = read_text(page_of(name))
     assert with_rows_of_options(name) == page, "run `python tests/test_docs.py`"
     rows = {flags: line for line in page.splitlines() if (flags := flags_of_row(line))}
-    assert rows.keys() == rows_of_options(name).keys(), f"ktconvert {name}: rows for what does not exist"
+    assert rows.keys() == rows_of_options(name).keys(), f"ktconvert {name}: rows of options that do not exist"
     for parameter in command(name).params:
         if isinstance(parameter.type, click.Choice):
             row = next(row for flags, row in rows.items() if f"`{parameter.opts[0]}`" in flags)
             missing = [choice for choice in parameter.type.choices if not re.search(rf"\b{choice}\b", row)]
-            assert missing == [], f"ktconvert {name}: no word on these"
+            assert missing == [], f"ktconvert {name}: choices that the page does not name"
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -147,9 +149,9 @@ def test_help_of_an_option_is_one_short_sentence(name: str) -> None:
 
 
 def with_rows_of_options(name: str) -> str:
-    """A command's page with the rows that are declared, and its own words behind them. New options are put last."""
+    """Return a command's page with generated rows and the hand-written text after <br>. New options come last."""
     lines, rows, end = [], rows_of_options(name), 0
-    for line in text_of(page_of(name)).splitlines():
+    for line in read_text(page_of(name)).splitlines():
         start = rows.pop(flags_of_row(line), None)
         lines.append(line if start is None else start + (line[line.find("<br>") :] if "<br>" in line else " |"))
         end = len(lines) if line.startswith("| ") else end
@@ -158,8 +160,8 @@ def with_rows_of_options(name: str) -> str:
 
 
 def examples() -> list[tuple[str, str]]:
-    """Every line of a bash block that calls ktconvert: (page, line)."""
-    texts = ((named(page), "\n".join(blocks(text_of(page), "bash")).replace("\\\n", " ")) for page in PAGES)
+    """Return (page, line) of every line in a bash block that calls ktconvert."""
+    texts = ((page_id(page), "\n".join(blocks(read_text(page), "bash")).replace("\\\n", " ")) for page in PAGES)
     lines = ((page, line.strip()) for page, text in texts for line in text.splitlines())
     return [(page, line) for page, line in lines if line.startswith("ktconvert ")]
 
@@ -170,19 +172,19 @@ def test_every_example_parses(page: str, line: str) -> None:
     name, arguments = words[0], words[1:]
     assert name in COMMANDS, f"{page}: {line}"
     parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-    try:  # parses, checks types and choices, calls nothing
+    try:  # parses the line and checks types and choices; runs nothing
         command(name).make_context(name, arguments, parent=parent)
     except click.exceptions.UsageError as error:
         if not isinstance(error, click.BadParameter) or "does not exist" not in error.message:
             raise AssertionError(f"{page}: {line}: {error.format_message()}") from error
 
 
-def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
-    """Their commands and ours stand in pairs; only the program's name differs."""
+def test_commands_of_kt_kernel_only_change_the_name_of_the_program() -> None:
+    """The page lists pairs of commands, theirs and ours, which differ only in the program's name."""
     scripts = {"convert_cpu_weights": "cpu", "convert_cpu_weights_ds4": "cpu", "merge_cpu_weights": "merge"}
     scripts |= {"convert_gpu_weights": "gpu", "convert_moe_to_bf16": "dequantize"}
     scripts["convert_kimi_k2_fp8_to_bf16_cpu"] = "dequantize"
-    text = "\n".join(blocks(text_of(FROM_KT_KERNEL_PAGE), "bash"))
+    text = "\n".join(blocks(read_text(FROM_KT_KERNEL_PAGE), "bash"))
     lines = [line for line in map(str.split, text.splitlines()) if line and not line[0].startswith("#")]
     assert len(lines) == 2 * (10 + 3 + 2)
     for theirs, ours in zip(lines[::2], lines[1::2], strict=True):
@@ -195,29 +197,29 @@ def test_the_move_from_kt_kernel_changes_the_program_and_nothing_else() -> None:
 def test_every_exit_code_is_documented() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KtconvertError)]
     rows = [rf"{error.exit_code} \| `{error.__name__}`" for error in classes]
-    page = text_of(REFERENCE / "exit-codes.md")
-    for row in (*rows, "130, 143 \\|"):  # the last two cells: what it means, and what to do
+    page = read_text(REFERENCE / "exit-codes.md")
+    for row in (*rows, "130, 143 \\|"):  # the last two cells: meaning and remedy
         assert re.search(rf"^\| {row}.*\| \w.* \| \S.* \|$", page, re.M), row
     assert "\n| 0 |" in page and len(rows) > 5
 
 
 def schema() -> str:
-    """docs/reference/events.schema.json."""
+    """Return the text of docs/reference/events.schema.json."""
     draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "an event of ktconvert --json"}
     return json.dumps(draft | msgspec.json.schema(report_events.Event), indent=2) + "\n"
 
 
 def tables_of_events() -> str:
-    """What docs/reference/json.md says of each event."""
+    """Return the descriptions of all events for docs/reference/json.md."""
     definitions = msgspec.json.schema(report_events.Event)["$defs"]
     parts = []
     for kind, event in report_events.EVENTS.items():
-        about = definitions[event.__name__]
-        parts.append(f"### `{kind}`\n\n{about['description']}\n\n| field | type | |\n|---|---|---|\n")
-        for name, field in about["properties"].items():
+        definition = definitions[event.__name__]
+        parts.append(f"### `{kind}`\n\n{definition['description']}\n\n| field | type | |\n|---|---|---|\n")
+        for name, field in definition["properties"].items():
             if name != "event":
-                kinds = [each["type"] for each in field.get("anyOf", [field]) if each["type"] != "null"]
-                parts[-1] += f"| `{name}` | {' or '.join(kinds)} | {field['description']} |\n"
+                types = [each["type"] for each in field.get("anyOf", [field]) if each["type"] != "null"]
+                parts[-1] += f"| `{name}` | {' or '.join(types)} | {field['description']} |\n"
     return "\n".join(parts)
 
 
@@ -227,27 +229,27 @@ def with_events(page: str) -> str:
     )
 
 
-def test_the_events_are_those_of_the_code() -> None:
-    page = text_of(JSON_PAGE)
-    assert with_events(page) == page and text_of(SCHEMA) == schema(), "run `python tests/test_docs.py`"
+def test_events_of_the_page_and_schema_equal_those_of_the_code() -> None:
+    page = read_text(JSON_PAGE)
+    assert with_events(page) == page and read_text(SCHEMA) == schema(), "run `python tests/test_docs.py`"
 
 
 JSON_TYPES = {"string": str, "integer": int, "number": int | float, "boolean": bool, "object": dict, "null": None}
 
 
-def fits(value: Any, words: str) -> bool:
-    """Whether a value is of a type as docs/reference/json.md says it."""
-    if " or " in words:
-        return any(fits(value, each) for each in words.split(" or "))
-    if words.startswith("list of "):
-        return isinstance(value, list) and all(fits(each, words[8:].removesuffix("s")) for each in value)
-    if words == "null":
+def fits(value: Any, type_name: str) -> bool:
+    """Return whether a value has a type, as docs/reference/json.md writes it."""
+    if " or " in type_name:
+        return any(fits(value, each) for each in type_name.split(" or "))
+    if type_name.startswith("list of "):
+        return isinstance(value, list) and all(fits(each, type_name[8:].removesuffix("s")) for each in value)
+    if type_name == "null":
         return value is None
-    return isinstance(value, JSON_TYPES[words]) and (words == "boolean" or not isinstance(value, bool))
+    return isinstance(value, JSON_TYPES[type_name]) and (type_name == "boolean" or not isinstance(value, bool))
 
 
 def leaves_of(value: Any, rows: dict[str, str], path: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of each field, and of those inside it, if the page describes them."""
+    """Yield (path, value) of each field, and of fields inside it that the page describes."""
     for name, inner in value.items():
         yield path + name, inner
         for infix, objects in ((".", [inner]), ("[].", inner)):
@@ -258,41 +260,41 @@ def leaves_of(value: Any, rows: dict[str, str], path: str = "") -> Iterator[tupl
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Heading of docs/reference/json.md -> what real commands print."""
+    """Return heading of docs/reference/json.md -> documents that real commands print."""
     folder, example = tmp_path_factory.mktemp("json"), ROOT / "examples" / "qwen3-moe-small"
     out = folder / "out"
     (folder / "counts").mkdir()
     counts = {"counts": ("I64", np.array([[5, 1, 5, 9], [2, 0, 7, 1]], np.int64))}
     write_file(folder / "counts" / "counts.safetensors", counts)
 
-    def printed(*arguments: object) -> list[Any]:
+    def run_json(*arguments: object) -> list[Any]:
         done = conversion.ktconvert(*map(str, arguments), "--json")
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    lines = [*printed("cpu", "-i", example, "-o", out), *printed("cpu", "-i", example, "-o", out)]
-    lines += printed("cpu", "-i", example, "-o", out, "--quant-method", "int8")  # refused
-    lines += printed("cpu", "-i", example, "-o", folder / "part", "--part", "0/2")
-    lines += printed("cpu", "-i", example, "-o", folder / "part", "--verify-inputs")
-    plans = printed("cpu", "-i", example, "-o", out, "--overwrite", "--dry-run")
-    plans += printed("cpu", "-i", example, "-o", out, "--quant-method", "int4,int8", "--dry-run")
-    printed("cpu", "-i", example, "-o", folder / "begun", "--part", "0/2")
+    lines = [*run_json("cpu", "-i", example, "-o", out), *run_json("cpu", "-i", example, "-o", out)]
+    lines += run_json("cpu", "-i", example, "-o", out, "--quant-method", "int8")  # refused
+    lines += run_json("cpu", "-i", example, "-o", folder / "part", "--part", "0/2")
+    lines += run_json("cpu", "-i", example, "-o", folder / "part", "--verify-inputs")
+    plans = run_json("cpu", "-i", example, "-o", out, "--overwrite", "--dry-run")
+    plans += run_json("cpu", "-i", example, "-o", out, "--quant-method", "int4,int8", "--dry-run")
+    run_json("cpu", "-i", example, "-o", folder / "begun", "--part", "0/2")
     text = ("--text", ROOT / "examples" / "heldout.txt", "--window", 64, "--max-windows", 1)
     return {
         "events": [line for line in lines if line["event"] not in ("plan", "plans")],
         "plan": [plan for plan in plans if plan["event"] == "plan"],
         "plans": [plan for plan in plans if plan["event"] == "plans"],
-        "ktconvert status": printed("status", out) + printed("status", folder / "begun"),
-        "ktconvert verify": printed("verify", out, "--against", example),
-        "ktconvert inspect": [printed("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
-        "ktconvert bench": printed("bench", out, "--tokens", 1),
-        "ktconvert experts": printed("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
-        "ktconvert eval": printed("eval", example, "--cpu-weights", out, *text),
-        "ktconvert doctor": printed("doctor", "--disk", folder),
-        "ktconvert version": printed("version"),
+        "ktconvert status": run_json("status", out) + run_json("status", folder / "begun"),
+        "ktconvert verify": run_json("verify", out, "--against", example),
+        "ktconvert inspect": [run_json("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
+        "ktconvert bench": run_json("bench", out, "--tokens", 1),
+        "ktconvert experts": run_json("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
+        "ktconvert eval": run_json("eval", example, "--cpu-weights", out, *text),
+        "ktconvert doctor": run_json("doctor", "--disk", folder),
+        "ktconvert version": run_json("version"),
     }
 
 
-def test_events_are_of_their_types(documents: dict[str, list[Any]]) -> None:
+def test_printed_events_have_documented_types(documents: dict[str, list[Any]]) -> None:
     kinds = {line["event"] for line in documents["events"]}
     assert {"note", "begin", "start", "done", "part", "finished", "hashed", "error"} <= kinds
     for line in documents["events"]:
@@ -300,30 +302,30 @@ def test_events_are_of_their_types(documents: dict[str, list[Any]]) -> None:
         assert {*line} - {"event"} <= {*event.__struct_fields__}, line
 
 
-# Of checkpoints that cannot be converted as usual, and of conversions that run.
+# Fields of checkpoints that cannot be converted, and of running conversions.
 RARE = {"dequantize", "dequantized_bytes", "refused", "source_problem"}
 RARE |= {f"making[].{name}" for name in ("unit", "host", "pid", "since", "alive")}
 
 
-def test_documents_are_as_documented(documents: dict[str, list[Any]]) -> None:
-    page = text_of(JSON_PAGE)
-    for title, found in documents.items():
+def test_json_documents_have_the_documented_fields_and_types(documents: dict[str, list[Any]]) -> None:
+    page = read_text(JSON_PAGE)
+    for title, printed in documents.items():
         if title == "events":
             continue
         text = page.partition(f"\n### `{title}`\n")[2].partition("\n#")[0]
         rows = dict(re.findall(r"^\| `([^`]+)` \| ([^|]+) \|", text, re.M))
-        assert found and rows, title
-        seen = [pair for document in found for pair in leaves_of(document, rows)]
-        assert {path for path, _ in seen} - {*rows} == set(), title
-        assert {*rows} - {path for path, _ in seen} - RARE == set(), title
-        assert [(path, value) for path, value in seen if not fits(value, rows[path])] == [], title
+        assert printed and rows, title
+        fields_printed = [pair for document in printed for pair in leaves_of(document, rows)]
+        assert {path for path, _ in fields_printed} - {*rows} == set(), title
+        assert {*rows} - {path for path, _ in fields_printed} - RARE == set(), title
+        assert [(path, value) for path, value in fields_printed if not fits(value, rows[path])] == [], title
 
 
 def test_every_environment_variable_is_documented() -> None:
-    text = text_of(REFERENCE / "environment.md")
+    text = read_text(REFERENCE / "environment.md")
     read = re.compile(r"environ(?:\.get\(|\[)\s*\"(\w+)\"")
     sources = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
-    variables = {name for path in sources for name in read.findall(text_of(path))}
+    variables = {name for path in sources for name in read.findall(read_text(path))}
     assert "KTCONVERT_ISA" in variables
     for name in {*variables, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
         assert f"`{name}`" in text, name
@@ -333,32 +335,32 @@ def test_every_environment_variable_is_documented() -> None:
 
 
 def additions() -> dict[str, tuple[str, str]]:
-    """Subject -> (what to touch, what holds it), from the table of docs/explanation/design.md."""
-    page = text_of(DESIGN_PAGE).partition("## Where to add what")[2].partition("\n## ")[0]
+    """Return subject -> (what to change, its test), from the table of docs/explanation/design.md."""
+    page = read_text(DESIGN_PAGE).partition("## Where to add what")[2].partition("\n## ")[0]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in page.splitlines() if line[:1] == "|"]
-    return {subject.removeprefix("| "): (touch, held.rstrip(" |")) for subject, touch, held in cells[2:]}
+    return {subject.removeprefix("| "): (changes, tests.rstrip(" |")) for subject, changes, tests in cells[2:]}
 
 
 @pytest.mark.parametrize("subject", additions())
-def test_what_to_touch_is_there(subject: str) -> None:
-    touch, held = additions()[subject]
+def test_names_and_files_of_each_addition_exist(subject: str) -> None:
+    changes, tests = additions()[subject]
     link = r"\[[^]]+\]\(([^)#]+)\)"
-    for name, target in re.findall(rf"`(\w+)` (?:row )?in {link}", touch):
-        text = text_of((DESIGN_PAGE.parent / target).resolve())
-        stands = rf"^(?:static const .*)?{name}\b.*[=(]|^def {name}|^class {name}"
-        assert re.search(stands, text, re.MULTILINE), (name, target)
-    for target in re.findall(link, touch + held):
+    for name, target in re.findall(rf"`(\w+)` (?:row )?in {link}", changes):
+        text = read_text((DESIGN_PAGE.parent / target).resolve())
+        definition = rf"^(?:static const .*)?{name}\b.*[=(]|^def {name}|^class {name}"
+        assert re.search(definition, text, re.MULTILINE), (name, target)
+    for target in re.findall(link, changes + tests):
         assert (DESIGN_PAGE.parent / target).resolve().exists(), target
-    assert held == "the same" or re.search(r"\(\.\./\.\./tests/test_\w+\.py\)", held), f"no test holds {subject}"
+    assert tests == "the same" or re.search(r"\(\.\./\.\./tests/test_\w+\.py\)", tests), f"no test guards {subject}"
 
 
 def test_functions_of_the_walk_exist() -> None:
     """Each function that design.md lists for a file is defined there."""
-    section = text_of(DESIGN_PAGE).partition("## The walk of a weight")[2].partition("\n## ")[0]
+    section = read_text(DESIGN_PAGE).partition("## The walk of a weight")[2].partition("\n## ")[0]
     listed = re.findall(r"\[[^]]+\]\((\S+?)\): (`\w+`(?:, `\w+`)*)", section)
     assert len(listed) > 20
     for target, names in listed:
-        text = text_of((DESIGN_PAGE.parent / target).resolve())
+        text = read_text((DESIGN_PAGE.parent / target).resolve())
         for name in re.findall(r"\w+", names):
             assert re.search(rf"\b(?:def|class) {name}\b|^[a-z].*\b{name}\(", text, re.MULTILINE), (target, name)
 
@@ -366,28 +368,30 @@ def test_functions_of_the_walk_exist() -> None:
 # ---- the tables of the code -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=lambda x: x.name)
-def test_the_bytes_of_every_form_are_documented(form: Format) -> None:
-    page, multiple = text_of(BYTES_PAGE), form.encoding.multiple
-    assert f"{form.name} version {form.encoding.version}" in " ".join(page.split()), "a new version? describe its bytes"
-    assert form.loose is None or form.loose in page
-    row = re.search(rf"^\| `{form.option}` \|.*\| {multiple} \|$", page, re.MULTILINE)
-    assert row or f"{multiple} ({form.name})" in page or form not in formats_by_option("cpu").values()
+@pytest.mark.parametrize("output_format", FORMATS.values(), ids=lambda x: x.name)
+def test_bytes_of_every_format_are_documented(output_format: Format) -> None:
+    page, multiple = read_text(BYTES_PAGE), output_format.encoding.multiple
+    assert f"{output_format.name} version {output_format.encoding.version}" in " ".join(page.split()), (
+        "a new version? describe its bytes"
+    )
+    assert output_format.loose is None or output_format.loose in page
+    row = re.search(rf"^\| `{output_format.option}` \|.*\| {multiple} \|$", page, re.MULTILINE)
+    assert row or f"{multiple} ({output_format.name})" in page or output_format not in formats_by_option("cpu").values()
 
 
-def test_every_quantizer_and_decoder_is_in_numerics() -> None:
-    page = text_of(NUMBERS_PAGE).lower()
+def test_numerics_describes_every_quantizer_and_decoder() -> None:
+    page = read_text(NUMBERS_PAGE).lower()
     for name in ROW_GRIDS:
         assert name in page, name
     for kind in KINDS:
-        for text in (page, text_of(FORMATS_PAGE).lower()):
+        for text in (page, read_text(FORMATS_PAGE).lower()):
             assert kind in text or kind.replace("_", " ") in text, kind
 
 
-def test_the_formula_of_a_tile_is_that_of_the_reference() -> None:
-    """The Python in bytes.md says where a code lies; the NumPy reference puts it there."""
+def test_documented_offset_equals_that_of_the_reference() -> None:
+    """The Python code in bytes.md gives the position of a code in the bytes of the NumPy reference."""
     scope: dict[str, Any] = {}
-    exec(next(blocks(text_of(BYTES_PAGE), "python")), scope)
+    exec(next(blocks(read_text(BYTES_PAGE), "python")), scope)
     rng = np.random.default_rng(0)
     for bits, n, k in ((8, 128, 3712), (4, 256, 3712), (8, 64, 192), (4, 128, 128)):
         codes = rng.integers(-7, 8, (n, k)).astype(np.int8)
@@ -399,11 +403,11 @@ def test_the_formula_of_a_tile_is_that_of_the_reference() -> None:
             assert packed[byte] >> bit & mask == int(codes[row, column]) & mask, (bits, n, k, row, column)
 
 
-def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: Any, example: Path) -> None:
-    """Every key of the manifest, of a shard's metadata and of quantization_config stands in bytes.md."""
+def test_every_key_of_manifest_and_metadata_is_documented(tmp_path: Path, cli: Any, example: Path) -> None:
+    """bytes.md names every key of the manifest, of a shard's metadata and of quantization_config."""
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--verify-inputs")
-    page = text_of(BYTES_PAGE)
+    page = read_text(BYTES_PAGE)
     cli("gpu", "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN")
     names = set[str]()
     for output in (out, tmp_path / "gpu"):
@@ -418,8 +422,8 @@ def test_the_manifest_of_an_output_is_the_documented_one(tmp_path: Path, cli: An
 # ---- architectures --------------------------------------------------------------------------------------------------
 
 
-def _short(style: Style) -> str:
-    """How a table cell shows a style: what its tensor names differ in, in braces; N is the expert."""
+def _style_cell(style: Style) -> str:
+    """Return the table cell of a style: the differences of its tensor names in braces; N is the expert."""
     names = [getattr(style, part) for part in style.matrices]
     names = [re.sub(r"^\{prefix\}layers\.\{layer\}\.", "", name).removesuffix(".weight") for name in names]
     names = [name.replace("{expert}", "N") for name in names]
@@ -430,31 +434,31 @@ def _short(style: Style) -> str:
 
 
 def _row(arch: Arch) -> str:
-    stored = ", ".join(_short(style) for style in arch.stored)
+    stored = ", ".join(_style_cell(style) for style in arch.stored)
     if arch.refusal is not None:
-        verdict = f"**refused**: {arch.refusal}"
+        result = f"**refused**: {arch.refusal}"
     elif arch.activation != "silu" or arch.weights_on != "output":
-        verdict = f"converted with a warning: {arch.instead}"
+        result = f"converted with a warning: {arch.instead}"
     else:
-        verdict = "converted"
+        result = "converted"
     inputs = ", weights on the input" if arch.weights_on == "input" else ""
     computes = f"`{arch.activation}`{inputs}" if arch.stored else ""
-    return f"| {arch.name} | {', '.join(f'`{m}`' for m in arch.matches)} | {stored} | {computes} | {verdict} |"
+    return f"| {arch.name} | {', '.join(f'`{m}`' for m in arch.matches)} | {stored} | {computes} | {result} |"
 
 
-def table() -> str:
-    """The table of docs/reference/architectures.md."""
+def architecture_table() -> str:
+    """Return the table of docs/reference/architectures.md."""
     head = "| family | `model_type` or `architectures` | experts | activation | |\n|---|---|---|---|---|"
     return "\n".join([head, *map(_row, ARCHS)])
 
 
-def test_the_table_of_architectures_is_that_of_the_code() -> None:
-    if table() not in text_of(ARCHITECTURES_PAGE):
+def test_documented_architectures_equal_the_table() -> None:
+    if architecture_table() not in read_text(ARCHITECTURES_PAGE):
         pytest.fail("docs/reference/architectures.md differs from archs.py: run `python tests/test_docs.py`")
 
 
 def test_activations_prefixes_and_config_keys_are_documented() -> None:
-    page = text_of(ARCHITECTURES_PAGE)
+    page = read_text(ARCHITECTURES_PAGE)
     for name, formula in ACTIVATIONS.items():
         assert f"`{name}`" in page
         assert formula in page
@@ -463,8 +467,8 @@ def test_activations_prefixes_and_config_keys_are_documented() -> None:
         assert f"`{key}`" in page, key
 
 
-def test_the_example_of_an_own_row_can_be_read_and_every_key_is_named() -> None:
-    page = text_of(ARCHITECTURES_PAGE)
+def test_documented_arch_file_can_be_read_and_every_key_is_named() -> None:
+    page = read_text(ARCHITECTURES_PAGE)
     arch = parse_arch(next(blocks(page, "toml")))
     assert arch.name
     for field in fields(Arch):
@@ -476,62 +480,62 @@ def test_the_example_of_an_own_row_can_be_read_and_every_key_is_named() -> None:
 
 
 def anchors(text: str) -> set[str]:
-    """The anchors that a page's headings get (as GitHub makes them)."""
+    """Return the anchors that GitHub makes of a page's headings."""
     plain = FENCE.sub("", text)
     titles = re.findall(r"^#{1,6} (.+)$", plain, re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_links_lead_somewhere(page: Path) -> None:
-    text = FENCE.sub("", text_of(page))
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_have_a_target(page: Path) -> None:
+    text = FENCE.sub("", read_text(page))
     for target in LINK.findall(text):
         if re.match(r"[a-z]+:", target):
             continue
         path, _, anchor = target.partition("#")
         file = (page.parent / path).resolve() if path else page
-        assert file.exists(), f"{named(page)}: {target} leads nowhere"
-        assert file.is_relative_to(ROOT), f"{named(page)}: {target} leads out of the project"
+        assert file.exists(), f"{page_id(page)}: {target} does not exist"
+        assert file.is_relative_to(ROOT), f"{page_id(page)}: {target} is outside the project"
         if anchor and file.suffix == ".md":
-            assert anchor in anchors(text_of(file)), f"{named(page)}: {target}: no such heading"
+            assert anchor in anchors(read_text(file)), f"{page_id(page)}: {target}: no such heading"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_no_page_names_a_path_of_its_writers(page: Path) -> None:
-    match = OWN_PATHS.search(text_of(page))
-    assert match is None, f"{named(page)}: {match[0]}"
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_no_page_names_a_path_of_the_writers_machine(page: Path) -> None:
+    match = OWN_PATHS.search(read_text(page))
+    assert match is None, f"{page_id(page)}: {match[0]}"
 
 
-def test_the_transcript_is_what_the_program_prints(tmp_path: Path, cli: Any, example: Path) -> None:
-    """Every line of inspect's and verify's report on the bundled model, but for paths and advice for this machine."""
+def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, example: Path) -> None:
+    """Transcripts of inspect and verify are complete, except paths and advice for this machine."""
     out = tmp_path / "out"
     cli("cpu", "-i", example, "-o", out, "--quant-method", "int4", "--threadpool-count", 2)
     inspected, verified = cli("inspect", example).stdout, cli("verify", out, "--against", example, "--full").stdout
     for page, output in ((page_of("inspect"), inspected), (README, verified)):
-        lines = text_of(page).splitlines()
+        lines = read_text(page).splitlines()
         for line in output.splitlines():
             if not line.startswith(("checkpoint ", "output ", "ktconvert cpu ", "ktconvert gpu ")):
-                assert line in lines, f"{named(page)}, transcript: {line!r} is missing; paste `make demo` again"
+                assert line in lines, f"{page_id(page)}, transcript: {line!r} is missing; paste `make demo` again"
 
 
-def test_figures_of_one_machine_are_marked() -> None:
-    """The transcripts of the README and of commands: speeds, and what comes from torch's sums."""
+def test_figures_that_depend_on_the_machine_are_marked() -> None:
+    """Speeds and results of torch in the transcripts of the README and of commands differ between machines."""
     machine = re.compile(r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|^\d+ +0\.\d+$")
     for page in (README, *map(page_of, COMMANDS)):
-        lines = [line for block in blocks(text_of(page), "text") for line in block.splitlines()]
+        lines = [line for block in blocks(read_text(page), "text") for line in block.splitlines()]
         figures = [line for line in lines if machine.search(line.removesuffix("  †"))]
         assert [line for line in figures if not line.endswith("  †")] == []
         assert [line for line in lines if line.endswith("†") and line not in figures] == []
 
 
 def test_the_readme_is_short_and_names_every_command() -> None:
-    text = text_of(README)
+    text = read_text(README)
     assert len(text.splitlines()) <= 200, "README.md: more than 200 lines; move details to docs/"
     assert [name for name in COMMANDS if not re.search(rf"\b{name}\b", text)] == []
 
 
-def texts_of_code() -> str:
-    """Every string of the program, a line each, with … for what is put into it."""
+def strings_of_code() -> str:
+    """Return every string of the program, one per line, with … for inserted values."""
 
     def text(node: ast.AST) -> str:
         if isinstance(node, ast.JoinedStr):
@@ -539,13 +543,13 @@ def texts_of_code() -> str:
         return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
     paths = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
-    return "\n".join({repr(text(node)) for path in paths for node in ast.walk(ast.parse(text_of(path)))})
+    return "\n".join({repr(text(node)) for path in paths for node in ast.walk(ast.parse(read_text(path)))})
 
 
-def test_the_messages_are_those_of_the_program() -> None:
-    """The headings with … of the page by messages: each piece between two … stands in the code."""
-    page = text_of(DOCS / "how-to" / "troubleshoot.md")
-    code = texts_of_code().replace("\\'", "'")
+def test_messages_of_the_troubleshooting_page_exist() -> None:
+    """Each part of a heading between two … is in a string of the program."""
+    page = read_text(DOCS / "how-to" / "troubleshoot.md")
+    code = strings_of_code().replace("\\'", "'")
     messages = [line[4:] for line in page.splitlines() if line.startswith("### ") and "…" in line]
     assert len(messages) > 10
     pieces = [piece.strip(" .") for message in messages for piece in message.split("…")]
@@ -553,24 +557,24 @@ def test_the_messages_are_those_of_the_program() -> None:
 
 
 @pytest.mark.parametrize("name", ["accuracy", "gguf", "decode"])
-def test_figures_are_drawn_from_what_the_pages_print(name: str) -> None:
+def test_data_of_figures_equals_the_tables_of_the_pages(name: str) -> None:
     """Each row of a figure's data is a row of a table."""
-    data = json.loads(text_of(DOCS / "figures" / f"{name}.json"))
-    lines = {line for page in (DOCS / "explanation").glob("*.md") for line in text_of(page).splitlines()}
+    data = json.loads(read_text(DOCS / "figures" / f"{name}.json"))
+    lines = {line for page in (DOCS / "explanation").glob("*.md") for line in read_text(page).splitlines()}
     rows = [f"| {' | '.join(row)} |".replace("|  |", "| |") for key in {*data} - {"bandwidth"} for row in data[key]]
     assert rows and [row for row in rows if row.replace("|  |", "| |") not in lines] == []
 
 
 def test_every_page_is_in_the_menu() -> None:
     """mkdocs.yml lists each page of docs/ once."""
-    listed = re.findall(r"[\w/-]+\.md$", text_of(ROOT / "mkdocs.yml").partition("\nnav:\n")[2], re.M)
+    listed = re.findall(r"[\w/-]+\.md$", read_text(ROOT / "mkdocs.yml").partition("\nnav:\n")[2], re.M)
     assert sorted(listed) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
 if __name__ == "__main__":
     for each in COMMANDS:
         page_of(each).write_text(with_rows_of_options(each))
-    JSON_PAGE.write_text(with_events(text_of(JSON_PAGE)))
+    JSON_PAGE.write_text(with_events(read_text(JSON_PAGE)))
     SCHEMA.write_text(schema())
     old = re.compile(r"^\| family \|.*(?:\n\|.*)*", re.M)
-    ARCHITECTURES_PAGE.write_text(old.sub(lambda _: table(), text_of(ARCHITECTURES_PAGE), count=1))
+    ARCHITECTURES_PAGE.write_text(old.sub(lambda _: architecture_table(), read_text(ARCHITECTURES_PAGE), count=1))

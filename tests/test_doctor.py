@@ -1,4 +1,4 @@
-"""`ktconvert doctor`: the facts of this machine, the flags that follow, and a sentence for everything in the way."""
+"""Tests of `ktconvert doctor`: facts of this machine, recommended flags, and one sentence for each problem."""
 
 import json
 import resource
@@ -26,7 +26,7 @@ NODES = {"numa_nodes": (0, 1), "machine_numa_nodes": (0, 1), "pools": 2}
 REST = {"disk": Disk("/data", 4000 * GIB, None, 2e9, True, None), "versions": {"python": "3.11.7", "torch": None}}
 SERVER = MachineReport(**CPU, **KERNELS, **NODES, **MEMORY, **REST)  # type: ignore[arg-type]
 
-IN_THE_WAY = {
+PROBLEMS = {
     "no extension": ({"isa_problem": "broken.", "isas": (), "isa": None}, ["broken."]),
     "no AVX2": ({"features": (), "isas": ("scalar",), "isa": "scalar"}, ["no AVX2"]),
     "no AVX-512": ({"features": ("avx2",), "isas": ("scalar", "avx2"), "isa": "avx2"}, ["no AVX-512"]),
@@ -52,21 +52,21 @@ def test_good_server_has_no_warnings() -> None:
     assert dict(machine_rows(SERVER))["torch"] == "not installed here"
 
 
-@pytest.mark.parametrize("what", IN_THE_WAY)
-def test_each_problem_gives_a_sentence(what: str) -> None:
-    change, expected = IN_THE_WAY[what]
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_each_problem_gives_a_sentence(problem: str) -> None:
+    change, expected = PROBLEMS[problem]
     facts = replace(SERVER, **change)
-    for sentence, part in zip(warnings(facts), expected, strict=True):
-        assert part in sentence and sentence.endswith(".")
+    for sentence, words in zip(warnings(facts), expected, strict=True):
+        assert words in sentence and sentence.endswith(".")
 
 
 def test_json_describes_this_machine(tmp_path: Path, cli: Any) -> None:
-    """The real command; a wrong setting is reported."""
-    said = cli("doctor", "--disk", tmp_path).stdout
-    assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in said and machine.cpu_name() in said
+    """A wrong setting is reported as a warning."""
+    report = cli("doctor", "--disk", tmp_path).stdout
+    assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in report and machine.cpu_name() in report
     done = cli("doctor", "--json", "--disk", tmp_path, env={"KTCONVERT_ISA": "mmx"})
     facts = json.loads(done.stdout)
-    assert done.stderr == "" and any("KTCONVERT_ISA" in text for text in facts["warnings"])
+    assert done.stderr == "" and any("KTCONVERT_ISA" in warning for warning in facts["warnings"])
     facts = json.loads(cli("doctor", "--json", "--disk", tmp_path).stdout)
     assert facts["isas"] == list(kernels.available_isas()) and facts["isa"] == kernels.isa()
     assert facts["kt_flags"]["--kt-cpuinfer"] == facts["physical_cores"] == machine.physical_cores()
@@ -77,7 +77,7 @@ def test_json_describes_this_machine(tmp_path: Path, cli: Any) -> None:
 
 
 def test_extension_and_cpuinfo_agree_on_avx() -> None:
-    # The C side asks CPUID and XCR0, the kernel prints its own view; they are two ways to the same answer.
+    # C asks CPUID and XCR0, and Linux lists the features in /proc/cpuinfo; both must agree.
     flags = machine.cpu_flags()
     if flags:
         assert ("avx2" in kernels.available_isas()) == ({"avx2", "f16c"} <= flags)
@@ -87,8 +87,8 @@ def test_extension_and_cpuinfo_agree_on_avx() -> None:
 def test_measuring_keeps_the_file_size_limit(tmp_path: Path, limit: int) -> None:
     code = "from pathlib import Path; from ktconvert.pipeline.cli.doctor import *; import sys; package_versions()\n"
     code += "print(measure_disk(Path('.')), 'torch' in sys.modules)"
-    kept: Any = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, **kept)
+    limited: Any = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, **limited)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("False\n")  # nothing heavy is imported
     assert f"file_size_limit={limit}" in done.stdout
     assert ("there is no room for a measurement" in done.stdout) == (limit < 4 << 20)
@@ -97,7 +97,8 @@ def test_measuring_keeps_the_file_size_limit(tmp_path: Path, limit: int) -> None
     assert disk.write_speed is None and disk.problem == "No such file or directory" and disk.free > 0
 
 
-NODES_HERE = {  # pools, nodes of this process, of the machine -> what the plan says of them; test_machine.py counts them
+# (pools, nodes of this process, nodes of the machine) -> note of the plan. test_machine.py tests the counts.
+NODES_HERE = {
     (2, 2, 2): "this machine has 2 nodes",
     (1, 1, 2): "this process may use 1 of this machine's 2 nodes",
     (1, 2, 2): "this process has CPU time for 1 thread (cgroup quota)",
@@ -119,5 +120,5 @@ def test_doctor_plan_and_inspect_report_the_same_nodes(
     options = ("--threadpool-count", 4, "--quant-method", "int8", "--dry-run")
     note = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options).stderr.splitlines()[0]
     assert NODES_HERE[counts] in note and note.endswith(f"--threadpool-count {pools}")
-    made = json.loads(run_in_process("inspect", example, "--json").stdout)["convert"]
-    assert all(f"--threadpool-count {pools}" in line for line in made if "--threadpool-count" in line)
+    commands = json.loads(run_in_process("inspect", example, "--json").stdout)["convert"]
+    assert all(f"--threadpool-count {pools}" in line for line in commands if "--threadpool-count" in line)

@@ -1,4 +1,4 @@
-"""What surrounds the dot products of a forward gives the same bits with every instruction set, whatever the numbers are."""
+"""All steps of a forward except dot products give the same bits with every instruction set, for any numbers."""
 
 from typing import Any
 
@@ -16,9 +16,8 @@ from ktconvert.quantizers import reference
 from rig import isas
 from rig.pools import make_grouped_pool
 
-# bits, hidden, intermediate size of a part, parts, tokens, experts per token. What they are chosen for: blocks of
-# columns and what is left over of them, one and several column blocks, one and several parts, more than one row block
-# of tokens.
+# bits, hidden size, intermediate size of a NUMA slice, slices, tokens, experts per token. They cover full and partial
+# blocks of columns, one and several column blocks, one and several slices, and more than one row block of tokens.
 SHAPES = [
     (8, 64, 64, 1, 40, 2),
     (8, 320, 192, 2, 40, 3),
@@ -31,21 +30,21 @@ EXPERTS = 4
 
 
 def layer(bits: int, hidden: int, width: int, parts: int) -> LayerWeights:
-    """Experts with random codes, and a scale of every size that a row can have."""
+    """Return experts with random codes, and scales of every size that a row can have."""
     rng = np.random.default_rng(0)
     grid, arrays = Slicing(0, hidden, width * parts, parts), {}
     for part in grid.all_slices(range(EXPERTS)):
         codes = rng.integers(0, 256, part.n * part.k * bits // 8, np.uint8)
-        # gate * scale from 0.0001 to 1000 and more: both ends of exp, and all between.
+        # gate * scale is between 0.0001 and more than 1000, so that exp is tested in its whole range.
         scale = (10.0 ** rng.uniform(-6, 1, part.n) / np.sqrt(part.k)).astype(np.float32)
-        if part.projection == "down" or part.expert == 0:  # one such row of gate or up spoils all of down
+        if part.projection == "down" or part.expert == 0:  # one such row of gate or up makes all results of down NaN
             scale[rng.integers(0, part.n, 8)] = [0, -0.0, 1e30, 1e-38, 1e-42, np.inf, np.nan, -0.1]
         arrays[part] = (codes, scale.view(np.uint8))
     return LayerWeights(dict.fromkeys(PROJECTIONS, METHODS[f"AMXINT{bits}"]), grid, EXPERTS, arrays)
 
 
 def rows(tokens: int, hidden: int, seed: int) -> Any:
-    """BF16 bits [tokens, hidden]: Gaussian rows, and one of each thing that needs care."""
+    """Return BF16 bits [tokens, hidden]: Gaussian rows, and one row for each special case."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((tokens, hidden)).astype(np.float32)
     x[1] = 0
@@ -65,7 +64,7 @@ def rows(tokens: int, hidden: int, seed: int) -> Any:
 
 
 def routes(tokens: int, topk: int, seed: int) -> tuple[Any, Any]:
-    """Experts (some twice, some none) and weights of each token."""
+    """Return experts (some twice, some none) and weights of each token."""
     rng = np.random.default_rng(seed)
     ids = rng.integers(-1, EXPERTS, (tokens, topk)).astype(np.int64)
     weights = rng.uniform(0, 1, (tokens, topk)).astype(np.float32)
@@ -76,13 +75,13 @@ def routes(tokens: int, topk: int, seed: int) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
-    """Two threads; as two groups they add up their parts in memory of their own."""
+    """Two pools of two threads; the second has two groups, which accumulate in separate memory."""
     return [Pool(2), make_grouped_pool(2, 2)]
 
 
 @pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "x".join(map(str, s)))
-def test_instruction_sets_give_the_bits_of_scalar_kernels(
+def test_instruction_sets_give_the_same_bits_as_scalar_kernels(
     pools: list[Pool], shape: tuple[int, ...], exact: bool
 ) -> None:
     *sizes, tokens, topk = shape

@@ -1,4 +1,4 @@
-"""Emulated kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI)."""
+"""Tests of emulated kernels for instruction sets that this CPU may lack (AMX, AVX-VNNI)."""
 
 import os
 import re
@@ -46,8 +46,7 @@ def test_amx_reads_each_cache_line_of_the_weights_once(tmp_path: Path, bits: int
     program, include = tmp_path / "fetches", ROOT / "native_quant" / "csrc"
     command = [os.environ.get("CC", "cc"), "-std=c11", "-O1", f"-I{include}", f"-I{include / 'arch' / 'x86'}"]
     subprocess.run([*command, "-o", program, ROOT / "tests" / "rig" / "fetches.c"], check=True)
-    # One panel, several of equal and of unequal size, two column blocks; one panel, a row block, several. Panel by
-    # panel (up to two tiles of tokens) and panel by panel.
+    # k: within a column block of 3584, and beyond one. Tokens: at most two tiles (9, 32), and more (33).
     for k, panels, (m, rows) in product((128, 512, 768, 1280, 2048, 3712), (1, 2, 3, 8), ((9, 9), (32, 16), (33, 11))):
         case = [str(number) for number in (bits, m, rows, k, panels)]
         done = subprocess.run([program, *case], capture_output=True, text=True, check=True)

@@ -1,5 +1,6 @@
-"""Contradictory headers of every quantized encoding in safetensors: they are read, or refused in one sentence.
-KTCONVERT_FUZZ=100 makes so many times the mutations, other ones in each run.
+"""Contradictory headers of every quantized encoding in safetensors are read, or refused in one sentence.
+
+KTCONVERT_FUZZ=N tries N times as many mutations, with new random draws in each run.
 """
 
 import json
@@ -26,7 +27,7 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from rig.encodings import ENCODINGS, PROJECTIONS, write
 
-MORE = int(os.environ.get("KTCONVERT_FUZZ", "1"))
+REPEAT = int(os.environ.get("KTCONVERT_FUZZ", "1"))
 
 
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "auto-round")
@@ -56,7 +57,7 @@ SUFFIXES = (
 
 
 def change_config(random: Random, config: dict[str, Any]) -> None:
-    """A value of the quantization, or of what compressed-tensors says of a group of weights."""
+    """Change a value of quantization_config, or of a group of weights of compressed-tensors."""
     quant = config.get("quantization_config")
     if not isinstance(quant, dict) or random.random() < 0.1:
         config["quantization_config"] = random.choice((None, [], "gptq", {"quant_method": random.choice(METHODS)}))
@@ -69,18 +70,18 @@ def change_config(random: Random, config: dict[str, Any]) -> None:
         quant[key] = random.choice((*METHODS, *VALUES) if key == "quant_method" else VALUES)
 
 
-def other(random: Random, info: TensorInfo) -> TensorInfo:
-    """The tensor with another dtype or shape, with no more bytes than it has."""
+def change_tensor(random: Random, info: TensorInfo) -> TensorInfo:
+    """Return the tensor with a different dtype or shape that needs no more bytes."""
     dtype = random.choice(tuple(DTYPE_BITS)) if random.random() < 0.4 else info.dtype
-    bits, shape, by = DTYPE_BITS[dtype], info.shape, random.choice((2, 4, 8, 16))
+    bits, shape, factor = DTYPE_BITS[dtype], info.shape, random.choice((2, 4, 8, 16))
     items = info.nbytes * 8 // bits
     shapes: list[tuple[int, ...]] = [shape, shape[::-1], (items,), (), (0,), (0, *shape[1:]), (*shape[:-1], 0)]
     shapes += [(1, *shape), (*shape, 1), (2, *shape), tuple(random.choice((1, 2, n, n // 2)) for n in shape)]
     if len(shape) > 1:
         first, *inner, last = shape
-        less = random.randint(1, 8)
-        shapes += [(first // by, *inner, last * by), (first * by, *inner, last // by)]
-        shapes += [(max(1, first - less), *inner, last), (first, *inner, max(1, last - less))]
+        difference = random.randint(1, 8)
+        shapes += [(first // factor, *inner, last * factor), (first * factor, *inner, last // factor)]
+        shapes += [(max(1, first - difference), *inner, last), (first, *inner, max(1, last - difference))]
     shape = random.choice(shapes)
     if math.prod(shape) > items or math.prod(shape) * bits % 8:
         shape = (0,)
@@ -88,24 +89,24 @@ def other(random: Random, info: TensorInfo) -> TensorInfo:
 
 
 def change_tensors(random: Random, tensors: dict[str, TensorInfo]) -> None:
-    """Tensors of one role, of one expert or of all, are missing, changed, or have another name, too."""
+    """Remove, change, rename or duplicate the tensors of one role, of one expert or of all."""
     suffixes = {name.partition("_proj")[2] or "." + name.rpartition(".")[2] for name in tensors}
-    suffix, to = random.choice(sorted(suffixes or {""})), random.choice(SUFFIXES)
+    suffix, new_suffix = random.choice(sorted(suffixes or {""})), random.choice(SUFFIXES)
     names = [name for name in tensors if name.endswith(suffix)]
-    how, seed = random.choice(("drop", "rename", "double", "change", "change", "change")), random.getrandbits(64)
+    action, seed = random.choice(("drop", "rename", "duplicate", "change", "change", "change")), random.getrandbits(64)
     for name in random.choice((names, names, names[:1])):
         info = tensors[name]
-        if how in ("drop", "rename"):
+        if action in ("drop", "rename"):
             del tensors[name]
-        if how in ("rename", "double"):
-            new = name.removesuffix(suffix) + to
+        if action in ("rename", "duplicate"):
+            new = name.removesuffix(suffix) + new_suffix
             tensors[new] = replace(info, name=new)
-        if how == "change":
-            tensors[name] = other(Random(seed), info)
+        if action == "change":
+            tensors[name] = change_tensor(Random(seed), info)
 
 
 def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
-    """Decode what a conversion and what `dequantize` make of the headers; the refusals."""
+    """Decode the headers as a conversion and `dequantize` do; yield the refusals."""
     try:
         model = recognise(source, to_read=True)
         for expert in range(min(2, model.shape(0)[0])):
@@ -124,11 +125,11 @@ def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_contradictory_headers_give_one_sentence(name: str, tmp_path: Path) -> None:
-    """Tensors that are missing or of another type, shape or name, and other words in the config."""
+    """Tensors are missing, or have a different type, shape or name, and entries of the config change."""
     with open_checkpoint(write(name, tmp_path)[0]) as source:
         config, tensors = json.dumps(source.config), source.tensors
 
-        @settings(max_examples=60 * MORE, deadline=None, database=None, derandomize=MORE == 1)
+        @settings(max_examples=60 * REPEAT, deadline=None, database=None, derandomize=REPEAT == 1)
         @given(st.integers(0, (1 << 64) - 1))
         def check(seed: int) -> None:
             random = Random(f"{name} {seed}")
