@@ -1,4 +1,4 @@
-"""`--equalize`: the same model with columns of down that are alike: what it changes and gains, and what verify finds."""
+"""`--equalize` scales up and down against each other: columns of down become alike, and the model stays the same."""
 
 import json
 import shutil
@@ -32,14 +32,14 @@ SCRAMBLED = "layer 0: 0, 2"
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers; the columns of down of experts 0 and 2 of the first differ, and the rows of up make up for it."""
+    """Two layers; columns of down differ in experts 0 and 2 of the first layer, and rows of up compensate."""
     sizes = {"layers": 2, "experts": EXPERTS, "hidden": HIDDEN, "width": WIDTH}
     folder = conversion.checkpoint(tmp_path_factory.mktemp("equalize") / "source", **sizes)
     path, rng = folder / "model-00001-of-00003.safetensors", np.random.default_rng(0)
     tensors: dict[str, Any] = {name: (t.dtype, t.bits) for name, t in read_file(path).items()}
     for expert in (0, 2):
-        sizes_of_columns = np.exp(rng.normal(0, 0.7, WIDTH)).astype(np.float32)
-        for projection, factor in (("up", 1 / sizes_of_columns[:, None]), ("down", sizes_of_columns)):
+        column_scales = np.exp(rng.normal(0, 0.7, WIDTH)).astype(np.float32)
+        for projection, factor in (("up", 1 / column_scales[:, None]), ("down", column_scales)):
             name = f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"
             tensors[name] = ("BF16", f32_to_bf16(bf16_to_f32(tensors[name][1]) * factor))
     write_file(path, tensors, {"format": "pt"})
@@ -66,35 +66,35 @@ def convert(source: Path, output: Path, *options: object, command: str = "cpu") 
     return output
 
 
-def decoded(output: Path, layer: int, expert: int) -> list[Any]:
-    """Gate, up and down as the output holds them, float32."""
-    opened = open_output(output)
-    measured = measure(opened)
+def decode_expert(output: Path, layer: int, expert: int) -> list[Any]:
+    """Return gate, up and down of an output in float32."""
+    converted = open_output(output)
+    measured = measure(converted)
     assert measured.fmt is not None
     grid, encoding = Slicing(layer, HIDDEN, WIDTH, measured.numa), measured.fmt.layer_format(layer).encoding
     linears = []
     for projection in PROJECTIONS:
-        parts = []
-        for part in grid.slices(expert, projection):
-            suffixes = [tensor.name for tensor in encoding.tensors(part.n, part.k)]
-            stored = [opened.read(opened.tensors[part.id, suffix]) for suffix in suffixes]
-            parts.append(encoding.decode(stored, part.n, part.k, slice(None)))
-        linears.append(join_slices(projection, parts))
+        slices = []
+        for numa_slice in grid.slices(expert, projection):
+            suffixes = [tensor.name for tensor in encoding.tensors(numa_slice.n, numa_slice.k)]
+            stored = [converted.read(converted.tensors[numa_slice.id, suffix]) for suffix in suffixes]
+            slices.append(encoding.decode(stored, numa_slice.n, numa_slice.k, slice(None)))
+        linears.append(join_slices(projection, slices))
     return linears
 
 
-def scaled(bits: Any, exponents: Any) -> Any:
+def scale_copy(bits: Any, exponents: Any) -> Any:
     copy = bits.copy()
     equalizing.scale(copy, exponents)
     return copy
 
 
-EXTREMES = np.array([0, 0x8000, 1, 0x0080, 0x2000, 0x5F00, 0x7F7F, 0xFF80, 0x7FC0], np.uint16)  # 0 to NaN
+EXTREMES = np.array([0, 0x8000, 1, 0x0080, 0x2000, 0x5F00, 0x7F7F, 0xFF80, 0x7FC0], np.uint16)  # from 0 to NaN
 
 
 @given(st.integers(0, 2**32 - 1), st.floats(0, 20), st.booleans())
-def test_an_equalized_expert_is_the_same(seed: int, spread: float, extremes: bool) -> None:
-    """Every product of a number of row i of up and one of column i of down stays, exactly."""
+def test_equalizing_changes_no_product_of_up_and_down(seed: int, spread: float, extremes: bool) -> None:
+    """The product of any number in row i of up with any in column i of down does not change."""
     rng = np.random.default_rng(seed)
     sizes = 2.0 ** rng.normal(0, spread, 32)
     up, down = (
@@ -104,27 +104,27 @@ def test_an_equalized_expert_is_the_same(seed: int, spread: float, extremes: boo
     if extremes:
         for bits in (up, down):
             bits[rng.random(bits.shape) < 0.01] = rng.choice(EXTREMES)
-    found = equalizing.exponents(up, down)
+    row_exponents = equalizing.exponents(up, down)
     level = equalizing.levels(down)
     center, before = equalizing.center_and_spread(level)
-    if found is None:
-        clamped = extremes or spread > 10  # then there may be nothing that stays normal
+    if row_exponents is None:
+        clamped = extremes or spread > 10  # then scaling could leave the range of normal numbers
         assert before <= equalizing.THRESHOLD or clamped
         return
     assert before > equalizing.THRESHOLD
-    pairs = ((up, found[:, None]), (down, -found))
+    pairs = ((up, row_exponents[:, None]), (down, -row_exponents))
     for bits, exponents in pairs:
-        x, y = (bf16_to_f32(each).astype(np.float64) for each in (bits, scaled(bits, exponents)))
+        x, y = (bf16_to_f32(each).astype(np.float64) for each in (bits, scale_copy(bits, exponents)))
         np.testing.assert_array_equal(y, x * 2.0**exponents)
         changed = np.abs(y[(y != x) & np.isfinite(y)])
         assert not changed.size or (changed.min() >= 2.0**-63 and changed.max() < 2.0**64)
     if not extremes and spread < 5:
-        left = equalizing.levels(scaled(down, -found))
-        assert np.abs(left - center).max() <= 0.5 + 1e-9
+        remaining = equalizing.levels(scale_copy(down, -row_exponents))
+        assert np.abs(remaining - center).max() <= 0.5 + 1e-9
 
 
-def test_levels_are_those_of_the_definition() -> None:
-    """Computed with integers: exact."""
+def test_levels_equal_the_definition() -> None:
+    """The expected values are computed exactly, with integers."""
     rng = np.random.default_rng(1)
     down = f32_to_bf16((rng.standard_normal((200, 16)) * 2.0 ** rng.normal(0, 1, 16)).astype(np.float32))
     values = bf16_to_f32(down).astype(np.float64)
@@ -134,7 +134,7 @@ def test_levels_are_those_of_the_definition() -> None:
 
 
 PAIR: dict[str, tuple[str, ...]] = {"plain": (), "equalized": ("--equalize",)}
-WAYS: dict[str, tuple[object, ...]] = {
+CASES: dict[str, tuple[object, ...]] = {
     "int4": (),
     "int8": ("--quant-method", "int8", "--threadpool-count", 1),
     "mse": ("--scale", "mse", "--max-shard-size", "100KB"),
@@ -147,63 +147,72 @@ WAYS: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_verify_proves_it(way: str, source: Path, imatrix: Path, tmp_path: Path) -> None:
-    """Layers that are alike have the bytes of a conversion without it; so has gate. Of what differs, verify says why."""
-    options = [imatrix if word == "IMATRIX" else word for word in WAYS[way]]
-    plain, output = (convert(source, tmp_path / name, *options, *more) for name, more in PAIR.items())
-    given = ("--imatrix", imatrix) if way == "imatrix" else ()
-    report = require_accepted(output, "--against", source, "--full", *given)
+@pytest.mark.parametrize("case", CASES)
+def test_verify_accepts_equalized_experts(case: str, source: Path, imatrix: Path, tmp_path: Path) -> None:
+    """Only up and down of experts whose columns differ have other bytes than without --equalize.
+
+    verify explains each difference.
+    """
+    options = [imatrix if word == "IMATRIX" else word for word in CASES[case]]
+    plain, output = (convert(source, tmp_path / name, *options, *equalize) for name, equalize in PAIR.items())
+    statistics = ("--imatrix", imatrix) if case == "imatrix" else ()
+    report = require_accepted(output, "--against", source, "--full", *statistics)
     assert (
         "2 experts are equalized, up has the codes that it has without --equalize"
         in find_check(report, "source")["result"]
     )
     assert report["equalized"] == [SCRAMBLED] and f"| equalized | {SCRAMBLED} |" in (output / "README.md").read_text()
-    without = require_accepted(plain, "--against", source, "--full", *given)
-    errors, before = ({(e["layer"], e["projection"]): e for e in each["errors"]} for each in (report, without))
-    assert [at for at in before if errors[at] != before[at]] == [(0, "down")] and errors.keys() == before.keys()
+    without = require_accepted(plain, "--against", source, "--full", *statistics)
+    errors, errors_without = ({(e["layer"], e["projection"]): e for e in each["errors"]} for each in (report, without))
+    assert [key for key in errors_without if errors[key] != errors_without[key]] == [
+        (0, "down")
+    ] and errors.keys() == errors_without.keys()
     for expert in range(EXPERTS):
-        same = [np.array_equal(*pair) for pair in zip(*(decoded(p, 0, expert) for p in (plain, output)), strict=True)]
-        assert same == [True, expert == 1, expert == 1]
+        equal = [
+            np.array_equal(*pair) for pair in zip(*(decode_expert(p, 0, expert) for p in (plain, output)), strict=True)
+        ]
+        assert equal == [True, expert == 1, expert == 1]
     manifest = json.loads((output / "manifest.json").read_bytes())
     assert manifest["settings"]["equalize"] is True
     assert "equalize" not in json.loads((plain / "manifest.json").read_bytes())["settings"]
 
 
-def test_its_outputs_are_nearer(source: Path, tmp_path: Path) -> None:
-    """Of an expert whose small columns read large inputs. The checkpoint says what it computes."""
+def test_equalized_experts_have_less_error(source: Path, tmp_path: Path) -> None:
+    """The small columns of the expert have large inputs. The reference is the checkpoint."""
     tensors = read_file(source / "model-00001-of-00003.safetensors")
     name = "model.layers.0.mlp.experts.2.{}_proj.weight"
     exact = [bf16_to_f32(tensors[name.format(projection)].bits) for projection in PROJECTIONS]
     x = np.random.default_rng(0).standard_normal((64, HIDDEN)).astype(np.float32)
 
-    def computed(gate: Any, up: Any, down: Any) -> Any:
+    def forward(gate: Any, up: Any, down: Any) -> Any:
         g = x @ gate.T
         return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
 
-    outputs = {name: convert(source, tmp_path / name, "--scale", "mse", *more) for name, more in PAIR.items()}
-    errors = {name: np.linalg.norm(computed(*decoded(path, 0, 2)) - computed(*exact)) for name, path in outputs.items()}
+    outputs = {name: convert(source, tmp_path / name, "--scale", "mse", *equalize) for name, equalize in PAIR.items()}
+    errors = {
+        name: np.linalg.norm(forward(*decode_expert(path, 0, 2)) - forward(*exact)) for name, path in outputs.items()
+    }
     assert errors["equalized"] < 0.5 * errors["plain"]
 
 
 def test_importance_grows_with_the_inputs(source: Path) -> None:
-    with open_checkpoint(str(source)) as opened:
-        model = moe_model.equalize(moe_model.recognise(opened), (0, 1))
-        known: Any = SimpleNamespace(
-            importance=lambda *_: np.ones(WIDTH, np.float32)
-        )  # each column as well as any other
-        of_layer = [importance_of(model, known, layer) for layer in (0, 1)]
+    with open_checkpoint(str(source)) as checkpoint:
+        model = moe_model.equalize(moe_model.recognise(checkpoint), (0, 1))
+        equal_importance: Any = SimpleNamespace(importance=lambda *_: np.ones(WIDTH, np.float32))
+        by_layer = [importance_of(model, equal_importance, layer) for layer in (0, 1)]
         exponents = model.exponents(0, 2)
     assert exponents is not None
-    importance = [of and of(2, "down") for of in of_layer]
+    importance = [function and function(2, "down") for function in by_layer]
     ratio = importance[0] / 4.0**exponents
     assert (ratio == ratio[0]).all() and ratio[0] > 0 and importance[0].max() == 1 == importance[1].max()
-    assert (of_layer[0](2, "up") == 1).all()  # type: ignore[misc]
+    assert (by_layer[0](2, "up") == 1).all()  # type: ignore[misc]
 
 
-def test_it_outlives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path) -> None:
-    whole = convert(source, tmp_path / "whole", "--equalize", "--threadpool-count", 1)
-    done = conversion.run_in_process("resplit", whole, tmp_path / "two", "--threadpool-count", 2, "--against", source)
+def test_equalizing_survives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path) -> None:
+    one_slice = convert(source, tmp_path / "one", "--equalize", "--threadpool-count", 1)
+    done = conversion.run_in_process(
+        "resplit", one_slice, tmp_path / "two", "--threadpool-count", 2, "--against", source
+    )
     assert done.exception is None, done.exception
     assert "--equalize" in done.output or "resplit is as good" in done.output
     assert require_accepted(tmp_path / "two", "--against", source)["equalized"] == [SCRAMBLED]
@@ -213,12 +222,12 @@ def test_it_outlives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path)
     assert f"| equalized | {SCRAMBLED} |" in (gpu / "README.md").read_text()
 
 
-def test_a_wrong_exponent_is_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_detects_a_wrong_exponent(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = equalizing.exponents
 
     def wrong(up: Any, down: Any) -> Any:
-        found = right(up, down)
-        return found if found is None else found + (np.arange(len(found)) == 7).astype(np.int8)
+        exponents = right(up, down)
+        return exponents if exponents is None else exponents + (np.arange(len(exponents)) == 7).astype(np.int8)
 
     with monkeypatch.context() as patched:
         patched.setattr(equalizing, "exponents", wrong)
@@ -226,8 +235,8 @@ def test_a_wrong_exponent_is_found(source: Path, tmp_path: Path, monkeypatch: py
     assert "quantizing the source gives" in require_refused(output, "--against", source)
 
 
-def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were factors no powers of two, neither conversion nor verify would differ; the codes would."""
+def test_verify_detects_different_codes_of_up(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With factors that are not powers of two, conversion and verify agree, but the codes change."""
 
     def scale(bits: Any, exponents: Any) -> None:
         bits[:] = f32_to_bf16((bf16_to_f32(bits) * 1.4**exponents).astype(np.float32))
@@ -240,33 +249,35 @@ def test_other_codes_of_up_are_found(source: Path, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("options", "code", "says"),
+    ("options", "code", "message"),
     [
         (("cpu", "--quant-method", "fp8"), 2, "FP8 keeps every number, or scales rows and columns together"),
         (("cpu", "--quant-method", "bf16"), 2, "BF16 keeps every number"),
-        (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up is scaled"),  # of a model that clamps it
+        (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up is scaled"),  # for a model that clamps up
         (("cpu", "--scale", "gptq", "--save-statistics", "S"), 2, "would describe the equalized experts"),
         (("gpu", "--quant-type", "W4A16", "--engine", "oneshot"), 2, "reads the original checkpoint"),
     ],
 )
-def test_what_is_refused(options: tuple[str, ...], code: int, says: str, source: Path, tmp_path: Path) -> None:
-    command, *more = options
+def test_unsupported_combinations_with_equalize_are_refused(
+    options: tuple[str, ...], code: int, message: str, source: Path, tmp_path: Path
+) -> None:
+    command, *arguments = options
     if code == 3:
         source = Path(shutil.copytree(source, tmp_path / "clamped"))
         edit_json(source / "config.json", lambda config: config.update(swiglu_limit=7.0))
-    if "gptq" in more or command == "gpu":
+    if "gptq" in arguments or command == "gpu":
         pytest.importorskip("llmcompressor")
-        more += ["--dataset", str(source / "tokenizer.json")]
-    done = conversion.run_in_process(command, "-i", source, "-o", tmp_path / "out", "--equalize", *more)
-    assert getattr(done.exception, "exit_code", None) == code and says in str(done.exception), done.exception
+        arguments += ["--dataset", str(source / "tokenizer.json")]
+    done = conversion.run_in_process(command, "-i", source, "-o", tmp_path / "out", "--equalize", *arguments)
+    assert getattr(done.exception, "exit_code", None) == code and message in str(done.exception), done.exception
 
 
 def test_inspect_shows_how_much_columns_differ(source: Path, tmp_path: Path) -> None:
     layers = json.loads(conversion.run_in_process("inspect", source, "--columns", "--json").output)["columns"]
-    assert [(layers[at]["experts"], layers[at]["above"]) for at in "01"] == [(EXPERTS, 2), (EXPERTS, 0)]
+    assert [(layers[layer]["experts"], layers[layer]["above"]) for layer in "01"] == [(EXPERTS, 2), (EXPERTS, 0)]
     assert layers["0"]["most"] > 0.8 and layers["0"]["of_expert"] in (0, 2) and layers["1"]["most"] < 0.3
-    said = conversion.run_in_process("inspect", source, "--columns").output
-    assert "2 of 3 sampled experts above 0.5" in said and "0 of 3 sampled experts above 0.5" in said
+    text = conversion.run_in_process("inspect", source, "--columns").output
+    assert "2 of 3 sampled experts above 0.5" in text and "0 of 3 sampled experts above 0.5" in text
     plan = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", "--equalize", "--dry-run").output
     assert "columns of down_proj differ by more than 0.5" in " ".join(plan.split())
     error = conversion.run_in_process("inspect", convert(source, tmp_path / "out"), "--columns").exception

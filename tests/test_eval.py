@@ -55,15 +55,15 @@ def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[s
     return {method: root / method for method in METHODS}
 
 
-def which(method: str) -> str:
+def option_of(method: str) -> str:
     """Return the option of `eval` for a method."""
     if method[0] == "W" and find_spec("compressed_tensors") is None:
         pytest.skip("compressed-tensors is not installed")
     return "--gpu-weights" if method[0] == "W" else "--cpu-weights"
 
 
-def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--cpu-weights") -> Result:
-    arguments = [model, which, weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *rest]
+def run(model: Path, weights: Path, text: Path, *options: object, option: str = "--cpu-weights") -> Result:
+    arguments = [model, option, weights, "--text", text, "--window", WINDOW, "--max-windows", WINDOWS, *options]
     return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
@@ -71,14 +71,15 @@ def run(model: Path, weights: Path, text: Path, *rest: object, which: str = "--c
 def reports(converted: dict[str, Path], example: Path, text: Path) -> Reports:
     documents = {}
     for method, weights in converted.items():
-        done = run(example, weights, text, "--json", which=which(method))
+        done = run(example, weights, text, "--json", option=option_of(method))
         assert done.exception is None, (done.output, done.exception)
         documents[method] = json.loads(done.stdout)
     return documents
 
 
-def sentence(*arguments: Any, which: str = "--cpu-weights") -> tuple[int, str]:
-    done = run(*arguments, which=which)
+def error_of(*arguments: Any, option: str = "--cpu-weights") -> tuple[int, str]:
+    """Return exit code and message of a failing eval."""
+    done = run(*arguments, option=option)
     assert done.exception is not None
     assert hasattr(done.exception, "exit_code") or isinstance(done.exception, SystemExit), done.exception
     return getattr(done.exception, "exit_code", done.exit_code), str(done.exception)
@@ -90,25 +91,29 @@ def test_report_has_the_counts_and_plausible_errors(
 ) -> None:
     from transformers import AutoTokenizer
 
-    one, count = reports[method], len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
-    assert (one["windows"], one["window"], one["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
-    assert one["tokens"] == count and one["skipped_tokens"] == count - WINDOWS * WINDOW and one["skip_windows"] == 0
-    assert one["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
-    weights = {"--cpu-weights": one["cpu_weights"], "--gpu-weights": one["gpu_weights"]}
-    assert weights.pop(which(method)) == str(converted[method]) and [*weights.values()] == [None]
+    report, count = reports[method], len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
+    assert (report["windows"], report["window"], report["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
+    assert (
+        report["tokens"] == count
+        and report["skipped_tokens"] == count - WINDOWS * WINDOW
+        and report["skip_windows"] == 0
+    )
+    assert report["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
+    weights = {"--cpu-weights": report["cpu_weights"], "--gpu-weights": report["gpu_weights"]}
+    assert weights.pop(option_of(method)) == str(converted[method]) and [*weights.values()] == [None]
     divergence, agreement, error = METHODS[method]
-    before, after = one["perplexity"]["original"], one["perplexity"]["converted"]
+    before, after = report["perplexity"]["original"], report["perplexity"]["converted"]
     assert 20 < before < 80 and before == pytest.approx(reports["int8"]["perplexity"]["original"], rel=1e-6)
     assert abs(math.log(after / before)) < 5 * divergence[1]
-    assert divergence[0] < one["kl"]["mean"] < divergence[1]
-    assert one["kl"]["mean"] < one["kl"]["p99"] <= one["kl"]["max"]
-    assert agreement[0] < one["top1_agreement"] < agreement[1]
-    assert [row["layer"] for row in one["layers"]] == [0, 1]
-    assert all(error[0] < row["relative_error"] < error[1] for row in one["layers"])
+    assert divergence[0] < report["kl"]["mean"] < divergence[1]
+    assert report["kl"]["mean"] < report["kl"]["p99"] <= report["kl"]["max"]
+    assert agreement[0] < report["top1_agreement"] < agreement[1]
+    assert [row["layer"] for row in report["layers"]] == [0, 1]
+    assert all(error[0] < row["relative_error"] < error[1] for row in report["layers"])
 
 
 def test_original_perplexity_equals_that_of_transformers(reports: Reports, example: Path, text: Path) -> None:
-    """By transformers' own loss."""
+    """The reference is transformers' own loss."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(example)
@@ -130,15 +135,15 @@ def test_eval_prints_a_table_and_draws_a_plot(
     assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
     assert done.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    for content in (text.read_bytes(), publish.MARK.encode()):  # also if it is a plot of ours
+    for content in (text.read_bytes(), publish.MARK.encode()):  # even if ktconvert has drawn it
         (tmp_path / "t.svg").write_bytes(content)
-        said = sentence(example, converted["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
-        assert said[0] == 2 and "--text is the same file" in said[1]
+        code, message = error_of(example, converted["int4"], tmp_path / "t.svg", "--plot", tmp_path / "t.svg")
+        assert code == 2 and "--text is the same file" in message
         assert (tmp_path / "t.svg").read_bytes() == content
 
 
 def test_a_model_has_no_error_against_itself(example: Path, text: Path, converted: dict[str, Path]) -> None:
-    """No hook remains."""
+    """Afterwards, no hook remains."""
     choice = loading.ModelChoice(str(example), converted["int8"])
     windows = evaluate.cut_windows(choice, text.read_text(), text, 64, 2)
     original, converted = evaluate.load_pair(choice)
@@ -159,48 +164,58 @@ def test_eval_fails_for_predictions_that_are_not_finite(
 ) -> None:
     forward = Experts.forward
 
-    def broken(self: Experts, *arguments: Any, **rest: Any) -> Any:
+    def return_nan(self: Experts, *arguments: Any, **rest: Any) -> Any:
         out = forward(self, *arguments, **rest)
-        out[5:6] = 0x7FC0  # not one of the two tokens that loading computes
+        out[5:6] = 0x7FC0  # loading computes two other tokens
         return out
 
-    monkeypatch.setattr(Experts, "forward", broken)
-    code, message = sentence(example, converted["int8"], text)
+    monkeypatch.setattr(Experts, "forward", return_nan)
+    code, message = error_of(example, converted["int8"], text)
     assert code == VerificationError.exit_code and "not finite" in message
 
 
 def test_skip_windows_and_max_windows_select_windows(converted: dict[str, Path], example: Path, text: Path) -> None:
     choice = loading.ModelChoice(str(example))
-    every = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, None)
-    some = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, 4, 30)
-    assert every.tokens_before == 0 and (some.ids == every.ids[30:34]).all() and some.tokens_before == 30 * WINDOW
-    whole = every.ids.size + every.tokens_after
-    assert some.tokens_before + some.ids.size + some.tokens_after == whole == 4889
-    done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, which="--gpu-weights")
+    all_windows = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, None)
+    selected = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, 4, 30)
+    assert (
+        all_windows.tokens_before == 0
+        and (selected.ids == all_windows.ids[30:34]).all()
+        and selected.tokens_before == 30 * WINDOW
+    )
+    total = all_windows.ids.size + all_windows.tokens_after
+    assert selected.tokens_before + selected.ids.size + selected.tokens_after == total == 4889
+    done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, option="--gpu-weights")
     assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in done.stdout
     assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
 
 
 def test_compare_logits_matches_hand_computed_values() -> None:
-    """For p = (1/2, 1/4, 1/4) and q = (1/4, 1/2, 1/4)."""
+    """The distributions are p = (1/2, 1/4, 1/4) and q = (1/4, 1/2, 1/4)."""
     p, q = np.log([0.5, 0.25, 0.25]), np.log([0.25, 0.5, 0.25])
     count = 2 * evaluate.CHUNK + 3
-    one = evaluate.compare_logits(*(torch.tensor(np.tile(x, (count, 1))) for x in (p, q)), torch.arange(count) % 3)
-    assert all(len(getattr(one, name)) == count for name in ("original", "converted", "divergence", "agree"))
-    assert one.divergence == pytest.approx(0.25 * math.log(2))
-    assert one.original[:3] == pytest.approx(-p) and one.converted[:3] == pytest.approx(-q)
-    assert not one.agree.any()
+    comparison = evaluate.compare_logits(
+        *(torch.tensor(np.tile(x, (count, 1))) for x in (p, q)), torch.arange(count) % 3
+    )
+    assert all(len(getattr(comparison, name)) == count for name in ("original", "converted", "divergence", "agree"))
+    assert comparison.divergence == pytest.approx(0.25 * math.log(2))
+    assert comparison.original[:3] == pytest.approx(-p) and comparison.converted[:3] == pytest.approx(-q)
+    assert not comparison.agree.any()
     # A constant does not change a distribution; a token with probability 0 adds nothing.
     shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
-    one = evaluate.compare_logits(shifted, shifted + 7, torch.tensor([0, 1]))
-    assert one.divergence == pytest.approx(0, abs=1e-12) and one.agree.all() and np.isfinite(one.original).all()
+    comparison = evaluate.compare_logits(shifted, shifted + 7, torch.tensor([0, 1]))
+    assert (
+        comparison.divergence == pytest.approx(0, abs=1e-12)
+        and comparison.agree.all()
+        and np.isfinite(comparison.original).all()
+    )
     for original, difference, relative in ((4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)):
         assert evaluate.ExpertsError(3, difference, original).relative == relative
 
 
 @pytest.fixture(scope="module")
 def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: dict[str, Path]) -> dict[str, Path]:
-    """Return models, weights and texts by name, valid and invalid ones; "none" does not exist."""
+    """Return models, weights and texts by name, valid and invalid ones. The path "none" does not exist."""
     root = tmp_path_factory.mktemp("faulty")
     for name in ("bare", "damaged"):
         tokenizers = shutil.ignore_patterns("tokenizer*") if name == "bare" else None
@@ -211,8 +226,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, example: Path, converted: d
     (root / "binary.txt").write_bytes(b"\xff\xfe\x00")
     shutil.copytree(converted["W8A16"], root / "one layer fewer")
     edit_json(root / "one layer fewer" / "config.json", lambda config: config.update(num_hidden_layers=1))
-    given = {"example": example, "text": example.parent / "heldout.txt", **converted}
-    return {**{path.name: path for path in root.iterdir()}, **given, "none": root / "none"}
+    valid = {"example": example, "text": example.parent / "heldout.txt", **converted}
+    return {**{path.name: path for path in root.iterdir()}, **valid, "none": root / "none"}
 
 
 CPU, GPU = "--cpu-weights", "--gpu-weights"
@@ -233,12 +248,12 @@ REFUSED: list[tuple[str, str, str, str, tuple[Any, ...], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "which", "weights", "text", "options", "code", "words"), REFUSED)
+@pytest.mark.parametrize(("model", "option", "weights", "text", "options", "code", "message"), REFUSED)
 def test_eval_rejects_invalid_inputs(
-    model: str, which: str, weights: str, text: str, options: Any, code: int, words: str, faulty: dict[str, Path]
+    model: str, option: str, weights: str, text: str, options: Any, code: int, message: str, faulty: dict[str, Path]
 ) -> None:
-    found = sentence(faulty[model], faulty[weights], faulty[text], *options, which=which)
-    assert found[0] == code and re.search(words, found[1]), found
+    exit_code, error = error_of(faulty[model], faulty[weights], faulty[text], *options, option=option)
+    assert exit_code == code and re.search(message, error), error
 
 
 def test_progress_counts_tokens(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

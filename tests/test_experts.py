@@ -1,4 +1,4 @@
-"""`ktconvert experts`: which experts it makes hot, what it prints and writes, and what it refuses."""
+"""Tests of `ktconvert experts`: hot experts, printed and written results, and refusals."""
 
 import json
 import os
@@ -21,14 +21,15 @@ from rig.safetensors import encode, write_file
 COUNTS = np.array([[0, 0, 0, 0], [5, 1, 5, 9], [2, 0, 7, 1]], np.int64)
 
 
-def statistics(folder: Path, counts: npt.NDArray[Any] = COUNTS, name: str = "counts", dtype: str = "I64") -> Path:
-    """What `ktconvert calibrate` writes, as far as it is read."""
+def write_statistics(folder: Path, counts: npt.NDArray[Any] = COUNTS, name: str = "counts", dtype: str = "I64") -> Path:
+    """Write the counts that `ktconvert experts` reads of the output of `calibrate`."""
     folder.mkdir(exist_ok=True)
     write_file(folder / "counts.safetensors", {name: (dtype, counts)})
     return folder
 
 
-def sentence(*arguments: object) -> tuple[int, str]:
+def error_of(*arguments: object) -> tuple[int, str]:
+    """Return exit code and message of a failing command."""
     error = run_in_process("experts", *arguments).exception
     assert isinstance(error, KtconvertError) and "\n" not in str(error)
     return error.exit_code, str(error)
@@ -39,7 +40,7 @@ tables = arrays(np.int64, st.tuples(st.integers(1, 5), st.integers(1, 40)), elem
 
 @given(counts=tables, data=st.data())
 def test_most_used_experts_of_each_layer_are_hot(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
-    """So many of each layer that has experts; of equals the first are hot."""
+    """Each layer with experts has the given number of hot experts; among equals, the first are hot."""
     number = data.draw(st.integers(0, counts.shape[1]))
     mask = hot_experts.most_used_per_layer(counts, number)
     for row, hot in zip(counts, mask, strict=True):
@@ -51,16 +52,16 @@ def test_most_used_experts_of_each_layer_are_hot(counts: npt.NDArray[np.int64], 
 @settings(deadline=None)
 @given(counts=tables, data=st.data())
 def test_most_used_experts_of_all_layers_are_hot(counts: npt.NDArray[np.int64], data: st.DataObject) -> None:
-    """So many in all, none of a layer without experts, and no cold one has more tokens than a hot one."""
+    """No cold expert has more tokens than a hot one, and layers without experts have no hot ones."""
     pytest.importorskip("torch")
-    there = counts.any(axis=1)
-    number = data.draw(st.integers(0, int(there.sum()) * counts.shape[1]))
+    with_experts = counts.any(axis=1)
+    number = data.draw(st.integers(0, int(with_experts.sum()) * counts.shape[1]))
     mask = hot_experts.most_used_in_total(counts, number)
-    assert mask.sum() == number and not mask[~there].any()
+    assert mask.sum() == number and not mask[~with_experts].any()
     if number > 0:
-        assert counts[mask].min() >= np.max(counts[there], initial=0, where=~mask[there])
+        assert counts[mask].min() >= np.max(counts[with_experts], initial=0, where=~mask[with_experts])
     with pytest.raises(UsageError):
-        hot_experts.most_used_in_total(counts, int(there.sum()) * counts.shape[1] + 1)
+        hot_experts.most_used_in_total(counts, int(with_experts.sum()) * counts.shape[1] + 1)
 
 
 PEER = """
@@ -74,7 +75,7 @@ np.savez(sys.argv[2], **masks)
 
 
 def cases() -> dict[str, npt.NDArray[np.int64]]:
-    """name-number -> counts with many ties, of all sizes that torch.topk treats in different ways."""
+    """Return name-number -> counts with many ties, of all sizes that torch.topk treats differently."""
     rng = np.random.default_rng(0)
     return {
         f"{layers}x{columns}below{most}-{number}": rng.integers(1, most, (layers, columns))
@@ -85,7 +86,7 @@ def cases() -> dict[str, npt.NDArray[np.int64]]:
 
 
 def test_kt_kernel_selects_the_same_experts(tmp_path: Path, peer_python: str) -> None:
-    """generate_gpu_experts_masks itself, ties included."""
+    """generate_gpu_experts_masks of kt-kernel is the reference, for ties, too."""
     pytest.importorskip("torch")
     np.savez(tmp_path / "in.npz", **cases())  # type: ignore[arg-type]
     command = [peer_python, "-P", "-c", PEER, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
@@ -97,9 +98,9 @@ def test_kt_kernel_selects_the_same_experts(tmp_path: Path, peer_python: str) ->
         np.testing.assert_array_equal(ours, theirs[name], err_msg=name)
 
 
-def test_run_reads_the_mask(tmp_path: Path) -> None:
+def test_mask_and_table_contain_the_hot_experts(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
-    done = run_in_process("experts", statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
+    done = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
     assert done.exception is None, done.exception
     expected = [[False] * 4, [True, False, False, True], [True, False, True, False]]
     assert hot_experts.read_mask(output).tolist() == expected
@@ -114,39 +115,42 @@ def test_run_reads_the_mask(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mask.safetensors", "s"]
 
 
-def test_json_and_total(tmp_path: Path) -> None:
+def test_total_and_json_report_the_chosen_experts(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     output = tmp_path / "mask.safetensors"
-    for _ in range(2):  # a mask may be replaced
-        done = run_in_process("experts", statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
+    for _ in range(2):  # an existing mask is replaced
+        done = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
     expected: dict[str, Any] = {"event": "chosen", "statistics": str(tmp_path / "s"), "output": str(output)}
     expected |= {"experts": 4, "tokens": 30, "coverage": 16 / 30}
     expected["layers"] = [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}]
     assert json.loads(done.stdout) == expected
 
 
-@pytest.mark.parametrize(("suffix", "begins"), [(".png", b"\x89PNG\r"), (".svg", b"<?xml"), (".pdf", b"%PDF-")])
-def test_the_plot_is_written(tmp_path: Path, suffix: str, begins: bytes) -> None:
-    """It is replaced by another one, also behind a link, but nobody else's file is, nor the mask."""
+@pytest.mark.parametrize(("suffix", "first_bytes"), [(".png", b"\x89PNG\r"), (".svg", b"<?xml"), (".pdf", b"%PDF-")])
+def test_plot_only_replaces_plots(tmp_path: Path, suffix: str, first_bytes: bytes) -> None:
+    """A plot replaces an earlier plot, also through a link, but no other file, and not the mask."""
     pytest.importorskip("matplotlib")
     picture, link = tmp_path / f"experts{suffix}", tmp_path / f"link{suffix}"
-    words = (statistics(tmp_path / "s"), "--num-gpu-experts", 1, "--output")
+    arguments = (write_statistics(tmp_path / "s"), "--num-gpu-experts", 1, "--output")
     link.symlink_to(picture)
     for name in (picture, link):
-        assert run_in_process("experts", *words, tmp_path / "mask.safetensors", "--plot", name).exception is None
-        assert picture.read_bytes().startswith(begins) and link.is_symlink()
-    picture.write_bytes(begins + b"drawn by hand, to go with what ktconvert wrote")
+        assert run_in_process("experts", *arguments, tmp_path / "mask.safetensors", "--plot", name).exception is None
+        assert picture.read_bytes().startswith(first_bytes) and link.is_symlink()
+    picture.write_bytes(first_bytes + b"drawn by hand, to go with what ktconvert wrote")
     for name in (picture, link):
-        code, text = sentence(*words, tmp_path / "mask.safetensors", "--plot", name)
+        code, text = error_of(*arguments, tmp_path / "mask.safetensors", "--plot", name)
         assert code == 7 and f"{picture}: lies there already, and ktconvert did not write it" in text
-    assert picture.read_bytes().startswith(begins + b"drawn by hand")
-    one = tmp_path / f"mask{suffix}"
-    code, text = sentence(*words, one, "--plot", one)
-    assert (code, text) == (2, f"--output {one}: --plot is the same file; choose another path.") and not one.exists()
+    assert picture.read_bytes().startswith(first_bytes + b"drawn by hand")
+    same_file = tmp_path / f"mask{suffix}"
+    code, text = error_of(*arguments, same_file, "--plot", same_file)
+    assert (code, text) == (
+        2,
+        f"--output {same_file}: --plot is the same file; choose another path.",
+    ) and not same_file.exists()
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ((), "give either --num-gpu-experts"),
         (("--num-gpu-experts", 1, "--total", 1), "give either --num-gpu-experts"),
@@ -155,34 +159,34 @@ def test_the_plot_is_written(tmp_path: Path, suffix: str, begins: bytes) -> None
         (("--total", 1, "--plot", "x.txt"), "--plot x.txt"),
     ],
 )
-def test_wrong_choices_are_rejected(tmp_path: Path, options: tuple[object, ...], words: str) -> None:
+def test_wrong_choices_are_rejected(tmp_path: Path, options: tuple[object, ...], message: str) -> None:
     output = tmp_path / "mask.safetensors"
-    code, text = sentence(statistics(tmp_path / "s"), "--output", output, *options)
-    assert code == 2 and words in text and not output.exists()
+    code, text = error_of(write_statistics(tmp_path / "s"), "--output", output, *options)
+    assert code == 2 and message in text and not output.exists()
 
 
-def test_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_total_needs_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ktconvert.native_quant.runtime.hot_experts.find_spec", lambda name: None)
-    words = (statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
-    said = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
-    assert sentence(*words, "--total", 1) == (1, said)
-    assert run_in_process("experts", *words, "--num-gpu-experts", 1).exception is None
+    arguments = (write_statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
+    message = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
+    assert error_of(*arguments, "--total", 1) == (1, message)
+    assert run_in_process("experts", *arguments, "--num-gpu-experts", 1).exception is None
 
 
 def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
-    folder = statistics(tmp_path / "s")
+    folder = write_statistics(tmp_path / "s")
     theirs = tmp_path / "theirs.safetensors"
     write_file(theirs, {hot_experts.MASK_NAME: ("BOOL", np.zeros((3, 4), np.uint8))})
-    for place, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
-        code, text = sentence(folder, "--output", place, "--num-gpu-experts", 1)
-        assert code == expected and str(place) in text
+    for path, expected in ((folder / "counts.safetensors", 7), (theirs, 7), (folder, 2)):
+        code, text = error_of(folder, "--output", path, "--num-gpu-experts", 1)
+        assert code == expected and str(path) in text
     assert not hot_experts.read_mask(theirs).any()
-    code, text = sentence(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
+    code, text = error_of(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
     assert code == 2 and "no directory" in text
 
 
 @pytest.mark.parametrize(
-    ("counts", "name", "dtype", "words"),
+    ("counts", "name", "dtype", "message"),
     [
         (COUNTS, "tokens", "I64", "holds 'tokens'"),
         (COUNTS.astype(np.int32), "counts", "I32", "is I32 of shape [3, 4]"),
@@ -193,23 +197,23 @@ def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
         *((COUNTS, "counts", size, "") for size in (0, 5, -1, None)),
     ],
 )
-def test_invalid_statistics_are_rejected(tmp_path: Path, counts: Any, name: str, dtype: Any, words: str) -> None:
-    """Others, and files that were cut short or are missing."""
-    folder = statistics(tmp_path / "s", counts, name, dtype if isinstance(dtype, str) else "I64")
+def test_invalid_statistics_are_rejected(tmp_path: Path, counts: Any, name: str, dtype: Any, message: str) -> None:
+    """Also files that are truncated or missing."""
+    folder = write_statistics(tmp_path / "s", counts, name, dtype if isinstance(dtype, str) else "I64")
     path = folder / "counts.safetensors"
     if dtype is None:
         path.unlink()
     elif isinstance(dtype, int):
         path.write_bytes(path.read_bytes()[:dtype])
-    code, text = sentence(folder, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
-    assert code == 5 and words in text and str(folder) in text and (not words or "ktconvert calibrate" in text)
+    code, text = error_of(folder, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
+    assert code == 5 and message in text and str(folder) in text and (not message or "ktconvert calibrate" in text)
 
 
 def test_counts_larger_than_any_model_are_not_read(tmp_path: Path) -> None:
     """A sparse file of 1 GiB takes no space."""
-    path = statistics(tmp_path / "s", COUNTS) / "counts.safetensors"
+    path = write_statistics(tmp_path / "s", COUNTS) / "counts.safetensors"
     table = {"counts": {"dtype": "I64", "shape": [1 << 14, 1 << 13], "data_offsets": [0, 1 << 30]}}
     path.write_bytes(encode(json.dumps(table).encode(), b""))
     os.truncate(path, path.stat().st_size + (1 << 30))
-    code, text = sentence(path.parent, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
+    code, text = error_of(path.parent, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
     assert code == 5 and "'counts' is of shape [16384, 8192], more than any model has" in text

@@ -1,5 +1,6 @@
-"""Every mixture-of-experts family of the installed transformers, as docs/reference/architectures.md says: converted and
-computed with the logits of the original, or refused with the sentence that is expected.
+"""Every mixture-of-experts family of the installed transformers, as docs/reference/architectures.md describes it.
+
+A family is converted and computes the logits of the original, or it is refused with the expected sentence.
 
 `python tests/test_families.py [MODEL_TYPE ...]` prints the table of that page.
 """
@@ -22,9 +23,9 @@ pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/reference/architectures.md"
-# Measured, the largest of all families: 0.036. Another expert's weights give about 1.
+# The largest measured error of all families is 0.036. Weights of a different expert give about 1.
 ERROR = 0.05
-DECISIVE = 0.4  # the smallest that experts move the logits: 0.48
+DECISIVE = 0.4  # without experts, logits change by at least 0.48
 QUICK = ("granitemoe", "qwen3_omni_moe_thinker")  # the others take minutes
 TOKENS = 24
 BLOCK = re.compile(r"^class \w*(?:Experts|MoE|MOE|MoeBlock)\w*\(", re.M)
@@ -32,8 +33,10 @@ HEAD = "| `model_type` | family | transformers | converts | computes | error |\n
 
 
 class Outcome(NamedTuple):
-    """What became of a family: as in Row, whole sentences; the relative error of the logits (median over tokens), and how
-    far they move when the experts give nothing: where that is large, they decide.
+    """Result of a family: the fields of Row, with complete messages, and errors of the logits (median over tokens).
+
+    error     relative error of the converted model
+    without   relative error of the original without experts; if it is large, the experts decide the logits
     """
 
     unbuilt: str = ""
@@ -44,37 +47,39 @@ class Outcome(NamedTuple):
     without: float = 0.0
 
 
-def families() -> Iterator[str]:
-    """The model_types of the installed transformers that make a causal model and have a block of experts."""
+def moe_model_types() -> Iterator[str]:
+    """Yield the model_types of the installed transformers that have a causal model with experts."""
     import transformers
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
     root = Path(transformers.__file__).parent / "models"
-    made = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-    for model_type in sorted(CONFIG_MAPPING_NAMES.keys() & made.keys()):
+    generative = (
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    )
+    for model_type in sorted(CONFIG_MAPPING_NAMES.keys() & generative.keys()):
         module = model_type_to_module_name(model_type)
         code = root / module / f"modeling_{module}.py"
         if code.is_file() and BLOCK.search(code.read_text(encoding="utf-8")):
             yield model_type
 
 
-def outcome(model_type: str, row: Row, folder: Path) -> Outcome:
-    """Make, convert and compute one family in this folder."""
+def try_family(model_type: str, row: Row, folder: Path) -> Outcome:
+    """Make, convert and compute one family in a folder."""
     import torch
 
     from ktconvert.layouts.errors import KtconvertError
     from ktconvert.native_quant import KTConvertConfig
 
-    kind = _auto(model_type)
+    kind = _auto_class(model_type)
     try:
-        _make(kind, config_of(model_type, row), folder / "model")
+        _save_model(kind, config_of(model_type, row), folder / "model")
         original = kind.from_pretrained(folder / "model", dtype=torch.float32)
-        want = _logits(original)
-    except Exception as error:  # whatever this transformers says of a model of its own
+        expected_logits = _logits(original)
+    except Exception as error:  # any error that this transformers raises for a model of its own
         return Outcome(unbuilt=str(error) or repr(error))
-    where = ("-i", folder / "model", "-o", folder / "int8")
-    done = conversion.ktconvert("cpu", *where, "--quant-method", "int8", "--threadpool-count", "1")
+    paths = ("-i", folder / "model", "-o", folder / "int8")
+    done = conversion.ktconvert("cpu", *paths, "--quant-method", "int8", "--threadpool-count", "1")
     if done.returncode:
         return Outcome(refused=f"{done.stderr.strip().splitlines()[-1]} (exit code {done.returncode})")
     warned = "would compute something else" in done.stdout + done.stderr
@@ -83,13 +88,13 @@ def outcome(model_type: str, row: Row, folder: Path) -> Outcome:
         ours = kind.from_pretrained(folder / "model", dtype=torch.float32, quantization_config=config)
     except KtconvertError as error:
         return Outcome(warned=warned, computes=str(error))
-    error = _distance(_logits(ours), want)
-    _silence(original, ours)
-    return Outcome(warned=warned, error=error, without=_distance(_logits(original), want))
+    error = _distance(_logits(ours), expected_logits)
+    _zero_experts(original, ours)
+    return Outcome(warned=warned, error=error, without=_distance(_logits(original), expected_logits))
 
 
 def config_of(model_type: str, row: Row) -> Any:
-    """The family's config, each part of it tiny."""
+    """Return a config of the family whose parts are all tiny."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
@@ -97,34 +102,34 @@ def config_of(model_type: str, row: Row) -> Any:
 
 
 def _tiny(kind: Any, sizes: Settings, settings: Settings, vision: Settings) -> Settings:
-    usual = kind()
-    known = usual.to_dict().keys() | getattr(kind, "attribute_map", {}).keys()
-    out = {name: value for name, value in sizes.items() if name in known}
-    parts = {name: part for name in kind.sub_configs if (part := getattr(usual, name, None)) is not None}
+    default = kind()
+    fields = default.to_dict().keys() | getattr(kind, "attribute_map", {}).keys()
+    config = {name: value for name, value in sizes.items() if name in fields}
+    parts = {name: part for name in kind.sub_configs if (part := getattr(default, name, None)) is not None}
     for name, part in parts.items():
-        own = (TINY, settings) if "text" in name else (VISION, vision)
-        out[name] = {"model_type": part.model_type, **_tiny(type(part), *own, vision)}
-    return out if any("text" in name for name in parts) else {**out, **settings}
+        sizes_and_settings = (TINY, settings) if "text" in name else (VISION, vision)
+        config[name] = {"model_type": part.model_type, **_tiny(type(part), *sizes_and_settings, vision)}
+    return config if any("text" in name for name in parts) else {**config, **settings}
 
 
-def _auto(model_type: str) -> Any:
+def _auto_class(model_type: str) -> Any:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     return transformers.AutoModelForCausalLM if model_type in CAUSAL else transformers.AutoModelForImageTextToText
 
 
-def _make(kind: Any, config: Any, folder: Path) -> None:
-    """Save a model whose experts decide what it says, as users of transformers save theirs."""
+def _save_model(kind: Any, config: Any, folder: Path) -> None:
+    """Save a model with random weights whose experts decide the logits."""
     import torch
 
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
         if weight.ndim >= 2:
-            loud = 2 if "experts." in name and "shared" not in name else 1
+            gain = 2 if "experts." in name and "shared" not in name else 1
             inputs = min(weight.shape[-2:]) if weight.ndim == 3 else weight[0].numel()
-            torch.nn.init.normal_(weight, std=1 if "embed" in name else loud * inputs**-0.5)
+            torch.nn.init.normal_(weight, std=1 if "embed" in name else gain * inputs**-0.5)
     model.save_pretrained(folder)
 
 
@@ -136,8 +141,8 @@ def _logits(model: Any) -> Any:
         return model.eval()(tokens, use_cache=False).logits.float()[0]
 
 
-def _silence(original: Any, ours: Any) -> None:
-    """Let the experts that were replaced in ours give nothing in the original."""
+def _zero_experts(original: Any, ours: Any) -> None:
+    """Set the weights of all experts of the original that ours replaces to zero."""
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
     for name, module in ours.named_modules():
@@ -146,12 +151,12 @@ def _silence(original: Any, ours: Any) -> None:
                 weight.data.zero_()
 
 
-def _distance(got: Any, want: Any) -> float:
-    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).median())
+def _distance(actual: Any, expected: Any) -> float:
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 
 
-def line(model_type: str, row: Row, error: str) -> str:
-    """A family's line of the table."""
+def table_line(model_type: str, row: Row, error: str) -> str:
+    """Return a family's line of the table."""
     family = next((arch.name for arch in ARCHS if model_type in arch.matches), "")
     if row.build_error:
         converts, computes = f"not tried, transformers makes none: {row.build_error}", ""
@@ -170,62 +175,62 @@ def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
-def expected(row: Row, installed: tuple[int, ...]) -> Row:
-    """What the row says of this version of transformers."""
+def row_for_version(row: Row, installed: tuple[int, ...]) -> Row:
+    """Return the row that holds for a version of transformers."""
     if row.loads_since and installed >= version(row.loads_since):
         return Row(warned=row.warned)
     return row
 
 
-def check_computed(seen: Outcome) -> None:
-    assert seen.error < ERROR, seen
-    assert seen.without > DECISIVE, f"the experts do not decide: {seen}"
+def check_computed(outcome: Outcome) -> None:
+    assert outcome.error < ERROR, outcome
+    assert outcome.without > DECISIVE, f"the experts do not decide: {outcome}"
 
 
 @pytest.mark.parametrize("model_type", [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in ROWS])
-def test_a_family_is_as_its_row_says(model_type: str, tmp_path: Path) -> None:
+def test_families_convert_and_compute_as_documented(model_type: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     installed = version(transformers.__version__)
     row = ROWS[model_type]
     if installed < version(row.since):
         pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
-    want, seen = expected(row, installed), outcome(model_type, row, tmp_path)
-    for said, words in (
-        (seen.build_error, want.build_error),
-        (seen.refusal, want.refusal),
-        (seen.load_error, want.load_error),
+    expected, outcome = row_for_version(row, installed), try_family(model_type, row, tmp_path)
+    for message, words in (
+        (outcome.build_error, expected.build_error),
+        (outcome.refusal, expected.refusal),
+        (outcome.load_error, expected.load_error),
     ):
-        assert words in said and bool(words) == bool(said), seen
-    assert seen.warned == want.warned, seen
-    if not (want.build_error or want.refusal or want.load_error):
-        check_computed(seen)
+        assert words in message and bool(words) == bool(message), outcome
+    assert outcome.warned == expected.warned, outcome
+    if not (expected.build_error or expected.refusal or expected.load_error):
+        check_computed(outcome)
 
 
 @pytest.mark.long
-def test_a_family_without_a_row_is_computed_or_refused(tmp_path: Path) -> None:
-    """Those of a transformers that is newer than the table; each is an exception of ours or has the original's logits."""
+def test_families_without_a_row_are_computed_or_refused(tmp_path: Path) -> None:
+    """A newer transformers has such families; each raises our exception or has the original's logits."""
     pytest.importorskip("transformers")
-    unlisted = [name for name in families() if name not in ROWS]
+    unlisted = [name for name in moe_model_types() if name not in ROWS]
     for name in unlisted:
-        seen = outcome(name, PLAIN, tmp_path / name)
-        print(f"{name}: {seen}")
-        if not (seen.build_error or seen.refusal or seen.load_error):
-            check_computed(seen)
+        outcome = try_family(name, PLAIN, tmp_path / name)
+        print(f"{name}: {outcome}")
+        if not (outcome.build_error or outcome.refusal or outcome.load_error):
+            check_computed(outcome)
 
 
-def test_the_rows_are_those_of_transformers() -> None:
+def test_transformers_has_every_family_of_the_rows() -> None:
     transformers = pytest.importorskip("transformers")
     installed = version(transformers.__version__)
-    assert {name for name, row in ROWS.items() if version(row.since) <= installed} <= {*families()}
+    assert {name for name, row in ROWS.items() if version(row.since) <= installed} <= {*moe_model_types()}
 
 
-def test_the_table_of_families_is_that_of_the_rows() -> None:
-    """All but the measured figures, which must be within the bound."""
+def test_documented_families_equal_the_rows() -> None:
+    """The measured figures must only be within the bound."""
     page = PAGE.read_text(encoding="utf-8")
     assert HEAD in page, f"{PAGE} has no table of families: paste what `python tests/test_families.py` prints"
     rows = page.split(f"{HEAD}\n")[1].split("\n\n")[0].splitlines()
     figures = [row.removesuffix(" |").rpartition("| ")[2].strip() for row in rows]
-    assert rows == [line(*item, figure) for item, figure in zip(ROWS.items(), figures, strict=True)]
+    assert rows == [table_line(*item, figure) for item, figure in zip(ROWS.items(), figures, strict=True)]
     for row, figure in zip(ROWS.values(), figures, strict=True):
         loads = not (row.build_error or row.refusal) and (not row.load_error or bool(row.loads_since))
         assert (0 < float(figure) < ERROR) if loads else not figure
@@ -238,12 +243,12 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     print(HEAD)
-    for model_type in sys.argv[1:] or families():
+    for model_type in sys.argv[1:] or moe_model_types():
         row = ROWS.get(model_type, Row())
         with tempfile.TemporaryDirectory() as folder:
-            seen = outcome(model_type, row, Path(folder))
-        print(line(model_type, row, f"{seen.error:.3f}" if seen.error else ""), flush=True)
-        print(f"  {seen}", file=sys.stderr, flush=True)
+            outcome = try_family(model_type, row, Path(folder))
+        print(table_line(model_type, row, f"{outcome.error:.3f}" if outcome.error else ""), flush=True)
+        print(f"  {outcome}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""The forward with experts of other formats than AMXINT4 and AMXINT8: the same bits however it is run, and what is refused.
-That it is close to float64: test_from_checkpoint.py.
+"""The forward of all formats except AMXINT4 and AMXINT8: the same bits for any threads and batches, and refusals.
+
+test_from_checkpoint.py compares it with float64.
 """
 
 import shutil
@@ -24,7 +25,7 @@ from rig.safetensors import data_start, edit_header, header_of
 
 FORMATS = ("MXFP4", "FP8", "BF16")
 
-Numbers = dict[tuple[str, int, int], npt.NDArray[np.float64]]  # by projection, expert, part
+Numbers = dict[tuple[str, int, int], npt.NDArray[np.float64]]  # by projection, expert, NUMA slice
 
 
 class Case:
@@ -39,23 +40,23 @@ class Case:
             weight = floats.random(name, part.n, part.k, seed=i, size=0.5 / np.sqrt(part.k))
             arrays[part] = (weight.codes, weight.scales)[: 1 if name == "BF16" else 2]
             numbers[part.projection, part.expert, part.node] = weight.numbers
-        self.packed = LayerWeights(dict.fromkeys(PROJECTIONS, ROWS[name]), grid, experts, arrays)
+        self.layer_weights = LayerWeights(dict.fromkeys(PROJECTIONS, ROWS[name]), grid, experts, arrays)
         rng = np.random.default_rng(tokens)
         self.hidden = floats.activations(tokens, hidden)
         self.ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
         self.weights = rng.random((tokens, topk)).astype(np.float32)
         self.numbers: Numbers = numbers
 
-    def truth(self) -> npt.NDArray[np.float64]:
+    def expected_output(self) -> npt.NDArray[np.float64]:
         def linear(expert: int, projection: str) -> Any:
-            parts = [self.numbers[projection, expert, part] for part in range(self.packed.slicing.numa)]
+            parts = [self.numbers[projection, expert, part] for part in range(self.layer_weights.slicing.numa)]
             return np.concatenate(parts, axis=1 if projection == "down" else 0)
 
         return floats.forward(linear, self.hidden, self.ids, self.weights)
 
     def run(self, rows: Any = slice(None), **options: Any) -> npt.NDArray[np.uint16]:
         call = (np.ascontiguousarray(x[rows]) for x in (self.hidden, self.ids, self.weights))
-        return Experts(self.packed, **options).forward(*call)
+        return Experts(self.layer_weights, **options).forward(*call)
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +67,18 @@ def pools() -> list[Pool]:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("name", (*FORMATS, "FP8_PERCHANNEL", "MXFP8", "NVFP4", "RAWINT4", "GPTQ_INT4"))
 def test_neither_threads_nor_the_batch_change_a_bit(name: str, pools: list[Pool]) -> None:
-    """More than 32 tokens of each expert; alone, and in another order."""
+    """Each expert has more than 32 tokens. Tokens are also computed alone and in a different order."""
     case = Case(name, hidden=256, width=256, experts=2, parts=2, tokens=41)
-    together, order = case.run(pool=pools[0]), np.random.default_rng(1).permutation(41)
+    expected, order = case.run(pool=pools[0]), np.random.default_rng(1).permutation(41)
     for pool in pools[1:]:
-        np.testing.assert_array_equal(case.run(pool=pool), together)
+        np.testing.assert_array_equal(case.run(pool=pool), expected)
     for rows in (order, [0], [1], [40]):
-        np.testing.assert_array_equal(case.run(rows), together[rows])
+        np.testing.assert_array_equal(case.run(rows), expected[rows])
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_more_tokens_than_a_kernel_call_takes_compute(name: str) -> None:
-    """Blocks of 256 tokens of an expert, and panels of the output's columns."""
+def test_batches_larger_than_a_kernel_call_give_the_same_bits(name: str) -> None:
+    """An expert's tokens are computed in blocks of 256, and outputs in panels of columns."""
     case = Case(name, hidden=512, width=128, experts=2, tokens=150)
     expected = np.tile(case.run(), (20, 1))
     case.hidden, case.ids, case.weights = (np.tile(x, (20, 1)) for x in (case.hidden, case.ids, case.weights))
@@ -97,12 +98,12 @@ def test_inf_and_nan_affect_only_their_token(name: str) -> None:
 
 
 def test_large_values_of_a_token_affect_no_other_token() -> None:
-    """An outlier rounds nothing but itself; `exact` has no meaning for BF16 activations."""
+    """`exact` has no meaning for BF16 activations."""
     case = Case("BF16", hidden=128, width=128, tokens=4)
     case.hidden[1, 5] = floats.to_bits(np.array([3000.0]))[0]
     out = case.run()
     for t in range(4):
-        assert distance(out[t], case.truth()[t]) < 6e-3
+        assert distance(out[t], case.expected_output()[t]) < 6e-3
     np.testing.assert_array_equal(case.run(exact=True), out)
 
 
@@ -112,7 +113,7 @@ def output(request: pytest.FixtureRequest, packed_example: Any) -> Path:
     return path
 
 
-def test_experts_packed_on_the_spot_have_no_loose_files(random_experts: Any, tmp_path: Path) -> None:
+def test_saving_as_loose_files_is_refused(random_experts: Any, tmp_path: Path) -> None:
     for name in FORMATS:
         experts = Experts.from_bf16(**random_experts(2, 256, 128), method=name)
         with pytest.raises(UnsupportedError, match=f"{name} has no loose files"):
@@ -121,32 +122,32 @@ def test_experts_packed_on_the_spot_have_no_loose_files(random_experts: Any, tmp
 
 
 def test_wrong_metadata_of_an_output_is_rejected(output: Path, tmp_path: Path) -> None:
-    """Wrong dtypes and shapes, even of the right number of bytes."""
+    """Wrong dtypes and shapes are rejected, even if the number of bytes is right."""
     key = "blk.0.ffn_gate_exps.2.numa.1.codes"
     other = {"BF16": "F16", "F8_E4M3": "U8", "U8": "I8"}
 
-    def retyped(header: dict[str, Any]) -> None:
+    def change_dtype(header: dict[str, Any]) -> None:
         header[key]["dtype"] = other[header[key]["dtype"]]
 
-    def reshaped(header: dict[str, Any]) -> None:
+    def change_shape(header: dict[str, Any]) -> None:
         rows, columns = header[key]["shape"]
         header[key]["shape"] = [2 * rows, columns // 2]
 
-    for change in (retyped, reshaped):
+    for change in (change_dtype, change_shape):
         copy = shutil.copytree(output, tmp_path / change.__name__)
         edit_header(min(copy.glob("*.safetensors")), change)
         with pytest.raises(InputError, match=r"expert 2, gate_proj, NUMA slice 1, codes is .*, must be "):
             Experts.load(copy, 0)
 
 
-NO_SCALES = [
+BAD_SCALES = [
     ("MXFP4", b"\xff", "scale 0, 255, is not a number"),
     ("FP8", b"\xff\xff\x7f\x7f", r"scale 0, 3.4.*e\+38, makes a number infinite"),
 ]
 
 
-@pytest.mark.parametrize(("name", "bad", "what"), NO_SCALES)
-def test_invalid_scales_are_rejected(name: str, bad: bytes, what: str, tmp_path: Path, packed_example: Any) -> None:
+@pytest.mark.parametrize(("name", "bad", "problem"), BAD_SCALES)
+def test_invalid_scales_are_rejected(name: str, bad: bytes, problem: str, tmp_path: Path, packed_example: Any) -> None:
     shutil.copytree(packed_example(name.lower()), tmp_path / "out")
     shard = min((tmp_path / "out").glob("*.safetensors"))
     start = data_start(shard) + header_of(shard)["blk.0.ffn_down_exps.5.numa.0.scales"]["data_offsets"][0]
@@ -154,6 +155,6 @@ def test_invalid_scales_are_rejected(name: str, bad: bytes, what: str, tmp_path:
         file.seek(start)
         file.write(bad)
     for memory in ("map", "copy"):
-        with pytest.raises(InputError, match=f"expert 5, down_proj, NUMA slice 0, scales: {what};"):
+        with pytest.raises(InputError, match=f"expert 5, down_proj, NUMA slice 0, scales: {problem};"):
             Experts.load(tmp_path / "out", 0, memory=memory)
     Experts.load(tmp_path / "out", 1)

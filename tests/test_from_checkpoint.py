@@ -1,4 +1,4 @@
-"""kt-kernel's native methods, computed from checkpoints: closer to float64 than kt-kernel, or refused in a sentence."""
+"""kt-kernel's native methods computed from checkpoints: results are closer to float64 than kt-kernel's, or refused."""
 
 import re
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from rig.files import rewrite
 from rig.native import Native, distance
 from rig.safetensors import Tensor, Tensors, read_file, write_file
 
-# Relative L2 distance from float64 of the same weights. Rounding h and the output to BF16 gives 2.4e-3; kt-kernel's own
-# outputs of such formats are 3.7e-3 away.
+# Bound of the relative L2 distance from float64 with the same weights. Rounding h and the output to BF16 gives 2.4e-3;
+# kt-kernel's own outputs have 3.7e-3.
 NEAR_FLOAT64 = 2.8e-3
 
 
@@ -53,11 +53,11 @@ def test_at_least_as_close_to_float64_as_kt_kernel(golden: tuple[Native, Path], 
 def test_memory_is_close_to_the_size_of_the_file(golden: tuple[Native, Path]) -> None:
     layer, path = golden
     stored = sum(len(tensor.data) for name, tensor in layer.tensors.items() if not name.endswith("weight_shape"))
-    assert stored <= Experts.load(path, 0).nbytes <= 1.04 * stored  # GPTQ's scales become float32
+    assert stored <= Experts.load(path, 0).nbytes <= 1.04 * stored  # scales of GPTQ become float32
 
 
-def in_float64(layer: Native, path: Path, limit: float, alpha: float) -> Any:
-    """The layer's output from weights that BF16 holds exactly."""
+def forward_in_float64(layer: Native, path: Path, limit: float, alpha: float) -> Any:
+    """Return the layer's output, computed in float64 from weights that BF16 represents exactly."""
     model = recognise(open_checkpoint(path))
 
     def linear(expert: int, projection: str) -> Any:
@@ -74,9 +74,11 @@ ACTIVATIONS = [
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("name", "limit", "alpha"), ACTIVATIONS)
-def test_other_activations_compute(name: str, limit: float, alpha: float, pool: Pool, tmp_path: Path) -> None:
+def test_limited_and_scaled_activations_are_computed(
+    name: str, limit: float, alpha: float, pool: Pool, tmp_path: Path
+) -> None:
     layer = native.read(name)
-    # Scales without a fraction: powers of two, which leave weights that BF16 holds.
+    # Scales become powers of two, so that BF16 represents all weights exactly.
     exponents = {"F32": (np.uint32, 0xFF800000), "BF16": (np.uint16, 0xFF80), "F16": (np.uint16, 0xFC00)}
 
     def power_of_two(tensor: Tensor) -> Tensor:
@@ -90,12 +92,12 @@ def test_other_activations_compute(name: str, limit: float, alpha: float, pool: 
     hidden = floats.to_bits(floats.from_bits(layer.hidden) * 8)
     layer = replace(layer, hidden=hidden)
     experts = Experts.load(path, 0, parts=2, pool=pool, swiglu_limit=limit, swiglu_alpha=alpha)
-    truth = in_float64(layer, path, limit, alpha)
-    assert distance(forward(experts, layer), truth) < NEAR_FLOAT64
-    assert distance(forward(Experts.load(path, 0, pool=pool), layer), truth) > 10 * NEAR_FLOAT64
+    expected = forward_in_float64(layer, path, limit, alpha)
+    assert distance(forward(experts, layer), expected) < NEAR_FLOAT64
+    assert distance(forward(Experts.load(path, 0, pool=pool), layer), expected) > 10 * NEAR_FLOAT64
 
 
-NO_ACTIVATION = [
+UNSUPPORTED_ACTIVATIONS = [
     ("BF16_default", {"swiglu_limit": 7.0}, "swiglu_limit=7.0 must be 0 for method='BF16': only FP8, GPTQ_INT4"),
     ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only MXFP8"),
     ("MXFP8_m3", {"swiglu_limit": -1.0}, "swiglu_limit must be a number from 0 on, not -1.0"),
@@ -103,14 +105,14 @@ NO_ACTIVATION = [
 ]
 
 
-@pytest.mark.parametrize(("name", "swiglu", "message"), NO_ACTIVATION)
+@pytest.mark.parametrize(("name", "swiglu", "message"), UNSUPPORTED_ACTIVATIONS)
 def test_unsupported_activations_are_rejected(name: str, swiglu: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         Experts.load(native.read(name).write(tmp_path), 0, **swiglu)
 
 
 def nvfp4(folder: Path) -> tuple[Native, Path]:
-    """A layer under modelopt's names. The scales of whole weights are powers of two: BF16 holds all numbers."""
+    """Return a layer with modelopt's names; scales of whole weights are powers of two, so that BF16 is exact."""
 
     def change(tensors: Any, _: Any) -> None:
         tensors |= {name: ("F32", np.full((), 2.0**-13, np.float32)) for name in tensors if name.endswith("_scale_2")}
@@ -120,7 +122,7 @@ def nvfp4(folder: Path) -> tuple[Native, Path]:
     ids = np.stack([rng.permutation(2) for _ in range(7)]).astype(np.int64)
     inputs = floats.activations(7, encodings.H), ids, rng.random((7, 2)).astype(np.float32)
     layer = Native("NVFP4", read_file(path / "model.safetensors"), *inputs, np.empty(0), np.empty(0, np.uint16))
-    return replace(layer, truth=in_float64(layer, path, 0, 0)), path
+    return replace(layer, truth=forward_in_float64(layer, path, 0, 0)), path
 
 
 @pytest.mark.usefixtures("isa")
@@ -131,11 +133,11 @@ def test_nvfp4_is_close_to_float64(parts: int, pool: Pool, tmp_path: Path) -> No
     assert experts.parts == parts and distance(forward(experts, layer), layer.truth) < NEAR_FLOAT64
 
 
-def renamed(tensors: Tensors, change: Callable[[str], str]) -> Tensors:
+def rename_tensors(tensors: Tensors, change: Callable[[str], str]) -> Tensors:
     return {change(name): tensor for name, tensor in tensors.items()}
 
 
-UNFIT = [
+CONTRADICTIONS = [
     ({"method": "AMXINT4"}, "layer 0 are BF16, which method BF16 computes, not AMXINT4; give"),
     ({"layer": 3}, "holds no experts in layer 3, but in 0; give one of these"),
     ({"parts": 3}, r"3 NUMA slices: .* 256 does not divide by 3. Legal .*: 1, 2, 4, 8\."),
@@ -143,7 +145,7 @@ UNFIT = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message"), UNFIT)
+@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS)
 def test_arguments_that_contradict_the_checkpoint_are_rejected(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -152,33 +154,43 @@ def test_arguments_that_contradict_the_checkpoint_are_rejected(
         Experts.load(path, **{"layer": 0} | options)
 
 
-def shorter(tensor: Tensor) -> Tensor:
+def halve(tensor: Tensor) -> Tensor:
     return tensor._replace(shape=(tensor.shape[0] // 2, *tensor.shape[1:]), data=tensor.data[: len(tensor.data) // 2])
 
 
-def begins(data: bytes) -> Callable[[Tensor], Tensor]:
+def overwrite_start(data: bytes) -> Callable[[Tensor], Tensor]:
     return lambda tensor: tensor._replace(data=data + tensor.data[len(data) :])
 
 
 NAN, LARGEST = b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f"  # float32
 NOT_FINITE = ".weight': row 0 of NUMA slice 0 of expert 1 holds a number that is not finite; download"
 INFINITE = ".weight': row .* holds a number that is not finite;"
-# Of expert 1's tensor whose name ends so.
+# (checkpoint, end of the name of a tensor of expert 1, change, message)
 DAMAGES = [
     ("BF16_default", "up_proj.weight", lambda tensor: None, "1.up_proj.weight' is missing, though layer 0 has"),
-    ("BF16_default", "up_proj.weight", shorter, r"has shape \[128, 256\], but must be \[256, 256\]"),
-    ("BF16_default", "up_proj.weight", begins(b"\x80\x7f"), f"1.up_proj{NOT_FINITE}"),
-    ("FP8_default", "up_proj.weight_scale_inv", begins(NAN), r"scale \[0, 0\] is nan; download it"),
-    ("MXFP4_v4", "w3.scale", begins(b"\xff"), r"scale \[0, 0\] is nan; download it"),
-    ("FP8_default", "up_proj.weight_scale_inv", begins(LARGEST), f"1.up_proj{INFINITE}"),
-    ("FP8_PERCHANNEL_default", "up_proj.weight_scale", begins(LARGEST), f"1.up_proj{INFINITE}"),
-    ("MXFP4_v4", "w3.scale", begins(b"\xfe"), f"1.w3{INFINITE}"),
-    ("MXFP8_m3", "w3.weight_scale_inv", begins(b"\xfe"), f"1.w3{INFINITE}"),
-    ("RAWINT4_kimi", "up_proj.weight_scale", begins(b"\xc0\x7f"), r"scale \[0, 0\] is nan; download it"),
-    ("RAWINT4_kimi", "up_proj.weight_scale", begins(b"\x7f\x7f"), "1.up_proj.weight_packed': row .* is not finite;"),
+    ("BF16_default", "up_proj.weight", halve, r"has shape \[128, 256\], but must be \[256, 256\]"),
+    ("BF16_default", "up_proj.weight", overwrite_start(b"\x80\x7f"), f"1.up_proj{NOT_FINITE}"),
+    ("FP8_default", "up_proj.weight_scale_inv", overwrite_start(NAN), r"scale \[0, 0\] is nan; download it"),
+    ("MXFP4_v4", "w3.scale", overwrite_start(b"\xff"), r"scale \[0, 0\] is nan; download it"),
+    ("FP8_default", "up_proj.weight_scale_inv", overwrite_start(LARGEST), f"1.up_proj{INFINITE}"),
+    ("FP8_PERCHANNEL_default", "up_proj.weight_scale", overwrite_start(LARGEST), f"1.up_proj{INFINITE}"),
+    ("MXFP4_v4", "w3.scale", overwrite_start(b"\xfe"), f"1.w3{INFINITE}"),
+    ("MXFP8_m3", "w3.weight_scale_inv", overwrite_start(b"\xfe"), f"1.w3{INFINITE}"),
+    ("RAWINT4_kimi", "up_proj.weight_scale", overwrite_start(b"\xc0\x7f"), r"scale \[0, 0\] is nan; download it"),
+    (
+        "RAWINT4_kimi",
+        "up_proj.weight_scale",
+        overwrite_start(b"\x7f\x7f"),
+        "1.up_proj.weight_packed': row .* is not finite;",
+    ),
     ("RAWINT4_kimi", "up_proj.weight_scale", lambda tensor: None, "up_proj.weight_scale is missing"),
-    ("RAWINT4_kimi", "up_proj.weight_scale", shorter, "of shape .128, 8. does not fit"),
-    ("RAWINT4_kimi", "up_proj.weight_shape", begins(b"\x01"), r"weight_shape' says \[257, 256\], its codes are for"),
+    ("RAWINT4_kimi", "up_proj.weight_scale", halve, "of shape .128, 8. does not fit"),
+    (
+        "RAWINT4_kimi",
+        "up_proj.weight_shape",
+        overwrite_start(b"\x01"),
+        r"weight_shape' says \[257, 256\], its codes are for",
+    ),
 ]
 
 
@@ -195,7 +207,7 @@ def test_damaged_tensors_are_rejected(
 
 
 def test_a_weight_scale_that_causes_infinity_is_rejected(tmp_path: Path) -> None:
-    """Though its products with the scales of groups are finite: 2^0 times 2^126, and a code 6."""
+    """The products with scales of groups are finite: 2^0 times 2^126, but the code 6 overflows."""
     (layer, _), key = nvfp4(tmp_path), "model.layers.0.mlp.experts.1.up_proj.weight"
     tensors = layer.tensors
     ones, large = bytes([0x38]) * len(tensors[f"{key}_scale"].data), np.float32(2.0**126).tobytes()
@@ -205,21 +217,21 @@ def test_a_weight_scale_that_causes_infinity_is_rejected(tmp_path: Path) -> None
         Experts.load(tmp_path, 0)
 
 
-OTHERS = [
+OTHER_COMPUTATIONS = [
     ("qwen3_moe", {"hidden_act": "gelu"}, "layer 0 compute gelu.gate. . up; method BF16 computes silu"),
     ("qwen3_moe", {"swiglu_limit": 7.0}, "clamp gate and up to 7.0; method BF16 .*; keep them on the GPU"),
     ("llama4", {}, "multiply routing weights with their input"),
 ]
 
 
-@pytest.mark.parametrize(("family", "config", "message"), OTHERS)
+@pytest.mark.parametrize(("family", "config", "message"), OTHER_COMPUTATIONS)
 def test_experts_with_a_different_computation_are_rejected(
     family: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     layer = native.read("BF16_default")
     tensors = layer.tensors
     if family == "llama4":
-        tensors = renamed(tensors, lambda name: name.replace("mlp", "feed_forward"))
+        tensors = rename_tensors(tensors, lambda name: name.replace("mlp", "feed_forward"))
     with pytest.raises(UnsupportedError, match=message):
         Experts.load(layer.write(tmp_path, tensors, num_hidden_layers=1, model_type=family, **config), 0)
 
@@ -245,36 +257,40 @@ def test_unsupported_weights_are_described_and_rejected(kind: str, tmp_path: Pat
             Experts.load(path, 0, method="MXFP8")
 
 
-def of_gptq(folder: Path, group: int, **config: Any) -> tuple[Path, Any]:
-    """Symmetric GPTQ with all that AutoGPTQ writes, and its values in BF16."""
-    made = encodings.integers(4, group, encodings.gptq("gptq"), zeros=False)
-    encoding = encodings.Encoding("GPTQ_INT4", "gptq", made)
+def write_gptq(folder: Path, group: int, **config: Any) -> tuple[Path, Any]:
+    """Write a symmetric GPTQ checkpoint with all tensors of AutoGPTQ; return it with its values in BF16."""
+    pack = encodings.integers(4, group, encodings.gptq("gptq"), zeros=False)
+    encoding = encodings.Encoding("GPTQ_INT4", "gptq", pack)
     tensors, values = encodings.tensors_of(encoding)
     return encodings.checkpoint(folder, tensors, encodings.gptq_config(4, group, **{"sym": True} | config)), values
 
 
 @pytest.mark.parametrize("config", [{}, {"checkpoint_format": None}])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_each_gptq_group_size_computes(group: int, config: dict[str, Any], tmp_path: Path) -> None:
-    path, values = of_gptq(tmp_path / "a", group, **config)
+def test_every_gptq_group_size_is_computed(group: int, config: dict[str, Any], tmp_path: Path) -> None:
+    path, values = write_gptq(tmp_path / "a", group, **config)
     experts = Experts.load(path, 0, method="GPTQ_INT4")
     assert experts.method == "GPTQ_INT4"
-    require_the_same(experts, Experts.load(encodings.write_plain(tmp_path / "b", values), 0))
+    assert_same_forward(experts, Experts.load(encodings.write_plain(tmp_path / "b", values), 0))
 
 
-NO_GPTQ = [
-    ("qzeros", begins(b"\x76"), "qzeros' holds zero points other than 8, though no config says sym: false; convert"),
+BAD_GPTQ = [
+    (
+        "qzeros",
+        overwrite_start(b"\x76"),
+        "qzeros' holds zero points other than 8, though no config says sym: false; convert",
+    ),
     ("g_idx", lambda x: x._replace(data=x.bits[::-1].tobytes()), "g_idx' holds an order of columns, though no"),
-    ("scales", shorter, r"qzeros' is I32 of shape \[2, 48\]; by .*qweight' and its scales it must be"),
-    ("qweight", shorter, "does not fit its zero points and g_idx with codes of 4 bits; check bits"),
+    ("scales", halve, r"qzeros' is I32 of shape \[2, 48\]; by .*qweight' and its scales it must be"),
+    ("qweight", halve, "does not fit its zero points and g_idx with codes of 4 bits; check bits"),
 ]
 
 
-@pytest.mark.parametrize(("role", "change", "message"), NO_GPTQ)
+@pytest.mark.parametrize(("role", "change", "message"), BAD_GPTQ)
 def test_gptq_tensors_that_contradict_the_config_are_rejected(
     role: str, change: Any, message: str, tmp_path: Path
 ) -> None:
-    path, _ = of_gptq(tmp_path / "model", 128)
+    path, _ = write_gptq(tmp_path / "model", 128)
     file, name = path / "model.safetensors", f"model.layers.0.mlp.experts.1.up_proj.{role}"
     tensors = read_file(file)
     write_file(file, tensors | {name: change(tensors[name])})
@@ -289,15 +305,15 @@ STORED["ct NVFP4"] = "NVFP4"
 
 @pytest.mark.parametrize("kind", STORED)
 def test_other_encodings_of_the_same_numbers_give_the_same_result(kind: str, tmp_path: Path) -> None:
-    """The same as from a checkpoint of BF16 with these values."""
+    """The reference is a BF16 checkpoint with the same values."""
     path, values = encodings.write(kind, tmp_path / "a")
     experts = Experts.load(path, 0)
     assert experts.method == STORED[kind]
-    require_the_same(experts, Experts.load(encodings.write_plain(tmp_path / "b", values), 0))
+    assert_same_forward(experts, Experts.load(encodings.write_plain(tmp_path / "b", values), 0))
 
 
-def require_the_same(experts: Experts, exact: Experts) -> None:
-    """As with weights in BF16, each of which may be rounded."""
+def assert_same_forward(experts: Experts, exact: Experts) -> None:
+    """Require the forward of BF16 weights, except that each weight may be rounded."""
     assert exact.method == "BF16"
     hidden = floats.activations(5, experts.hidden)
     call = hidden, np.tile(np.arange(2), (5, 1)), np.full((5, 2), 0.5, np.float32)
@@ -309,7 +325,7 @@ def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
     path = layer.write(tmp_path)
     with pytest.raises(UnsupportedError, match="holds no experts in layer 1"):
         Experts.load(path, 1)
-    moved = renamed(layer.tensors, lambda name: name.replace("layers.0", "layers.1"))
+    moved = rename_tensors(layer.tensors, lambda name: name.replace("layers.0", "layers.1"))
     again = layer.write(tmp_path / "b", moved) / "model.safetensors"
     rewrite(path / "model.safetensors", again.read_bytes())
     expected = forward(Experts.load(tmp_path / "b", 1), layer)
@@ -317,7 +333,7 @@ def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
 
 
 def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: str) -> None:
-    """NVFP4, of which it has no golden file, and the other activations."""
+    """Covers NVFP4, which has no golden file, and other activations."""
     runs, cases = {}, {}
     for name, method, limit, alpha in (
         ("nvfp4", "NVFP4", 0.0, 0.0),
@@ -330,13 +346,13 @@ def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: st
         layer, _ = nvfp4(path) if name == "nvfp4" else (native.read(name), native.read(name).write(path))
         if limit or alpha:
             layer = replace(layer, hidden=floats.to_bits(floats.from_bits(layer.hidden) * 8))
-            layer = replace(layer, truth=in_float64(layer, path, limit, alpha))
+            layer = replace(layer, truth=forward_in_float64(layer, path, limit, alpha))
         tensors = {"hidden": ("BF16", layer.hidden), "ids": ("I64", layer.ids), "weights": ("F32", layer.weights)}
         inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
         experts = Experts.load(path, 0, method=method, swiglu_limit=limit, swiglu_alpha=alpha)
         sizes = {"experts": 2, "topk": 2, "hidden": experts.hidden, "width": experts.intermediate}
-        more = {"path": str(path), "method": method, "limit": limit, "alpha": alpha, "inputs": str(inputs)}
-        runs[key], cases[key] = sizes | more, (layer.truth, forward(experts, layer))
+        options = {"path": str(path), "method": method, "limit": limit, "alpha": alpha, "inputs": str(inputs)}
+        runs[key], cases[key] = sizes | options, (layer.truth, forward(experts, layer))
     theirs = native.run_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-6, key
