@@ -118,7 +118,7 @@ def measure(bench: convert.Bench, rounds: int) -> tuple[list[list[str]], float]:
     Raises RuntimeError where bytes differ.
     """
     rows, between = [], []
-    for title, more in (("a unit a layer", ()), (f"units of {SHARDS}", ("--max-shard-size", SHARDS))):
+    for title, more in (("one unit per layer", ()), (f"units of {SHARDS}", ("--max-shard-size", SHARDS))):
         runs: dict[str, list[Made]] = {way: [] for way in WAYS}
         wanted: dict[str, str] = {}
         for number in range(rounds):
@@ -228,9 +228,10 @@ def main() -> None:
     )
     texts = {
         "measured": pages.table(
-            ("units", "who makes them", "number", "best wall, s (median, worst)", "x threads", "between two"), rows
+            ("units", "executor", "number of units", "best wall, s (median, worst)", "relative to threads", "gap between units"),
+            rows,
         ),
-        "what the formula is fed": inputs,
+        "inputs of the formula": inputs,
         "calculated": pages.table(("", "host", "file system", *map(str, HOSTS), "limit, hosts"), calculated(hosts)),
     }
     for name, body in texts.items():

@@ -354,9 +354,9 @@ def test_names_and_files_of_each_addition_exist(subject: str) -> None:
     assert tests == "the same" or re.search(r"\(\.\./\.\./tests/test_\w+\.py\)", tests), f"no test guards {subject}"
 
 
-def test_functions_of_the_walk_exist() -> None:
+def test_functions_of_the_path_exist() -> None:
     """Each function that design.md lists for a file is defined there."""
-    section = read_text(DESIGN_PAGE).partition("## The walk of a weight")[2].partition("\n## ")[0]
+    section = read_text(DESIGN_PAGE).partition("## The path of a weight")[2].partition("\n## ")[0]
     listed = re.findall(r"\[[^]]+\]\((\S+?)\): (`\w+`(?:, `\w+`)*)", section)
     assert len(listed) > 20
     for target, names in listed:

@@ -23,7 +23,7 @@ from ktconvert.layouts.encodings.encoding import Encoding
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("pipeline", "layouts", "quantizers", "native_quant")
 
-# A module may import from its own floor and from those below it.
+# A module may import from its own level and from those below it.
 BELOW = {
     "native_quant": {"native_quant"},
     "native_quant.runtime": {"native_quant", "quantizers", "layouts"},
@@ -57,8 +57,8 @@ def parse_modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in FILES}
 
 
-def floor_of(path: Path) -> str:
-    """Return the floor of a file: its folder, or the runtime, which is beside the pipeline."""
+def level_of(path: Path) -> str:
+    """Return the level of a file: its folder, or the runtime, which is beside the pipeline."""
     parts = path.relative_to(ROOT).parts
     return "native_quant.runtime" if parts[:2] == ("native_quant", "runtime") else parts[0]
 
@@ -84,21 +84,21 @@ def fail_with(offenders: list[str]) -> None:
 def test_packages_import_in_one_direction():
     wrong = []
     for path, tree in parse_modules().items():
-        floor = floor_of(path)
+        level = level_of(path)
         for module, line in find_imports(tree):
             parts = module.split(".")
             at = f"{path.relative_to(ROOT)}:{line}: "
             if parts[0] in FOLDERS:
                 wrong.append(f"{at}imports {module} by its bare name; say ktconvert.{module}")
-            if parts[0] == "ktconvert" and len(parts) > 1 and parts[1] not in BELOW[floor]:
-                wrong.append(f"{at}{floor} must not import {module}")
-            upper = floor in ("pipeline", "native_quant.runtime")
+            if parts[0] == "ktconvert" and len(parts) > 1 and parts[1] not in BELOW[level]:
+                wrong.append(f"{at}{level} must not import {module}")
+            upper = level in ("pipeline", "native_quant.runtime")
             runtime = module.startswith("ktconvert.native_quant.runtime")
             if runtime and not upper and path.name != "__init__.py":
-                wrong.append(f"{at}{floor} must not know the runtime")
+                wrong.append(f"{at}{level} must not know the runtime")
             if parts[0] == "torch" and not upper and path not in TENSORS:
-                wrong.append(f"{at}{floor} must not know torch")
-            if parts[:2] == ["ktconvert", "pipeline"] and floor == "pipeline":
+                wrong.append(f"{at}{level} must not know torch")
+            if parts[:2] == ["ktconvert", "pipeline"] and level == "pipeline":
                 package = path.relative_to(ROOT / "pipeline").parts[0]
                 if package in PACKAGES and set(PACKAGES[PACKAGES.index(package) + 1 :]).intersection(parts[2:3]):
                     wrong.append(f"{at}{package} must not import {module}")
