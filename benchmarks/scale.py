@@ -228,7 +228,14 @@ def main() -> None:
     )
     texts = {
         "measured": pages.table(
-            ("units", "executor", "number of units", "best wall, s (median, worst)", "relative to threads", "gap between units"),
+            (
+                "units",
+                "executor",
+                "number of units",
+                "best wall, s (median, worst)",
+                "relative to threads",
+                "gap between units",
+            ),
             rows,
         ),
         "inputs of the formula": inputs,
