@@ -1,4 +1,4 @@
-"""The dot products of every instruction set are those of the codes, exactly, for any number of tokens, rows and columns."""
+"""Dot products of integer codes are exact with every instruction set, for any number of tokens, rows and columns."""
 
 import functools
 from typing import Any
@@ -21,7 +21,7 @@ CASES = [(bits, n, k) for bits, shapes in SHAPES.items() for n, k in shapes]
 
 
 def codes_of(bits: int, weight: Any, n: int, k: int) -> Any:
-    """The codes of packed bytes as float64 [n, k], by the order that bytes.md gives."""
+    """Return the codes of packed bytes as float64 [n, k], in the order of bytes.md."""
     block_rows, tile_columns = (64, 64) if bits == 8 else (128, 128)
     codes = np.empty((n, k))
     start = 0
@@ -47,9 +47,9 @@ def check(bits: int, activations: Any, weight: Any, n: int) -> None:
 
 @functools.cache
 def case(bits: int, n: int, k: int) -> tuple[Any, Any, Any]:
-    """Weight, activations and their products, for all instruction sets."""
+    """Return weight, activations and their products, cached for all instruction sets."""
     rng = np.random.default_rng(n * k + bits)
-    # An odd address: weights lie in files wherever their writer put them.
+    # An odd address, because weights can have any offset in a file.
     weight = rng.integers(0, 256, n * k * bits // 8 + 1, np.uint8)[1:]
     activations = rng.integers(-127, 128, (max(TOKENS), k), np.int8)
     return weight, activations, activations.astype(np.float64) @ codes_of(bits, weight, n, k).T
@@ -64,8 +64,8 @@ def test_sums_are_exact(isa: str, bits: int, n: int, k: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 2, 3, 4, 8, 9, 12, 13, 17, 33, 40, 128, 150])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_more_tokens_than_fit_into_tiles_compute(bits: int, m: int) -> None:
-    """Rows of remainders come on top of an expert's tokens: up to twice as many."""
+def test_sums_are_exact_with_more_rows_than_planned(bits: int, m: int) -> None:
+    """Rows of remainders are added to an expert's tokens, which can double their number."""
     n, k = 128, 1408
     rng = np.random.default_rng(m)
     weight = rng.integers(0, 256, n * k * bits // 8, np.uint8)
@@ -79,14 +79,14 @@ def test_more_tokens_than_fit_into_tiles_compute(bits: int, m: int) -> None:
 @pytest.mark.parametrize("m", [1, 3, 6, 8, 12, 40])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_nothing_saturates(bits: int, m: int) -> None:
-    """The largest codes times the largest activations, with equal and with alternating signs."""
+    """The largest codes meet the largest activations, with equal and with alternating signs."""
     n, k = 128, 768
-    least, most = (0x80, 0x7F) if bits == 8 else (0x88, 0x77)
-    for byte in (least, most, 0xFF):
+    lowest, highest = (0x80, 0x7F) if bits == 8 else (0x88, 0x77)
+    for byte in (lowest, highest, 0xFF):
         weight = np.full(n * k * bits // 8, byte, np.uint8)
         for activations in (np.full((m, k), 127, np.int8), np.full((m, k), -127, np.int8)):
             check(bits, activations, weight, n)
             activations[:, ::2] *= -1
             check(bits, activations, weight, n)
-    weight = np.random.default_rng(m).choice(np.array([least, most], np.uint8), n * k * bits // 8)
+    weight = np.random.default_rng(m).choice(np.array([lowest, highest], np.uint8), n * k * bits // 8)
     check(bits, np.random.default_rng(bits).choice(np.array([-127, 127], np.int8), (m, k)), weight, n)

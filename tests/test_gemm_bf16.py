@@ -1,4 +1,4 @@
-"""Products of BF16 are what numerics.md, section 5b, says, for any number of tokens, rows and columns."""
+"""BF16 products equal the definition in section 5b of numerics.md, for any number of tokens, rows and columns."""
 
 import functools
 from collections.abc import Iterable
@@ -12,13 +12,13 @@ from rig.floats import Weight
 from rig.gemm import gemm_bf16
 
 FORMATS = ("MXFP4", "FP8", "BF16")
-# Sums of products exactly as section 5b says; vdpbf16ps leaves the rounding to the processor.
+# These equal section 5b exactly; with vdpbf16ps, rounding depends on the processor.
 BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
-NEAR = 2.0**-8  # between instruction sets, relative L2
+NEAR = 2.0**-8  # bound of the relative L2 distance between instruction sets
 # Numbers of tokens around every block size of a kernel.
 TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97)
 ALL = 200
-# Rows and columns: one block, several panels, a rest of a panel of 256 columns, and none.
+# Rows and columns: one block, several panels, full and partial panels of 256 columns.
 SHAPES = {
     "MXFP4": ((64, 64), (128, 320), (64, 512), (64, 1088)),
     "FP8": ((128, 128), (256, 384), (128, 1024)),
@@ -32,69 +32,69 @@ SHAPES = {
     "GPTQ_INT4_32": ((32, 32), (64, 352)),
     "F16": ((32, 128), (64, 640)),
 }
-SCALE_COLUMNS = {"MXFP4": 32, "MXFP8": 32, **floats.INTEGERS}  # that end a sum in tiles
+SCALE_COLUMNS = {"MXFP4": 32, "MXFP8": 32, **floats.INTEGERS}  # a sum in tiles ends after this number of columns
 CASES = [(name, n, k) for name, shapes in SHAPES.items() for n, k in shapes]
 
 pytestmark = pytest.mark.usefixtures("isa")
 
 
-def flushed(x: Any) -> Any:
-    """Float32 as the processor leaves it: subnormals are 0."""
+def flush_subnormals(x: Any) -> Any:
+    """Return float32 values as the processor does, with subnormal numbers as 0."""
     x = x.astype(np.float32)
     return np.where(np.abs(x) < 2.0**-126, np.float32(0), x).astype(np.float64)
 
 
-def chain(a: Any, weights: Any, columns: Iterable[int]) -> Any:
-    """The products of these columns, one after the other."""
+def sum_in_order(a: Any, weights: Any, columns: Iterable[int]) -> Any:
+    """Sum the products of these columns, one after the other."""
     total = np.zeros((len(a), len(weights)))
     for column in columns:
-        total = flushed(a[:, column, None] * weights[:, column] + total)
+        total = flush_subnormals(a[:, column, None] * weights[:, column] + total)
     return total
 
 
-def form_of(isa: str, name: str) -> str:
-    """How an instruction set multiplies a format: BF16 by pairs or in tiles, or integers."""
+def multiplication_form(isa: str, name: str) -> str:
+    """Return how an instruction set multiplies a format: BF16 in pairs or in tiles, or integers."""
     return "tiles" if isa == "amx" else "integers" if name in floats.INTEGERS and isa != "avx512bf16" else "pairs"
 
 
-def units(a: Any) -> Any:
-    """Of each row and 32 activations, the unit of their integers: [m, k/32]; NaN where one is no number."""
-    most = np.abs(a).reshape(len(a), -1, 32).max(axis=2)
-    exponent = np.frexp(most)[1] - 1.0
-    return np.where(np.isfinite(most), 2.0 ** (np.where(most, np.maximum(exponent, -113), -113) - 13), np.nan)
+def integer_units(a: Any) -> Any:
+    """Return the unit of the integers of each row and 32 activations, [m, k/32]; NaN if one is Inf or NaN."""
+    largest = np.abs(a).reshape(len(a), -1, 32).max(axis=2)
+    exponent = np.frexp(largest)[1] - 1.0
+    return np.where(np.isfinite(largest), 2.0 ** (np.where(largest, np.maximum(exponent, -113), -113) - 13), np.nan)
 
 
-def by_definition(name: str, activations: Any, weight: Weight, form: str = "pairs") -> Any:
-    """Section 5b for numbers whose products and sums are exact in float64."""
+def multiply_by_definition(name: str, activations: Any, weight: Weight, form: str = "pairs") -> Any:
+    """Compute section 5b for numbers whose products and sums are exact in float64."""
     a, scale = floats.from_bits(activations), weight.scale
     weights = weight.numbers / np.repeat(scale, 32, axis=1)
-    if name == "F16":  # 128 columns of the first terms, then of the second ones, with the same activations
+    if name == "F16":  # 128 columns of the first terms alternate with 128 of the second, with the same activations
         upper = floats.from_bits(floats.to_bits(weights))
-        weights, a = (in_turn(x, y) for x, y in ((upper, weights - upper), (a, a)))
+        weights, a = (interleave(x, y) for x, y in ((upper, weights - upper), (a, a)))
         scale = np.tile(scale, 2)
     k, in_tiles = a.shape[1], form == "tiles"
     step = min(128, SCALE_COLUMNS.get(name, 128)) if in_tiles else 32
-    unit = units(a)
+    unit = integer_units(a)
     if form == "integers":
-        a = np.rint(flushed(a) / np.repeat(unit, 32, axis=1))
+        a = np.rint(flush_subnormals(a) / np.repeat(unit, 32, axis=1))
     total = np.zeros((len(a), len(weights)))
     for first in range(0, k, step):
         last, group = min(first + step, k), np.zeros(total.shape)
         if in_tiles:
             for b in range(first, last, 32):
-                sums = (chain(a, weights, range(b + i, b + 32, 2)) for i in range(2))
-                group = flushed(group + flushed(sum(sums)))
+                sums = (sum_in_order(a, weights, range(b + i, b + 32, 2)) for i in range(2))
+                group = flush_subnormals(group + flush_subnormals(sum(sums)))
         elif form == "integers":
             sums = a[:, first:last] @ weights[:, first:last].T
-            group = flushed(sums) * unit[:, first // 32, None]
+            group = flush_subnormals(sums) * unit[:, first // 32, None]
         else:
-            group = chain(a, weights, (column for j in range(first, last, 2) for column in (j + 1, j)))
-        total = flushed(scale[:, first // 32] * group + total)
+            group = sum_in_order(a, weights, (column for j in range(first, last, 2) for column in (j + 1, j)))
+        total = flush_subnormals(scale[:, first // 32] * group + total)
     return total.astype(np.float32)
 
 
-def in_turn(x: Any, y: Any) -> Any:
-    """Of two arrays 128 columns each in turn."""
+def interleave(x: Any, y: Any) -> Any:
+    """Interleave 128 columns of each array."""
     return np.stack([z.reshape(len(z), -1, 128) for z in (x, y)], axis=2).reshape(len(x), -1)
 
 
@@ -109,7 +109,7 @@ def distance(x: Any, y: Any) -> float:
 
 def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any = None) -> None:
     if expected is None:
-        expected = by_definition(name, activations, weight, form_of(isa, name))
+        expected = multiply_by_definition(name, activations, weight, multiplication_form(isa, name))
     out = multiply(name, activations, weight)
     if isa in BY_DEFINITION:
         np.testing.assert_array_equal(out, expected)
@@ -120,50 +120,50 @@ def check(isa: str, name: str, activations: Any, weight: Weight, expected: Any =
 @functools.cache
 def case(name: str, n: int, k: int, form: str = "pairs") -> tuple[Weight, Any, Any]:
     weight, activations = floats.random(name, n, k), floats.activations(ALL, k)
-    return weight, activations, by_definition(name, activations, weight, form)
+    return weight, activations, multiply_by_definition(name, activations, weight, form)
 
 
 @pytest.mark.parametrize(("name", "n", "k"), CASES)
 def test_sums_equal_the_definition(isa: str, name: str, n: int, k: int) -> None:
-    form = form_of(isa, name)
+    form = multiplication_form(isa, name)
     near = 3e-5 if form == "integers" else 1e-6
     weight, activations, expected = case(name, n, k, form)
     assert distance(expected, floats.from_bits(activations) @ weight.numbers.T) < near
     assert distance(expected, case(name, n, k)[2]) < near
-    together = multiply(name, activations, weight)
+    all_tokens = multiply(name, activations, weight)
     if isa in BY_DEFINITION:
-        np.testing.assert_array_equal(together, expected)
-    assert distance(together, expected) <= NEAR
+        np.testing.assert_array_equal(all_tokens, expected)
+    assert distance(all_tokens, expected) <= NEAR
     for m in TOKENS if isa != "scalar" else (1, 13):
-        np.testing.assert_array_equal(multiply(name, activations[:m], weight), together[:m])
-        np.testing.assert_array_equal(multiply(name, activations[-m:], weight), together[-m:])
+        np.testing.assert_array_equal(multiply(name, activations[:m], weight), all_tokens[:m])
+        np.testing.assert_array_equal(multiply(name, activations[-m:], weight), all_tokens[-m:])
 
 
 @pytest.mark.parametrize("m", [1, 16, 19, 40])
 def test_subnormal_numbers_count_as_zero(isa: str, m: int) -> None:
-    """Of activations and BF16 weights; and so are sums that become subnormal."""
+    """This holds for activations, BF16 weights and sums."""
     rng = np.random.default_rng(m)
     n, k = 64, 160
 
     def numbers(rows: int, exponents: Any) -> Any:
         return floats.to_bits(rng.choice([-1.5, 1, 1.25], (rows, k)) * 2.0 ** rng.choice(exponents, (rows, k)))
 
-    def without(bits: Any) -> Any:
+    def flush(bits: Any) -> Any:
         return np.where(bits & 0x7F80, bits, np.uint16(0))
 
     a, weights = numbers(m, (-130, 0, 2)), numbers(n, (-131, -64, 1))
     out = multiply("BF16", a, floats.bf16(weights))
     assert np.any(out)
-    np.testing.assert_array_equal(out, multiply("BF16", without(a), floats.bf16(without(weights))))
-    check(isa, "BF16", without(a), floats.bf16(without(weights)))
+    np.testing.assert_array_equal(out, multiply("BF16", flush(a), floats.bf16(flush(weights))))
+    check(isa, "BF16", flush(a), floats.bf16(flush(weights)))
     np.testing.assert_array_equal(multiply("BF16", numbers(m, (-65,)), floats.bf16(numbers(n, (-66,)))), 0)
 
 
 @pytest.mark.parametrize("m", [7, 14])
 def test_integer_weights_accept_activations_of_any_size(isa: str, m: int) -> None:
-    """Rows of the largest, of the smallest, with outliers; what is no number makes its token NaN, and no other."""
+    """Rows have the largest and the smallest numbers, and outliers. Inf or NaN affects only its token."""
     weight, rng = floats.random("RAWINT4", 64, 352), np.random.default_rng(m)
-    small = -90 if isa == "amx" else -112  # tdpbf16ps takes products below 2^-126 for 0, one by one
+    small = -90 if isa == "amx" else -112  # tdpbf16ps flushes each product below 2^-126 to 0
     sizes = np.resize([0, -149, -126, small, -20, 20, 100], (m, 1))
     numbers = rng.standard_normal((m, 352)) * 2.0 ** (sizes + rng.choice([0, 0, -6, -9, -14], (m, 352)))
     activations = floats.to_bits(numbers)
@@ -177,15 +177,15 @@ def test_integer_weights_accept_activations_of_any_size(isa: str, m: int) -> Non
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_may_have_any_alignment(isa: str, name: str) -> None:
-    """Codes and E8M0 scales begin at odd addresses, float32 scales at multiples of 4."""
+    """Codes and E8M0 scales start at odd addresses, float32 scales at multiples of 4."""
     weight, activations = floats.random(name, 128, 256), floats.activations(3, 256)
     moved = [np.concatenate([np.zeros(n, np.uint8), x])[n:] for n, x in ((1, weight.codes), (4, weight.scales))]
     np.testing.assert_array_equal(gemm_bf16(name, activations, *moved, 128), multiply(name, activations, weight))
 
 
 @pytest.mark.parametrize("m", [1, 6, 20])
-def test_smallest_and_largest_e8m0_scales_compute(isa: str, m: int) -> None:
-    """2^-127 is no normal float32, 2^127 is the largest power of two: results are right wherever they are normal."""
+def test_smallest_and_largest_e8m0_scales_are_accurate(isa: str, m: int) -> None:
+    """2^-127 is subnormal in float32 and 2^127 the largest power of two; results are exact if they are normal."""
     n, k = 64, 128
     rng = np.random.default_rng(m)
     e2m1, e4m3 = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 0x7F, (n, k), np.uint8)
@@ -201,16 +201,16 @@ def test_smallest_and_largest_e8m0_scales_compute(isa: str, m: int) -> None:
 
 @pytest.mark.parametrize("m", [1, 20])
 def test_a_subnormal_fp8_scale_counts_as_zero(isa: str, m: int) -> None:
-    """The largest one; 2^-126 is a scale."""
+    """Tested are 2^-126, the smallest normal scale, and the largest subnormal one."""
     codes, activations = np.full((128, 128), 0x38, np.uint8), floats.to_bits(np.full((m, 128), 2.0**40))
-    for least in (2.0**-126, np.nextafter(np.float32(2.0**-126), np.float32(0))):
-        for name, form, shape in (("FP8", floats.fp8, (1, 1)), ("FP8_PERCHANNEL", floats.fp8_perchannel, (128,))):
-            out = multiply(name, activations, form(codes, np.full(shape, least, np.float32)))
-            assert (out == (0 if least < 2.0**-126 else 2.0 ** (40 + 7 - 126))).all(), name
+    for smallest in (2.0**-126, np.nextafter(np.float32(2.0**-126), np.float32(0))):
+        for name, encode, shape in (("FP8", floats.fp8, (1, 1)), ("FP8_PERCHANNEL", floats.fp8_perchannel, (128,))):
+            out = multiply(name, activations, encode(codes, np.full(shape, smallest, np.float32)))
+            assert (out == (0 if smallest < 2.0**-126 else 2.0 ** (40 + 7 - 126))).all(), name
 
 
 def test_nan_codes_give_nan(isa: str) -> None:
-    """None is written; a file that was damaged afterwards does not give plausible numbers."""
+    """Conversions write none, but a damaged file must not give plausible numbers."""
     codes = np.full((128, 128), 0x38, np.uint8)
     codes[9, 70], codes[20, 3] = 0x7F, 0xFF
     out = multiply("FP8", floats.activations(2, 128), floats.fp8(codes, np.ones((1, 1), np.float32)))

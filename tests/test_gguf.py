@@ -1,4 +1,4 @@
-"""GGUF as an input: every type, however the experts are named and the files are cut; and what is refused."""
+"""GGUF inputs: every type, every way to name experts and to split files, and refusals."""
 
 import itertools
 import json
@@ -30,7 +30,7 @@ LAYERS = [(*EVERY[at : at + 3], *EVERY)[:3] for at in range(0, len(EVERY), 3)]
 Cli = Callable[..., Any]
 
 
-def recognised(path: Path, config: str | None = None) -> MoeModel:
+def read_model(path: Path, config: str | None = None) -> MoeModel:
     return recognise(open_checkpoint(path, config=config))
 
 
@@ -39,66 +39,67 @@ def all_types(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("gguf") / "all.gguf", model(LAYERS), model_metadata(len(LAYERS)))
 
 
-def values(path: Path) -> dict[tuple[int, str], Any]:
-    """BF16 [E, n, k] by layer and projection: gguf-py's reader and its values."""
-    out = {}
+def read_expected_values(path: Path) -> dict[tuple[int, str], Any]:
+    """Return the values that gguf-py reads, as BF16 [E, n, k] by layer and projection."""
+    by_linear = {}
     for tensor in (t for name in split_names(path.name) for t in library.GGUFReader(path.with_name(name)).tensors):
-        if found := re.match(r"blk\.(\d+)\.ffn_(\w+)_exps\.", tensor.name):
+        if match := re.match(r"blk\.(\d+)\.ffn_(\w+)_exps\.", tensor.name):
             exact = library.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-            out[int(found[1]), found[2]] = np.stack([*map(reference.f32_to_bf16, exact)])
-    return out
+            by_linear[int(match[1]), match[2]] = np.stack([*map(reference.f32_to_bf16, exact)])
+    return by_linear
 
 
-def in_bf16(path: Path, folder: Path, write_qwen: Any) -> Path:
+def write_bf16(path: Path, folder: Path, write_qwen: Any) -> Path:
+    """Write the values of a GGUF file as a BF16 checkpoint."""
     layers: dict[int, dict[str, Any]] = {}
-    for (layer, part), bits in values(path).items():
+    for (layer, part), bits in read_expected_values(path).items():
         layers.setdefault(layer, {})[part] = bits
     return Path(write_qwen(folder, layers))
 
 
-def same_weights(one: Path, other: Path) -> None:
-    """Of merged outputs the tensors, of others the files."""
-    assert read_folder(one) == read_folder(other)
-    ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (one, other))
-    assert ours == theirs and (ours or read_folder(one))
+def assert_same_weights(actual: Path, expected: Path) -> None:
+    """Require equal tensors of merged outputs, and equal loose files."""
+    assert read_folder(actual) == read_folder(expected)
+    ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (actual, expected))
+    assert ours == theirs and (ours or read_folder(actual))
 
 
-def test_sizes_are_those_of_gguf_py() -> None:
+def test_type_sizes_equal_those_of_gguf_py() -> None:
     theirs = {kind.value: (kind.name, *size) for kind, size in library.GGML_QUANT_SIZES.items()}
-    for number, of in GGML_TYPES.items():
-        assert theirs[number] == (of.name, of.columns, of.nbytes)
+    for number, ggml_type in GGML_TYPES.items():
+        assert theirs[number] == (ggml_type.name, ggml_type.columns, ggml_type.nbytes)
 
 
-def test_every_type_has_gguf_pys_values(all_types: Path) -> None:
-    """Whole linears, and parts of them that begin inside a block of 256 columns; both orientations."""
-    moe = recognised(all_types)
+def test_every_type_decodes_to_the_values_of_gguf_py(all_types: Path) -> None:
+    """Whole linears and slices that start inside a block of 256 columns are decoded, in both orientations."""
+    moe = read_model(all_types)
     assert set(moe.dtypes) == set(EVERY) and moe.shape(0) == (E, H, I)
-    for (layer, part), experts in values(all_types).items():
+    for (layer, part), experts in read_expected_values(all_types).items():
         for expert, bits in enumerate(experts):
             linear, (n, k) = moe.linear(layer, expert, part), bits.shape
             assert (kernels.decode(linear) == bits).all(), (layer, part)
-            cut = linear.rows(n // 2, n - 3).columns(64, k - 64)
-            assert (kernels.decode(cut) == bits[n // 2 : n - 3, 64 : k - 64]).all()
-            again = cut.columns(64, k - 128)
-            assert (kernels.decode(again) == bits[n // 2 : n - 3, 128 : k - 64]).all()
-            assert (kernels.decode(again.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
+            sliced = linear.rows(n // 2, n - 3).columns(64, k - 64)
+            assert (kernels.decode(sliced) == bits[n // 2 : n - 3, 64 : k - 64]).all()
+            sliced_twice = sliced.columns(64, k - 128)
+            assert (kernels.decode(sliced_twice) == bits[n // 2 : n - 3, 128 : k - 64]).all()
+            assert (kernels.decode(sliced_twice.T) == bits[n // 2 : n - 3, 128 : k - 64].T).all()
 
 
 def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
-    """To what is made of gguf-py's values in BF16. Parts of down_proj begin at columns 64 and 128 of a block of 256."""
-    plain = in_bf16(all_types, tmp_path / "plain", write_qwen)
+    """Outputs equal those of gguf-py's values in BF16. Slices of down start at columns 64 and 128 of a block."""
+    plain = write_bf16(all_types, tmp_path / "plain", write_qwen)
     loose = ("--no-merge-safetensor", "--save-backward-weights")
-    for number, (method, parts, more) in enumerate((("int4", 2, ()), ("int8", 4, ()), ("int4", 2, loose))):
+    for number, (method, parts, options_of_case) in enumerate((("int4", 2, ()), ("int8", 4, ()), ("int4", 2, loose))):
         ours, theirs = tmp_path / f"ours{number}", tmp_path / f"theirs{number}"
-        options = ("--quant-method", method, "--threadpool-count", parts, *more)
+        options = ("--quant-method", method, "--threadpool-count", parts, *options_of_case)
         cli("cpu", "-i", all_types, "-o", ours, *options, "--input-type", "gguf")
         cli("cpu", "-i", plain, "-o", theirs, *options)
-        same_weights(ours, theirs)
+        assert_same_weights(ours, theirs)
     cli("verify", tmp_path / "ours0", "--against", all_types, "--full")
 
 
-def test_a_missing_decoder_is_a_sentence(all_types: Path, cli: Cli, tmp_path: Path) -> None:
-    """The extra [gguf] is for types that C does not decode."""
+def test_a_missing_decoder_gives_one_sentence(all_types: Path, cli: Cli, tmp_path: Path) -> None:
+    """The extra [gguf] is needed for types that C does not decode."""
     (tmp_path / "gguf.py").write_text("raise ModuleNotFoundError")
     done = cli("cpu", "-i", all_types, "-o", tmp_path / "out", code=1, env={"PYTHONPATH": str(tmp_path)})
     assert re.search(
@@ -107,26 +108,26 @@ def test_a_missing_decoder_is_a_sentence(all_types: Path, cli: Cli, tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-# Files that other programs wrote. KTCONVERT_GOLDEN=FOLDER tests more files of the same kind, also those of a split.
+# Files of other programs. KTCONVERT_GOLDEN=FOLDER tests more files of this kind, including split ones.
 WRITTEN = [path for name, path in golden.files("*.gguf").items() if "imatrix" not in name]
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=lambda path: path.stem)
 def test_files_of_other_programs_are_converted(path: Path, cli: Cli, write_qwen: Any, tmp_path: Path) -> None:
-    moe = recognised(path)
-    for (layer, part), experts in values(path).items():
+    moe = read_model(path)
+    for (layer, part), experts in read_expected_values(path).items():
         for expert, bits in enumerate(experts):
             assert (kernels.decode(moe.linear(layer, expert, part)) == bits).all()
-    for source, out in ((path, "ours"), (in_bf16(path, tmp_path / "plain", write_qwen), "theirs")):
+    for source, out in ((path, "ours"), (write_bf16(path, tmp_path / "plain", write_qwen), "theirs")):
         cli("cpu", "-i", source, "-o", tmp_path / out, "--threadpool-count", 2)
-    same_weights(tmp_path / "ours", tmp_path / "theirs")
+    assert_same_weights(tmp_path / "ours", tmp_path / "theirs")
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q8_0"])
-def test_the_forward_is_kt_kernels_reference(name: str) -> None:
-    """In float64, but for the rounding of our values to BF16."""
+def test_forward_agrees_with_the_reference_of_kt_kernel(name: str) -> None:
+    """The forward runs in float64 on our values, which are rounded to BF16."""
     path = golden.FOLDER / f"gguf_{name}.gguf"
-    stored, moe = bits_of(read_file(path.with_suffix(".safetensors"))), recognised(path)
+    stored, moe = bits_of(read_file(path.with_suffix(".safetensors"))), read_model(path)
 
     def linear(expert: int, part: str) -> Any:
         return floats.from_bits(kernels.decode(moe.linear(0, expert, part)))
@@ -136,57 +137,63 @@ def test_the_forward_is_kt_kernels_reference(name: str) -> None:
     assert np.linalg.norm(out - expected) < 4e-3 * np.linalg.norm(expected)
 
 
-def small(path: Path, change: Callable[[dict[str, Any]], object] = lambda tensors: None, **more: Any) -> Path:
+def write_small(path: Path, change: Callable[[dict[str, Any]], object] = lambda tensors: None, **metadata: Any) -> Path:
     tensors = model([("Q8_0",) * 3] * 2)
     change(tensors)
-    arch = more.pop("arch", "qwen3moe")
-    return write(path, tensors, {**model_metadata(more.pop("layers", 2), arch, **more)}, arch)
+    arch = metadata.pop("arch", "qwen3moe")
+    return write(path, tensors, {**model_metadata(metadata.pop("layers", 2), arch, **metadata)}, arch)
 
 
-def test_fused_and_legacy_names_hold_the_same_experts(tmp_path: Path) -> None:
+def test_fused_and_legacy_names_give_the_same_experts(tmp_path: Path) -> None:
     def fuse(tensors: dict[str, Any]) -> None:
         for layer in range(2):
             gate, up = (tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight")[1] for part in ("gate", "up"))
             tensors[f"blk.{layer}.ffn_gate_up_exps.weight"] = ("Q8_0", np.concatenate([gate, up], axis=1))
 
-    def cut(tensors: dict[str, Any]) -> None:
+    def separate(tensors: dict[str, Any]) -> None:
         for layer in range(2):
             for part in PROJECTIONS:
                 kind, stored = tensors.pop(f"blk.{layer}.ffn_{part}_exps.weight")
                 for expert in range(E):
                     tensors[f"blk.{layer}.ffn_{part}.{expert}.weight"] = (kind, stored[expert])
 
-    files = (small(tmp_path / "s.gguf"), small(tmp_path / "f.gguf", fuse), small(tmp_path / "c.gguf", cut))
-    models = [*map(recognised, files)]
+    files = (
+        write_small(tmp_path / "s.gguf"),
+        write_small(tmp_path / "f.gguf", fuse),
+        write_small(tmp_path / "c.gguf", separate),
+    )
+    models = [*map(read_model, files)]
     for layer in range(2):
         for expert in range(E):
             for part in PROJECTIONS:
-                one, *others = (kernels.decode(m.linear(layer, expert, part)) for m in models)
-                assert all((one == other).all() for other in others)
+                first, *others = (kernels.decode(m.linear(layer, expert, part)) for m in models)
+                assert all((first == other).all() for other in others)
 
 
-def split(folder: Path, count: int = 3, change: Callable[[list[Any]], object] = lambda files: None) -> Path:
-    """A model in several files, as gguf-split writes them; change: of (name, metadata, tensors) of each."""
+def write_split(folder: Path, count: int = 3, change: Callable[[list[Any]], object] = lambda files: None) -> Path:
+    """Write a model in several files, as gguf-split does; `change` changes [name, metadata, tensors] of each."""
     tensors = list(model([("Q8_0",) * 3] * 2).items())
     files = []
     for number in range(count):
-        said = {} if number else model_metadata(2)
-        said |= {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
-        files.append([f"m-{number + 1:05d}-of-{count:05d}.gguf", said, dict(tensors[number::count])])
+        metadata = {} if number else model_metadata(2)
+        metadata |= {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        files.append([f"m-{number + 1:05d}-of-{count:05d}.gguf", metadata, dict(tensors[number::count])])
     change(files)
-    for name, said, held in files:
-        write(folder / name, held, said)
+    for name, metadata, stored in files:
+        write(folder / name, stored, metadata)
     return folder
 
 
 def test_a_split_is_opened_by_its_directory_and_by_any_of_its_files(tmp_path: Path) -> None:
-    whole = recognised(small(tmp_path / "whole.gguf"))
-    folder = split(tmp_path / "split")
-    (folder / "mmproj-F16.gguf").write_bytes(b"not looked at")
+    single_file = read_model(write_small(tmp_path / "whole.gguf"))
+    folder = write_split(tmp_path / "split")
+    (folder / "mmproj-F16.gguf").write_bytes(b"never read")
     for path in (folder, *folder.glob("m-*.gguf")):
-        parts = recognised(path)
-        assert (kernels.decode(parts.linear(1, 1, "down")) == kernels.decode(whole.linear(1, 1, "down"))).all()
-        assert [shard.name for shard in parts.source.shards] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
+        split_model = read_model(path)
+        assert (
+            kernels.decode(split_model.linear(1, 1, "down")) == kernels.decode(single_file.linear(1, 1, "down"))
+        ).all()
+        assert [shard.name for shard in split_model.source.shards] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     assert open_checkpoint(folder).ignored == ("mmproj-F16.gguf",)
 
 
@@ -207,11 +214,11 @@ BAD_SPLITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BAD_SPLITS)
-def test_files_that_are_no_checkpoint(what: str, tmp_path: Path) -> None:
-    change, words = BAD_SPLITS[what]
-    with pytest.raises(InputError, match=words):
-        open_checkpoint(split(tmp_path / "split", change=change))
+@pytest.mark.parametrize("case", BAD_SPLITS)
+def test_incomplete_and_inconsistent_splits_are_refused(case: str, tmp_path: Path) -> None:
+    change, message = BAD_SPLITS[case]
+    with pytest.raises(InputError, match=message):
+        open_checkpoint(write_split(tmp_path / "split", change=change))
     (tmp_path / "split" / "m-00001-of-00003.gguf").rename(tmp_path / "alone.gguf")
     with pytest.raises(InputError, match=r"alone\.gguf: split\.count is 3"):
         open_checkpoint(tmp_path / "alone.gguf")
@@ -219,7 +226,7 @@ def test_files_that_are_no_checkpoint(what: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of the only model in the cache, org/name; there is no network."""
+    """Folder of org/name, the only model in the cache; there is no network."""
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     refs = tmp_path / "models--org--name" / "refs"
@@ -228,22 +235,22 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return refs.with_name("snapshots") / ("0" * 40)
 
 
-def test_a_file_of_a_hub_repository(snapshot: Path) -> None:
-    """From the cache, all files of its split; what is not there is named with the command that gets it."""
-    split(snapshot / "Q8_0")
-    found = open_checkpoint("org/name:Q8_0/m-00002-of-00003.gguf")
-    assert len(found.shards) == 3 and found.root == snapshot / "Q8_0"
+def test_a_file_of_a_hub_repository_is_read_from_the_cache(snapshot: Path) -> None:
+    """All files of its split come from the cache; the error for a missing one has the download command."""
+    write_split(snapshot / "Q8_0")
+    source = open_checkpoint("org/name:Q8_0/m-00002-of-00003.gguf")
+    assert len(source.shards) == 3 and source.root == snapshot / "Q8_0"
     (snapshot / "Q8_0" / "m-00003-of-00003.gguf").unlink()
-    words = r"incomplete.*`hf download org/name Q8_0/m-00001-of-00003\.gguf Q8_0/m-00002"
-    with pytest.raises(InputError, match=words):
+    message = r"incomplete.*`hf download org/name Q8_0/m-00001-of-00003\.gguf Q8_0/m-00002"
+    with pytest.raises(InputError, match=message):
         open_checkpoint("org/name:Q8_0/m-00002-of-00003.gguf")
     with pytest.raises(UsageError, match="not the name of a file"):
         open_checkpoint("org/name:../m.gguf")
-    assert not any(".gguf" in pattern for pattern in hub.FILES)  # a repository may hold a terabyte of them
+    assert not any(".gguf" in pattern for pattern in hub.FILES)  # a repository may have a terabyte of GGUF files
 
 
 @pytest.mark.parametrize(
-    ("arch", "family", "words"),
+    ("arch", "family", "note"),
     [
         ("qwen3moe", "Qwen3-MoE, Qwen3-Coder", None),
         ("llama", "Mixtral", None),
@@ -254,27 +261,27 @@ def test_a_file_of_a_hub_repository(snapshot: Path) -> None:
         ("brandnew", "gguf:brandnew", "is not in the table of architectures; its experts are stored as in any GGUF"),
     ],
 )
-def test_the_activation_is_that_of_the_architecture(arch: str, family: str, words: str | None, tmp_path: Path) -> None:
-    more = {"feed_forward_length": I} if arch == "llama" else {}
-    moe = recognised(small(tmp_path / "m.gguf", arch=arch, **more))
+def test_activation_follows_from_the_architecture(arch: str, family: str, note: str | None, tmp_path: Path) -> None:
+    metadata = {"feed_forward_length": I} if arch == "llama" else {}
+    moe = read_model(write_small(tmp_path / "m.gguf", arch=arch, **metadata))
     assert moe.arch.name == family
-    assert (words or "") in " ".join(moe.notes) and (words is None) == (moe.notes == ())
+    assert (note or "") in " ".join(moe.notes) and (note is None) == (moe.notes == ())
 
 
-def lost(*parts: str) -> Callable[[dict[str, Any]], object]:
+def remove_tensors(*parts: str) -> Callable[[dict[str, Any]], object]:
     return lambda tensors: [tensors.pop(f"blk.1.ffn_{part}_exps.weight") for part in parts]
 
 
-def biased(tensors: dict[str, Any]) -> None:
+def add_bias(tensors: dict[str, Any]) -> None:
     tensors["blk.1.ffn_up_exps.bias"] = ("F32", np.zeros((E, I), np.float32))
 
 
-def scaled(tensors: dict[str, Any]) -> None:
+def add_scale(tensors: dict[str, Any]) -> None:
     tensors |= model([("NVFP4",) * 3]) | {"blk.0.ffn_down_exps.scale": ("F32", np.ones(E, np.float32))}
 
 
 def gemma4(*scaled: str, kind: str = "Q8_0") -> Callable[[dict[str, Any]], object]:
-    """As llama.cpp writes Gemma-4: gate and up in one tensor, and a scale for each expert of these."""
+    """Return a change to the names of Gemma-4 in llama.cpp: gate and up in one tensor, with a scale for each expert."""
 
     def change(tensors: dict[str, Any]) -> None:
         tensors.clear()
@@ -288,105 +295,110 @@ def gemma4(*scaled: str, kind: str = "Q8_0") -> Callable[[dict[str, Any]], objec
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "NVFP4"])
-def test_the_routers_scale_of_gemma4_is_not_one_of_weights(kind: str, tmp_path: Path) -> None:
-    """The experts of the file without it; beside a scale of gate and up it belongs to the weights."""
+def test_the_router_scale_of_gemma4_does_not_scale_weights(kind: str, tmp_path: Path) -> None:
+    """The experts equal those of the file without it; beside a scale of gate and up it is one of the weights."""
     files = {}
     for name, scales in (("with", ("down",)), ("without", ())):
-        files[name] = small(tmp_path / f"{name}.gguf", gemma4(*scales, kind=kind), arch="gemma4", layers=1)
-    one, other = (recognised(files[name]) for name in ("with", "without"))
+        files[name] = write_small(tmp_path / f"{name}.gguf", gemma4(*scales, kind=kind), arch="gemma4", layers=1)
+    with_scale, without_scale = (read_model(files[name]) for name in ("with", "without"))
     for expert, part in itertools.product(range(E), PROJECTIONS):
-        assert (kernels.decode(one.linear(0, expert, part)) == kernels.decode(other.linear(0, expert, part))).all()
-    refused = [(gemma4("down", "gate_up", kind=kind), "gemma4"), (gemma4("down", kind=kind), "qwen3moe")]
-    for number, (change, arch) in enumerate(refused):
+        assert (
+            kernels.decode(with_scale.linear(0, expert, part)) == kernels.decode(without_scale.linear(0, expert, part))
+        ).all()
+    unsupported = [(gemma4("down", "gate_up", kind=kind), "gemma4"), (gemma4("down", kind=kind), "qwen3moe")]
+    for number, (change, arch) in enumerate(unsupported):
         with pytest.raises((InputError, UnsupportedError), match=r"_exps.scale.* needs none|NVFP4 with a scale"):
-            recognised(small(tmp_path / f"{number}.gguf", change, arch=arch, layers=1))
+            read_model(write_small(tmp_path / f"{number}.gguf", change, arch=arch, layers=1))
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"expert_count": 3}, "experts of layer 0 must be 2, config.json says num_experts = 3"),
     ({"embedding_length": 256}, "hidden size of layer 0 must be 512"),
     ({"expert_feed_forward_length": 512}, "expert width of layer 0 must be 256"),
-    ({"change": lost("up")}, r"'blk\.1\.ffn_up_exps\.weight' is missing"),
-    ({"change": lost(*PROJECTIONS)}, "layer 1 has a router but no experts"),
+    ({"change": remove_tensors("up")}, r"'blk\.1\.ffn_up_exps\.weight' is missing"),
+    ({"change": remove_tensors(*PROJECTIONS)}, "layer 1 has a router but no experts"),
     ({"arch": "kimi-k3", "hidden_activation": "silu"}, 'hidden_act = "silu", and experts of Kimi-K3 compute'),
 ]
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"arch": "gpt-oss"}, "its experts have biases and a clamped activation"),
-    ({"change": biased}, r"'blk\.1\.ffn_up_exps\.bias': .* no place for biases"),
+    ({"change": add_bias}, r"'blk\.1\.ffn_up_exps\.bias': .* no place for biases"),
     ({"hidden_activation": "relu2"}, 'hidden_act = "relu2", an activation that is not known; say with --arch'),
-    ({"change": scaled}, r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale .*is not an input yet; use"),
+    ({"change": add_scale}, r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale .*is not an input yet; use"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("error", "differs", "words"),
+    ("error", "changes", "message"),
     [(error, *row) for error, rows in ((InputError, REFUSED), (UnsupportedError, UNSUPPORTED)) for row in rows],
 )
-def test_metadata_and_tensors_that_do_not_do(
-    error: type[Exception], differs: dict[str, Any], words: str, tmp_path: Path
+def test_contradicting_and_unsupported_models_are_refused(
+    error: type[Exception], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(error, match=words):
-        recognised(small(tmp_path / "m.gguf", **differs))
+    with pytest.raises(error, match=message):
+        read_model(write_small(tmp_path / "m.gguf", **changes))
 
 
-def test_other_words_of_the_metadata(tmp_path: Path) -> None:
-    """The activation is that of the row, the last blocks are MTP."""
-    for arch, called in (("kimi-k3", "situ"), ("gemma4", "gelu"), ("qwen3moe", "silu"), ("qwen3moe", "situ")):
-        assert recognised(small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=called)).activation == called
-    moe = recognised(small(tmp_path / "m.gguf", nextn_predict_layers=1))
+def test_metadata_names_activation_and_mtp_layers(tmp_path: Path) -> None:
+    """The row or the metadata names the activation; the last blocks are MTP."""
+    for arch, activation in (("kimi-k3", "situ"), ("gemma4", "gelu"), ("qwen3moe", "silu"), ("qwen3moe", "situ")):
+        assert (
+            read_model(write_small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=activation)).activation
+            == activation
+        )
+    moe = read_model(write_small(tmp_path / "m.gguf", nextn_predict_layers=1))
     assert moe.layers == (0,) and moe.mtp_layers == (1,)
     assert any("MTP layers (layer 1) are left out" in note for note in moe.notes)
 
 
-def hugging_face(folder: Path, **changed: Any) -> Path:
+def write_hugging_face(folder: Path, **changes: Any) -> Path:
     config = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": E, "hidden_size": H}
-    config |= {"hidden_act": "silu", "moe_intermediate_size": I} | changed
+    config |= {"hidden_act": "silu", "moe_intermediate_size": I} | changes
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
-    (folder / "model.safetensors").write_bytes(b"not looked at")
+    (folder / "model.safetensors").write_bytes(b"never read")
     return folder
 
 
 def test_config_gives_companions_and_the_family(tmp_path: Path, cli: Cli) -> None:
-    """With --config the output has config.json and tokenizer; without it none, and the plan says so."""
-    source, of = small(tmp_path / "in" / "m.gguf"), hugging_face(tmp_path / "hf")
-    (tmp_path / "in" / "private.txt").write_text("not the model's")
-    one = ["--threadpool-count", 1, "--quant-method", "int8"]
-    cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", of, *one)
+    """With --config the output has config.json and tokenizer; without it, the plan reports their absence."""
+    source, config_dir = write_small(tmp_path / "in" / "m.gguf"), write_hugging_face(tmp_path / "hf")
+    (tmp_path / "in" / "private.txt").write_text("unrelated")
+    options = ["--threadpool-count", 1, "--quant-method", "int8"]
+    cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", config_dir, *options)
     assert {p.name for p in (tmp_path / "with").iterdir()} >= {"config.json", "tokenizer.json"}
     config = json.loads((tmp_path / "with" / "config.json").read_text())
     assert config["model_type"] == "qwen3_moe" and config["quantization_config"]
-    done = cli("cpu", "-i", source, "-o", tmp_path / "without", *one)
+    done = cli("cpu", "-i", source, "-o", tmp_path / "without", *options)
     assert "the output has no config.json and no tokenizer" in done.stderr
     assert not {p.name for p in (tmp_path / "without").iterdir()} & {"config.json", "tokenizer.json", "private.txt"}
     assert read_folder(tmp_path / "with") == read_folder(tmp_path / "without")
     cli("verify", tmp_path / "with", "--against", source)
-    assert "nothing to do" in cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", of, *one).stderr
-    before = conversion.identity(of)
-    for output in (of, of / "inside"):
-        done = cli("cpu", "-i", source, "-o", output, "--config", of, "--overwrite", "--delete-others", code=2)
-        assert f"{of}, which is read" in done.stderr
-    assert conversion.identity(of) == before
+    assert "nothing to do" in cli("cpu", "-i", source, "-o", tmp_path / "with", "--config", config_dir, *options).stderr
+    before = conversion.identity(config_dir)
+    for output in (config_dir, config_dir / "inside"):
+        done = cli("cpu", "-i", source, "-o", output, "--config", config_dir, "--overwrite", "--delete-others", code=2)
+        assert f"{config_dir}, which is read" in done.stderr
+    assert conversion.identity(config_dir) == before
 
 
-def test_other_configs(snapshot: Path, tmp_path: Path, example: Path) -> None:
-    """A model of the hub, whose weights need not be in the cache; and what is no config."""
-    (hugging_face(snapshot) / "model.safetensors").unlink()
-    source = small(tmp_path / "m.gguf")
-    moe = recognised(source, "org/name")
+def test_config_can_be_a_hub_model_or_a_folder(snapshot: Path, tmp_path: Path, example: Path) -> None:
+    """The config of a hub model is read without its weights; invalid ones are refused."""
+    (write_hugging_face(snapshot) / "model.safetensors").unlink()
+    source = write_small(tmp_path / "m.gguf")
+    moe = read_model(source, "org/name")
     assert moe.source.config["model_type"] == "qwen3_moe" and moe.source.companion_root == snapshot
     with pytest.raises(InputError, match="org/other: is not in the local cache"):
-        recognised(source, "org/other")
-    assert "gelu" in recognised(source, str(hugging_face(tmp_path / "gelu", hidden_act="gelu"))).notes[0]
+        read_model(source, "org/other")
+    assert "gelu" in read_model(source, str(write_hugging_face(tmp_path / "gelu", hidden_act="gelu"))).notes[0]
     (tmp_path / "none").mkdir()
     with pytest.raises(InputError, match=r"has no config\.json"):
-        recognised(source, str(tmp_path / "none"))
+        read_model(source, str(tmp_path / "none"))
     with pytest.raises(UsageError, match="--config"):
-        recognised(example, str(tmp_path / "gelu"))
+        read_model(example, str(tmp_path / "gelu"))
 
 
-OF_ANOTHER: list[tuple[dict[str, Any], str]] = [
+CONTRADICTING_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 3}, "num_hidden_layers = 3, and the weights are of 2 layers by their own header"),
     ({"num_experts": 3}, "num_experts = 3, and the weights' own header expert_count = 2"),
     ({"hidden_size": 256}, "hidden_size = 256, and the weights' own header embedding_length = 512"),
@@ -401,20 +413,25 @@ OF_ANOTHER: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "words"), OF_ANOTHER)
-def test_a_config_that_contradicts_the_metadata(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """Beside the file or given. Tensors alone would not show it: they fit it in all but what it says of the others."""
-    of, more = hugging_face(tmp_path / "hf", **changed), {"leading_dense_block_count": 0, "hidden_activation": "silu"}
-    (of / "model.safetensors").unlink()
-    given = small(tmp_path / "m.gguf", **more)
-    for source, config in ((given, str(of)), (small(of / "m.gguf", **more), None)):
-        with pytest.raises(InputError) as refused:
-            recognised(source, config)
-        assert f"{words}; they are not of one model" in str(refused.value)
+@pytest.mark.parametrize(("changes", "message"), CONTRADICTING_CONFIGS)
+def test_a_config_that_contradicts_the_metadata_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """The config is beside the file or is given. The shapes of the tensors alone would not show the contradiction."""
+    config_dir, metadata = (
+        write_hugging_face(tmp_path / "hf", **changes),
+        {"leading_dense_block_count": 0, "hidden_activation": "silu"},
+    )
+    (config_dir / "model.safetensors").unlink()
+    beside = write_small(tmp_path / "m.gguf", **metadata)
+    for source, config in ((beside, str(config_dir)), (write_small(config_dir / "m.gguf", **metadata), None)):
+        with pytest.raises(InputError) as error:
+            read_model(source, config)
+        assert f"{message}; they are not of one model" in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("arch", "family", "changed"),
+    ("arch", "family", "changes"),
     [
         ("deepseek2", "kimi_k2", {"n_routed_experts": E}),
         ("deepseek2", "glm4_moe_lite", {"num_nextn_predict_layers": 1, "num_hidden_layers": 1}),
@@ -424,35 +441,39 @@ def test_a_config_that_contradicts_the_metadata(changed: dict[str, Any], words: 
         ("brandnew", "qwen3_moe", {"intermediate_size": 1024}),
     ],
 )
-def test_families_that_share_an_architecture(arch: str, family: str, changed: dict[str, Any], tmp_path: Path) -> None:
-    source = small(tmp_path / "m.gguf", arch=arch, leading_dense_block_count=0)
-    assert recognised(source, str(hugging_face(tmp_path / "hf", model_type=family, **changed))).shape(0) == (E, H, I)
+def test_families_can_share_an_architecture(arch: str, family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    source = write_small(tmp_path / "m.gguf", arch=arch, leading_dense_block_count=0)
+    assert read_model(source, str(write_hugging_face(tmp_path / "hf", model_type=family, **changes))).shape(0) == (
+        E,
+        H,
+        I,
+    )
 
 
-def test_what_a_gguf_is_no_input_for(tmp_path: Path, cli: Cli) -> None:
-    source = small(tmp_path / "m.gguf")
-    for command, more, code, words in (
+def test_unsupported_commands_and_options_refuse_gguf(tmp_path: Path, cli: Cli) -> None:
+    source = write_small(tmp_path / "m.gguf")
+    for command, options, code, message in (
         ("gpu", ("--quant-method", "RTN"), 3, "GGUF is no input of `ktconvert gpu`"),
         ("dequantize", (), 3, "GGUF is no input of `ktconvert dequantize`"),
         ("cpu", ("--non-experts", "copy"), 3, "GGUF is no input of --non-experts copy"),
         ("cpu", ("--input-type", "bf16"), 5, "the experts are Q8_0"),
     ):
-        assert words in cli(command, "-i", source, "-o", tmp_path / "out", *more, code=code).stderr
-    seen = json.loads(cli("inspect", source, "--json").stdout)
-    assert (seen["container"], seen["expert_dtypes"]) == ("GGUF", ["Q8_0"])
-    assert seen["convert"] and not seen["convert_gpu"]
-    assert "GGUF is no input" in seen["gpu"][0]["refused"]
+        assert message in cli(command, "-i", source, "-o", tmp_path / "out", *options, code=code).stderr
+    report = json.loads(cli("inspect", source, "--json").stdout)
+    assert (report["container"], report["expert_dtypes"]) == ("GGUF", ["Q8_0"])
+    assert report["convert"] and not report["convert_gpu"]
+    assert "GGUF is no input" in report["gpu"][0]["refused"]
 
 
 @pytest.mark.parametrize(("kind", "warned"), [("Q4_K", True), ("Q4_1", True), ("Q5_0", False), ("Q8_0", False)])
-def test_few_bits_to_int4_are_warned_of(kind: str, warned: bool, tmp_path: Path, cli: Cli) -> None:
+def test_converting_few_bits_to_int4_gives_a_warning(kind: str, warned: bool, tmp_path: Path, cli: Cli) -> None:
     source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), model_metadata(1))
     for method in ("int4", "int8"):
         plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
         assert ("int8 is 7.2 to 8.6 % off" in plan.stderr) == (warned and method == "int4")
 
 
-def test_killed_and_resumed_to_the_same_bytes(all_types: Path, tmp_path: Path, cli: Cli) -> None:
+def test_resume_after_a_kill_writes_the_same_bytes_from_gguf(all_types: Path, tmp_path: Path, cli: Cli) -> None:
     command = [*KTCONVERT, "cpu", "-i", all_types, "-q", "--input-type", "gguf", "-o"]
     killpoint.check_resume(lambda out: [*command, out], lambda out: cli("resume", out), tmp_path, 2 / 3)
 
@@ -463,7 +484,7 @@ ENDLESS = (1 << 64) - 1
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"", "too short"),
         (b"GGUF\3\0\0\0", "too short for a GGUF header"),
@@ -499,39 +520,39 @@ ENDLESS = (1 << 64) - 1
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
     ],
 )
-def test_damaged_and_hostile_headers(data: bytes, words: str, tmp_path: Path) -> None:
+def test_damaged_and_hostile_headers_are_refused(data: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with pytest.raises(UnsupportedError if "version 1" in words else InputError, match=words) as refused:
+    with pytest.raises(UnsupportedError if "version 1" in message else InputError, match=message) as error:
         open_checkpoint(path)
-    assert str(path) in str(refused.value) and len(str(refused.value)) < 500
+    assert str(path) in str(error.value) and len(str(error.value)) < 500
 
 
-def test_an_unknown_type_matters_only_where_it_is_needed(tmp_path: Path) -> None:
-    source = small(tmp_path / "m.gguf")
+def test_an_unknown_type_only_matters_for_experts(tmp_path: Path) -> None:
+    source = write_small(tmp_path / "m.gguf")
     data = source.read_bytes()
 
-    def retyped(name: str, kind: int) -> bytes:
-        at = data.index(gguf.text(name)) + 8 + len(name)
-        rank = int.from_bytes(data[at : at + 4], "little")
-        at += 4 + 8 * rank
-        return data[:at] + struct.pack("<I", kind) + data[at + 4 :]
+    def change_type(name: str, kind: int) -> bytes:
+        position = data.index(gguf.text(name)) + 8 + len(name)
+        rank = int.from_bytes(data[position : position + 4], "little")
+        position += 4 + 8 * rank
+        return data[:position] + struct.pack("<I", kind) + data[position + 4 :]
 
-    source.write_bytes(retyped("token_embd.weight", 139))
-    assert recognised(source).dtypes == ("Q8_0",)
-    for kind, words in ((139, "ggml type 139"), (31, "ggml type 31")):
-        source.write_bytes(retyped("blk.1.ffn_up_exps.weight", kind))
-        with pytest.raises(UnsupportedError, match=rf"'blk\.1\.ffn_up_exps\.weight': .*\({words}\) is not an input"):
-            recognised(source)
+    source.write_bytes(change_type("token_embd.weight", 139))
+    assert read_model(source).dtypes == ("Q8_0",)
+    for kind, message in ((139, "ggml type 139"), (31, "ggml type 31")):
+        source.write_bytes(change_type("blk.1.ffn_up_exps.weight", kind))
+        with pytest.raises(UnsupportedError, match=rf"'blk\.1\.ffn_up_exps\.weight': .*\({message}\) is not an input"):
+            read_model(source)
 
 
-def test_a_vocabulary_is_stepped_over(tmp_path: Path) -> None:
-    """300,000 texts, one of them longer than what is read at a time, before a tensor; no list of them is made."""
-    words = [f"token {n}" for n in range(150_000)]
+def test_a_vocabulary_is_skipped(tmp_path: Path) -> None:
+    """300,000 texts precede a tensor; one is longer than a single read. The reader makes no list of them."""
+    tokens = [f"token {n}" for n in range(150_000)]
     pairs = [
         ARCH,
-        pair("tokenizer.ggml.tokens", words),
-        pair("tokenizer.ggml.merges", [*words[:-1], "x" * 3_000_000]),
+        pair("tokenizer.ggml.tokens", tokens),
+        pair("tokenizer.ggml.merges", [*tokens[:-1], "x" * 3_000_000]),
         pair("tokenizer.chat_template", "y" * 100_000),
         gguf.text("tokenizer.ggml.scores") + struct.pack("<IIQ", 9, 6, 150_000) + bytes(600_000),
         pair("qwen3moe.block_count", 7),
@@ -544,7 +565,7 @@ def test_a_vocabulary_is_stepped_over(tmp_path: Path) -> None:
     assert header.size - entry.start == 18
 
 
-def test_header_identity_is_the_header_alone(tmp_path: Path) -> None:
+def test_identity_of_a_header_depends_only_on_the_header(tmp_path: Path) -> None:
     path, hashes = tmp_path / "m.gguf", []
     for entry, data in ((ONE, bytes(18)), (ONE, b"\1" * 18), (info("b", [32], 2, 0), bytes(18))):
         path.write_bytes(file([ARCH], [entry], data))

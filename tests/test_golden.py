@@ -1,4 +1,4 @@
-"""kt-kernel's own bytes, and ours for other encodings: from the NumPy definition and every instruction set of this CPU."""
+"""The NumPy definition and every instruction set give kt-kernel's bytes, and our golden bytes of other encodings."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,49 +21,52 @@ CASES += [("int8", "nodd2_t1"), ("int8", "kblock_t1")]
 OURS = [(method, kind) for method in ROW_GRIDS for kind in ("fp16", "f32", "fp8_e4m3")]
 
 
-def unsigned(path: Path) -> dict[str, Any]:
-    """All tensors of a golden file; weights as the kernels write them, in unsigned bytes."""
+def read_unsigned(path: Path) -> dict[str, Any]:
+    """Return all tensors of a golden file, with weights in unsigned bytes as kernels write them."""
     tensors = bits_of(read_file(path))
     return {name: bits.view(np.uint8) if bits.dtype == np.int8 else bits for name, bits in tensors.items()}
 
 
-def parts(method: str, case: str) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Every (key, BF16 part, kt-kernel's weight, kt-kernel's scale) of a golden file."""
+def read_slices(method: str, case: str) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Yield (key, BF16 slice, kt-kernel's weight, kt-kernel's scale) of a golden file."""
     path = FOLDER / f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
-    metadata, tensors = metadata_of(path), unsigned(path)
+    metadata, tensors = metadata_of(path), read_unsigned(path)
     count = int(metadata["numa"])
     for proj in ("gate", "up", "down"):
         for expert, matrix in enumerate(tensors[f"in.{proj}"]):
-            for i, part in enumerate(np.split(matrix, count, axis=1 if proj == "down" else 0)):
+            for i, bf16 in enumerate(np.split(matrix, count, axis=1 if proj == "down" else 0)):
                 key = f"blk.0.ffn_{proj}_exps.{expert}.numa.{i}"
-                yield key, part, tensors[f"{key}.weight"], tensors[f"{key}.scale"]
+                yield key, bf16, tensors[f"{key}.weight"], tensors[f"{key}.scale"]
 
 
-def same(key: str, ours: Any, theirs: Any) -> None:
-    different = np.flatnonzero(ours.view(np.uint8) != theirs.view(np.uint8))
+def assert_equal_bytes(key: str, actual: Any, expected: Any) -> None:
+    """Require equal bytes; report the first difference."""
+    different = np.flatnonzero(actual.view(np.uint8) != expected.view(np.uint8))
     if different.size:
-        at = different[0] // ours.itemsize
-        pytest.fail(f"{key}: {different.size} bytes differ, first element {at}: {ours[at]!r}, not {theirs[at]!r}")
+        first = different[0] // actual.itemsize
+        pytest.fail(
+            f"{key}: {different.size} bytes differ, first element {first}: {actual[first]!r}, not {expected[first]!r}"
+        )
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("method", "case"), CASES)
-def test_kt_kernels_bytes(method: str, case: str) -> None:
+def test_packed_slices_equal_the_bytes_of_kt_kernel(method: str, case: str) -> None:
     bits = ROW_GRIDS[method].bits
-    for key, part, weight, scale in parts(method, case):
+    for key, bf16, weight, scale in read_slices(method, case):
         ours = np.full_like(weight, 0xAA), np.full_like(scale, np.nan)
-        kernels.quantize_pack(bits, Matrix(part, KINDS["bf16"]), *ours)
-        for made in (ours, reference.quantize_pack(bits, part)):
-            same(f"{key}.weight", made[0], weight)
-            same(f"{key}.scale", made[1], scale)
+        kernels.quantize_pack(bits, Matrix(bf16, KINDS["bf16"]), *ours)
+        for actual in (ours, reference.quantize_pack(bits, bf16)):
+            assert_equal_bytes(f"{key}.weight", actual[0], weight)
+            assert_equal_bytes(f"{key}.scale", actual[1], scale)
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize(("method", "kind"), OURS)
-def test_our_bytes(method: str, kind: str) -> None:
-    """Red after a change to the numbers: raise the quantizer's version and run `make golden`."""
+def test_results_equal_our_golden_bytes(method: str, kind: str) -> None:
+    """If this fails after a change of the numbers, raise the quantizer's version and run `make golden`."""
     grid = ROW_GRIDS[method]
-    tensors = unsigned(FOLDER / f"amx_{method}.v{grid.version}.{kind}.safetensors")
+    tensors = read_unsigned(FOLDER / f"amx_{method}.v{grid.version}.{kind}.safetensors")
     options: dict[str, Any] = {}
     if "in.scales" in tensors:
         options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
@@ -72,13 +75,13 @@ def test_our_bytes(method: str, kind: str) -> None:
         bf16 = reference.decode(matrix)
         weight, scale = (np.empty_like(tensors[f"out.{x}"]) for x in ("weight", "scale"))
         kernels.quantize_pack(grid.bits, matrix, weight, scale)
-        for made in ((kernels.decode(matrix), weight, scale), (bf16, *reference.quantize_pack(grid.bits, bf16))):
-            for name, ours in zip(("bf16", "weight", "scale"), made, strict=True):
-                same(name, ours.reshape(-1), tensors[f"out.{name}"].reshape(-1))
+        for results in ((kernels.decode(matrix), weight, scale), (bf16, *reference.quantize_pack(grid.bits, bf16))):
+            for name, ours in zip(("bf16", "weight", "scale"), results, strict=True):
+                assert_equal_bytes(name, ours.reshape(-1), tensors[f"out.{name}"].reshape(-1))
 
 
-def test_rawint4_holds_the_numbers_of_kt_kernels_file() -> None:
-    """Decoded, they give the outputs that were computed from those numbers when it was made."""
+def test_rawint4_decodes_to_the_numbers_of_kt_kernel() -> None:
+    """Decoded weights give the outputs that kt-kernel's file was stored with."""
     layer = native.read("RAWINT4_kimi")
 
     def linear(expert: int, projection: str) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import parts, same
+from test_golden import assert_equal_bytes, read_slices
 from test_kernels import KINDS, source, transposed, ugly
 from test_kernels import Matrix as of_kind
 
@@ -43,7 +43,7 @@ def searched(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
 
 def both_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
     for name, one, other in zip(("codes", "scales"), ours, theirs, strict=True):
-        same(name, one.reshape(-1), np.ascontiguousarray(other).reshape(-1))
+        assert_equal_bytes(name, one.reshape(-1), np.ascontiguousarray(other).reshape(-1))
 
 
 @pytest.mark.usefixtures("isa")
@@ -59,10 +59,10 @@ def test_results_equal_golden_bytes(grid: str) -> None:
             for search in (searched, defined):
                 made = search(grid, golden[f"in.{name}"], importance)
                 both_equal(made, (golden[f"{key}.codes"], golden[f"{key}.scale"]))
-    for key, part, _, _ in parts(grid, "edge_t1"):
+    for key, part, _, _ in read_slices(grid, "edge_t1"):
         _, _, projection, expert = key.replace("ffn_", "").replace("_exps", "").split(".")[:4]
         codes, scale = searched(grid, part)
-        same(key, scale[:, 0], golden[f"edge.{grid}.{projection}.{expert}.scale"])
+        assert_equal_bytes(key, scale[:, 0], golden[f"edge.{grid}.{projection}.{expert}.scale"])
         digest = golden[f"edge.{grid}.{projection}.{expert}.codes_sha256"]
         assert hashlib.sha256(codes).digest() == digest.tobytes(), key
 
@@ -160,7 +160,7 @@ def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, wei
             chosen = (
                 codes.reshape(n, scales.shape[1], -1) * np.float32(form.grid.step) * scale_numbers(scales)[..., None]
             )
-            same("numbers", numbers.reshape(-1), chosen.astype(np.float32).reshape(-1))
+            assert_equal_bytes("numbers", numbers.reshape(-1), chosen.astype(np.float32).reshape(-1))
     assert (found[0] <= found[1] + 1e-5).all()
 
 
