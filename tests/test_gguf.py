@@ -418,10 +418,8 @@ def test_a_config_that_contradicts_the_metadata_is_refused(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """The config is beside the file or is given. The shapes of the tensors alone would not show the contradiction."""
-    config_dir, metadata = (
-        write_hugging_face(tmp_path / "hf", **changes),
-        {"leading_dense_block_count": 0, "hidden_activation": "silu"},
-    )
+    metadata = {"leading_dense_block_count": 0, "hidden_activation": "silu"}
+    config_dir = write_hugging_face(tmp_path / "hf", **changes)
     (config_dir / "model.safetensors").unlink()
     beside = write_small(tmp_path / "m.gguf", **metadata)
     for source, config in ((beside, str(config_dir)), (write_small(config_dir / "m.gguf", **metadata), None)):

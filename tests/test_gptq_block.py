@@ -62,7 +62,7 @@ def random_block(rng: np.random.Generator, n: int, width: int) -> tuple[Any, Any
 
 
 def special_block(finite: bool) -> tuple[Any, Any, Any]:
-    """Return a block with rows for each special case, alone and combined."""
+    """Return a block with a row for each special case, and combinations of them."""
     n, width = 64, 48
     rng = np.random.default_rng(5)
     inverse, scale, weight = random_block(rng, n, width)
@@ -84,22 +84,24 @@ def special_block(finite: bool) -> tuple[Any, Any, Any]:
         scale[14, 3] = np.inf
         scale[15, 20] = np.nan
         weight[16] = np.inf
-        weight[17] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)  # the NaN that rounding to BF16 would carry over
+        # Rounding to BF16 would overflow the bits of this NaN.
+        weight[17] = np.array(0x7FFFFFFF, np.uint32).view(np.float32)
         weight[2], scale[2] = 3.4e38, 3.38953e38
         weight[40:44] = np.nan
     return inverse, scale, weight
 
 
-def ours(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1) -> Any:
+def run_kernel(code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any, threads: int = 1) -> Any:
+    """Run the kernel on a copy of the weights; return weight, value and error."""
     weight = weight.copy()
     value, error = np.full_like(weight, 7), np.full_like(weight, 7)
     compensation.gptq_block(code_range, kind, inverse, scale, weight, value, error, threads=threads)
     return weight, value, error
 
 
-def assert_same(have: Any, want: Any) -> None:
-    """Require equal bits; those of two NaN may differ, since the processor decides which operand's NaN it returns."""
-    for name, a, b in zip(NAMES, have, want, strict=True):
+def assert_same(actual: Any, expected: Any) -> None:
+    """Require equal bits, except those of NaN: the processor decides which operand's NaN it returns."""
+    for name, a, b in zip(NAMES, actual, expected, strict=True):
         assert a.dtype == b.dtype == np.float32 and a.shape == b.shape
         differ = np.argwhere((a.view(np.uint32) != b.view(np.uint32)) & ~(np.isnan(a) & np.isnan(b)))
         assert not len(differ), f"{name}: {len(differ)} values differ, first at {differ[0]}"
@@ -112,14 +114,14 @@ def test_kernels_equal_the_definition(code_range: CodeRange, kind: str) -> None:
     rng = np.random.default_rng(code_range[1])
     for n, width in ((1, 1), (3, 128), (32, 32), (33, 127), (64, 128), (100, 96), (70, 31)):
         block = random_block(rng, n, width)
-        want = definition(code_range, kind, *block)
-        assert np.isfinite(want[2]).all() and want[2].any()
-        assert_same(ours(code_range, kind, *block), want)
+        expected = definition(code_range, kind, *block)
+        assert np.isfinite(expected[2]).all() and expected[2].any()
+        assert_same(run_kernel(code_range, kind, *block), expected)
     for finite in (True, False):
         block = special_block(finite)
-        want = definition(code_range, kind, *block)
-        assert finite or np.isnan(want[1]).any()
-        assert_same(ours(code_range, kind, *block), want)
+        expected = definition(code_range, kind, *block)
+        assert finite or np.isnan(expected[1]).any()
+        assert_same(run_kernel(code_range, kind, *block), expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -138,17 +140,17 @@ def test_kernels_equal_the_definition_for_any_shape_and_threads(
     n: int, width: int, code_range: CodeRange, kind: str, threads: int, seed: int
 ) -> None:
     block = random_block(np.random.default_rng(seed), n, width)
-    want = definition(code_range, kind, *block)
+    expected = definition(code_range, kind, *block)
     for _ in isas.each():
-        assert_same(ours(code_range, kind, *block, threads=threads), want)
+        assert_same(run_kernel(code_range, kind, *block, threads=threads), expected)
 
 
 @pytest.mark.usefixtures("isa")
 def test_rows_are_independent() -> None:
     inverse, scale, weight = special_block(finite=False)
-    whole = ours(CodeRange(-8, 7), "bf16", inverse, scale, weight)
+    all_rows = run_kernel(CodeRange(-8, 7), "bf16", inverse, scale, weight)
     for row in (slice(at, at + 1) for at in range(len(weight))):
-        assert_same(ours(CodeRange(-8, 7), "bf16", inverse, scale[row], weight[row]), [x[row] for x in whole])
+        assert_same(run_kernel(CodeRange(-8, 7), "bf16", inverse, scale[row], weight[row]), [x[row] for x in all_rows])
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -159,7 +161,7 @@ def test_wrong_arguments_are_refused() -> None:
     compensation.gptq_block(**good)
     readonly = weight.copy()
     readonly.flags.writeable = False
-    for change, words in (
+    for change, message in (
         ({"code_range": CodeRange(-129, 127)}, "code_range must hold 0 and lie in -128 to 127"),
         ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
         ({"code_range": CodeRange(0, 128)}, "code_range must hold 0"),
@@ -178,12 +180,12 @@ def test_wrong_arguments_are_refused() -> None:
         ({"error": value}, "may share memory"),
         ({"scale": value}, "may share memory"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=message):
             compensation.gptq_block(**{**good, **change})
 
 
-def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
-    """Compute a block on the CPU by a path of quantizers.gptq for GPUs."""
+def run_gpu_path(path: str, code_range: CodeRange, kind: str, inverse: Any, scale: Any, weight: Any) -> list[Any]:
+    """Compute a block on the CPU by a path of quantizers.gptq that GPUs use."""
     import torch
 
     from ktconvert.quantizers import gptq
@@ -198,11 +200,11 @@ def other_block(path: str, code_range: CodeRange, kind: str, inverse: Any, scale
 @pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_paths_equal_the_definition(kind: str) -> None:
-    """On the CPU, where torch rounds as in the definition."""
+    """They run on the CPU, where torch rounds as in the definition."""
     for n, width in ((1, 1), (75, 37), (64, 128)):
         block = random_block(np.random.default_rng(n), n, width)
         for code_range in RANGES.values():
-            want = definition(code_range, kind, *block)
-            assert_same(other_block("_compensate_block_by_torch", code_range, kind, *block), want)
+            expected = definition(code_range, kind, *block)
+            assert_same(run_gpu_path("_compensate_block_by_torch", code_range, kind, *block), expected)
             if code_range in LIBRARY:
-                assert_same(other_block("_compensate_block_by_library", code_range, kind, *block), want)
+                assert_same(run_gpu_path("_compensate_block_by_library", code_range, kind, *block), expected)

@@ -1,5 +1,6 @@
-"""GPTQ of one group of experts in AMXINT4 and AMXINT8: codes that kt-kernel can multiply, experts with few tokens, and
-Hessians without a factor; and how `verify` judges such codes.
+"""GPTQ of one group of experts in AMXINT4 and AMXINT8.
+
+Codes that kt-kernel can multiply, experts with few tokens, Hessians without a factor, and the judgement of `verify`.
 """
 
 from importlib.util import find_spec
@@ -27,25 +28,26 @@ import torch
 
 from ktconvert.quantizers import gptq
 
-FORMS = {4: AMXINT4, 8: AMXINT8}
+ENCODINGS = {4: AMXINT4, 8: AMXINT8}
 HIDDEN, WIDTH = 128, 256
 SHAPES = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
 
 
 def weights_of(rng: np.random.Generator, kind: str) -> dict[str, Any]:
     """Return BF16 bits of an expert's linears; the first rows are zeros, subnormals and one large value."""
-    out = {}
+    linears = {}
     for projection, (n, k) in SHAPES.items():
-        drawn = rng.standard_normal((n, k)) if kind == "gauss" else rng.standard_t(2, (n, k))
+        values = rng.standard_normal((n, k)) if kind == "gauss" else rng.standard_t(2, (n, k))
         if kind == "wide":
-            drawn *= 10.0 ** rng.uniform(-40, 15, (n, 1))
-        bits = reference.f32_to_bf16(np.clip(drawn, -3.38e38, 3.38e38).astype(np.float32))
+            values *= 10.0 ** rng.uniform(-40, 15, (n, 1))
+        bits = reference.f32_to_bf16(np.clip(values, -3.38e38, 3.38e38).astype(np.float32))
         bits[0], bits[1], bits[2, 1:] = 0, np.arange(k) % 128, 0
-        out[projection] = bits
-    return out
+        linears[projection] = bits
+    return linears
 
 
 def hessian_of(rng: np.random.Generator, k: int, tokens: int) -> gptq.Hessian:
+    """Return a Hessian of random inputs whose columns differ in size."""
     hessian = gptq.Hessian.empty(k)
     mixing = rng.standard_normal((k, k)) * np.linspace(0.05, 2, k)
     hessian.add(torch.from_numpy(rng.standard_normal((tokens, k)) @ mixing).bfloat16())
@@ -59,39 +61,42 @@ def compensate(
     down: list[gptq.Hessian],
     *,
     tokens: list[int],
-    sees: str = "mixed",
+    calibrate: str = "mixed",
     floor: int = 1,
     numa: int = 1,
 ) -> tuple[GptqVisitor, dict[tuple[int, str], Any]]:
-    """Quantize a group; return the visitor and the parts of each linear that it wrote."""
-    form, stored = FORMS[bits], {}
+    """Quantize a group; return the visitor and the slices of each linear that it wrote."""
+    encoding, stored = ENCODINGS[bits], {}
     grid = Slicing(0, HIDDEN, WIDTH, numa)
 
     def nearest(expert: int, projection: str, importance: Any) -> Any:
-        made = []
+        slices = []
         chunks = cut_slices(projection, experts[expert][projection], numa)
-        for part, chunk in zip(grid.slices(expert, projection), chunks, strict=True):
-            out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(part.n, part.k)]
-            quantize(form, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, part.cut_columns(importance))
-            made.append((part, out))
-        return made
+        for numa_slice, chunk in zip(grid.slices(expert, projection), chunks, strict=True):
+            out = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(numa_slice.n, numa_slice.k)]
+            quantize(encoding, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, numa_slice.cut_columns(importance))
+            slices.append((numa_slice, out))
+        return slices
 
-    def write(expert: int, projection: str, made: Any) -> None:
-        stored[expert, projection] = made
+    def write(expert: int, projection: str, slices: Any) -> None:
+        stored[expert, projection] = slices
 
-    visitor = GptqVisitor(form, 0.01, "float32", sees, floor, nearest, write, numa)
+    visitor = GptqVisitor(encoding, 0.01, "float32", calibrate, floor, nearest, write, numa)
     weights = {
-        e: ExpertWeights(*(torch.from_numpy(own[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES))
-        for e, own in enumerate(experts)
+        e: ExpertWeights(*(torch.from_numpy(linears[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES))
+        for e, linears in enumerate(experts)
     }
     group = ExpertGroup(0, np.array(tokens), weights, dict(enumerate(gate_up)), dict(enumerate(down)))
     visitor.visit(group)
     return visitor, stored
 
 
-def codes_of(bits: int, made: Any) -> list[tuple[Any, Any]]:
-    """Return codes int8 [n, k] and scales of each part."""
-    return [(reference.unpack(bits, out[0], part.n, part.k), out[1].view(np.float32)) for part, out in made]
+def codes_of(bits: int, slices: Any) -> list[tuple[Any, Any]]:
+    """Return codes int8 [n, k] and scales of each NUMA slice."""
+    return [
+        (reference.unpack(bits, out[0], numa_slice.n, numa_slice.k), out[1].view(np.float32))
+        for numa_slice, out in slices
+    ]
 
 
 @settings(deadline=None, max_examples=20)
@@ -100,29 +105,33 @@ def codes_of(bits: int, made: Any) -> list[tuple[Any, Any]]:
     bits=st.sampled_from([4, 8]),
     kind=st.sampled_from(["gauss", "t2", "wide"]),
     tokens=st.sampled_from([0, 1, 7, 400]),
-    sees=st.sampled_from(["all", "mixed", "routed"]),
+    calibrate=st.sampled_from(["all", "mixed", "routed"]),
     numa=st.sampled_from([1, 2]),
 )
-def test_every_code_has_a_negative(seed: int, bits: int, kind: str, tokens: int, sees: str, numa: int) -> None:
+def test_codes_are_in_a_symmetric_range(
+    seed: int, bits: int, kind: str, tokens: int, calibrate: str, numa: int
+) -> None:
     """-8 and -128 never occur; scales are finite, and rows of zeros stay zero."""
     rng = np.random.default_rng(seed)
     largest = (1 << bits - 1) - 1
-    seen = max(tokens, 1) if sees == "all" else tokens
-    shared = hessian_of(rng, HIDDEN, 400 if sees == "mixed" else seen)
-    down = hessian_of(rng, WIDTH, seen)
-    _, stored = compensate(bits, [weights_of(rng, kind)], [shared], [down], tokens=[tokens], sees=sees, numa=numa)
-    for (_, projection), made in stored.items():
-        first, *_ = parts = codes_of(bits, made)
-        for codes, scales in parts if projection == "down" else [first]:
+    tokens_seen = max(tokens, 1) if calibrate == "all" else tokens
+    shared = hessian_of(rng, HIDDEN, 400 if calibrate == "mixed" else tokens_seen)
+    down = hessian_of(rng, WIDTH, tokens_seen)
+    _, stored = compensate(
+        bits, [weights_of(rng, kind)], [shared], [down], tokens=[tokens], calibrate=calibrate, numa=numa
+    )
+    for (_, projection), slices in stored.items():
+        first, *_ = all_slices = codes_of(bits, slices)
+        for codes, scales in all_slices if projection == "down" else [first]:
             assert not codes[:2].any() and not scales[:2].any(), projection  # zeros and subnormals
-        for codes, scales in parts:
+        for codes, scales in all_slices:
             assert -largest <= codes.min() and codes.max() <= largest
             assert np.isfinite(scales).all() and (scales >= 0).all()
             assert not codes[scales == 0].any()
 
 
 def test_experts_with_too_few_tokens_use_searched_scales() -> None:
-    """Down of an expert without tokens has the codes of mse; with few tokens, codes weighted by its inputs."""
+    """Down of an expert without tokens has the codes of mse; with few tokens, its inputs weight the search."""
     rng = np.random.default_rng(5)
     experts = [weights_of(rng, "gauss") for _ in range(4)]
     tokens = [0, 1, 3, 400]
@@ -131,23 +140,23 @@ def test_experts_with_too_few_tokens_use_searched_scales() -> None:
     visitor, stored = compensate(4, experts, [shared] * 4, down, tokens=tokens, floor=4)
     assert visitor.too_few_tokens == [0, 1, 2] and visitor.not_factorized == []
 
-    def check(stored: Any, expert: int, projection: str, searched: bool) -> None:
+    def check(stored: Any, expert: int, projection: str, codes_equal: bool) -> None:
         ((codes, scales),) = codes_of(4, stored[expert, projection])
         importance = torch.diagonal((down[expert] if projection == "down" else shared).sum).numpy().copy()
         search = scale_search.search(4, experts[expert][projection], importance if importance.any() else None)
         np.testing.assert_array_equal(scales, search[1])
-        assert np.array_equal(codes, search[0]) == searched, (expert, projection)
+        assert np.array_equal(codes, search[0]) == codes_equal, (expert, projection)
 
     for expert in range(4):
         for projection in SHAPES:
             check(stored, expert, projection, expert != 3 and projection == "down")
-    one, stored = compensate(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
-    assert one.too_few_tokens == [0]
+    visitor_with_floor_1, stored = compensate(4, experts, [shared] * 4, down, tokens=tokens, floor=1)
+    assert visitor_with_floor_1.too_few_tokens == [0]
     check(stored, 1, "down", False)
 
 
 def test_hessian_without_a_factor_rounds_with_searched_scales() -> None:
-    """The linears are listed; the others of the group are compensated."""
+    """The visitor lists such linears; the others of the group are compensated."""
     rng = np.random.default_rng(6)
     experts = [weights_of(rng, "gauss") for _ in range(2)]
     shared, down = hessian_of(rng, HIDDEN, 400), [hessian_of(rng, WIDTH, 400) for _ in range(2)]
@@ -156,8 +165,8 @@ def test_hessian_without_a_factor_rounds_with_searched_scales() -> None:
     assert visitor.not_factorized == [(1, "down")] and visitor.too_few_tokens == []
     ((codes, scales),) = codes_of(4, stored[1, "down"])
     importance = torch.diagonal(down[1].sum).numpy().copy()
-    _, searched = scale_search.search(4, experts[1]["down"], importance)
-    np.testing.assert_array_equal(scales, searched)
+    _, expected_scales = scale_search.search(4, experts[1]["down"], importance)
+    np.testing.assert_array_equal(scales, expected_scales)
     x, step = reference.bf16_to_f32(experts[1]["down"]), 16 * np.where(scales == 0, 1, scales)[:, None]
     np.testing.assert_array_equal(codes[2:], np.clip(np.rint(x / step), -7, 7)[2:])
     ((other, _),) = codes_of(4, stored[0, "down"])
@@ -167,7 +176,7 @@ def test_hessian_without_a_factor_rounds_with_searched_scales() -> None:
 
 @pytest.fixture(scope="module")
 def linear() -> tuple[Matrix, list[Any], list[Any]]:
-    """Return a linear of 256 rows, its tensors, and those of rounding to nearest."""
+    """Return a linear of 256 rows, its tensors by GPTQ, and its tensors by rounding to nearest."""
     rng = np.random.default_rng(7)
     bf16 = weights_of(rng, "gauss")["gate"]
     bf16[:3] = bf16[3]
@@ -185,19 +194,19 @@ def change_code(stored: list[Any], row: int, code: int) -> list[Any]:
     return [reference.pack(4, codes).reshape(-1).view(np.uint8), stored[1]]
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_verify_finds_illegal_codes_and_scales(linear: Any, whole: bool) -> None:
-    """In any row, whether the whole linear is measured or only some rows."""
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_verify_finds_illegal_codes_and_scales(linear: Any, all_rows: bool) -> None:
+    """They are found in any row, even if verify only measures the error of some rows."""
     matrix, stored, rounded = linear
-    assert judge_calibrated(AMXINT4, matrix, stored, rounded, whole=whole)[2] == ""
+    assert judge_calibrated(AMXINT4, matrix, stored, rounded, whole=all_rows)[2] == ""
     sampled = np.unique(np.linspace(0, WIDTH - 1, ROWS).astype(int))
     for row in (0, int(np.setdiff1d(np.arange(WIDTH), sampled)[9]), WIDTH - 1):
-        assert judge_calibrated(AMXINT4, matrix, change_code(stored, row, 7), rounded, whole=whole)[2] == ""
-        problem = judge_calibrated(AMXINT4, matrix, change_code(stored, row, -8), rounded, whole=whole)[2]
+        assert judge_calibrated(AMXINT4, matrix, change_code(stored, row, 7), rounded, whole=all_rows)[2] == ""
+        problem = judge_calibrated(AMXINT4, matrix, change_code(stored, row, -8), rounded, whole=all_rows)[2]
         assert problem == "has a code outside -7 to 7", row
         scales = stored[1].view(np.float32).copy()
         scales[row] = np.nan
-        problem = judge_calibrated(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, whole=whole)[2]
+        problem = judge_calibrated(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, whole=all_rows)[2]
         assert problem == "has a scale that is not finite", row
 
 

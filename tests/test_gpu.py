@@ -1,4 +1,4 @@
-"""`ktconvert gpu`: every packed tensor is the definition's, every other one the source's; what cannot be loaded is refused."""
+"""`ktconvert gpu` packs experts as the definition does, copies other tensors, and refuses what cannot be loaded."""
 
 import functools
 import itertools
@@ -24,7 +24,7 @@ BITS = {"W4A16": 4, "W8A16": 8}
 
 
 def read(folder: Path) -> Tensors:
-    """All tensors of a folder's safetensors files by name: dtype and raw bits."""
+    """Return (dtype, raw bits) of all tensors of a folder by name."""
     return {name: (tensor.dtype, tensor.bits) for name, tensor in read_folder(folder).items()}
 
 
@@ -34,7 +34,7 @@ def bf16(rng: np.random.Generator, *shape: int) -> Bits:
 
 @pytest.fixture
 def save(tmp_path: Path) -> Callable[..., Path]:
-    """A checkpoint from its tensors: save(tensors, model_type=..., ...)."""
+    """Return a function that writes a checkpoint: save(tensors, model_type=..., ...)."""
 
     def make(tensors: Tensors, **config: Any) -> Path:
         document = {"num_hidden_layers": 2, "num_experts_per_tok": 2, "hidden_size": H, "hidden_act": "silu"}
@@ -46,8 +46,8 @@ def save(tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def others(rng: np.random.Generator, router: str) -> Tensors:
-    """A dense layer 0, and what stands beside the experts of layer 1."""
+def other_tensors(rng: np.random.Generator, router: str) -> Tensors:
+    """Return a dense layer 0 and the tensors beside the experts of layer 1."""
     tensors: Tensors = {
         "model.embed_tokens.weight": ("BF16", bf16(rng, 32, H)),
         "lm_head.weight": ("BF16", bf16(rng, 32, H)),
@@ -60,8 +60,8 @@ def others(rng: np.random.Generator, router: str) -> Tensors:
     return tensors
 
 
-def parted(folder: Path) -> tuple[Tensors, dict[str, Bits]]:
-    """The other tensors of a checkpoint, and the BF16 bits of its routed experts by their names."""
+def split_experts(folder: Path) -> tuple[Tensors, dict[str, Bits]]:
+    """Return the other tensors of a checkpoint, and the BF16 bits of its routed experts by name."""
     source = read(folder)
     experts = {name: source.pop(name)[1] for name in list(source) if ".experts." in name}
     return source, {name.removesuffix(".weight"): bits for name, bits in experts.items()}
@@ -70,8 +70,8 @@ def parted(folder: Path) -> tuple[Tensors, dict[str, Bits]]:
 def check(
     source: Tensors, linears: dict[str, Bits], output: Tensors, kind: str, rounding: str = "library", group: int = 128
 ) -> None:
-    """Every linear (its BF16 bits) is packed as the definition says; all others are the source's."""
-    left = dict(output)
+    """Require that every linear (BF16 bits) is packed as the definition says, and that all other tensors are copied."""
+    remaining = dict(output)
     for name, weight in linears.items():
         codes, scale = reference.quantize_groups(BITS[kind], group, weight, rounding)
         for suffix, dtype, expected in (
@@ -79,13 +79,13 @@ def check(
             ("weight_scale", "BF16", scale),
             ("weight_shape", "I64", np.array(weight.shape)),
         ):
-            tensor = left.pop(f"{name}.{suffix}")
+            tensor = remaining.pop(f"{name}.{suffix}")
             assert tensor[0] == dtype, (name, suffix)
             np.testing.assert_array_equal(tensor[1], expected, f"{name}.{suffix}")
-    assert left.keys() == source.keys()
+    assert remaining.keys() == source.keys()
     for name, (dtype, bits) in source.items():
-        own = left[name]
-        assert (own[0], own[1].shape, own[1].tobytes()) == (dtype, bits.shape, bits.tobytes()), name
+        actual = remaining[name]
+        assert (actual[0], actual[1].shape, actual[1].tobytes()) == (dtype, bits.shape, bits.tobytes()), name
 
 
 def config_of(output: Path) -> Any:
@@ -94,21 +94,23 @@ def config_of(output: Path) -> Any:
 
 @pytest.fixture
 def gpu(cli: Any, tmp_path: Path) -> Any:
-    """Round a model to nearest, to `out` unless another name is given: gpu(model, option, ...)."""
+    """Return a function that rounds a model to nearest: gpu(model, option, ..., to="out")."""
 
-    def convert(model: Path, *options: object, to: str = "out", **more: Any) -> Any:
-        return cli("gpu", "-i", model, "-o", tmp_path / to, "--quant-method", "RTN", *options, **more)
+    def convert(model: Path, *options: object, to: str = "out", **environment: Any) -> Any:
+        return cli("gpu", "-i", model, "-o", tmp_path / to, "--quant-method", "RTN", *options, **environment)
 
     return convert
 
 
 @pytest.mark.parametrize("rounding", ["library", "float32"])
 @pytest.mark.parametrize("kind", BITS)
-def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:
+def test_gpu_output_of_the_bundled_model_is_complete(
+    kind: str, rounding: str, tmp_path: Path, cli: Any, gpu: Any, example: Path
+) -> None:
     out = tmp_path / "out"
     ignored = ["vision", "re:.*eh_proj$"]
     gpu(example, "--quant_type", kind, "--rounding", rounding, "--ignore_patterns", *ignored)
-    check(*parted(example), read(out), kind, rounding)
+    check(*split_experts(example), read(out), kind, rounding)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert index["weight_map"].keys() == read(out).keys()
     assert index["metadata"]["total_size"] == sum(bits.nbytes for _, bits in read(out).values())
@@ -128,58 +130,58 @@ def test_the_bundled_model(kind: str, rounding: str, tmp_path: Path, cli: Any, g
     assert [s["name"] for s in plan["stages"]] == ["experts", "carry_over", "assemble"]
     assert plan["model"]["packed_linears"] == 48
     assert abs(sum(p.stat().st_size for p in out.glob("*.safetensors")) - plan["bytes_out"]) < 100_000  # headers
-    more = ("--quant-type", kind, "--rounding", rounding, "--cpuinfer-threads", "1", "--ignore-patterns", *ignored)
-    gpu(example, *more, env={"KTCONVERT_ISA": "scalar"}, to="scalar")
+    options = ("--quant-type", kind, "--rounding", rounding, "--cpuinfer-threads", "1", "--ignore-patterns", *ignored)
+    gpu(example, *options, env={"KTCONVERT_ISA": "scalar"}, to="scalar")
     assert conversion.find_differences(conversion.tree(tmp_path / "scalar"), conversion.tree(out)) == []
 
 
 @pytest.mark.parametrize(("kind", "group"), [("W4A16", 32), ("W4A16", 64), ("W8A16", 32)])
-def test_groups_of_another_size(kind: str, group: int, tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:
-    """Of 4 bits in groups of 32, kt-kernel's RAWINT4 is told to read the same files, and our runtime does."""
+def test_group_size_can_be_chosen(kind: str, group: int, tmp_path: Path, cli: Any, gpu: Any, example: Path) -> None:
+    """kt-kernel's RAWINT4 and our runtime read the same files if they have 4 bits in groups of 32."""
     out = tmp_path / "out"
-    said = gpu(example, "--quant-type", kind, "--group-size", group).stderr
-    check(*parted(example), read(out), kind, group=group)
+    stderr = gpu(example, "--quant-type", kind, "--group-size", group).stderr
+    check(*split_experts(example), read(out), kind, group=group)
     assert config_of(out)["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] == group
-    about, card = json.loads((out / "manifest.json").read_text()), (out / "README.md").read_text()
-    assert about["settings"]["group_size"] == about["model"]["group_size"] == group
+    manifest, card = json.loads((out / "manifest.json").read_text()), (out / "README.md").read_text()
+    assert manifest["settings"]["group_size"] == manifest["model"]["group_size"] == group
     assert f"one BF16 scale per {group} columns" in card
     cli("verify", out, "--against", example, "--full", "--no-load")
     command = f"--model {out} --kt-weight-path {out} --kt-method RAWINT4"
     if (kind, group) == ("W4A16", 32):
-        assert command in said and "by kt-kernel's RAWINT4, as the experts on the CPU" in card
+        assert command in stderr and "by kt-kernel's RAWINT4, as the experts on the CPU" in card
         cli("verify", out, "--run", "--no-load")
     else:
-        assert "RAWINT4" not in said + card
+        assert "RAWINT4" not in stderr + card
         assert kind in cli("verify", out, "--run", "--no-load", code=3).stderr
     assert f"--group-size was {group}, is 128" in gpu(example, "--quant-type", kind, code=7).stderr
 
 
-def test_groups_that_fit_are_named(tmp_path: Path, gpu: Any, save: Any) -> None:
-    """64 columns do not make a group of 128; the names of Mixtral stay, though kt-kernel's RAWINT4 does not know them."""
+def test_error_for_unsuitable_groups_names_a_size_that_fits(tmp_path: Path, gpu: Any, save: Any) -> None:
+    """64 columns are no group of 128. Mixtral's names stay, although kt-kernel's RAWINT4 does not know them."""
     rng = np.random.default_rng(8)
-    source, linears = others(rng, "block_sparse_moe.gate"), {}
+    source, linears = other_tensors(rng, "block_sparse_moe.gate"), {}
     for e in range(E):
         for name, shape in (("w1", (64, H)), ("w2", (H, 64)), ("w3", (64, H))):
             linears[f"model.layers.1.block_sparse_moe.experts.{e}.{name}"] = bf16(rng, *shape)
     stored = {f"{name}.weight": ("BF16", bits) for name, bits in linears.items()}
     folder = save(source | stored, model_type="mixtral", num_local_experts=E, intermediate_size=64)
-    said = gpu(folder, "--quant-type", "W4A16", code=3).stderr
-    assert "do not divide the expert width 64 of this model; give --group-size 64, convert it with" in said
-    said = gpu(folder, "--quant-type", "W4A16", "--group-size", 32).stderr
-    assert "kt-kernel's RAWINT4 cannot compute these experts on the CPU: it looks for model.layers." in said
-    assert "kt-method RAWINT4" not in said + (tmp_path / "out" / "README.md").read_text()
+    stderr = gpu(folder, "--quant-type", "W4A16", code=3).stderr
+    assert "do not divide the expert width 64 of this model; give --group-size 64, convert it with" in stderr
+    stderr = gpu(folder, "--quant-type", "W4A16", "--group-size", 32).stderr
+    assert "kt-kernel's RAWINT4 cannot compute these experts on the CPU: it looks for model.layers." in stderr
+    assert "kt-method RAWINT4" not in stderr + (tmp_path / "out" / "README.md").read_text()
     check(source, linears, read(tmp_path / "out"), "W4A16", group=32)
     assert any("block_sparse_moe" in p for p in config_of(tmp_path / "out")["quantization_config"]["ignore"])
 
 
-@pytest.mark.parametrize("turned", [False, True], ids=["output-major", "input-major"])
-def test_fused_experts_are_split(turned: bool, tmp_path: Path, cli: Any, gpu: Any, save: Any) -> None:
+@pytest.mark.parametrize("transposed", [False, True], ids=["output-major", "input-major"])
+def test_fused_experts_are_split(transposed: bool, tmp_path: Path, cli: Any, gpu: Any, save: Any) -> None:
     rng = np.random.default_rng(2)
-    source = others(rng, "mlp.gate")
+    source = other_tensors(rng, "mlp.gate")
     gate_up, down = bf16(rng, E, 2 * I, H), bf16(rng, E, H, I)
     stored = {"gate_up_proj": gate_up, "down_proj": down}
     base = "model.layers.1.mlp.experts"
-    tensors = {f"{base}.{name}": ("BF16", x.swapaxes(1, 2) if turned else x) for name, x in stored.items()}
+    tensors = {f"{base}.{name}": ("BF16", x.swapaxes(1, 2) if transposed else x) for name, x in stored.items()}
     text = {"num_experts": E, "moe_intermediate_size": I}
     folder = save(source | tensors, model_type="qwen3_moe", text_config={**text, "quantization_config": {"a": "fp8"}})
     gpu(folder)
@@ -192,21 +194,21 @@ def test_fused_experts_are_split(turned: bool, tmp_path: Path, cli: Any, gpu: An
 
 
 def test_experts_of_mtp_become_bf16(tmp_path: Path, cli: Any, gpu: Any, save: Any) -> None:
-    """As everything outside the routed experts does, stacks too; no word of the source's quantization is left."""
+    """All tensors outside the routed experts become BF16, including stacks; config.json declares no FP8."""
     rng, make = np.random.default_rng(3), encodings.ENCODINGS["FP8 in blocks"].make
-    tensors, linears = others(rng, "mlp.gate"), {}
+    tensors, linears = other_tensors(rng, "mlp.gate"), {}
     expected, shapes = dict(tensors), {"gate": (I, H), "up": (I, H), "down": (H, I)}
-    for layer, expert, part in itertools.product((1, 2), range(E), shapes):  # 2 is MTP
-        name = f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
-        stored, bits = make(rng, *shapes[part])
+    for layer, expert, projection in itertools.product((1, 2), range(E), shapes):  # layer 2 is MTP
+        name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+        stored, bits = make(rng, *shapes[projection])
         tensors |= {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}
         linears |= {name: bits} if layer == 1 else {}
         expected |= {f"{name}.weight": ("BF16", bits)} if layer == 2 else {}
-    made = [make(rng, 128, H) for _ in range(2)]
+    stacked = [make(rng, 128, H) for _ in range(2)]
     for suffix in ("", "_scale_inv"):
-        parts = [stored[f".weight{suffix}"] for stored, _ in made]
+        parts = [stored[f".weight{suffix}"] for stored, _ in stacked]
         tensors[f"mtp.layers.0.mlp.experts.up_proj{suffix}"] = (parts[0][0], np.stack([bits for _, bits in parts]))
-    expected["mtp.layers.0.mlp.experts.up_proj"] = ("BF16", np.stack([bits for _, bits in made]))
+    expected["mtp.layers.0.mlp.experts.up_proj"] = ("BF16", np.stack([bits for _, bits in stacked]))
     sizes = {"n_routed_experts": E, "moe_intermediate_size": I}
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     folder, out = save(tensors, model_type="deepseek_v3", **sizes, quantization_config=quant), tmp_path / "out"
@@ -220,29 +222,30 @@ def test_experts_of_mtp_become_bf16(tmp_path: Path, cli: Any, gpu: Any, save: An
     cli("verify", out, "--against", folder, "--no-load")
 
 
-def test_shards_are_cut_between_experts(tmp_path: Path, gpu: Any, write_qwen: Any, random_experts: Any) -> None:
-    """As small as they come: every shard holds one expert."""
+def test_shards_end_between_experts(tmp_path: Path, gpu: Any, write_qwen: Any, random_experts: Any) -> None:
+    """With a small shard size, every shard has one expert."""
     layers = {n: random_experts(E, 128, 384, seed=n) for n in (0, 1)}
     folder = write_qwen(tmp_path / "source", layers)
     gpu(folder, "--quant-type", "W4A16", "--max-shard-size", "80KB")
-    check(*parted(folder), read(tmp_path / "out"), "W4A16")
+    check(*split_experts(folder), read(tmp_path / "out"), "W4A16")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2 * E + 1
 
 
-def test_values_that_are_reported(tmp_path: Path, cli: Any, gpu: Any, write_qwen: Any, random_experts: Any) -> None:
-    """An expert of zeros, and a value that is not finite."""
+def test_zero_experts_are_reported_and_infinite_values_refused(
+    tmp_path: Path, cli: Any, gpu: Any, write_qwen: Any, random_experts: Any
+) -> None:
     experts = random_experts(2, 128, 256)
     experts["up"][1] = 0x8000  # negative zeros
     done = gpu(write_qwen(tmp_path / "source", {0: experts}))
     assert "warning: model.layers.0.mlp.experts.1.up_proj is all zeros in the source" in done.stderr
-    cli("verify", tmp_path / "out", "--no-load")  # the scales say that its source was
+    cli("verify", tmp_path / "out", "--no-load")  # the scales show that the source was zero
     experts["down"][1, 7, 130] = 0x7F80
     done = gpu(write_qwen(tmp_path / "infinite", {0: experts}), to="no", code=5)
     assert "model.layers.0.mlp.experts.1.down_proj.weight" in done.stderr and "row 7, column 130" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("shape", "options", "code", "words"),
+    ("shape", "options", "code", "message"),
     [
         ((192, 128), (), 3, "hidden size 192"),
         ((128, 96), (), 3, "expert width 96"),
@@ -250,29 +253,29 @@ def test_values_that_are_reported(tmp_path: Path, cli: Any, gpu: Any, write_qwen
         ((128, 128), ("--ignore-patterns", "lm_head", "re:.*experts.*"), 2, "would leave out the routed expert"),
         ((128, 128), ("--ignore_patterns", "re:("), 2, "is no regular expression"),
         ((128, 128), ("--torch-dtype", "float16"), 3, "BF16"),
-        ((128, 128), (), 5, "config.json"),  # without one nothing could load it
+        ((128, 128), (), 5, "config.json"),  # no loader can read the output without it
     ],
 )
-def test_refused_before_any_work(
-    shape: Any, options: Any, code: int, words: str, tmp_path: Path, gpu: Any, write_qwen: Any, random_experts: Any
+def test_unsupported_shapes_and_options_are_refused_before_any_work(
+    shape: Any, options: Any, code: int, message: str, tmp_path: Path, gpu: Any, write_qwen: Any, random_experts: Any
 ) -> None:
     folder = write_qwen(tmp_path / "source", {0: random_experts(2, *shape)})
     if code == 5:
         (folder / "config.json").unlink()
-    assert words in gpu(folder, *options, code=code).stderr
+    assert message in gpu(folder, *options, code=code).stderr
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
-    out = tmp_path_factory.mktemp("made") / "out"
+def gpu_output(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
+    out = tmp_path_factory.mktemp("gpu") / "out"
     cli("gpu", "-i", example, "-o", out, "--quant-method", "RTN", "--quant-type", "W4A16", "-q")
     return out
 
 
 @pytest.fixture
-def converted(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "made"))
+def converted(gpu_output: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(gpu_output, tmp_path / "made"))
 
 
 NAME = "model.layers.0.mlp.experts.2.up_proj"
@@ -280,40 +283,44 @@ SCALE = f"{NAME}.weight_scale"
 Change = Callable[[dict[str, Tensor]], object]
 
 
-def no_number(tensors: dict[str, Tensor]) -> None:
+def add_nan_scale(tensors: dict[str, Tensor]) -> None:
     tensors[SCALE] = tensors[SCALE]._replace(data=tensors[SCALE].data[:-2] + b"\xc0\x7f")
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "messages"),
     [
         (lambda tensors: tensors.pop(f"{NAME}.weight_packed"), (f"{NAME}.weight_packed is missing",)),
-        (no_number, (SCALE, "is not a positive number")),
+        (add_nan_scale, (SCALE, "is not a positive number")),
     ],
 )
-def test_verify_sees_damage(change: Change, words: tuple[str, ...], converted: Path, cli: Any) -> None:
-    """Where the manifest was made to fit, as another program's would."""
+def test_verify_detects_damaged_tensors(change: Change, messages: tuple[str, ...], converted: Path, cli: Any) -> None:
+    """The manifest has the new size, as that of another program would."""
     shard = converted / "model-00001-of-00003.safetensors"
     edit_file(shard, change)
 
-    def fit(document: Any) -> None:
+    def update_size(document: Any) -> None:
         next(f for f in document["files"] if f["name"] == shard.name)["size"] = shard.stat().st_size
 
-    edit_json(converted / "manifest.json", fit)
+    edit_json(converted / "manifest.json", update_size)
     report = json.loads(cli("verify", converted, "--json", code=6).stdout)
     problems = "\n".join(p for c in report["checks"] for p in c["problems"])
-    assert [word for word in (*words, f"{shard.name} is not what was written") if word not in problems] == []
+    assert [
+        message for message in (*messages, f"{shard.name} is not what was written") if message not in problems
+    ] == []
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "words"),
+    ("path", "value", "message"),
     [
         (("ignore",), ["lm_head"], "not named in the ignore list"),
         (("config_groups", "group_0", "weights", "actorder"), "static", "config_groups"),
         (("config_groups", "group_0", "targets"), ["re:.*experts.*"], "config_groups"),
     ],
 )
-def test_verify_sees_a_misread_config(path: tuple[str, ...], value: Any, words: str, converted: Path, cli: Any) -> None:
+def test_verify_detects_a_config_that_loaders_misread(
+    path: tuple[str, ...], value: Any, message: str, converted: Path, cli: Any
+) -> None:
 
     def change(config: Any) -> None:
         functools.reduce(dict.__getitem__, path[:-1], config["quantization_config"])[path[-1]] = value
@@ -321,13 +328,13 @@ def test_verify_sees_a_misread_config(path: tuple[str, ...], value: Any, words: 
     edit_json(converted / "config.json", change)
     report = json.loads(cli("verify", converted, "--json", code=6).stdout)
     quantization = next(c for c in report["checks"] if c["name"] == "quantization")
-    assert any(words in problem for problem in quantization["problems"])
+    assert any(message in problem for problem in quantization["problems"])
 
 
-def test_inspect_says_what_it_is(converted: Path, cli: Any) -> None:
+def test_inspect_describes_an_output_for_the_gpu(converted: Path, cli: Any) -> None:
     report = json.loads(cli("inspect", converted, "--json").stdout)
     assert report["kind"] == "output" and report["complete"] and report["command"] == "gpu"
     assert (report["arrangement"], report["method"]) == ("pack-quantized", "W4A16")
     assert (report["experts"], report["tensors"]) == (8, 144) and "NUMA" not in cli("inspect", converted).stdout
-    for command in (("bench", converted), ("verify", converted, "--run")):  # no weights for the CPU
+    for command in (("bench", converted), ("verify", converted, "--run")):  # the output has no weights for the CPU
         assert "W4A16" in cli(*command, code=3).stderr

@@ -1,5 +1,6 @@
-"""kt-kernel's own command lines for convert_gpu_weights.py do here what they say: only the program's name and local paths
-are changed. One of them is run, with a few rows of its data set in a hub cache made here.
+"""kt-kernel's command lines for convert_gpu_weights.py have the same meaning here; only program and paths are changed.
+
+One of them runs, with a few rows of its data set in a hub cache that the test makes.
 """
 
 import json
@@ -20,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = "python scripts/convert_gpu_weights.py"
 MODEL, OUTPUT = "--model_id", "--output_dir"
 
-# Each is written as in kt-kernel, lines joined.
+# Copied from kt-kernel, with continued lines joined.
 PATHS, MNT = "--model_id /path/to/model --output_dir /path/to/output", "/mnt/data/models"
 QWEN, QWEN2 = f"{MNT}/Qwen3-Next-80B-A3B-Instruct", "/mnt/data2/models/Qwen3-Next-80B-A3B-Instruct"
 SAMPLES = "--num_calibration_samples 512 --max_sequence_length 2048"
@@ -46,34 +47,34 @@ EXAMPLES = {
     # kt-kernel/README.md, which relies on the default method
     "readme": f"{PROGRAM} {PATHS} --quant_type W4A16",
 }
-# The parser of the script: every option with its default, in its own spelling.
+# Options of the script's parser with their defaults and spelling.
 OPTIONS: dict[str, Any] = {"model_id": None, "output_dir": None, "quant_method": "GPTQ", "quant_type": "W8A16"}
 OPTIONS |= {"num_calibration_samples": 512, "max_sequence_length": 2048, "dampening_frac": 0.1, "force_cpu": False}
 OPTIONS |= {"dataset": "HuggingFaceH4/ultrachat_200k", "dataset_split": "train_sft", "torch_dtype": "bfloat16"}
-OPTIONS |= {"ignore_patterns": (), "trust_remote_code": False, "random_seed": 42}  # its own are always in the list
+OPTIONS |= {"ignore_patterns": (), "trust_remote_code": False, "random_seed": 42}  # usual patterns are always kept
 OPTIONS |= {"max_gpu_memory": None, "max_cpu_memory": None}
 
 
-def parsed(*words: str) -> dict[str, Any]:
-    """The options of `ktconvert gpu` with these words; nothing runs."""
+def parse(*arguments: str) -> dict[str, Any]:
+    """Return the options of `ktconvert gpu` for these arguments, without running it."""
     command = group.get_command(click.Context(group), "gpu")
     assert command is not None
     parent = click.Context(group, info_name="ktconvert", **group.context_settings)
-    return command.make_context("gpu", list(words), parent=parent).params
+    return command.make_context("gpu", list(arguments), parent=parent).params
 
 
-def words_of(line: str, model: Path, output: Path) -> list[str]:
-    """What follows the program's name, with our paths."""
-    words = shlex.split(line)
-    words = words[words.index(MODEL) :]
-    words[words.index(MODEL) + 1] = str(model)
-    words[words.index(OUTPUT) + 1] = str(output)
-    return words
+def arguments_of(line: str, model: Path, output: Path) -> list[str]:
+    """Return the arguments after the program's name, with our paths."""
+    arguments = shlex.split(line)
+    arguments = arguments[arguments.index(MODEL) :]
+    arguments[arguments.index(MODEL) + 1] = str(model)
+    arguments[arguments.index(OUTPUT) + 1] = str(output)
+    return arguments
 
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment without a network, whose hub cache holds a few rows of a data set that kt-kernel names."""
+    """Environment without a network; its hub cache has a few rows of a data set that kt-kernel uses."""
     home = tmp_path_factory.mktemp("hub")
     text = (ROOT / "examples" / "heldout.txt").read_text()
     chunks = [text[start : start + 800] for start in range(0, 9600, 800)]
@@ -87,7 +88,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-# On one CPU, whose caller may be one of several.
+# Runs on one CPU, even if the caller may use several.
 ON_ONE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); from ktconvert.pipeline.cli import main; main()"
 
 
@@ -95,7 +96,7 @@ def test_gptq_example_of_kt_kernel_runs(hub: dict[str, str], tmp_path: Path, exa
     for package in ("llmcompressor", "datasets", "transformers"):
         pytest.importorskip(package)
     output = tmp_path / "out"
-    command = [sys.executable, "-c", ON_ONE, "gpu", *words_of(EXAMPLES["example 3"], example, output)]
+    command = [sys.executable, "-c", ON_ONE, "gpu", *arguments_of(EXAMPLES["example 3"], example, output)]
     done = subprocess.run(command, env={**os.environ, **hub}, capture_output=True, text=True, timeout=1700)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-4000:]
     assert "tatsu-lab/alpaca: 12 samples, fewer than the requested 256" in done.stderr
@@ -108,14 +109,14 @@ def test_gptq_example_of_kt_kernel_runs(hub: dict[str, str], tmp_path: Path, exa
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_mean_the_same_as_in_kt_kernel(name: str, tmp_path: Path) -> None:
-    """Options that a line names have its values, all others the script's defaults; hyphens are no other option."""
-    words = words_of(EXAMPLES[name], tmp_path / "model", tmp_path / "out")
-    options = parsed(*words)
-    assert parsed(*(word.replace("_", "-") if word.startswith("--") else word for word in words)) == options
+    """Options of a line have its values, all others the script's defaults. Hyphens and underscores are equivalent."""
+    arguments = arguments_of(EXAMPLES[name], tmp_path / "model", tmp_path / "out")
+    options = parse(*arguments)
+    assert parse(*(word.replace("_", "-") if word.startswith("--") else word for word in arguments)) == options
     expected = dict(OPTIONS)
-    while words:
-        option = words.pop(0).removeprefix("--")
-        expected[option] = words.pop(0) if words and not words[0].startswith("--") else True
+    while arguments:
+        option = arguments.pop(0).removeprefix("--")
+        expected[option] = arguments.pop(0) if arguments and not arguments[0].startswith("--") else True
     for option, value in expected.items():
         if option == "max_gpu_memory" and value is not None:
             value = int(value.removesuffix("GiB")) << 30
@@ -124,11 +125,11 @@ def test_examples_mean_the_same_as_in_kt_kernel(name: str, tmp_path: Path) -> No
 
 
 def test_ignore_patterns_may_follow_one_flag_or_repeat_it() -> None:
-    for words in (
+    for arguments in (
         ["--ignore_patterns", "a", "re:b.*", "--quant_type", "W4A16"],
         ["--ignore-patterns", "a", "--ignore-patterns=re:b.*", "--quant-type", "W4A16"],
         ["--quant_type", "W4A16", "--ignore_patterns", "a", "re:b.*"],
         ["--Quant_Type", "w4a16", "--IGNORE-PATTERNS", "a", "re:b.*"],
     ):
-        options = parsed("-i", "m", "-o", "o", *words)
+        options = parse("-i", "m", "-o", "o", *arguments)
         assert (options["ignore_patterns"], options["quant_type"]) == (("a", "re:b.*"), "W4A16")

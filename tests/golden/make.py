@@ -1,6 +1,6 @@
-"""Writes the golden files that are ours (`make golden`): other encodings than BF16, from the NumPy definition alone.
+"""Writes our own golden files (`make golden`): encodings other than BF16, from the NumPy definition alone.
 
-kt-kernel's own files in this folder are another program's bytes and are never written here.
+The other files in this folder are bytes of other programs, such as kt-kernel, and are never written here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = (48, 80)  # partial blocks at both ends
 
 
 def sources() -> dict[str, Any]:
-    """One linear in each encoding, with a row of zeros, one of subnormals, an outlier and both signs of zero."""
+    """Return a linear in each encoding, with rows of zeros, of -0 and of subnormal numbers, and an outlier."""
     rng = np.random.default_rng(20240229)
     x = rng.standard_normal((N, K)).astype(np.float32) * 0.05
     x[1] = 0
@@ -39,7 +39,7 @@ def sources() -> dict[str, Any]:
 
 
 def extremes() -> Any:
-    """BF16 bits: blocks of 32 columns around any power of two, ties of E2M1 among them; zeros and subnormals."""
+    """Return BF16 bits: blocks of 32 columns around any power of two, with ties of E2M1, zeros and subnormals."""
     rng = np.random.default_rng(4)
     top = np.repeat(rng.integers(0, 255, (64, 4)), 32, axis=1)
     exponents = np.maximum(top - rng.integers(0, 7, top.shape), 0)
@@ -64,21 +64,22 @@ def main() -> None:
         for name, in_panels in IN_PANELS.items():
             write(name, kind, source, in_panels(bf16))
     write("mxfp4", "bf16", {"in.values": extremes()}, IN_PANELS["mxfp4"](extremes()))
-    (FOLDER / f"mse.v{MSE.version}.safetensors").write_bytes(save(searched()))
+    (FOLDER / f"mse.v{MSE.version}.safetensors").write_bytes(save(search_scales()))
 
 
-def searched() -> dict[str, Any]:
-    """Codes and scales of least squared error, of Gaussian rows, of Student's t with 5 degrees of freedom, and of the
-    experts in kt-kernel's edge_t1 (of their many codes, the sums alone).
+def search_scales() -> dict[str, Any]:
+    """Return codes and scales of least squared error for Gaussian rows and for Student's t with 5 degrees of freedom.
+
+    For the experts of kt-kernel's edge_t1, return scales and the SHA-256 of their many codes.
     """
     rng = np.random.default_rng(12)
-    drawn = {"gauss": rng.standard_normal((32, 256)), "t5": rng.standard_t(5, (32, 256))}
+    samples = {"gauss": rng.standard_normal((32, 256)), "t5": rng.standard_t(5, (32, 256))}
     tensors: dict[str, Any] = {"importance": (rng.standard_normal(256) ** 2).astype(np.float32)}
-    for name, values in drawn.items():
+    for name, values in samples.items():
         bf16 = tensors[f"in.{name}"] = reference.f32_to_bf16((values * 0.02).astype(np.float32))
         for bits in (4, 8):
-            for how, importance in (("mse", None), ("weighted", tensors["importance"])):
-                key = f"out.{name}.int{bits}.{how}"
+            for suffix, importance in (("mse", None), ("weighted", tensors["importance"])):
+                key = f"out.{name}.int{bits}.{suffix}"
                 tensors[f"{key}.codes"], tensors[f"{key}.scale"] = scale_search.search(bits, bf16, importance)
     for grid in ROW_GRIDS.values():
         edge = dict(deserialize((FOLDER / f"amx_{grid.name}.v{grid.version}.edge_t1.safetensors").read_bytes()))
@@ -92,19 +93,19 @@ def searched() -> dict[str, Any]:
     return tensors
 
 
-def write(name: str, kind: str, source: dict[str, Any], in_panels: dict[str, Any]) -> None:
-    """Codes and scales of BF16 values, as they are stored in a floating-point format."""
-    (FOLDER / f"{name}.v{FLOAT_GRIDS[name].version}.{kind}.safetensors").write_bytes(save(source | in_panels))
+def write(name: str, kind: str, source: dict[str, Any], tensors: dict[str, Any]) -> None:
+    """Write codes and scales of BF16 values as a floating-point format stores them."""
+    (FOLDER / f"{name}.v{FLOAT_GRIDS[name].version}.{kind}.safetensors").write_bytes(save(source | tensors))
 
 
 def mxfp4_in_panels(bf16: Any) -> dict[str, Any]:
-    """Of BF16 values, in MXFP4."""
+    """Return codes and scales of BF16 values in MXFP4."""
     codes, exponents = reference.quantize_mxfp4(bf16)
     return {"out.codes": floats.pack_codes(codes), "out.scales": fp4.exponents_to_panels(exponents)}
 
 
 def fp8_in_panels(bf16: Any) -> dict[str, Any]:
-    """The same in FP8."""
+    """Return codes and scales of BF16 values in FP8."""
     codes, scales = reference.quantize_fp8(bf16)
     return {"out.codes": floats.to_panels(codes), "out.scales": scales}
 

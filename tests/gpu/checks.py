@@ -27,21 +27,21 @@ from rig.safetensors import read_file  # noqa: E402
 
 EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 HELD_OUT = ROOT / "examples" / "heldout.txt"
-EXPERTS, HIDDEN, TOPK = 8, 256, 2  # of the example
-BF16_STEP = 2**-8  # the distance of neighbouring BF16 values, relative
+EXPERTS, HIDDEN, TOPK = 8, 256, 2  # sizes of the example
+BF16_STEP = 2**-8  # relative distance of neighbouring BF16 values
 Check = Callable[[Path], str]
 Hot = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Add a check to the table: it gets a folder of its own, returns its figures, and raises AssertionError."""
+    """Add a check to the table; it gets a folder, returns its figures, and raises AssertionError."""
     CHECKS[function.__name__.replace("_", " ")] = function
     return function
 
 
 def ktconvert(*arguments: object, gpu: bool = True) -> str:
-    """Run the command in a process of its own, with or without the GPU, and return its standard output."""
+    """Run the command in a new process, with or without the GPU, and return its standard output."""
     env = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -49,10 +49,10 @@ def ktconvert(*arguments: object, gpu: bool = True) -> str:
     return done.stdout
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Return the norm of the difference over the norm of the expected values, in float64."""
-    found, expected = found.double().cpu(), expected.double().cpu()
-    return float((found - expected).norm() / expected.norm())
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    return float((actual - expected).norm() / expected.norm())
 
 
 def experts_of_example(layer: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -69,7 +69,10 @@ def experts_of_example(layer: int) -> list[tuple[torch.Tensor, torch.Tensor, tor
 def compute_experts(
     weights: Sequence[tuple[torch.Tensor, ...]], hidden: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor
 ) -> torch.Tensor:
-    """Return sum of scale * down(silu(gate x) * up x) over a token's experts (ids below 0: none), on hidden's device."""
+    """Return the sum of scale * down(silu(gate x) * up x) over a token's experts, on the device of hidden.
+
+    Ids below 0 mean no expert.
+    """
     out = torch.zeros_like(hidden)
     for expert, (gate, up, down) in enumerate(weights):
         tokens, place = (ids == expert).nonzero(as_tuple=True)
@@ -82,7 +85,7 @@ def compute_experts(
 
 @check
 def layer_beside_the_gpu(folder: Path) -> str:
-    """SGLang's sequence: the CPU's experts start on the stream, the GPU computes its own, and the sums are added."""
+    """Follow SGLang: start the CPU's experts on the stream, compute the GPU's experts, and add the sums."""
     ktconvert("cpu", "-i", EXAMPLE, "-o", folder / "int8", "--quant-method", "int8", "--threadpool-count", 1, "-q")
     mask = torch.tensor([True, False, False, True, False, False, True, False])
     order = torch.arange(EXPERTS - 1, -1, -1)  # physical expert p computes with logical expert order[p]
@@ -103,10 +106,10 @@ def layer_beside_the_gpu(folder: Path) -> str:
         with torch.cuda.stream(stream):
             wrapper.submit_forward(x, i, s, stream.cuda_stream)
             on_gpu = mask.cuda()[i.long().clamp(min=0)] & (i >= 0)
-            own = compute_experts(hot, x, torch.where(on_gpu, i, -1), s)
-            both = own.float() + wrapper.sync_forward(x, stream.cuda_stream).float()
+            from_gpu = compute_experts(hot, x, torch.where(on_gpu, i, -1), s)
+            total = from_gpu.float() + wrapper.sync_forward(x, stream.cuda_stream).float()
         stream.synchronize()
-        worst = max(worst, relative(both, compute_experts(physical, hidden.double(), ids, scales)))
+        worst = max(worst, relative_error(total, compute_experts(physical, hidden.double(), ids, scales)))
     KTMoEWrapper.clear_buffer_cache()
     assert worst < 0.02, worst  # INT8's error of a layer is 0.011
     return f"relative error to float64 {worst:.4f}, INT8 experts on the CPU, BF16 on the GPU"
@@ -114,10 +117,10 @@ def layer_beside_the_gpu(folder: Path) -> str:
 
 @check
 def hot_experts_in_a_model(folder: Path) -> str:
-    """Logits with half of the experts on the GPU, beside the same placement on the CPU alone."""
+    """Compare logits with half of the experts on the GPU with those of the same placement on the CPU alone."""
     ktconvert("cpu", "-i", EXAMPLE, "-o", folder / "int8", "--quant-method", "int8", "--threadpool-count", 1, "-q")
     ktconvert("gpu", "-i", EXAMPLE, "-o", folder / "packed", "--quant-method", "RTN", "--quant-type", "W8A16", "-q")
-    logits, where = {}, {}
+    logits, devices = {}, {}
     for device in ("cuda", "cpu"):
         env = os.environ | ({} if device == "cuda" else {"CUDA_VISIBLE_DEVICES": ""})
         out = folder / f"{device}.pt"
@@ -129,13 +132,13 @@ def hot_experts_in_a_model(folder: Path) -> str:
             check=False,
         )
         assert done.returncode == 0, done.stderr[-600:]
-        found = torch.load(out, weights_only=True)
-        logits[device], where[device] = found["logits"], found["device"]
-    assert where == {"cuda": "cuda:0", "cpu": "cpu"}, where
-    far = relative(logits["cuda"], logits["cpu"])
-    agree = float((logits["cuda"].argmax(-1) == logits["cpu"].argmax(-1)).float().mean())
-    assert far < 0.03 and agree > 0.95, (far, agree)
-    return f"logits differ by {far:.4f} (relative), {agree:.1%} of the most likely tokens agree"
+        result = torch.load(out, weights_only=True)
+        logits[device], devices[device] = result["logits"], result["device"]
+    assert devices == {"cuda": "cuda:0", "cpu": "cpu"}, devices
+    error = relative_error(logits["cuda"], logits["cpu"])
+    agreement = float((logits["cuda"].argmax(-1) == logits["cpu"].argmax(-1)).float().mean())
+    assert error < 0.03 and agreement > 0.95, (error, agreement)
+    return f"logits differ by {error:.4f} (relative), {agreement:.1%} of the most likely tokens agree"
 
 
 def write_logits(packed: str, converted: str, out: str) -> None:
@@ -155,43 +158,43 @@ def write_logits(packed: str, converted: str, out: str) -> None:
 
 @check
 def gptq_on_the_gpu(folder: Path) -> str:
-    """Codes of `gpu` GPTQ by the GPU and by the CPU: sums in another order move few of them by one."""
+    """Compare the codes of GPTQ by GPU and CPU: a different order of sums moves few of them by one."""
     codes, seconds = {}, {}
     options = ["--dataset", HELD_OUT, "--num-calibration-samples", 16, "--max-sequence-length", 256, "-q"]
-    for device, more in (("cuda", []), ("cpu", ["--force-cpu"])):
+    for device, device_options in (("cuda", []), ("cpu", ["--force-cpu"])):
         start = time.monotonic()
-        ktconvert("gpu", "-i", EXAMPLE, "-o", folder / device, "--quant-type", "W4A16", *options, *more)
+        ktconvert("gpu", "-i", EXAMPLE, "-o", folder / device, "--quant-type", "W4A16", *options, *device_options)
         seconds[device] = time.monotonic() - start
         shards = [read_file(shard) for shard in (folder / device).glob("*.safetensors")]
         words = {n: t.bits for shard in shards for n, t in shard.items() if n.endswith("weight_packed")}
         nibbles = [np.stack([w.view(np.uint32) >> 4 * i & 15 for i in range(8)]) for _, w in sorted(words.items())]
         codes[device] = np.concatenate([n.ravel() for n in nibbles]).astype(int)
         ktconvert("verify", folder / device)
-    apart = np.abs(codes["cuda"] - codes["cpu"])
-    assert len(apart) and (apart > 0).mean() < 0.05, (apart > 0).mean()
+    difference = np.abs(codes["cuda"] - codes["cpu"])
+    assert len(difference) and (difference > 0).mean() < 0.05, (difference > 0).mean()
     return (
-        f"{(apart > 0).mean():.3%} of {len(apart)} codes differ, {(apart > 1).mean():.4%} by more than one; "
+        f"{(difference > 0).mean():.3%} of {len(difference)} codes differ, {(difference > 1).mean():.4%} by more than one; "
         f"{seconds['cuda']:.0f} s, CPU {seconds['cpu']:.0f} s"
     )
 
 
 @check
 def calibrate_on_the_gpu(folder: Path) -> str:
-    """Token counts of experts by the GPU and by the CPU."""
+    """Compare token counts of experts by GPU and CPU."""
     counts = {}
     options = ["--dataset", HELD_OUT, "--num-calibration-samples", 16, "--max-sequence-length", 256, "-q"]
-    for device, more in (("cuda", []), ("cpu", ["--force-cpu"])):
-        ktconvert("calibrate", EXAMPLE, "-o", folder / device, *options, *more)
-        (found,) = read_file(folder / device / "counts.safetensors").values()
-        counts[device] = found.bits.astype(int)
+    for device, device_options in (("cuda", []), ("cpu", ["--force-cpu"])):
+        ktconvert("calibrate", EXAMPLE, "-o", folder / device, *options, *device_options)
+        (tensor,) = read_file(folder / device / "counts.safetensors").values()
+        counts[device] = tensor.bits.astype(int)
     moved = np.abs(counts["cuda"] - counts["cpu"]).sum() / 2 / counts["cpu"].sum()
     assert moved < 0.01, moved
-    return f"{moved:.3%} of {counts['cpu'].sum()} choices of the router moved to another expert"
+    return f"{moved:.3%} of {counts['cpu'].sum()} choices of the router moved to a different expert"
 
 
 @check
 def train_with_the_trunk_on_the_gpu(folder: Path) -> str:
-    """Losses of a LoRA training with attention on the GPU and INT8 experts on the CPU, beside the CPU alone."""
+    """Compare losses of LoRA training by the CPU alone with those of attention on the GPU, INT8 experts on the CPU."""
     ktconvert("cpu", "-i", EXAMPLE, "-o", folder / "int8", "--quant-method", "int8", "--threadpool-count", 1, "-q")
     losses = {}
     options = ["--dataset", HELD_OUT, "--max-steps", 6, "--sequence-length", 128, "--batch-size", 2, "--rank", 4, "-q"]
@@ -200,14 +203,14 @@ def train_with_the_trunk_on_the_gpu(folder: Path) -> str:
         arguments = ["train", EXAMPLE, "--cpu-weights", folder / "int8", "-o", output, "--threads", 4, *options]
         ktconvert(*arguments, gpu=device == "cuda")
         losses[device] = [loss for _, loss in json.loads((output / "ktconvert.json").read_text())["losses"]]
-    apart = max(abs(a - b) for a, b in zip(losses["cuda"], losses["cpu"], strict=True))
-    assert apart < 0.02 and losses["cuda"][-1] < losses["cuda"][0], losses
-    return f"losses {losses['cuda'][0]:.4f} to {losses['cuda'][-1]:.4f} in 6 steps, at most {apart:.4f} from the CPU's"
+    difference = max(abs(a - b) for a, b in zip(losses["cuda"], losses["cpu"], strict=True))
+    assert difference < 0.02 and losses["cuda"][-1] < losses["cuda"][0], losses
+    return f"losses {losses['cuda'][0]:.4f} to {losses['cuda'][-1]:.4f} in 6 steps, at most {difference:.4f} from the CPU's"
 
 
 @check
 def buffers_for_prefill(folder: Path) -> str:
-    """Experts written to pinned memory and copied to the GPU are the checkpoint's bytes."""
+    """Require that experts written to pinned memory and copied to the GPU have the checkpoint's bytes."""
     wrapper = KTMoEWrapper(0, EXPERTS, TOPK, HIDDEN, HIDDEN, None, 4, 1, str(EXAMPLE), 512, method="BF16")
     wrapper.load_weights()
     ranks, share = 2, HIDDEN // 2
@@ -225,22 +228,25 @@ def buffers_for_prefill(folder: Path) -> str:
 
 
 def decode(wrapper: KTMoEWrapper, hot: Hot, x: torch.Tensor, ids: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return a layer's output for one token: experts of the mask on the GPU, gathered into one product, others on the CPU.
+    """Return a layer's output for one token: experts of the mask on the GPU in one product, others on the CPU.
 
-    x [1, H]; ids, scales [1, k]; hot: gate and up [E', 2 I, H], down [E', H, I], and the place of each expert in them.
+    x is [1, H]; ids and scales are [1, k]. hot has gate and up [E', 2 I, H], down [E', H, I], and each expert's index.
     """
-    gate_up, down, place, on_gpu = hot
+    gate_up, down, index_of, on_gpu = hot
     wrapper.submit_forward(x, ids, scales, torch.cuda.current_stream().cuda_stream)
-    at = place[ids[0]]
-    gate, up = (gate_up[at] @ x[0]).chunk(2, -1)
-    own = (down[at] @ (torch.nn.functional.silu(gate) * up)[:, :, None])[:, :, 0]
-    own = ((scales[0] * on_gpu[ids[0]])[:, None] * own).sum(0, keepdim=True)
-    return own + wrapper.sync_forward(x, torch.cuda.current_stream().cuda_stream)
+    index = index_of[ids[0]]
+    gate, up = (gate_up[index] @ x[0]).chunk(2, -1)
+    from_gpu = (down[index] @ (torch.nn.functional.silu(gate) * up)[:, :, None])[:, :, 0]
+    from_gpu = ((scales[0] * on_gpu[ids[0]])[:, None] * from_gpu).sum(0, keepdim=True)
+    return from_gpu + wrapper.sync_forward(x, torch.cuda.current_stream().cuda_stream)
 
 
 @check
 def decode_rate(folder: Path) -> str:
-    """Tokens per second of one layer of Qwen3-30B-A3B's shape in INT8, from a CUDA graph: all experts on the CPU, half of them."""
+    """Measure tokens per second of one layer with the shape of Qwen3-30B-A3B in INT8, from a CUDA graph.
+
+    All experts are on the CPU, and then half of them.
+    """
     experts, topk, hidden, width, layers = 128, 8, 2048, 768, 48
     g = torch.Generator().manual_seed(0)
     gate, up = ((torch.randn(experts, width, hidden, generator=g) * 0.02).bfloat16() for _ in range(2))
@@ -254,9 +260,9 @@ def decode_rate(folder: Path) -> str:
         mask = torch.arange(experts) % 2 < share / 2
         wrapper = KTMoEWrapper(0, experts, topk, hidden, width, mask, threads, 1, "", 512, method="AMXINT8")
         wrapper.load_weights_from_tensors(gate, up, down)
-        kept = mask if share else torch.arange(experts) < 1  # indexing needs one
-        place = (torch.cumsum(kept.int(), 0) - 1).clamp(min=0)
-        hot = (torch.cat([gate, up], 1)[kept].cuda(), down[kept].cuda(), place.cuda(), mask.cuda())
+        on_gpu = mask if share else torch.arange(experts) < 1  # indexing needs at least one expert
+        index_of = (torch.cumsum(on_gpu.int(), 0) - 1).clamp(min=0)
+        hot = (torch.cat([gate, up], 1)[on_gpu].cuda(), down[on_gpu].cuda(), index_of.cuda(), mask.cuda())
         KTMoEWrapper.set_capture_batch_sizes([1])
         ids = routes[0].clone()
         decode(wrapper, hot, x, ids, scales)
@@ -285,11 +291,11 @@ def decode_rate(folder: Path) -> str:
 
 def main() -> int:
     """Run the checks and print the table; return the exit code."""
-    wanted = sys.argv[1:] or list(CHECKS)
+    names = sys.argv[1:] or list(CHECKS)
     device = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
     print(f"{device}, torch {torch.__version__}, CUDA {torch.version.cuda}")
     rows = []
-    for name in wanted:
+    for name in names:
         start = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="ktconvert-gpu-") as folder:
             try:
