@@ -1,4 +1,4 @@
-"""Which nodes and cores count: for pools, and the same for doctor, plan and inspect; and a conversion on tmpfs."""
+"""Nodes and cores count alike for pools, doctor, plan and inspect. Also a conversion on tmpfs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from numa.see import run, seen_by
+from numa.processes import run, run_program
 from numa.variants import Variant, parse_list
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/qwen3-moe-small"
 SHM = Path("/dev/shm")
 
 
-def doctor(**how: Any) -> dict[str, Any]:
-    done = run("ktconvert", "doctor", "--json", "--disk", SHM, **how)
+def doctor(**restrictions: Any) -> dict[str, Any]:
+    done = run("ktconvert", "doctor", "--json", "--disk", SHM, **restrictions)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
     return document
@@ -43,38 +43,39 @@ def test_doctor_plan_and_inspect_report_the_same_nodes(variant):
     assert "--threadpool-count 1" in inspected, inspected
 
 
-def per_node(variant: Variant, seen: dict[str, Any]) -> dict[int, int]:
-    """Node -> workers bound to it, the caller among them where it is one."""
+def count_workers(variant: Variant, report: dict[str, Any]) -> dict[int, int]:
+    """Return node -> number of threads bound to it, including the caller if it is one."""
     count: Counter[int] = Counter()
-    for cpus in seen["workers"]:
-        homes = [node for node, (own, _) in variant.nodes.items() if set(cpus) <= parse_list(own)]
-        assert len(homes) == 1, f"not bound to a node: {seen}"
+    for cpus in report["workers"]:
+        homes = [node for node, (node_cpus, _) in variant.nodes.items() if set(cpus) <= parse_list(node_cpus)]
+        assert len(homes) == 1, f"not bound to a node: {report}"
         count[homes[0]] += 1
-    count[seen["nodes"][0]] += seen["threads"] - len(seen["workers"])
+    count[report["nodes"][0]] += report["threads"] - len(report["workers"])
     return dict(sorted(count.items()))
 
 
-def test_a_default_pool_has_a_thread_per_core_each_on_its_node(variant):
-    seen = seen_by(
+def test_a_default_pool_has_a_thread_for_each_core_on_its_node(variant):
+    report = run_program(
         """
-        new = New()
+        new = NewThreads()
         pool = get_shared_pool()
-        say(threads=pool.threads, nodes=pool.nodes, workers=new.cpus())
+        report(threads=pool.threads, nodes=pool.nodes, workers=new.cpus())
         """
     )
-    assert seen["threads"] == sum(variant.workers.values())
-    assert seen["nodes"] == list(variant.workers)
+    assert report["threads"] == sum(variant.workers.values())
+    assert report["nodes"] == list(variant.workers)
     if len(variant.workers) > 1:
-        assert per_node(variant, seen) == variant.workers
-        assert len({tuple(cpus) for cpus in seen["workers"]}) == len(seen["workers"]), seen  # a CPU each
+        assert count_workers(variant, report) == variant.workers
+        # Each worker has a CPU of its own.
+        assert len({tuple(cpus) for cpus in report["workers"]}) == len(report["workers"]), report
 
 
 @pytest.mark.on("two", "asym")
-def test_pinning_comes_back(variant):
-    """After a CPU went off and on, threads are where they were by the next forwards."""
-    seen = seen_by(
+def test_threads_return_to_a_cpu_that_comes_online(variant):
+    """After a CPU went offline and online, the next forwards move threads back to their CPUs."""
+    report = run_program(
         """
-        new = New()
+        new = NewThreads()
         pool = Pool(4)
         experts = pack(2, pool)
         experts.forward(*call(experts))
@@ -85,24 +86,24 @@ def test_pinning_comes_back(variant):
         cpu3.write_text("1")
         for _ in range(3):
             experts.forward(*call(experts))
-        say(before=before, after=new.cpus())
+        report(before=before, after=new.cpus())
         """
     )
-    assert seen["after"] == seen["before"]
+    assert report["after"] == report["before"]
 
 
 @pytest.mark.on("one", "two")
-def test_a_conversion_on_tmpfs():
-    """Which refuses O_DIRECT before Linux 6.6."""
+def test_a_conversion_on_tmpfs_works_without_direct_io():
+    """Before Linux 6.6, tmpfs refuses O_DIRECT."""
     probe = SHM / "probe"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT))
     except OSError:
         pass
     else:
-        pytest.skip(f"tmpfs of Linux {os.uname().release} takes O_DIRECT")
+        pytest.skip(f"tmpfs of Linux {os.uname().release} accepts O_DIRECT")
     finally:
-        assert probe.exists()  # also where open failed: what was to be survived
+        assert probe.exists()  # open creates the file even if it then fails
         probe.unlink()
     done = run("ktconvert", "cpu", "-i", EXAMPLE, "-o", SHM / "out", "--quant-method", "int4", "-q")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,10 +1,10 @@
-"""A guest with real NUMA nodes: Debian's kernel under QEMU, on the host's own file system.
+"""A guest with real NUMA nodes: Debian's kernel under QEMU, on the host's file system.
 
-    tests/numa/guest.py run VARIANT COMMAND...   boot, run COMMAND in this checkout, print what it prints, power off
-    tests/numa/guest.py all [VARIANT...]         the suite (SUITE below) in every variant; `make numa`
+    tests/numa/guest.py run VARIANT COMMAND...   boot, run COMMAND in this checkout, print its output, power off
+    tests/numa/guest.py all [VARIANT...]         the suite (TESTS below and all checks) in every variant; `make numa`
 
-The guest sees the host's file system read-only, so the checkout, its .venv and every other file are where they are
-here; what it writes is gone afterwards. Kernel and initramfs are made once, in build/numa or $OUT.
+The guest mounts the host's file system read-only, so that the checkout, its .venv and all other files have the same
+paths. Files that it writes are lost afterwards. Kernel and initramfs are made once, in build/numa or $OUT.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ STATE = Path(os.environ.get("OUT", CHECKOUT / "build" / "numa")).resolve()
 QEMU = "qemu-system-x86_64"
 KERNEL = "linux-image-amd64"  # not the cloud kernel: it has no 9p file system
 MODULES = ("virtio_pci", "9pnet_virtio", "9p", "overlay")
-LIMIT = 5400  # seconds; an emulated guest takes minutes for what takes the host seconds
+LIMIT = 5400  # in seconds; an emulated guest needs minutes for what the host does in seconds
 ENDED = re.compile(r"=== guest: exit (\d+)")
 
 
 class Unavailable(Exception):
-    """What a guest needs is not on this machine; the message is one sentence."""
+    """A requirement of guests that this machine lacks; the message is one sentence."""
 
 
 # ---- what is booted -------------------------------------------------------------------------------------------------
 
 
 def prepare() -> None:
-    """Kernel and initramfs in STATE, from Debian's packages; made again when init.sh changes."""
+    """Make kernel and initramfs in STATE from Debian's packages; make the initramfs again if init.sh has changed."""
     if platform.machine() != "x86_64":
         raise Unavailable("the guest runs this machine's own programs, and must be x86-64")
     if not shutil.which(QEMU):
@@ -70,21 +70,21 @@ def prepare() -> None:
 
 
 def unpack(packages: Path, tree: Path) -> None:
-    """The initramfs, but for its init, and the kernel beside it."""
+    """Write the initramfs, except init, and the kernel beside it."""
     for folder in ("bin", "modules", "proc", "sys", "dev", "host", "changes", "guest"):
         (tree / folder).mkdir(parents=True)
     kernel = next(packages.glob("boot/vmlinuz-*"))
     shutil.copy(kernel, STATE / "vmlinuz")
     shutil.copy(packages / "bin/busybox", tree / "bin/busybox")
     order = []
-    for name, data in modules(packages / "lib/modules" / kernel.name.removeprefix("vmlinuz-")):
+    for name, data in read_modules(packages / "lib/modules" / kernel.name.removeprefix("vmlinuz-")):
         (tree / "modules" / name).write_bytes(data)
         order.append(name)
     (tree / "modules/order").write_text("\n".join(order))
 
 
 def install(package: str) -> None:
-    """Install a Debian package, for root only."""
+    """Install a Debian package; requires root."""
     if not shutil.which("apt-get") or os.geteuid() != 0:
         raise Unavailable(f"{package} is not installed, and installing it needs root and apt-get")
     command = ["apt-get", "install", "-y", "--no-install-recommends", package]
@@ -94,40 +94,40 @@ def install(package: str) -> None:
 
 
 def kernel_package() -> str:
-    """The package of the kernel that KERNEL stands for now."""
+    """Return the package on which KERNEL depends."""
     if not shutil.which("apt-get"):
         raise Unavailable("the guest's kernel is a package of Debian, and there is no apt-get to fetch it")
     text = subprocess.run(["apt-cache", "depends", KERNEL], capture_output=True, text=True).stdout
-    found = re.search(r"Depends: (linux-image-\S+)", text)
-    if not found:
+    match = re.search(r"Depends: (linux-image-\S+)", text)
+    if not match:
         raise Unavailable(f"apt-cache knows no {KERNEL}: the guest needs the packages of Debian (or `apt-get update`)")
-    return found[1]
+    return match[1]
 
 
-def download(names: list[str], into: Path) -> None:
+def download(names: list[str], target: Path) -> None:
     """Unpack Debian packages without installing them."""
     with tempfile.TemporaryDirectory(dir=STATE) as folder:
         done = subprocess.run(["apt-get", "download", *names], cwd=folder, capture_output=True, text=True)
         if done.returncode:
             raise Unavailable(f"apt-get cannot download {' and '.join(names)} ({last_line(done.stderr)})")
         for package in sorted(Path(folder).glob("*.deb")):
-            subprocess.run(["dpkg-deb", "-x", package, into], check=True)
+            subprocess.run(["dpkg-deb", "-x", package, target], check=True)
 
 
-def modules(root: Path) -> Iterator[tuple[str, bytes]]:
-    """(file name, content) of MODULES and all that they depend on, each after those that it needs."""
+def read_modules(root: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield (file name, content) of MODULES and their dependencies, each after the modules that it needs."""
     paths = {path.name.partition(".")[0].replace("-", "_"): path for path in root.rglob("*.ko*")}
-    done: set[str] = set()
+    visited: set[str] = set()
 
     def visit(name: str) -> Iterator[tuple[str, bytes]]:
-        if name in done or name not in paths:  # not there: built into the kernel
+        if name in visited or name not in paths:  # missing modules are built into the kernel
             return
-        done.add(name)
+        visited.add(name)
         data = paths[name].read_bytes()
         data = lzma.decompress(data) if paths[name].suffix == ".xz" else data
-        found = re.search(rb"\0depends=([\w,-]*)\0", data)
-        for other in found[1].decode().replace("-", "_").split(",") if found else ():
-            yield from visit(other)
+        match = re.search(rb"\0depends=([\w,-]*)\0", data)
+        for dependency in match[1].decode().replace("-", "_").split(",") if match else ():
+            yield from visit(dependency)
         yield f"{name}.ko", data
 
     for name in MODULES:
@@ -141,22 +141,25 @@ def last_line(text: str) -> str:
 # ---- booting --------------------------------------------------------------------------------------------------------
 
 
-def machine(variant: Variant) -> list[str]:
-    """QEMU's options for a variant."""
+def qemu_options(variant: Variant) -> list[str]:
+    """Return the options of QEMU for a variant."""
     options = ["-machine", "q35", "-cpu", variant.cpu, "-m", f"{variant.mib}M", "-smp", variant.smp]
     for node, (cpus, mib) in variant.nodes.items():
-        parts = ["node", f"nodeid={node}"]
-        if there := cpus or variant.off.get(node):
-            parts.append(f"cpus={there}")
+        node_options = ["node", f"nodeid={node}"]
+        if all_cpus := cpus or variant.off.get(node):
+            node_options.append(f"cpus={all_cpus}")
         if mib:
             options += ["-object", f"memory-backend-ram,id=memory{node},size={mib}M"]
-            parts.append(f"memdev=memory{node}")
-        options += ["-numa", ",".join(parts)]
+            node_options.append(f"memdev=memory{node}")
+        options += ["-numa", ",".join(node_options)]
     return options
 
 
 def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) -> Iterator[str]:
-    """Run a command in a guest; its lines as they come, the last one ENDED's unless the guest did not get that far."""
+    """Run a command in a guest and yield its lines as they are printed.
+
+    The last line matches ENDED unless the guest has failed earlier.
+    """
     with tempfile.NamedTemporaryFile("w", dir=STATE, suffix=".sh") as job:
         job.write(
             f"export PATH={shlex.quote(str(CHECKOUT / '.venv/bin'))}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin\n"
@@ -165,7 +168,7 @@ def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) ->
             + f"cd {shlex.quote(str(CHECKOUT))} && {shlex.join(command)}\n"
         )
         job.flush()
-        arguments = [QEMU, "-accel", accelerator, *machine(VARIANTS[name])]
+        arguments = [QEMU, "-accel", accelerator, *qemu_options(VARIANTS[name])]
         arguments += ["-kernel", str(STATE / "vmlinuz"), "-initrd", str(STATE / "initrd")]
         arguments += ["-append", f"console=ttyS0 quiet panic=-1 mitigations=off job={job.name}"]
         arguments += ["-virtfs", "local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap"]
@@ -178,16 +181,16 @@ def boot(name: str, command: list[str], accelerator: str, limit: int = LIMIT) ->
 
 
 def accelerator() -> str:
-    """ "kvm" where a guest boots with it, else emulation; tried once."""
-    known = STATE / "accelerator"
-    if not known.exists():
+    """Return "kvm" if a guest boots with it, otherwise emulation; this is tried once."""
+    cache = STATE / "accelerator"
+    if not cache.exists():
         works = os.access("/dev/kvm", os.W_OK) and any(ENDED.match(line) for line in boot("one", ["true"], "kvm", 60))
-        known.write_text("kvm" if works else "tcg,thread=multi")
-    return known.read_text()
+        cache.write_text("kvm" if works else "tcg,thread=multi")
+    return cache.read_text()
 
 
 def run(name: str, command: list[str]) -> tuple[int, list[str]]:
-    """Boot, print what comes, and return the command's exit status and the lines; one guest at a time on a machine."""
+    """Boot, print the output, and return the command's exit status and lines. Only one guest runs at a time."""
     prepare()
     with (Path(tempfile.gettempdir()) / "ktconvert-numa.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -195,8 +198,8 @@ def run(name: str, command: list[str]) -> tuple[int, list[str]]:
         for line in boot(name, command, accelerator()):
             print(line, flush=True)
             lines.append(line)
-    ends = [int(found[1]) for line in lines if (found := ENDED.match(line))]
-    return (ends[-1] if ends else 1), lines
+    statuses = [int(match[1]) for line in lines if (match := ENDED.match(line))]
+    return (statuses[-1] if statuses else 1), lines
 
 
 # ---- the suite ------------------------------------------------------------------------------------------------------
@@ -204,8 +207,8 @@ def run(name: str, command: list[str]) -> tuple[int, list[str]]:
 TESTS = ("tests/test_machine.py", "tests/test_pool.py", "tests/test_runtime_load.py")
 
 
-def suite(names: list[str]) -> int:
-    """Tests and checks in each variant, and a line for each at the end; the number of variants that fail."""
+def run_suite(names: list[str]) -> int:
+    """Run tests and checks in each variant, print a line for each, and return the number of variants that fail."""
     model, hole = STATE / "model", STATE / "hole"
     if not hole.exists():
         subprocess.run([CHECKOUT / ".venv/bin/python", HERE / "model.py", model], check=True)
@@ -229,18 +232,18 @@ def suite(names: list[str]) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(dest="what", required=True)
-    one = commands.add_parser("run")
-    one.add_argument("variant", choices=VARIANTS)
-    one.add_argument("command", nargs=argparse.REMAINDER)
-    every = commands.add_parser("all")
-    every.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
+    commands = parser.add_subparsers(dest="action", required=True)
+    run_parser = commands.add_parser("run")
+    run_parser.add_argument("variant", choices=VARIANTS)
+    run_parser.add_argument("command", nargs=argparse.REMAINDER)
+    all_parser = commands.add_parser("all")
+    all_parser.add_argument("variants", nargs="*", metavar="VARIANT", help=", ".join(VARIANTS))
     arguments = parser.parse_args()
     try:
-        if arguments.what == "run":
+        if arguments.action == "run":
             return run(arguments.variant, arguments.command)[0]
         prepare()
-        return suite(arguments.variants or list(VARIANTS))
+        return run_suite(arguments.variants or list(VARIANTS))
     except Unavailable as error:
         print(f"make numa: skipped: {error}.")
         return 0

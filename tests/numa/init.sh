@@ -1,6 +1,6 @@
 #!/bin/busybox sh
-# The guest's first process, from its initramfs: the host's file system, read-only, with all changes kept in memory;
-# then the script that the kernel's command line names.
+# The first process of the guest, from its initramfs. It mounts the host's file system read-only, keeps all changes in
+# memory, and runs the script that the kernel's command line names.
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys
@@ -15,8 +15,8 @@ mkdir -p /guest/dev/shm
 mount -t tmpfs -o mode=1777 tmpfs /guest/dev/shm
 mount -t cgroup2 cgroup2 /guest/sys/fs/cgroup
 ip link set lo up
-# shellcheck disable=SC2154  # the kernel hands `job=...` of its command line to us as a variable
+# shellcheck disable=SC2154  # the kernel passes `job=...` of its command line as a variable
 chroot /guest /bin/bash "$job" </guest/dev/null
 echo "=== guest: exit $?"
-sleep 1 # until the serial line has sent it
+sleep 1 # so that the serial line can send the last line
 poweroff -f

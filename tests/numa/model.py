@@ -1,5 +1,6 @@
-"""The model of the checks, 24 layers of four random experts, H = I = 1024: `model.py OUTPUT` writes it as AMXINT8 in two
-NUMA slices of 150 MiB.
+"""The model of the checks: 24 layers of four random experts with H = I = 1024.
+
+`model.py OUTPUT` writes it as AMXINT8 in two NUMA slices of 150 MiB.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LAYERS, EXPERTS, SIZE = 24, 4, 1024
 
 
 def write_output(path: Path) -> None:
-    """Converted layers, merged."""
+    """Write converted layers, and merge them."""
     rng, loose = np.random.default_rng(0), path.with_suffix(".loose")
     shutil.rmtree(loose, ignore_errors=True)
     shutil.rmtree(path, ignore_errors=True)

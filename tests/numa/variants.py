@@ -1,4 +1,4 @@
-"""The machines that tests/numa/guest.py boots, and what the checks expect of ktconvert on each."""
+"""The machines that tests/numa/guest.py boots, and the expected behaviour of ktconvert on each."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ktconvert.native_quant.machine import parse_list
 class Variant:
     """A guest, node by node.
 
-    nodes    node -> (its CPUs as the kernel writes a list, its memory in MiB); "" and 0: none
-    smp      QEMU's topology: packages, cores of each, hyperthreads of each core
-    workers  what a pool with default settings must be: node -> threads
-    home     node whose memory a node without any uses; every other node uses its own
-    off      node -> its CPUs, which are switched off before the command. (A node without CPUs that QEMU describes would
-             come last: Linux numbers nodes in the order of their CPUs.)
+    nodes    node -> (its CPUs as the kernel writes a list, its memory in MiB); "" and 0 mean none
+    smp      topology for QEMU: packages, cores per package, hyperthreads per core
+    workers  node -> number of threads of a pool with default settings
+    home     node without memory -> node whose memory its threads use; every other node uses its own
+    off      node -> its CPUs, which are switched off before the command (a node that QEMU describes without CPUs would
+             come last, because Linux numbers nodes in the order of their CPUs)
     """
 
     nodes: dict[int, tuple[str, int]]
@@ -28,24 +28,24 @@ class Variant:
 
     @property
     def mib(self) -> int:
-        """The memory of all nodes."""
+        """Memory of all nodes."""
         return sum(mib for _, mib in self.nodes.values())
 
     def cpus(self, *nodes: int) -> list[int]:
-        """The CPUs of these nodes."""
+        """Return the CPUs of these nodes."""
         return sorted(parse_list(",".join(self.nodes[node][0] for node in nodes)))
 
     @property
     def offline(self) -> list[int]:
-        """The CPUs that are switched off."""
+        """CPUs that are switched off."""
         return sorted(parse_list(",".join(self.off.values())))
 
     def is_small(self, node: int) -> bool:
-        """Whether what else there is (files that were read) may fill the node's memory."""
+        """Return whether other contents, such as the page cache, may fill the node's memory."""
         return self.nodes[node][1] < 256
 
     def memory_of(self, node: int) -> int:
-        """The node from which the kernel gives memory to a thread on this one."""
+        """Return the node from which the kernel gives memory to a thread on this one."""
         return self.home.get(node, node)
 
 

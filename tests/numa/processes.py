@@ -1,4 +1,4 @@
-"""What the kernel says about a process's threads and pages, and processes of their own to look at from the checks."""
+"""Queries to the kernel about threads and pages of a process, and new processes in which the checks run."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from ktconvert.native_quant.machine import parse_list
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = os.sysconf("SC_PAGE_SIZE")
-# x86-64's numbers of the calls that libc lacks, and <linux/mempolicy.h>.
+# Numbers of system calls of x86-64 that libc lacks, and a constant of <linux/mempolicy.h>.
 SET_MEMPOLICY, MOVE_PAGES = 238, 279
 MPOL_BIND = 2
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def nodes_of(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
-    """Node -> number of pages that these arrays have there; pages that were never touched are left out."""
+def count_pages(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
+    """Return node -> number of pages of these arrays; pages that were never touched do not count."""
     count: Counter[int] = Counter()
     for array in arrays:
-        array.reshape(-1).view(np.uint8)[::PAGE].max()  # where NUMA balancing took a page's mapping, it comes back
+        array.reshape(-1).view(np.uint8)[::PAGE].max()  # restores mappings that NUMA balancing has removed
         first, last = array.ctypes.data // PAGE, (array.ctypes.data + array.nbytes - 1) // PAGE
         pages = np.arange(first, last + 1, dtype=np.uint64) * np.uint64(PAGE)
         status = np.full(len(pages), -1, np.int32)
@@ -42,51 +42,52 @@ def nodes_of(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
     return dict(sorted(count.items()))
 
 
-def parts_of(experts: Any) -> list[dict[int, int]]:
-    """nodes_of each NUMA slice of an Experts."""
+def count_pages_of_slices(experts: Any) -> list[dict[int, int]]:
+    """Return count_pages of each NUMA slice of an Experts."""
     arrays: list[list[npt.NDArray[Any]]] = [[] for _ in range(experts.parts)]
-    for part, pair in experts.packed.arrays.items():
-        arrays[part.node] += pair
-    return [nodes_of(each) for each in arrays]
+    for numa_slice, pair in experts.packed.arrays.items():
+        arrays[numa_slice.node] += pair
+    return [count_pages(each) for each in arrays]
 
 
-def threads() -> dict[int, list[int]]:
-    """The CPUs on which each thread of this process may run, by thread number."""
-    found = {}
+def allowed_cpus() -> dict[int, list[int]]:
+    """Return thread number -> CPUs on which that thread of this process may run."""
+    cpus_by_thread = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             status = (task / "status").read_text()
-        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        except (FileNotFoundError, ProcessLookupError):  # the thread has ended
             continue
         line = next(line for line in status.splitlines() if line.startswith("Cpus_allowed_list:"))
-        found[int(task.name)] = sorted(parse_list(line.split()[1]))
-    return found
+        cpus_by_thread[int(task.name)] = sorted(parse_list(line.split()[1]))
+    return cpus_by_thread
 
 
-class New:
-    """The CPUs of the threads that are started after this was made."""
+class NewThreads:
+    """The threads that start after this object was made."""
 
     def __init__(self) -> None:
-        self.before = set(threads())
+        self.before = set(allowed_cpus())
 
     def cpus(self) -> list[list[int]]:
-        return [cpus for thread, cpus in sorted(threads().items()) if thread not in self.before]
+        """Return the CPUs on which each of these threads may run."""
+        return [cpus for thread, cpus in sorted(allowed_cpus().items()) if thread not in self.before]
 
 
 def run(
     *command: object, cpus: Collection[int] = (), membind: Collection[int] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on these CPUs only, with memory of these nodes only."""
+    """Run a command on only these CPUs, with memory of only these nodes."""
 
-    def begin() -> None:
+    def restrict() -> None:
         if cpus:
             os.sched_setaffinity(0, cpus)
         mask = ctypes.c_ulong(sum(1 << node for node in membind))
         if membind and libc.syscall(SET_MEMPOLICY, MPOL_BIND, ctypes.byref(mask), 64):
             raise OSError(ctypes.get_errno(), "set_mempolicy")
 
-    words, env = list(map(str, command)), {**os.environ, "PYTHONPATH": str(TESTS)}
-    return subprocess.run(words, capture_output=True, text=True, timeout=600, env=env, preexec_fn=begin)
+    arguments, env = list(map(str, command)), {**os.environ, "PYTHONPATH": str(TESTS)}
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=600, env=env, preexec_fn=restrict)
 
 
 PRELUDE = """
@@ -95,7 +96,7 @@ import numpy as np
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool, get_shared_pool
 from pathlib import Path
-from numa.see import *
+from numa.processes import *
 rng = np.random.default_rng(0)
 def pack(parts, pool=None, layer=0, width=1024, hidden=1024, experts=4):
     shapes = (experts, width, hidden), (experts, width, hidden), (experts, hidden, width)
@@ -106,13 +107,13 @@ def call(experts, tokens=8):
     x = (rng.standard_normal((tokens, experts.hidden)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     ids = rng.integers(0, experts.num_experts, (tokens, 2))
     return x, ids, rng.random((tokens, 2)).astype(np.float32)
-def say(**facts):
+def report(**facts):
     print(json.dumps(facts))
 """
 
 
-def seen_by(code: str, **how: Any) -> Any:
-    """What a Python program says (`say(name=value)`, once), run as `run` does, with PRELUDE before it."""
-    done = run(sys.executable, "-W", "always", "-c", PRELUDE + textwrap.dedent(code), **how)
+def run_program(code: str, **restrictions: Any) -> Any:
+    """Run a Python program after PRELUDE, as `run` does; return the values that it passes to `report`, once."""
+    done = run(sys.executable, "-W", "always", "-c", PRELUDE + textwrap.dedent(code), **restrictions)
     assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
