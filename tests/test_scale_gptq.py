@@ -1,4 +1,4 @@
-"""`ktconvert cpu --scale gptq`: kt-kernel's formats with codes that were compensated on a walk through the model."""
+"""`ktconvert cpu --scale gptq`: kt-kernel's formats with codes that were compensated in a calibration run."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
 # A family with other names; formats, parts, and tokens that do not suffice. How a source stores its experts does not
-# matter to the walk (test_gptq.py).
+# matter to the calibration run (test_gptq.py).
 CASES = {
     "bundled int4": ("bundled", ("--threadpool-count", "2")),
     "bundled int8": ("bundled", ("--quant-method", "int8", "--threadpool-count", "1")),
@@ -98,7 +98,7 @@ def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs):
 
 
 def test_experts_are_equalized_before_they_run(outputs):
-    """The walk reads equalized experts, which compute the same; and what is compensated is nearer."""
+    """The calibration run reads equalized experts, which compute the same; and what is compensated is nearer."""
     manifest = json.loads((outputs / "equalized" / "manifest.json").read_bytes())
     assert manifest["model"]["equalized"] == ["layer 0: 0-7"]
     assert "8 experts are equalized" in (outputs / "equalized.verified").read_text()
@@ -172,7 +172,7 @@ def test_other_arrangements_keep_what_is_recorded(outputs, example, tmp_path, cl
     assert "too few tokens" in cli("verify", str(one), "--against", str(example)).stdout
     assert json.loads(metadata_of(next(one.glob("*.safetensors")))["calibration"]) == few["calibration"]
     words = ("resplit", str(one), str(tmp_path / "x"), "--threadpool-count", "2", "--against", str(example))
-    assert "--scale gptq, which needs a walk through the model" in cli(*words, code=3).stderr
+    assert "--scale gptq, which needs a calibration run" in cli(*words, code=3).stderr
 
 
 @pytest.mark.parametrize(("suffix", "byte", "words"), [("weight", 8, "-7 to 7"), ("scale", 0xFF, "not finite")])

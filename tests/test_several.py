@@ -81,7 +81,7 @@ IMPOSSIBLE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
     "one cannot be made": (("--quant-method", "int4,awq"), 3, ("awq",)),
     "one has no such choice of codes": (("--quant-method", "int4,fp8", "--scale", "mse"), 2, ("--scale mse", "FP8")),
     "one is not for these sizes": (("--quant-method", "fp8,int4", "--threadpool-count", "8"), 3, ("AMXINT4",)),
-    "a walk for each": (
+    "a calibration run for each": (
         ("--quant-method", "int4,int8", "--scale", "gptq"),
         2,
         ("int4,int8", "GPTQ", "at a time"),

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NotRequired, TypedDict, cast
 
 import msgspec
 from msgspec import Struct
@@ -55,7 +55,7 @@ class WrittenBy(Struct, frozen=True):
 
 
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """Contents of manifest.json; settings and model (facts) are checked as CheckedManifest.
+    """Contents of manifest.json; settings and model are checked as CheckedManifest.
 
     sha256  the `digest` of everything else
     """
@@ -69,8 +69,13 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
     files: tuple[OutputFile, ...]
     sha256: str = ""
 
+    @property
+    def facts(self) -> OutputFacts:
+        """The entry `model`, which `read` has checked."""
+        return cast("OutputFacts", dict(self.model))
 
-# --- what settings and facts must be, where they are there ----------------------------------------
+
+# --- settings and facts ---------------------------------------------------------------------------
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 # No model has more experts or NUMA slices; objects for more of them would fill the memory.
@@ -83,48 +88,100 @@ class ManifestSettings(Struct):
     no_merge_safetensor: bool = False
 
 
-class CalibrationFacts(Struct):
+class DatasetFacts(TypedDict):
+    """The texts of a calibration run."""
+
     dataset: str
+    split: NotRequired[str | None]
     samples: Number
     max_length: Number
     seed: Number
+
+
+class CalibrationFacts(DatasetFacts):
+    """The calibration run of an output: its texts, and the settings of GPTQ."""
+
     dampening: float
     calibrate: str
+    steps: NotRequired[str]
+    engine: NotRequired[str]
 
 
-class MachineFacts(Struct):
+class MachineFacts(TypedDict):
+    """The machine of a calibration run: properties that every record has; versions of packages come on top."""
+
     device: str
-    threads: Number
+    threads: Count
 
 
-class ManifestFacts(Struct):
-    architecture: str = ""
-    activation: str = ""
-    dtypes: tuple[str, ...] = ()
-    method: str = ""
-    imatrix: str = ""
-    without_counts: tuple[str, ...] = ()
-    calibration: CalibrationFacts | msgspec.UnsetType = msgspec.UNSET
-    machine: MachineFacts | msgspec.UnsetType = msgspec.UNSET
-    too_few_tokens: tuple[str, ...] = ()
-    equalized: tuple[str, ...] = ()
-    backward: bool = False
-    layers: tuple[Index, ...] = ()
-    kept_layers: tuple[Index, ...] = ()
-    numa: NumaCount = 1
-    quant_method: str = ""
-    scale: str = ""
-    resplit_from: tuple[NumaCount, ...] = ()
-    experts: Experts | tuple[Experts, ...] | str = 1
-    hidden: Count | tuple[Count, ...] | str = 1
-    intermediate: Count | tuple[Count, ...] | str = 1
+class CheckedFacts(TypedDict, total=False):
+    """The facts of an output that are checked when its manifest is read.
+
+    experts, hidden, intermediate
+                    one number if all layers agree, else the list of distinct ones; a text if they are not known
+    without_counts  experts without input statistics, as in "layer 3: 0-5, 7"; likewise too_few_tokens (for GPTQ) and
+                    equalized
+    kept_layers     loose layers of an earlier output that stay in this one
+    resplit_from    numbers of NUMA slices that the output had before, in order
+    """
+
+    architecture: str
+    method: str
+    quant_method: str
+    numa: NumaCount
+    layers: list[Index]
+    kept_layers: list[Index]
+    experts: Experts | list[Experts] | str
+    hidden: Count | list[Count] | str
+    intermediate: Count | list[Count] | str
+    activation: str
+    dtypes: list[str]
+    backward: bool
+    scale: str
+    imatrix: str
+    without_counts: list[str]
+    calibration: CalibrationFacts
+    machine: MachineFacts
+    too_few_tokens: list[str]
+    equalized: list[str]
+    resplit_from: list[NumaCount]
+
+
+class OutputFacts(CheckedFacts, total=False):
+    """Facts of an output, the entry `model` of its manifest: what it contains and how it was made.
+
+    Each command records those that apply, in its own order. Readers of the facts that follow check them.
+
+    methods         of a mixed output: method -> its layers, as in "0-5, 60"
+    layout          value of --layout, if it is not the default
+    weights_on      "input" or "output" of an expert
+    second_moments  sha256 of the input statistics, as imatrix
+    packed_linears  number of quantized linears; linear_names: projection -> template of their names (`gpu`)
+    decoded         title of an encoding -> number of weights that were stored in it (`dequantize`)
+    tensors         number of tensors (`dequantize`)
+    data            texts of `calibrate`
+    """
+
+    methods: dict[str, str]
+    layout_version: int | list[int]
+    layout: str
+    rounding: str
+    bits: int | list[int]
+    group_size: int | None
+    weights_on: str
+    second_moments: str
+    packed_linears: int
+    linear_names: dict[str, str]
+    decoded: dict[str, int]
+    tensors: int
+    data: DatasetFacts
 
 
 class CheckedManifest(Struct):
     """The fields of a manifest whose values are checked."""
 
     settings: ManifestSettings
-    model: ManifestFacts
+    model: CheckedFacts
 
 
 class _Header(Struct):
@@ -148,7 +205,7 @@ def encode(
     tool_version: str,
     command: str,
     settings: Mapping[str, Any],
-    facts: Mapping[str, Any],
+    facts: OutputFacts,
     source: tuple[SourceFile, ...],
     files: list[OutputFile],
 ) -> bytes:

@@ -8,6 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.encodings import amx, fp4, fp8, pack_quantized, plain
 from ktconvert.layouts.encodings.encoding import Encoding
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import cards, whole_model
 from ktconvert.layouts.outputs.configs import describe_cpu
 from ktconvert.layouts.outputs.format import Format as Format
@@ -76,7 +77,7 @@ OPAQUE = frozenset(fmt.name for fmt in FORMATS.values() if fmt.arrangement is PL
 LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose}
 
 
-def find_format(facts: Mapping[str, Any]) -> Format | None:
+def find_format(facts: OutputFacts) -> Format | None:
     """Return the format that the facts of a manifest name; None for a format that is not ours, and for OPAQUE bytes."""
     fmt = FORMATS.get(str(facts.get("method")))
     is_known = fmt is not None and (fmt.name not in OPAQUE or fmt.arrangement.is_trusted(facts))

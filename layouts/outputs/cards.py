@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.outputs.linear_names import explain_not_rawint4
 from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
 
-Facts = Mapping[str, Any]
+Stats = Mapping[str, Any]  # figures of a unit
 Rows = tuple[tuple[str, str], ...]
 FOLDER = "/path/to/this/folder"
 ORIGINAL = "/path/to/the/original/checkpoint"
@@ -18,17 +19,17 @@ ORIGINAL = "/path/to/the/original/checkpoint"
 
 def model_card(
     card: Card,
-    facts: Facts,
+    facts: OutputFacts,
     base_model: str | None,
     notes: Sequence[str],
-    stats: Sequence[Facts],
+    stats: Sequence[Stats],
     tool_version: str,
     *,
     loose: bool = False,
     non_experts: str = "skip",
 ) -> bytes:
     """Return README.md: front matter for the hub, contents of the folder, how to load it, errors of its weights."""
-    named = {**facts, "method": facts["method"].removeprefix("KT_")}  # kt-kernel's name of the method
+    named: OutputFacts = {**facts, "method": facts["method"].removeprefix("KT_")}  # kt-kernel's name of the method
     words = {**named, **_words(named, base_model, loose, non_experts)}
     rows = [("made by", f"ktconvert {tool_version}")]
     lines = [
@@ -56,7 +57,7 @@ CONTENTS = {  # what the folder contains besides routed experts, by --non-expert
 }
 
 
-def _words(facts: Facts, base_model: str | None, loose: bool, non_experts: str) -> dict[str, str]:
+def _words(facts: OutputFacts, base_model: str | None, loose: bool, non_experts: str) -> dict[str, str]:
     """Return the words that titles and paragraphs of cards have in braces, in addition to facts."""
     numa, layers = facts.get("numa"), facts.get("layers", ())
     return {
@@ -78,14 +79,14 @@ CHOICES = (  # how codes and scales were chosen: fact, name of the row, its text
 )
 
 
-def _cpu_rows(card: Card, facts: Facts) -> Rows:
+def _cpu_rows(card: Card, facts: OutputFacts) -> Rows:
     before = facts.get("resplit_from", ())
     return (
         ("method", f"{facts['method']} ({card.numbers.format(**facts)})"),
         *((other, f"layers {of}") for other, of in facts.get("methods", {}).items()),
         *((name, text.format(**facts)) for fact, name, text in CHOICES if fact in facts),
         *([("scales of `mse`", "; ".join(facts["without_counts"]))] if "without_counts" in facts else []),
-        *equalize_rows(facts),
+        *equalize_rows(facts.get("equalized")),
         *([("NUMA slices", card.slices.format(**facts))] if card.slices else []),
         *([("resplit from", f"{', then '.join(map(str, before))} NUMA slices")] if before else []),
         *_size_rows(facts),
@@ -93,23 +94,23 @@ def _cpu_rows(card: Card, facts: Facts) -> Rows:
     )
 
 
-def _gpu_rows(card: Card, facts: Facts) -> Rows:
+def _gpu_rows(card: Card, facts: OutputFacts) -> Rows:
     return (
         ("experts", f"{facts['bits']} bits, {card.numbers.format(**facts)}"),
         ("method", f"{facts['quant_method']}, rounding {facts['rounding']}"),
         ("quantized linears", f"{facts['packed_linears']}"),
-        *equalize_rows(facts),
+        *equalize_rows(facts.get("equalized")),
         *_size_rows(facts),
         ("source dtypes of the experts", ", ".join(facts["dtypes"])),
     )
 
 
-def _dequantized_rows(card: Card, facts: Facts) -> Rows:
+def _dequantized_rows(card: Card, facts: OutputFacts) -> Rows:
     decoded = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items()) or "none"
     return ("quantized weights of the source, now BF16", decoded), ("tensors", f"{facts['tensors']}")
 
 
-def _size_rows(facts: Facts) -> Rows:
+def _size_rows(facts: OutputFacts) -> Rows:
     return (
         ("experts per layer", f"{facts['experts']}"),
         ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
@@ -117,8 +118,9 @@ def _size_rows(facts: Facts) -> Rows:
     )
 
 
-def equalize_rows(facts: Facts) -> list[tuple[str, str]]:
-    return [("equalized", "; ".join(facts["equalized"]) or "no expert")] if "equalized" in facts else []
+def equalize_rows(equalized: Sequence[str] | None) -> list[tuple[str, str]]:
+    """Return the row on equalized experts; nothing without --equalize."""
+    return [] if equalized is None else [("equalized", "; ".join(equalized) or "no expert")]
 
 
 # --- how to load an output ------------------------------------------------------------------------
@@ -138,7 +140,7 @@ def launch_lines(model: str, method: str, numa: str, folder: str = FOLDER) -> tu
     )
 
 
-def whole_model_lines(facts: Facts, folder: str = FOLDER) -> tuple[str, ...]:
+def whole_model_lines(facts: OutputFacts, folder: str = FOLDER) -> tuple[str, ...]:
     """Return the command that starts SGLang with the output as the model, with its own or other experts on the CPU."""
     if explain_not_rawint4(facts) is None:
         return launch_lines(folder, "RAWINT4", "NUMA_NODES", folder)
@@ -147,21 +149,21 @@ def whole_model_lines(facts: Facts, folder: str = FOLDER) -> tuple[str, ...]:
     return "```bash", "python -m sglang.launch_server \\", *(f"  {option} \\" for option in options), last, "```"
 
 
-def _use_kt_kernel(facts: Facts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_kt_kernel(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     return launch_lines(base_model or ORIGINAL, facts["method"], str(facts["numa"]))
 
 
-def _use_native(facts: Facts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_native(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     return launch_lines(base_model or ORIGINAL, facts["method"], "NUMA_NODES")
 
 
-def _use_ktconvert(facts: Facts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_ktconvert(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     run = (f"ktconvert run {base_model or ORIGINAL} --cpu-weights {FOLDER}",)
     whole = (f"ktconvert run {FOLDER}", f"ktconvert serve {FOLDER}")
     return "```bash", *(run if non_experts == "skip" else whole), "```"
 
 
-def _use_backward(facts: Facts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_backward(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     return (
         "kt-kernel's method AMXBF16_SFT takes the experts themselves from a checkpoint in BF16. kt-kernel 0.7.2 "
         "writes these",
@@ -169,7 +171,7 @@ def _use_backward(facts: Facts, base_model: str | None, non_experts: str) -> tup
     )
 
 
-def _use_whole_model(facts: Facts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_whole_model(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     on_the_cpu = "As the model and, with kt-kernel's RAWINT4, as the experts on the CPU, from the same files:"
     on_the_gpu = "As the GPU half beside CPU experts that `ktconvert cpu` made:"
     return (
@@ -179,7 +181,7 @@ def _use_whole_model(facts: Facts, base_model: str | None, non_experts: str) -> 
     )
 
 
-def _use_dequantized(facts: Facts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+def _use_dequantized(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     return (f'`AutoModelForCausalLM.from_pretrained("{FOLDER}")`, or as the input of `ktconvert`.',)
 
 
@@ -281,7 +283,7 @@ Measured on one expert of each shard against the source in BF16 \
 |---|---|---|---|"""
 
 
-def _error_lines(stats: Sequence[Facts]) -> list[str]:
+def _error_lines(stats: Sequence[Stats]) -> list[str]:
     """Return the section on errors of the sampled experts; nothing if none were measured."""
     rows = []
     for projection in PROJECTIONS:
@@ -292,9 +294,9 @@ def _error_lines(stats: Sequence[Facts]) -> list[str]:
     return ["", *ERROR.splitlines(), *rows] if rows else []
 
 
-def _layer_lines(stats: Sequence[Facts]) -> list[str]:
+def _layer_lines(stats: Sequence[Stats]) -> list[str]:
     """Return the table of mean relative errors of the sampled experts by layer."""
-    layers: dict[int, list[Facts]] = {}
+    layers: dict[int, list[Stats]] = {}
     for s in stats:
         if all(key in s for key in ("layer", *PROJECTIONS)):
             layers.setdefault(s["layer"], []).append(s)
@@ -316,7 +318,7 @@ FEW = (
 )
 
 
-def _calibration_lines(facts: Facts, stats: Sequence[Facts]) -> list[str]:
+def _calibration_lines(facts: OutputFacts, stats: Sequence[Stats]) -> list[str]:
     """Return the section on GPTQ's calibration and the experts' tokens; nothing for rounding to nearest."""
     calibration = facts.get("calibration")
     if calibration is None:

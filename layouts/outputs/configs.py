@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs.format import Card, Description, Format
 from ktconvert.layouts.outputs.output import Output
 
@@ -51,11 +52,11 @@ def describe_cpu(card: Card) -> Description:
     return Description(card, _cpu_entries, _check_cpu)
 
 
-def _cpu_entries(fmt: Format, facts: Mapping[str, Any], ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
+def _cpu_entries(fmt: Format, facts: OutputFacts, ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
     return cpu_entries(facts, tool_version, per_row=all(own.encoding.grid.per_row for own in fmt.formats))
 
 
-def cpu_entries(facts: Mapping[str, Any], tool_version: str, *, per_row: bool) -> dict[str, Any]:
+def cpu_entries(facts: OutputFacts, tool_version: str, *, per_row: bool) -> dict[str, Any]:
     """Return the entries of config.json, made only from facts; transformers loads them if QUANT_METHOD is registered.
 
     per_row  whether each row has a scale

@@ -9,6 +9,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, explain_size
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs.loose import SUFFIXES, file_path
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing, TensorNames
@@ -34,15 +35,15 @@ class Arrangement:
     name: str
     command: str
     layout: str
-    names: Callable[[str, Encoding, Mapping[str, Any], MoeModel | None], TensorNames]
-    is_trusted: Callable[[Mapping[str, Any]], bool]
+    names: Callable[[str, Encoding, OutputFacts, MoeModel | None], TensorNames]
+    is_trusted: Callable[[OutputFacts], bool]
     sliced: bool = False
     on_request: bool = False
     whole: bool = False
     shard_bytes: int | None = None
 
 
-def has_numa_count(facts: Mapping[str, Any]) -> bool:
+def has_numa_count(facts: OutputFacts) -> bool:
     return isinstance(facts.get("numa"), int)
 
 
@@ -62,8 +63,8 @@ class Card:
 
     title: str
     about: tuple[str, ...]
-    rows: Callable[[Card, Mapping[str, Any]], tuple[tuple[str, str], ...]]
-    use: Callable[[Mapping[str, Any], str | None, str], tuple[str, ...]]
+    rows: Callable[[Card, OutputFacts], tuple[tuple[str, str], ...]]
+    use: Callable[[OutputFacts, str | None, str], tuple[str, ...]]
     numbers: str = ""
     slices: str = ""
     library: str = ""
@@ -81,7 +82,7 @@ class Description:
     """
 
     card: Card
-    config_entries: Callable[[Format, Mapping[str, Any], Sequence[str], str], dict[str, Any]]
+    config_entries: Callable[[Format, OutputFacts, Sequence[str], str], dict[str, Any]]
     check_config: Callable[[Output, Format, int], Iterator[str]]
 
 
@@ -129,13 +130,13 @@ class Format:
         """The formats of the layers: only this one, unless it is mixed."""
         return tuple(dict.fromkeys(self.by_layer.values())) or (self,)
 
-    def apply_settings(self, settings: Mapping[str, Any]) -> Format:
+    def apply_settings(self, settings: Mapping[str, object]) -> Format:
         """Return this format with the encoding that a command's settings, or a manifest's facts, select."""
         values = tuple(settings.get(name) for name in self.settings)  # of a manifest: of any type, so never a key
         chosen = (encoding for of, encoding in self.variants.items() if of == values)
         return replace(self, encoding=next(chosen, self.encoding))
 
-    def names(self, facts: Mapping[str, Any], source: MoeModel | None = None) -> TensorNames:
+    def names(self, facts: OutputFacts, source: MoeModel | None = None) -> TensorNames:
         return self.arrangement.names(self.name, self.encoding, facts, source)
 
     def names_for_source(self, source: MoeModel) -> TensorNames:

@@ -6,18 +6,19 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId, slice_shape
 from ktconvert.layouts.tensors import PROJECTIONS
 
 # For experts that the source stores together and whose family has no known names for single ones.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-TEMPLATES = "linear_names"  # the manifest's fact that holds one template for each projection
+TEMPLATES: Final = "linear_names"  # the manifest's fact that holds one template for each projection
 
 
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
@@ -131,12 +132,12 @@ RAWINT4_NAMES = tuple(
 )
 
 
-def is_rawint4(facts: Mapping[str, Any]) -> bool:
+def is_rawint4(facts: OutputFacts) -> bool:
     """Return whether kt-kernel's RAWINT4 can compute experts with these facts, apart from their names."""
     return (facts.get("bits"), facts.get("group_size")) == (4, 32)
 
 
-def explain_not_rawint4(facts: Mapping[str, Any]) -> str | None:
+def explain_not_rawint4(facts: OutputFacts) -> str | None:
     """Explain why kt-kernel's RAWINT4 cannot compute the experts of an output on the CPU; return None if it can."""
     if not is_rawint4(facts):
         return "it reads 4 bits in groups of 32 columns"
@@ -149,7 +150,7 @@ def explain_not_rawint4(facts: Mapping[str, Any]) -> str | None:
 NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # by encoding: what kt-kernel's loaders look for; all others: DEEPSEEK
 
 
-def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
+def _names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
     templates = NATIVE_TEMPLATES.get(encoding.name, DEEPSEEK)
     return LinearNames(suffixes(encoding), templates if facts.get("method") == method else (), native=True)
 

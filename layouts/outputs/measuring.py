@@ -59,14 +59,14 @@ def measure(output: Output, hidden: int = 0) -> Measure:
             kind = TensorKind(slice_id.layer, slice_id.projection, suffix, s.dtype, s.shape, s.nbytes)
             kinds.setdefault(slice_id.layer, Counter())[kind] += 1
     claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
-    hidden = output.facts.get("hidden", claimed[1] if claimed else 0) or hidden
+    recorded = output.facts.get("hidden", claimed[1] if claimed else 0) or hidden
     sizes: dict[int, tuple[int, int]] = {}
     by_layer: dict[int, Format] = {}
     known = True
     of_layers = mixed.find_declared_formats(output)
     for layers in [[layer] for layer in sorted(experts)] if of_layers and experts else [sorted(experts)]:
         here = {kind: count for layer in layers for kind, count in kinds.get(layer, {}).items()}
-        best, fits, found = _choose_format(of_layers or formats, here, layers, hidden)
+        best, fits, found = _choose_format(of_layers or formats, here, layers, recorded)
         sizes |= found
         known = known and fits
         by_layer |= dict.fromkeys(layers, best)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, cards, numa
 from ktconvert.layouts.outputs.configs import describe_cpu
 from ktconvert.layouts.outputs.format import Format, one_or_all
@@ -48,14 +48,14 @@ def combine_formats(by_layer: Mapping[int, Format]) -> Format:
     return Format(NAME, formats[0].encoding, numa.NUMA, describe_cpu(cards.MIXED), notes, by_layer=dict(by_layer))
 
 
-def manifest_facts(fmt: Format, layers: Sequence[int]) -> dict[str, Any]:
+def manifest_facts(fmt: Format, layers: Sequence[int]) -> OutputFacts:
     """Return the manifest's facts on the format of these layers; for a mixed one with `methods`, name -> "0-5, 60"."""
     encodings = [fmt.layer_format(layer).encoding for layer in layers]
     versions, bits = one_or_all(e.version for e in encodings), one_or_all(e.grid.bits for e in encodings)
     return {"method": fmt.name, **manifest_methods(fmt, layers), "layout_version": versions, "bits": bits}
 
 
-def manifest_methods(fmt: Format, layers: Sequence[int]) -> dict[str, dict[str, str]]:
+def manifest_methods(fmt: Format, layers: Sequence[int]) -> OutputFacts:
     """Return the entry `methods` of the manifest; {} for a format that is not mixed."""
     if not fmt.by_layer:
         return {}

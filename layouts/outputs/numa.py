@@ -7,12 +7,12 @@ instead of computing with tensors that it cannot read.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId
 
@@ -55,8 +55,8 @@ class NumaNames:
         return f"{where}, {backward}{suffix}"
 
 
-def _arrangement(layout: str, is_trusted: Callable[[Mapping[str, Any]], bool], on_request: bool = False) -> Arrangement:
-    def names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> NumaNames:
+def _arrangement(layout: str, is_trusted: Callable[[OutputFacts], bool], on_request: bool = False) -> Arrangement:
+    def names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> NumaNames:
         """Return the names; encodings with and without scales share some of them, and only sizes distinguish them."""
         own = suffixes(encoding)
         return NumaNames(next((shared for shared in SUFFIXES if own[0] == shared[0]), own), layout)

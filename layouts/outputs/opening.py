@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_hea
 from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import Manifest
+from ktconvert.layouts.files.manifest import Manifest, OutputFacts
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames
@@ -85,7 +85,7 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
     about, candidates = manifest.read(root), _formats_by_names({})
     if about is not None:
         _require_trusted(root, about)
-        candidates = _formats_by_names(about.model, _manifest_format(about))
+        candidates = _formats_by_names(about.facts, _manifest_format(about))
     folders, shards = loose.find_layers(root), _shards(root)
     is_loose = bool(about.settings.get("no_merge_safetensor")) if about else bool(folders) and not shards
     if layers is not None:
@@ -157,12 +157,12 @@ def _shards(root: Path) -> list[str]:
 
 def _manifest_format(about: Manifest) -> Format:
     """Return the format that a manifest names; if it names none of ours, the first one of its command."""
-    fmt = find_format(about.model)
+    fmt = find_format(about.facts)
     candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.command)
     return fmt or next(candidates, next(iter(FORMATS.values())))
 
 
-def _formats_by_names(facts: Mapping[str, Any], first: Format | None = None) -> dict[TensorNames, tuple[Format, ...]]:
+def _formats_by_names(facts: OutputFacts, first: Format | None = None) -> dict[TensorNames, tuple[Format, ...]]:
     """Group the formats by the names of their tensors, those with the names of `first` first."""
     candidates: dict[TensorNames, tuple[Format, ...]] = {} if first is None else {first.names(facts): ()}
     for fmt in FORMATS.values():
@@ -182,7 +182,7 @@ def _require_trusted(root: Path, about: Manifest) -> None:
     if about.command == "calibrate":
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
         raise UnsupportedError(f"{root}: holds statistics of a model's experts, and no weights; {readers} read it.")
-    facts = about.model
+    facts = about.facts
     if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _manifest_format(about).arrangement.is_trusted(
         facts
     ):

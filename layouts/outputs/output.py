@@ -12,7 +12,7 @@ import numpy as np
 
 from ktconvert.layouts.encodings.encoding import Read
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.files.manifest import Manifest
+from ktconvert.layouts.files.manifest import Manifest, OutputFacts
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Bytes
@@ -57,9 +57,9 @@ class Output:
     damaged: dict[str, str] = field(default_factory=dict)
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> OutputFacts:
         """Facts of the manifest; {} without one."""
-        return {} if self.manifest is None else dict(self.manifest.model)
+        return {} if self.manifest is None else self.manifest.facts
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -5,12 +5,13 @@ Their entries of config.json, their arrangement, and notes on loading them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import cards, ignore
 from ktconvert.layouts.outputs.format import Arrangement, Description, Format
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates
@@ -39,7 +40,7 @@ def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def config_entries(fmt: Format, facts: Mapping[str, Any], ignored: Sequence[str], tool_version: str) -> dict[str, Any]:
+def config_entries(fmt: Format, facts: OutputFacts, ignored: Sequence[str], tool_version: str) -> dict[str, Any]:
     return {"quantization_config": quantization_config(fmt.encoding.grid, ignored)}
 
 
@@ -53,7 +54,7 @@ DESCRIPTION = Description(cards.WHOLE_MODEL, config_entries, check_config)
 RANKS = (1, 2, 4, 8, 16)  # numbers of tensor-parallel ranks that notes name
 
 
-def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: MoeModel | None) -> LinearNames:
+def _names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
     """Return the names by the source, or by the manifest's templates: names do not identify experts by themselves."""
     if source is not None:
         return LinearNames(suffixes(encoding), model=source)
@@ -61,7 +62,7 @@ def _names(method: str, encoding: Encoding, facts: Mapping[str, Any], source: Mo
     return LinearNames(suffixes(encoding), tuple(sorted(templates.items())) if are_templates(templates) else ())
 
 
-def _is_trusted(facts: Mapping[str, Any]) -> bool:
+def _is_trusted(facts: OutputFacts) -> bool:
     numbers = [facts.get(name) for name in ("bits", "group_size", "packed_linears")]
     counted = all(type(number) is int and 0 < number < 1 << 31 for number in numbers)
     return (

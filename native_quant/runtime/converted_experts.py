@@ -140,7 +140,8 @@ class ConvertedExperts(ExpertSource):
         actual |= {"weights_on": "output", "activation": swiglu.activation}
         by_file = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
         if output.loose:
-            by_file = {manifest.NAME: {n: output.facts[n] for n in ("activation", "weights_on") if n in output.facts}}
+            facts: Mapping[str, Any] = output.facts
+            by_file = {manifest.NAME: {name: facts[name] for name in ("activation", "weights_on") if name in facts}}
         for shard, metadata in by_file.items():
             if "activation" in metadata and self._is_in_config(layer, metadata["activation"], swiglu):
                 actual["activation"] = metadata["activation"]

@@ -62,7 +62,7 @@ def _summary(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem]
 
 def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
     """Return the plan as text."""
-    facts = plan.facts
+    facts: Mapping[str, Any] = plan.facts
     known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
     rows = [(key, join_values(facts[key])) for key in known if key in facts]
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []

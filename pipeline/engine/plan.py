@@ -12,7 +12,7 @@ import msgspec
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.documents import Number
-from ktconvert.layouts.files.manifest import SourceFile
+from ktconvert.layouts.files.manifest import OutputFacts, SourceFile
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -96,7 +96,7 @@ class Hooks:
 
     peak_memory: Callable[[int], int]
     render_card: Callable[[Stats], bytes]
-    measured_facts: Callable[[Stats], Mapping[str, Any]] = lambda stats: {}
+    measured_facts: Callable[[Stats], OutputFacts] = lambda stats: {}
     require_ready: Callable[[], None] = lambda: None
     check: Callable[[Path], object] = lambda assembled: None
 
@@ -120,7 +120,7 @@ class Plan:
     files: Mapping[Path, SourceFile]
     reads: tuple[Path, ...]
     stages: tuple[Stage[Any], ...]
-    facts: dict[str, Any]
+    facts: OutputFacts
     notes: tuple[str, ...]
     hooks: Hooks
     needs: Needs = field(default_factory=Needs)

@@ -26,6 +26,7 @@ from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import FULL
+from ktconvert.layouts.files.manifest import DatasetFacts
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.report.text import first_line
@@ -49,7 +50,7 @@ BLOCK = 16 << 20  # bytes; `datasets` reads blocks of 10 MiB
 CHUNK = 1 << 20  # characters of a text file that are tokenized at a time
 
 
-def describe_dataset(options: Samples) -> dict[str, Any]:
+def describe_dataset(options: Samples) -> DatasetFacts:
     """Return the settings for manifests and model cards. A local data set appears without its directory."""
     dataset = Path(options.dataset)  # absolute if it is local: the command line makes it so
     return {

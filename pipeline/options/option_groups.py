@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict
+from typing import cast
 
 import click
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files.documents import Count
+from ktconvert.layouts.files.manifest import MachineFacts
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import (
     REQUIRED,
@@ -219,13 +220,11 @@ class Gptq(Options, title="Calibration"):
         return None if self.save_statistics is None else True
 
 
-class MachineProperties(TypedDict):
-    """The properties of every recorded machine; versions of packages come on top."""
+class RecordedMachine(MachineFacts):
+    """The machine on which a calibration run was begun. group_bytes: memory for experts that are held together."""
 
-    threads: Count
     group_bytes: Count
     device_type: str
-    device: str
 
 
 class Machine(Options, title="Calibration"):
@@ -237,7 +236,13 @@ class Machine(Options, title="Calibration"):
         "Limit of the GPU memory to use, e.g. 40GiB.", Size(), unset="the GPU's memory"
     )
     allow_machine_change: bool = tuning_option(ALLOW_MACHINE_CHANGE, default=False)
-    machine: dict[str, int | str] | None = record(Effect.WEIGHTS, shape=MachineProperties)
+    machine: dict[str, int | str] | None = record(Effect.WEIGHTS, shape=RecordedMachine)
+
+    @property
+    def first_machine(self) -> RecordedMachine:
+        """The recorded machine; the options of a calibration run have one before its plan is built."""
+        assert self.machine is not None
+        return cast("RecordedMachine", self.machine)
 
 
 class GpuExperts(Options):

@@ -1,4 +1,4 @@
-"""The plan of `ktconvert calibrate`, which gathers statistics of the experts' inputs on a walk through the model."""
+"""The plan of `ktconvert calibrate`, which gathers statistics of the experts' inputs in a calibration run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
 from ktconvert.pipeline.engine.plan import Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions
-from ktconvert.pipeline.plans import checkpoint, walk
+from ktconvert.pipeline.plans import calibration_run, checkpoint
 
 MOMENTS = (
     "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
@@ -24,7 +24,7 @@ MOMENTS = (
 def plan_calibrate(options: CalibrateOptions) -> Plan:
     """Build the plan from headers; read no weights."""
     requirements.require_libraries("calibrate", requirements.CALIBRATE_MODULES)
-    options = walk.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
+    options = calibration_run.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
     source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
     model = recognise(source, checkpoint.arch_table(options.arch_row))
@@ -35,14 +35,14 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
         calibrate="mixed" if options.second_moments else "routed",
         moments=options.second_moments,
     )
-    shape = walk.with_group(shape, options)
+    shape = calibration_run.with_group(shape, options)
     rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
-    about = walk.describe(model, options)
+    about = calibration_run.describe(model, options)
     notes = model.common_notes
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes = (*notes, f"the MTP layers ({which}) are left out: they take no part in the walk")
-    run = walk.plan_walk(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
+        notes = (*notes, f"the MTP layers ({which}) are left out: they take no part in the calibration run")
+    run = calibration_run.plan_run(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
     return Plan(
         options=options,
         files=checkpoint.source_files(source),
@@ -55,7 +55,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
         facts={
             "architecture": model.arch.name,
             **checkpoint.shape_facts(model, model.layers),
-            "data": dict(about["data"]),
+            "data": about["data"],
         },
         notes=(*notes, *run.notes),
         has_index=False,

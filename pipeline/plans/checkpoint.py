@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import SourceFile
+from ktconvert.layouts.files.manifest import OutputFacts, SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import one_or_all
@@ -107,7 +107,7 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
     return tuple(sorted(chosen))
 
 
-def shape_facts(model: MoeModel, layers: Sequence[int]) -> dict[str, Any]:
+def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
     """Return the shape of these layers' experts for the manifest: one number if all layers agree, else a list."""
     experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
@@ -201,7 +201,7 @@ def base_model(source: TensorSource) -> str | None:
     return name if isinstance(name, str) and re.fullmatch(r"[\w.-]+/[\w.-]+", name) else None
 
 
-def shard_metadata(facts: Mapping[str, Any], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
+def shard_metadata(facts: Mapping[str, object], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
     """Return the metadata of every shard: the format, these facts (objects as JSON), and the identity of the source."""
     values = {name: facts[name] for name in names}
     texts = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for name, v in values.items()}

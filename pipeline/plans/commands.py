@@ -190,7 +190,7 @@ def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:
         raise OutputError(f"{output}: no conversion into it was begun.")
     options = restore_options(output, saved)
     if isinstance(options, QuantizationOptions | CalibrateOptions) and options.machine.machine:
-        tuning = {**tuning, "cpuinfer_threads": options.machine.machine["threads"]}
+        tuning = {**tuning, "cpuinfer_threads": options.machine.first_machine["threads"]}
     plan = make_plan(with_values(options, **tuning))
     changed, touched = compare_files(saved.source, plan)
     if changed or touched:

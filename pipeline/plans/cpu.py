@@ -9,6 +9,7 @@ from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import Format, backward_only_format, formats_by_option, has_all_loose_files, loose, mixed
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import Slicing
@@ -50,9 +51,12 @@ def plan_cpu(options: CpuOptions) -> Plan:
     for layer in layers:
         require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     if quantizer.calibrated:
-        _require_walk_possible(source, options, layers == model.layers and not options.kept_layers)
+        _require_calibration_possible(source, options, layers == model.layers and not options.kept_layers)
     measured = [layer for layer in layers if quantizer.supports(fmt.layer_format(layer).encoding.grid)]
-    facts = _facts(model, fmt, numa, layers, options) | expert_plan.input_statistics_facts(statistics, measured)
+    facts: OutputFacts = {
+        **_facts(model, fmt, numa, layers, options),
+        **expert_plan.input_statistics_facts(statistics, measured),
+    }
     metadata = checkpoint.shard_metadata(
         facts, source, (*METADATA, *(name for name in checkpoint.CODE_FACTS if name in facts))
     )
@@ -82,7 +86,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     )
 
 
-def _require_walk_possible(source: TensorSource, options: CpuOptions, whole: bool) -> None:
+def _require_calibration_possible(source: TensorSource, options: CpuOptions, whole: bool) -> None:
     """Raise UsageError, InputError or UnsupportedError if options or checkpoint rule out running the model."""
     given = f"--scale {options.scale}"
     checkpoint.require_complete(source, given, "which tells how the model computes")
@@ -190,7 +194,7 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
         raise InputError(f"{model.source.root}: {problem}; leave the option out or correct it.")
 
 
-def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> dict[str, Any]:
+def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> OutputFacts:
     return {
         "architecture": model.arch.name,
         **mixed.manifest_facts(fmt, layers),
@@ -200,7 +204,7 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
         **expert_plan.calibration_facts(options),
-        **({"machine": options.machine.machine} if options.calibrated else {}),
+        **({"machine": options.machine.first_machine} if options.calibrated else {}),
     }
 
 

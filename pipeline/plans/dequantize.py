@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.files.manifest import SourceFile
+from ktconvert.layouts.files.manifest import OutputFacts, SourceFile
 from ktconvert.layouts.outputs import cards, configs, dequantized
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
@@ -77,7 +76,7 @@ def _check(assembled: Path) -> None:
     require_decoded(assembled)
 
 
-def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> dict[str, Any]:
+def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> OutputFacts:
     """Return the facts of the output. decoded: title of an encoding -> number of weights stored in it."""
     count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
@@ -96,7 +95,7 @@ def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> dict[str, A
     }
 
 
-def _notes(facts: Mapping[str, Any], scales: int, dropped_files: Sequence[str], *, copied: bool) -> list[str]:
+def _notes(facts: OutputFacts, scales: int, dropped_files: Sequence[str], *, copied: bool) -> list[str]:
     if not (weights := ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())):
         return ["nothing is quantized here: the output is a copy"] if copied else []
     notes = [f"{weights} become BF16; {scales} tensors of scales and the like are dropped, all others copied"]

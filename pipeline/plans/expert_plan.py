@@ -11,6 +11,7 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.files.manifest import CalibrationFacts, OutputFacts
 from ktconvert.layouts.outputs import Format, cards, configs, formats_by_option, loose, mixed
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import (
@@ -20,6 +21,7 @@ from ktconvert.layouts.statistics.folder import (
     open_model_imatrix,
     open_model_moments,
 )
+from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import Hooks, KeptFolder, Needs, Plan, SideOutput, tool_version
@@ -50,10 +52,10 @@ def prepare_options(options: Q) -> Q:
     if not options.calibrated:
         return options
     from ktconvert.pipeline.calibration import requirements
-    from ktconvert.pipeline.plans import walk
+    from ktconvert.pipeline.plans import calibration_run
 
     requirements.require_libraries(options.CALIBRATED_BY)
-    return walk.record_machine(options, with_statistics=options.gptq.saves_statistics)
+    return calibration_run.record_machine(options, with_statistics=options.gptq.saves_statistics)
 
 
 def build_plan(
@@ -62,7 +64,7 @@ def build_plan(
     fmt: Format,
     layers: Sequence[int],
     others: Sequence[OutputTensor],
-    facts: dict[str, Any],
+    facts: OutputFacts,
     metadata: Mapping[str, str],
     *,
     quantizer: Quantizer = ABSMAX,
@@ -77,7 +79,7 @@ def build_plan(
     loose_files: bool = False,
     kept_layers: tuple[int, ...] | None = None,
 ) -> Plan:
-    """Return the plan that quantizes experts, by rounding or on a walk through the model, and copies other tensors.
+    """Return the plan that quantizes experts, by rounding or in a calibration run, and copies other tensors.
 
     others      non-expert tensors to copy
     quantizer   how codes are chosen; statistics: of the experts' inputs, if it needs them
@@ -89,12 +91,12 @@ def build_plan(
     source, side_output, run = model.source, None, None
     if options.calibrated:
         from ktconvert.pipeline.calibration.gather_statistics import KEYS
-        from ktconvert.pipeline.plans import walk
+        from ktconvert.pipeline.plans import calibration_run
 
-        stage: Stage[Any] = walk.gptq_stage(
+        stage: Stage[Any] = calibration_run.gptq_stage(
             options, model, fmt, metadata, quantizer=quantizer, numa=numa, loose_files=loose_files
         )
-        run = walk.plan_gptq_walk(options, model, fmt)
+        run = calibration_run.plan_gptq_run(options, model, fmt)
         if options.gptq.save_statistics is not None:
             side_output = SideOutput(options.gptq.save_statistics, KEYS)
     else:
@@ -111,7 +113,8 @@ def build_plan(
             statistics=statistics,
             options=options.weights,
         )
-    facts = facts | ({EQUALIZED: []} if model.equalized else {})
+    if model.equalized:
+        facts = {**facts, EQUALIZED: []}
     stages = [stage]
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
@@ -130,8 +133,8 @@ def build_plan(
         return needed if run is None else run.peak_memory(needed)
 
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
-        base, all_facts = checkpoint.base_model(source), {**facts, **facts_from_stats(stats)}
-        card, version = fmt.description.card, tool_version()
+        all_facts: OutputFacts = {**facts, **facts_from_stats(stats)}
+        base, card, version = checkpoint.base_model(source), fmt.description.card, tool_version()
         return cards.model_card(
             card, all_facts, base, card_notes, stats, version, loose=loose_files, non_experts=non_experts
         )
@@ -141,7 +144,7 @@ def build_plan(
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.option_files(options), *_statistics_files(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
-        facts=facts | ({"kept_layers": list(kept_layers)} if kept_layers else {}),
+        facts={**facts, **({"kept_layers": list(kept_layers)} if kept_layers else {})},
         notes=(
             *card_notes,
             *((EQUALIZED_NOTE,) if model.equalized else ()),
@@ -168,16 +171,22 @@ def _folder_pattern(layer: int) -> KeptFolder:
     return KeptFolder(loose.layer_folder(layer), "_numa_*/*.kt")
 
 
-def calibration_facts(options: QuantizationOptions) -> dict[str, Any]:
+def calibration_facts(options: QuantizationOptions) -> OutputFacts:
     """Return the data and the settings of GPTQ; nothing without it."""
     if not options.calibrated:
         return {}
     own = options.gptq
-    settings = {"dampening": own.dampening_frac, "calibrate": own.calibrate, "steps": own.gptq_steps}
-    return {"calibration": {**describe_dataset(options.samples), **settings, "engine": options.engine}}
+    calibration: CalibrationFacts = {
+        **describe_dataset(options.samples),
+        "dampening": own.dampening_frac,
+        "calibrate": own.calibrate,
+        "steps": own.gptq_steps,
+        "engine": options.engine,
+    }
+    return {"calibration": calibration}
 
 
-def facts_from_stats(stats: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def facts_from_stats(stats: Sequence[Mapping[str, Any]]) -> OutputFacts:
     """Return facts that only finished units know: `equalized`, and `too_few_tokens`, the experts that GPTQ skipped."""
     few, equalized = (_list_experts(stats, name) for name in ("rounded_experts", "equalized_experts"))
     return {**({"too_few_tokens": few} if few else {}), **({EQUALIZED: equalized} if equalized else {})}
@@ -254,16 +263,18 @@ def _statistics_files(inputs: InputStatistics | None) -> tuple[Path, ...]:
     return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
 
 
-def input_statistics_facts(inputs: InputStatistics | None, layers: Sequence[int]) -> dict[str, Any]:
+def input_statistics_facts(inputs: InputStatistics | None, layers: Sequence[int]) -> OutputFacts:
     """Return the sha256 of the input statistics, and `without_counts`, the experts of these layers without any."""
     if inputs is None:
         return {}
     unreached = {layer: inputs.experts_without_tokens(layer) for layer in layers}
     listed = [f"layer {layer}: {format_ranges(experts)}" for layer, experts in unreached.items() if experts]
-    return {inputs.manifest_key: inputs.sha256, **({"without_counts": listed} if listed else {})}
+    facts: OutputFacts
+    facts = {"imatrix": inputs.sha256} if isinstance(inputs, Imatrix) else {"second_moments": inputs.sha256}
+    return {**facts, **({"without_counts": listed} if listed else {})}
 
 
-def notes_on_unreached(facts: Mapping[str, Any]) -> Iterator[str]:
+def notes_on_unreached(facts: OutputFacts) -> Iterator[str]:
     """Yield a note on experts that no token reached."""
     if listed := facts.get("without_counts"):
         yield f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}"

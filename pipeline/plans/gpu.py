@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
@@ -14,6 +13,7 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import (
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import Format, cards, formats_by_option
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
@@ -63,7 +63,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
 
 
 def _require_supported(options: GpuOptions) -> None:
-    """Raise KtconvertError for unsupported values, and for --save-statistics without a walk that gathers them."""
+    """Raise KtconvertError for unsupported values, and for --save-statistics without a run that gathers them."""
     if options.torch_dtype != "bfloat16":
         problem = "experts are rounded from BF16 and their scales are BF16"
         raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {problem}; leave the option out.")
@@ -72,7 +72,7 @@ def _require_supported(options: GpuOptions) -> None:
         raise UsageError(f"--save-statistics needs --quant-method GPTQ and --engine stream; {remedy}.")
 
 
-def _rawint4_notes(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
+def _rawint4_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
     """Return a note on experts in RAWINT4's format: the command that serves them on CPU and GPU, or why it cannot."""
     if not is_rawint4(facts):
         return ()
@@ -83,7 +83,7 @@ def _rawint4_notes(facts: dict[str, Any], output: Path) -> tuple[str, ...]:
     return (f"one directory for CPU and GPU: {command}",)
 
 
-def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> dict[str, Any]:
+def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:
     return {
         "architecture": model.arch.name,
         "method": fmt.name,

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.measuring import Measure, measure
@@ -37,7 +38,7 @@ KEPT_FACTS = (
     *("architecture", "layout", "activation", "dtypes", "weights_on", *checkpoint.CODE_FACTS, "without_counts"),
     *("too_few_tokens", "equalized", "resplit_from"),
 )
-SIZES = ("experts", "hidden", "intermediate")  # their names in a manifest
+SIZES = ("experts", "hidden", "intermediate")  # their names in a manifest, in the order of Measure.shapes
 REMEDY = "convert it again, or name the layers to merge with --layers"
 
 
@@ -125,7 +126,7 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
             "nor --original-path confirms that; convert the wrong layers again."
         )
     if output.manifest is not None:  # it may list more layers
-        facts = {**output.facts, "layers": [*shapes], "kept_layers": []}
+        facts: dict[str, Any] = {**output.facts, "layers": [*shapes], "kept_layers": []}
         for name, values in zip(SIZES, zip(*shapes.values(), strict=True), strict=True):
             if isinstance(facts[name], list) and {*values} <= {*facts[name]}:
                 facts[name] = one_or_all(values)
@@ -146,7 +147,7 @@ def require_sound(root: Path, problems: Sequence[str]) -> None:
         raise InputError(f"{root}: {problems[0]}{more}; convert it again.")
 
 
-def _facts(measured: Measure, recorded: Mapping[str, Any] | None) -> dict[str, Any]:
+def _facts(measured: Measure, recorded: OutputFacts) -> OutputFacts:
     """Return the facts that follow from names and sizes, and those of the manifest next to the layers."""
     experts, hidden, width = map(one_or_all, zip(*measured.shapes.values(), strict=True))
     return {
@@ -161,16 +162,22 @@ def _facts(measured: Measure, recorded: Mapping[str, Any] | None) -> dict[str, A
         "bits": FORMATS[measured.method].encoding.grid.bits,
         "hidden": hidden if measured.fmt else "not recorded",
         "intermediate": width if measured.fmt else "not recorded",
-        **{key: recorded[key] for key in KEPT_FACTS if recorded and key in recorded},
+        **inherit_facts(recorded),
         "backward": measured.backward,
     }
 
 
-def read_manifest_facts(root: Path) -> dict[str, Any] | None:
-    """Return the facts of an output's manifest, None without one. Raises VerificationError if we did not write it."""
+def inherit_facts(recorded: OutputFacts) -> OutputFacts:
+    """Return the facts of an output that also hold for one that is made from it."""
+    facts: Mapping[str, Any] = recorded
+    return cast("OutputFacts", {key: facts[key] for key in KEPT_FACTS if key in facts})
+
+
+def read_manifest_facts(root: Path) -> OutputFacts:
+    """Return the facts of an output's manifest; {} without one. Raises VerificationError if we did not write it."""
     if (recorded := manifest.read(root)) is None:
-        return None
-    facts = dict(recorded.model)
+        return {}
+    facts = recorded.facts
     for key in (key for key in KEPT_FACTS if key != "resplit_from"):  # whose type manifest.read checks
         if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
             raise VerificationError(
@@ -188,16 +195,14 @@ def _texts(key: str, value: Any) -> Iterable[Any]:
     return [value]
 
 
-def _require_all(
-    root: Path, layers: Sequence[int], recorded: Mapping[str, Any] | None, config: dict[str, Any] | None
-) -> None:
+def _require_all(root: Path, layers: Sequence[int], recorded: OutputFacts, config: dict[str, Any] | None) -> None:
     """Raise InputError if a layer is missing, or is not in the manifest.
 
     The manifest next to the layers lists them, else the original's config; otherwise no layer between the first and the
     last may be missing.
     """
     known = _layers_to_expect(layers, config)
-    if recorded is not None and "layers" in recorded:
+    if "layers" in recorded:
         known = sorted({*recorded["layers"], *recorded.get("kept_layers", [])})
         if others := [n for n in layers if n not in known]:
             here = loose.layer_folder(others[0])

@@ -18,6 +18,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
+from ktconvert.layouts.files.manifest import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, Format, cards, configs, mixed
 from ktconvert.layouts.outputs.format import one_or_all, require_legal
 from ktconvert.layouts.outputs.measuring import Measure, measure
@@ -32,7 +33,7 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.options.conversion_options import ResplitOptions
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint, expert_plan
-from ktconvert.pipeline.plans.merge import KEPT_FACTS, read_manifest_facts, require_sound
+from ktconvert.pipeline.plans.merge import inherit_facts, read_manifest_facts, require_sound
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages import copy_tensors, expert_files, resplit_experts
 from ktconvert.pipeline.stages.quantize_experts import (
@@ -150,10 +151,10 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     return output, measured, fmt
 
 
-def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[str, Any]:
+def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> OutputFacts:
     """Return the facts of the new output. resplit_from: the numbers of slices that it had before, in order."""
     experts, hidden, intermediate = map(one_or_all, zip(*measured.shapes.values(), strict=True))
-    recorded = read_manifest_facts(output.root) or {}
+    recorded = read_manifest_facts(output.root)
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
     return {
         "architecture": "unknown",
@@ -166,7 +167,7 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> dict[st
         "activation": "not recorded",
         "dtypes": ["not recorded"],
         "backward": measured.backward,
-        **{key: recorded[key] for key in KEPT_FACTS if key in recorded},
+        **inherit_facts(recorded),
         **({"resplit_from": before} if before else {}),
     }
 
@@ -232,7 +233,7 @@ def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
     if scale not in QUANTIZERS:
         raise UnsupportedError(f"{plan.options.input}: {scale} weights cannot be converted again here.")
     if QUANTIZERS[scale].importance or QUANTIZERS[scale].calibrated:
-        needs = "a walk through the model" if QUANTIZERS[scale].calibrated else "its statistics"
+        needs = "a calibration run" if QUANTIZERS[scale].calibrated else "its statistics"
         raise UnsupportedError(
             f"{plan.options.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,7 @@ VERSION = 1
 # Codes are chosen and packed for about CHUNK weights of a slice at a time, while these are in cache. A chunk has whole
 # blocks of ROWS rows, so that the bytes of a chunk are contiguous in every encoding that packs chosen codes.
 CHUNK, ROWS = 1 << 18, 128
-EQUALIZED = "equalized"  # key of the manifest: the equalized experts; absent without --equalize
+EQUALIZED: Final = "equalized"  # key of the manifest: the equalized experts; absent without --equalize
 MEASURED = 8  # experts of a layer whose errors represent all of them
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
@@ -113,7 +115,8 @@ def _open_other(path: Path) -> Output:
 
 def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None) -> InputStatistics | None:
     """Open the input statistics of the output; None if it was made without, or if there is no source."""
-    kind = next((name for name in (SecondMoments.manifest_key, Imatrix.manifest_key) if name in output.facts), None)
+    facts: Mapping[str, Any] = output.facts
+    kind = next((name for name in (SecondMoments.manifest_key, Imatrix.manifest_key) if name in facts), None)
     path = options.importance.file
     if kind is None and path is not None:
         if options.page_statistics is not None:
@@ -122,7 +125,7 @@ def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None
         raise UsageError(f"{output.root}: was made without input statistics; {remedy}.")
     if kind is None or model is None:
         return None
-    made_with = output.facts[kind]
+    made_with = facts[kind]
     if path is None:
         either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if kind == Imatrix.manifest_key else ""
         remedy = f"give {either}--statistics DIR, or leave out --against"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -197,6 +198,7 @@ def require_decoded(root: Path) -> None:
 def describe_output(output: Output, measure: Measure) -> dict[str, Any]:
     """Return a JSON object that describes an output: sizes by its bytes, and origin by its manifest."""
     manifest, bare = output.manifest, dequantized.ARRANGEMENT if output.manifest else CHECKPOINT
+    facts: Mapping[str, Any] = output.facts
     arrangement = "loose" if output.loose else formats_by_names(output)[0].arrangement.name if output.methods else bare
     return {
         "output": str(output.root),
@@ -204,7 +206,7 @@ def describe_output(output: Output, measure: Measure) -> dict[str, Any]:
         "command": manifest.command if manifest else None,
         "arrangement": arrangement,
         **tensor_checks.model_sizes(measure),
-        **{name: output.facts[name] for name in ("scale", "too_few_tokens", "equalized") if name in output.facts},
+        **{name: facts[name] for name in ("scale", "too_few_tokens", "equalized") if name in facts},
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
         "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
@@ -228,7 +230,7 @@ def output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
         *([("scales", document["scale"])] if "scale" in document else []),
         *([("too few tokens", "; ".join(document["too_few_tokens"]))] if "too_few_tokens" in document else []),
-        *cards.equalize_rows(document),
+        *cards.equalize_rows(document.get("equalized")),
         *([("NUMA slices", join_values(document["numa"]))] if arrangement in ("merged", "loose") else []),
         ("layers", f"{len(document['layers'])} ({format_ranges(document['layers'])})"),
         ("experts", join_values(document["experts"])),

@@ -1,4 +1,4 @@
-"""Plans with a walk through the model: GPTQ's stage, memory and disk, and the machine on which the walk was begun."""
+"""Calibration runs in plans: GPTQ's stage, memory and disk, and the machine on which a run was begun."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ ONESHOT = (
     "mask, which is not causal for some models"
 )
 NO_GPU = "--max-gpu-memory changes nothing here: no GPU is used"
-SIZES = ("layers", "experts", "hidden", "intermediate")
 # Settings that `data` holds already, that are paths, or that do not change the statistics
 LEFT_OUT = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
@@ -74,18 +73,17 @@ def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> r
 def with_group(
     shape: requirements.CalibrationShape, options: QuantizationOptions | CalibrateOptions
 ) -> requirements.CalibrationShape:
-    """Return the shape of a walk with the number of experts that the first run's machine holds at a time."""
-    machine = options.machine.machine
-    assert machine is not None  # record_machine has set it
-    group = requirements.max_experts_at_once(shape, int(machine["group_bytes"]))
+    """Return the shape of a run with the number of experts that the first run's machine holds at a time."""
+    machine = options.machine.first_machine
+    group = requirements.max_experts_at_once(shape, machine["group_bytes"])
     return replace(shape, experts_at_once=group, on_gpu=machine["device_type"] != "cpu")
 
 
 @dataclass(frozen=True)
-class Walk:
-    """A walk through the model, as a plan needs to know it.
+class CalibrationRun:
+    """A calibration run, as a plan needs to know it.
 
-    memory         bytes of host memory that the walk needs, whatever the number of threads
+    memory         bytes of host memory that the run needs, whatever the number of threads
     model_memory   additional bytes for a model that is in memory as a whole
     needs          its other needs
     notes          sentences for the plan
@@ -99,29 +97,29 @@ class Walk:
     require_ready: Callable[[], None]
 
     def peak_memory(self, others: int) -> int:
-        """Return the bytes for the walk and for other units, which do not run at the same time."""
+        """Return the bytes for the run and for other units, which do not run at the same time."""
         return self.model_memory + max(self.memory, others)
 
 
-def plan_gptq_walk(options: QuantizationOptions, model: MoeModel, fmt: Format) -> Walk:
-    """Return the walk of gptq_stage."""
-    walk = plan_walk(options, _gptq_shape(model, fmt, options), requirements.GPTQ_REMEDIES)
+def plan_gptq_run(options: QuantizationOptions, model: MoeModel, fmt: Format) -> CalibrationRun:
+    """Return the run of gptq_stage."""
+    run = plan_run(options, _gptq_shape(model, fmt, options), requirements.GPTQ_REMEDIES)
     if options.engine == "stream":
-        return walk
+        return run
     whole = sum(info.nbytes for info in model.source.tensors.values())
-    needs = replace(walk.needs, scratch_bytes=0, portion_bytes=0, advice=())
-    return replace(walk, model_memory=whole, needs=needs, notes=(*walk.notes, ONESHOT))
+    needs = replace(run.needs, scratch_bytes=0, portion_bytes=0, advice=())
+    return replace(run, model_memory=whole, needs=needs, notes=(*run.notes, ONESHOT))
 
 
-def plan_walk(
+def plan_run(
     options: QuantizationOptions | CalibrateOptions,
     shape: requirements.CalibrationShape,
     remedies: str,
     packages: Sequence[str] = requirements.GPTQ_PACKAGES,
-) -> Walk:
-    """Return a walk of this shape, with its needs and notes."""
+) -> CalibrationRun:
+    """Return a run of this shape, with its needs and notes."""
     needed = requirements.estimate_footprint(shape)
-    return Walk(
+    return CalibrationRun(
         memory=needed.host,
         model_memory=0,
         needs=Needs(needed.disk, needed.portions, tuple(requirements.describe_footprint(shape)), remedies),
@@ -131,7 +129,7 @@ def plan_walk(
 
 
 def _require_same_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> None:
-    """Raise OutputError if the walk was begun on a different machine, unless the user allows that."""
+    """Raise OutputError if the run was begun on a different machine, unless the user allows that."""
     limits = options.machine
     first = limits.machine or {}
     now = requirements.machine_properties(limits, options.execution.threads, packages)
@@ -159,7 +157,7 @@ def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKA
 
 
 def describe(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
-    """Return the entries of layouts.statistics.folder.STATISTICS that are known before the walk."""
+    """Return the entries of layouts.statistics.folder.STATISTICS that are known before the run."""
     number = cfg.number(dict(model.source.config), model.arch.layers)
     facts = checkpoint.shape_facts(model, model.layers)
     settings = {key: value for key, value in options.settings.items() if key not in LEFT_OUT}
@@ -170,7 +168,10 @@ def describe(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -
             "name": checkpoint.base_model(model.source),
             "source": checkpoint.source_identity(model.source),
             "decoder_layers": number[1] if number else model.layers[-1] + 1,
-            **{key: facts[key] for key in SIZES},
+            "layers": facts["layers"],
+            "experts": facts["experts"],
+            "hidden": facts["hidden"],
+            "intermediate": facts["intermediate"],
         },
         "data": describe_dataset(options.samples),
         "settings": dict(sorted(settings.items())),
