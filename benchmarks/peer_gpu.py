@@ -54,7 +54,7 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
 
 def ignored(model: str) -> list[str]:
     """The ignore list that ktconvert writes to quantization_config."""
-    from ktconvert.layouts.checkpoints.moe_model import recognise
+    from ktconvert.layouts.checkpoints.recognition import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import ignore_list
 

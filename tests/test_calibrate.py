@@ -14,7 +14,7 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.moe_model import recognise
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ktconvert.layouts.checkpoints.moe_model import recognise
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.calibration.requirements import (
     CARDS,

@@ -14,7 +14,8 @@ import pytest
 
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header, split_names
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.tensors import PROJECTIONS

@@ -92,8 +92,8 @@ def test_training_settings_do_not_change_gradients(setting, model, example):
 
 
 def layered(root: Path) -> Any:
-    from ktconvert.layouts.checkpoints.moe_model import recognise
     from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
+    from ktconvert.layouts.checkpoints.recognition import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.pipeline.calibration.layered_model import LayeredModel
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.calibration.layered_model import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions

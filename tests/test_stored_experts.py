@@ -251,7 +251,7 @@ def limited_experts(family: str, **config: Any) -> Any:
 
 
 def test_only_modules_with_the_same_limit_are_replaced(tmp_path):
-    from ktconvert.native_quant.runtime.methods import Swiglu
+    from ktconvert.native_quant.runtime.swiglu import Swiglu
 
     model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)
     assert [place.layer for place in find_experts(model, lambda layer: Swiglu(7.0))] == [0, 1]

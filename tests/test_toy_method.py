@@ -21,8 +21,9 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, Method
+from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice, write_fp8_codes
+from ktconvert.native_quant.runtime.swiglu import ALPHA, LIMIT
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.doctor import describe_extension
 from rig import native

@@ -11,7 +11,8 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.archs import ACTIVATIONS
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
@@ -31,9 +32,10 @@ from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted_experts import open_converted
 from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
-from ktconvert.native_quant.runtime.methods import ALPHA, LIMIT, METHODS, PLAIN, Method, Swiglu, read_swiglu
+from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
+from ktconvert.native_quant.runtime.swiglu import ALPHA, LIMIT, PLAIN, Swiglu, read_swiglu
 from ktconvert.quantizers.reference import bf16_to_f32
 
 

@@ -24,8 +24,9 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
-from ktconvert.native_quant.runtime.methods import LIMIT, METHODS, PLAIN, Swiglu, read_swiglu
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.swiglu import LIMIT, PLAIN, Swiglu, read_swiglu
 
 MEMORY = ("auto", "map", "copy")
 MAX_COPIED = 0.8  # fraction of the available memory that copies may take

@@ -11,8 +11,8 @@ from typing import Any
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.arrays import F32
-from ktconvert.native_quant.runtime.methods import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.weights import LayerWeights
 
 FileStatus = tuple[str, int, int, int]

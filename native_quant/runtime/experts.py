@@ -24,8 +24,9 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
 from ktconvert.native_quant.runtime.expert_source import ExpertSource, Requirements
-from ktconvert.native_quant.runtime.methods import METHODS, PLAIN, Swiglu, check_swiglu
+from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 Skip = Bool | U8 | None
 

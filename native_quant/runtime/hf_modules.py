@@ -19,7 +19,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
-from ktconvert.native_quant.runtime.methods import PLAIN, Swiglu
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")

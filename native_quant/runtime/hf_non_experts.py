@@ -20,8 +20,8 @@ from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD

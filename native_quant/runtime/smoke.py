@@ -22,8 +22,9 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.expert_source import Requirements
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
-from ktconvert.native_quant.runtime.methods import METHODS, PLAIN, Swiglu
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
+from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.quantizers.reference import bf16_to_f32
 
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]

@@ -19,10 +19,11 @@ from ktconvert.native_quant.runtime.layer_forwards import (
     WrappedLayer,
     split_immediate,
 )
-from ktconvert.native_quant.runtime.methods import METHODS, Swiglu
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, get_shared_pool, parse_nodes
 from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
+from ktconvert.native_quant.runtime.swiglu import Swiglu
 
 # Default of arguments that have none in kt-kernel; only gpu_experts_mask may be omitted.
 _OMITTED: Any = object()

@@ -16,12 +16,12 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
-from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import (
     OutputTensor,
     find_non_expert_tensors,
     read_chunks,
 )
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.pack_quantized import METHOD

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints.moe_model import MoeModel, recognise
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import (
     NonExpertTensors,
     find_non_expert_tensors,
 )
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError

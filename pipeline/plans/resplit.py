@@ -12,8 +12,8 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
-from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError

@@ -27,8 +27,8 @@ from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.config import experts_per_token, quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.moe_model import recognise
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
+from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_quantization
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure

@@ -61,7 +61,7 @@ def report_path(out: Path) -> Path:
 
 def ignored_linears(model: Path) -> list[str]:
     """Return the linears that `ktconvert gpu` ignores, so that both quantize the same linears."""
-    from ktconvert.layouts.checkpoints.moe_model import recognise
+    from ktconvert.layouts.checkpoints.recognition import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import ignore_list
 

@@ -1,0 +1,259 @@
+"""Recognition of a checkpoint's experts from headers.
+
+The tensors decide; the config is compared with them, and a checkpoint whose config contradicts them is refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Sequence
+
+from ktconvert.layouts.checkpoints import claims
+from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.archs import (
+    ACTIVATIONS,
+    ARCHS,
+    GGUF_STYLES,
+    HIDDEN_ACT,
+    HIDDEN_ACTS,
+    MOST_LAYERS,
+    Arch,
+    Fused,
+    Style,
+)
+from ktconvert.layouts.checkpoints.match import (
+    NUMBER,
+    SHARED,
+    NameScan,
+    expand_template,
+    scan_names,
+    stray_kind,
+    unread_format_error,
+)
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.shapes import measure_layer
+from ktconvert.layouts.checkpoints.source import TensorSource
+from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
+
+MOST_NAMES = 4  # of different tensors in one sentence
+
+
+def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
+    """Recognise the experts of a checkpoint by reading only headers.
+
+    to_read  also accept a model that no output can hold, if it can be read; `refusal` then holds the reason
+
+    Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts
+    its config; both name the file and the tensor.
+    """
+    try:
+        return _recognise(source, archs, to_read)
+    except (InputError, UnsupportedError) as error:
+        info = source.tensors.get(error.tensor)
+        raise error.with_path(source.path(info) if info else source.root) from None
+
+
+def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
+    arch = _find_arch(source, archs)
+    notes = list(source.notes)
+    refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
+    if arch is not None and refusal is not None and not (to_read and arch.stored):
+        raise UnsupportedError(refusal)
+    seen = scan_names(source.tensors, (*arch.stored, *GGUF_STYLES) if arch else ())
+    if not seen.layers and not seen.foreign:
+        arch, seen = _find_style(source, archs, arch, notes)
+    assert arch is not None
+    limit = cfg.number(source.config, arch.layers)
+    if source.has_config and (why := claims.find_contradiction(source.config, source.header_config, arch)) is not None:
+        raise InputError(f"{why}; they are not of one model")
+    for (kind, n), name in seen.foreign.items():
+        if limit is None or n < limit[1]:
+            raise unread_format_error(name, kind)
+    prefix, layers, mtp = _select_layers(seen, limit)
+    if arch.router_scale:
+        _drop_router_scales(seen)
+    stored = {n: seen.layers[prefix, n] for n in layers}
+    bias = next((name for n, name in sorted(seen.biases.items()) if n in stored), None)
+    if bias is not None and refusal is None:
+        refusal = f"tensor {bias!r}: kt-kernel's AMX formats have no place for biases of experts"
+        if not to_read:
+            raise UnsupportedError(refusal, tensor=bias)
+    _refuse_strays(seen, prefix, mtp)
+    _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
+    most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
+    moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
+    mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
+    if seen.others:
+        notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
+    of_amx: list[str] = []
+    if mtp_names:
+        which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
+        of_amx.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
+    activation, weights_on = _activation(source, arch), arch.weights_on
+    if activation != "silu" or weights_on != "output":
+        where = "" if weights_on == "output" else ", with routing weights on their input"
+        usual = "silu(gate) * up with routing weights on the output"
+        of_amx.append(
+            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 and AMXINT8 "
+            f"would compute something else, {usual}: {arch.instead}."
+        )
+    return MoeModel(
+        arch=arch,
+        source=source,
+        layers=tuple(layers),
+        mtp_layers=tuple(mtp),
+        mtp_tensors=mtp_names,
+        dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
+        has_shared_experts=seen.shared,
+        activation=activation,
+        weights_on=weights_on,
+        notes=(*notes, *of_amx),
+        common_notes=tuple(notes),
+        quantization=source.quantization,
+        refusal=refusal,
+        moe_layers=moe_layers,
+    )
+
+
+def _find_arch(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
+    """Return the first row that the config names; a row without names applies to any checkpoint and precedes others."""
+    unconditional = (arch for arch in archs if not arch.matches)
+    named = (arch for name in cfg.families(source.config) for arch in archs if name in arch.matches)
+    return next(unconditional, None) or next(named, None)
+
+
+def _find_style(
+    source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]
+) -> tuple[Arch, NameScan]:
+    """Return a row for an unknown family, if its experts are stored in exactly one way that some row knows."""
+    styles: dict[Style, str] = {}
+    for arch in archs:
+        for style in arch.stored if arch.refusal is None else ():
+            if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
+                styles.setdefault(style, f"those of {arch.name}")
+    styles |= dict.fromkeys(GGUF_STYLES, "in any GGUF")
+    seen = scan_names(source.tensors, styles)
+    hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
+    called = ", ".join(cfg.families(source.config)) or "a model without a config"
+    if len(hits) > 1:
+        ways = "; ".join(" + ".join(getattr(style, p) for p in style.matrices) for style in hits)
+        raise UnsupportedError(f"{called}: experts of several forms ({ways}); choose with --arch-file")
+    if not hits and not seen.foreign:
+        raise _not_recognised(called, source, archs)
+    if known is not None or not hits:
+        return known or Arch(called, ()), seen
+    notes.append(
+        f"{called} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and "
+        "are taken to compute silu(gate) * up with routing weights on the output."
+    )
+    return Arch(called, (), (hits[0],)), seen
+
+
+def _select_layers(seen: NameScan, limit: tuple[str, int] | None) -> tuple[str, list[int], list[int]]:
+    """Return the prefix of the language model, the layers to convert, and the MTP layers."""
+    prefixes = sorted({prefix for prefix, _ in seen.layers})
+    if len(prefixes) != 1:
+        shown = ", ".join(map(repr, prefixes))
+        raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
+    numbers = sorted(n for _, n in seen.layers)
+    if numbers[-1] >= MOST_LAYERS:
+        name = seen.layers[prefixes[0], numbers[-1]].names[0]
+        raise InputError.from_tensor(
+            name, f"is of layer {numbers[-1]}, and no model has more than {MOST_LAYERS} layers"
+        )
+    if limit is None:
+        return prefixes[0], numbers, []
+    layers = [n for n in numbers if n < limit[1]]
+    if not layers:
+        first = seen.layers[prefixes[0], numbers[0]].names[0]
+        what = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
+        raise InputError.from_tensor(first, what)
+    return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
+
+
+def _drop_router_scales(seen: NameScan) -> None:
+    """Remove the scale of the down matrices from layers of a GGUF in which no other matrix has one.
+
+    llama.cpp's ffn_down_exps.scale is Gemma-4's router.per_expert_scale; a scale of weights comes with those of gate
+    and up.
+    """
+    for layer in seen.layers.values():
+        scaled = [matrix for (matrix, _), tensors in layer.tensors.items() if "scale" in tensors]
+        if layer.style in GGUF_STYLES and scaled == ["down"]:
+            del layer.tensors["down", -1]["scale"]
+
+
+def _activation(source: TensorSource, arch: Arch) -> str:
+    """Return the activation by the row and the config; if the row has silu, the config decides.
+
+    Raises UnsupportedError for an unknown activation, InputError for a contradiction.
+    """
+    activation, named = arch.activation, cfg.find(source.config, HIDDEN_ACT)
+    if named is not None and not arch.decides:
+        remedy = f"say with --arch-file what the experts compute: activation = {', '.join(map(repr, ACTIVATIONS))}"
+        said = f"config.json says {named[0]} = {json.dumps(named[1])}"
+        meant = HIDDEN_ACTS.get(str(named[1]).lower())
+        if meant is None:
+            raise UnsupportedError(f"{said}, an activation that is not known; {remedy}")
+        if activation not in meant and activation != "silu":
+            raise InputError(f"{said}, and experts of {arch.name} compute {ACTIVATIONS[activation]}; {remedy}")
+        activation = activation if activation in meant else meant[0]
+    limit = cfg.find(source.config, ("swiglu_limit", "swiglu_limits"))
+    if limit is None or activation not in ("silu", "swiglu_limit"):
+        return activation
+    clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
+    return "swiglu_limit" if clamps else "silu"
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
+    """Return the error for a checkpoint in which no row finds experts.
+
+    It shows tensors that may be experts: those called so, or those of three dimensions with one matrix for each expert.
+    """
+    counted = cfg.number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
+    experts = counted[1] if counted else 0
+    theirs = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [
+        name for name, info in source.tensors.items() if len(info.shape) == 3 and info.shape[0] == experts > 1
+    ]
+    if experts < 2 and not theirs:
+        return UnsupportedError(f"{called}: a dense model, it has no experts to convert")
+    remedy = "if they are gate, up and down matrices, describe them with --arch-file"
+    if not theirs:
+        key = counted[0] if counted else ""
+        return UnsupportedError(
+            f"{called}: config.json says {key} = {experts}, but no tensor looks like theirs; {remedy}"
+        )
+    kinds = list({NUMBER.sub("#", name): name for name in reversed(theirs)}.values())[::-1]
+    shown = ", ".join(map(repr, kinds[:MOST_NAMES])) + (" and others" if len(kinds) > MOST_NAMES else "")
+    rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
+    return UnsupportedError(
+        f"{called}: its experts are not stored as any known family's (tensors {shown}); {remedy}. Known are: {rows}",
+        tensor=kinds[0],
+    )
+
+
+def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int]) -> None:
+    """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights."""
+    left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
+    for name in seen.strays:
+        if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
+            kind = stray_kind(name)
+            what = f"is among the experts but is not one of their weights{kind and f': it is {kind}'}"
+            raise UnsupportedError.from_tensor(name, what, "it cannot be read: use another release of the model")
+
+
+def _refuse_gaps(seen: NameScan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
+    """Raise InputError if one of `count` layers was lost: it has a router but no experts, or no tensors at all."""
+    if "{prefix}" not in getattr(style, style.matrices[0]) and style not in GGUF_STYLES:
+        return  # where such a row's other tensors are is not known
+    for n in range(count):
+        if n in layers:
+            continue
+        name = expand_template(style, prefix, style.matrices[0], n, 0)
+        if (prefix, n) in seen.routers:
+            raise InputError(f"layer {n} has a router but no experts ({name!r} is missing)", INCOMPLETE)
+        if n > min(layers) and (prefix, n) not in seen.present:
+            raise InputError(f"layer {n} is missing ({name!r} and all else)", INCOMPLETE)
