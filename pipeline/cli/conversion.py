@@ -181,7 +181,8 @@ def convert(options: ConversionOptions) -> None:
     threads = preconditions.limit_threads("--cpuinfer-threads", options.execution.threads, reporter)
     worker_threads = options.execution.cpuinfer_threads
     share = None if options.part is None else parse_share(options.part, os.environ)
-    outputs = [with_values(each, cpuinfer_threads=threads) for each in outputs]
+    part = None if share is None else str(share)
+    outputs = [with_values(each, cpuinfer_threads=threads, part=part) for each in outputs]
     plans = [commands.build_plan(each, None if options.dry_run else reporter.report_hash) for each in outputs]
     for note in _plan_notes(plans):
         reporter.note(note)
@@ -304,10 +305,11 @@ def run_plans(
     with open_backend(workers.executor, reporter.note, workers.executor_timeout) as backend:
         if backend.executor is None and backend.threads is not None:
             limited = preconditions.limit_threads("--executor threads", backend.threads, reporter)
-            plans = [_with_options(plan, cpuinfer_threads=limited) for plan in plans]
+            # Not part of the plan: a calibration run records --cpuinfer-threads, which its sums depend on.
+            plans = [replace(plan, options=with_values(plan.options, cpuinfer_threads=limited)) for plan in plans]
         if share is not None:
             (plan,) = plans
-            make_share(_with_options(plan, part=str(share)), share, reporter, overwrite=overwrite)
+            make_share(plan, share, reporter, overwrite=overwrite)
             return
         execute(
             plans,
@@ -318,7 +320,3 @@ def run_plans(
             reopen=commands.reopen_plan,
             threads=threads or backend.threads,
         )
-
-
-def _with_options(plan: Plan, **values: Any) -> Plan:
-    return replace(plan, options=with_values(plan.options, **values))

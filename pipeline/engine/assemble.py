@@ -56,7 +56,8 @@ def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> lis
     for name, source in plan.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         files.append(OutputFile(name, *publish.copy_file(source, target / name)))
-    require_unchanged(plan)
+    if not plan.read_once:
+        require_unchanged(plan)
     if plan.config is not None:
         files.append(_write(target, CONFIG, plan.config))
     finished = (work.finished.get(unit.fingerprint) for unit in plan.units)

@@ -113,7 +113,7 @@ class Plan:
     config        content of the output's config.json, if it has one
     has_index     whether shards have an index; not for loose folders and outputs without weights
     kept_folders  folders that were in the output before and stay as they are; None where it must hold none
-    read_once     whether the input is read completely at the beginning and may change afterwards
+    read_once     whether the command reads its input completely at the beginning, so that it may change afterwards
     """
 
     options: OutputOptions
@@ -201,7 +201,7 @@ def require_unchanged(plan: Plan) -> None:
             return False
         return (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
 
-    if not plan.read_once and (changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]):
+    if changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]:
         remedy = "put the old file back and resume"
         raise InputError(f"{plan.options.input}: {', '.join(changed[:3])} changed while it was being read; {remedy}.")
 

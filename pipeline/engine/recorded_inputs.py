@@ -4,45 +4,44 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import manifest, publish
-from ktconvert.layouts.files.manifest import OutputFile
-from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.layouts.files.manifest import OutputFile, SourceFile
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit
 
 REMEDY = "copy or convert it again; if you changed it on purpose, give a copy of the folder without manifest.json"
 
 
-def compare_inputs(plan: Plan) -> Plan:
-    """Return the plan with units that refuse input files that differ from the manifest beside them.
+def compare_inputs(files: Mapping[Path, SourceFile], stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
+    """Return stages whose units refuse input files that differ from the manifest beside them. files: those of the plan.
 
     Raise InputError for files whose size, or SHA-256 if known, differs. A damaged manifest counts as none.
     """
     recorded: dict[Path, OutputFile] = {}
-    for root in {_root(path, file.name) for path, file in plan.files.items()}:
+    for root in {_root(path, file.name) for path, file in files.items()}:
         try:
             listing = manifest.read(root)
         except VerificationError:
             continue
         recorded.update({root / file.name: file for file in listing.files} if listing is not None else {})
-    read = {path: (file, recorded[path]) for path, file in plan.files.items() if path in recorded}
+    read = {path: (file, recorded[path]) for path, file in files.items() if path in recorded}
     weights = {path: was for path, (file, was) in read.items() if file.header_sha256 or path.suffix == ".kt"}
     for path, was in weights.items():
-        if plan.files[path].size != was.size:
-            raise InputError(f"has {plan.files[path].size} bytes, the manifest says {was.size}", REMEDY, path=path)
-        if (known := plan.files[path].sha256) is not None:
+        if files[path].size != was.size:
+            raise InputError(f"has {files[path].size} bytes, the manifest says {was.size}", REMEDY, path=path)
+        if (known := files[path].sha256) is not None:
             _require_same(path, known, was)
-    weights = {path: was for path, was in weights.items() if plan.files[path].sha256 is None}
+    weights = {path: was for path, was in weights.items() if files[path].sha256 is None}
     if not weights:
-        return plan
+        return tuple(stages)
     recordings = _Recordings(weights)
-    by_name = {plan.files[path].name: path for path in weights}
-    by_header = {(plan.files[path].header_sha256, plan.files[path].size): path for path in weights}
+    by_name = {files[path].name: path for path in weights}
+    by_header = {(files[path].header_sha256, files[path].size): path for path in weights}
 
     def compare_first(stage: Stage[Any]) -> Stage[Any]:
         def run(unit: Unit[Any], partial: Path, context: Context) -> Result:
@@ -53,7 +52,7 @@ def compare_inputs(plan: Plan) -> Plan:
 
         return replace(stage, run=run)
 
-    return replace(plan, stages=tuple(map(compare_first, plan.stages)))
+    return tuple(map(compare_first, stages))
 
 
 def _root(path: Path, name: str) -> Path:

@@ -199,7 +199,7 @@ def _run(plan: Plan, training: Training) -> None:
     if work.why_finished(adapter) is None:
         last = _last_complete(checkpoints, work, training.reporter)
         if last is None or last.work < training.steps:
-            plan = _train_from(last, plan, training)
+            _train_from(last, plan, training)
         start_time = time.monotonic()
         work.journal.append(journal.Start(unit=adapter.name))
         folder = work.paths.partial / adapter.name
@@ -208,7 +208,7 @@ def _run(plan: Plan, training: Training) -> None:
         finished = FinishedUnit(folder, result, time.monotonic() - start_time)
         publish_unit(plan, work, training.reporter, adapter, finished)
     work.journal.append(journal.Start(unit="assemble"))
-    assemble(replace(plan, read_once=True), work)
+    assemble(plan, work)
 
 
 def _last_complete(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Reporter) -> Unit[int] | None:
@@ -220,11 +220,8 @@ def _last_complete(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Re
     return complete[-1] if complete else None
 
 
-def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> Plan:
-    """Train from a checkpoint, or from the beginning, to the last step.
-
-    Returns the plan, marked as having read its input.
-    """
+def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
+    """Train from a checkpoint, or from the beginning, to the last step."""
     import transformers
 
     work, options, reporter, data = training.work, training.options, training.reporter, training.data
@@ -233,8 +230,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> Plan:
     if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
         raise UnsupportedError(f"--sequence-length {schedule.sequence_length}: the model reads at most {limit} tokens.")
     model.config.use_cache = False
-    require_unchanged(plan)
-    plan = replace(plan, read_once=True)
+    require_unchanged(plan)  # now that all of it is in memory
     transformers.set_seed(schedule.seed)
     model = add_adapter(options, model)
     tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
@@ -267,7 +263,6 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> Plan:
         trainer.train(resume_from_checkpoint=last and str(work.paths.store / last.stored_name))
     finally:
         reporter.end()
-    return plan
 
 
 # --- files of the adapter -------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
@@ -154,16 +155,19 @@ def build_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Pla
     finally:
         if was_enabled:
             gc.enable()
+    files = plan.files
     if hashed is not None and options.verify_inputs and isinstance(options, HASHING):
-        plan = _add_hashes(plan, hashed)
-    return compare_inputs(plan)
+        files = _add_hashes(files, plan.options.execution.threads, hashed)
+    return replace(plan, files=files, stages=compare_inputs(files, plan.stages))
 
 
 _hashes: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256
 
 
-def _add_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
-    """Return the plan with the sha256 of its shards; each is read once, however many outputs are made from it."""
+def _add_hashes(
+    files: Mapping[Path, SourceFile], threads: int, advance: Callable[[int], None]
+) -> Mapping[Path, SourceFile]:
+    """Return the files with the sha256 of shards; each is read once, however many outputs are made from it."""
 
     def hash_shard(path: Path) -> str:
         status = path.stat()
@@ -173,11 +177,10 @@ def _add_hashes(plan: Plan, advance: Callable[[int], None]) -> Plan:
             advance(status.st_size)
         return _hashes[key]
 
-    shards = [path for path, file in plan.files.items() if file.header_sha256 is not None]
-    with ThreadPoolExecutor(plan.options.execution.threads, initializer=unbind_thread) as pool:
+    shards = [path for path, file in files.items() if file.header_sha256 is not None]
+    with ThreadPoolExecutor(threads, initializer=unbind_thread) as pool:
         digests = dict(zip(shards, pool.map(hash_shard, shards), strict=True))
-    files = {path: structs.replace(file, sha256=digests.get(path, file.sha256)) for path, file in plan.files.items()}
-    return replace(plan, files=files)
+    return {path: structs.replace(file, sha256=digests.get(path, file.sha256)) for path, file in files.items()}
 
 
 def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:

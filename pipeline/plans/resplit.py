@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,6 @@ TENSOR = 1600  # bytes of memory for the names and offsets of a tensor: finely c
 
 def plan_resplit(options: ResplitOptions) -> Plan:
     """Build the plan from names, sizes and headers; read only the weights of SAMPLED experts, to measure errors."""
-    plan = _plan(options)
-    return plan if options.against is None else _add_advice(plan, options.against, options.revision)
-
-
-def _plan(options: ResplitOptions) -> Plan:
     root = Path(options.input)
     numa = options.threadpool_count
     output, measured, fmt = _open(root)
@@ -90,6 +84,10 @@ def _plan(options: ResplitOptions) -> Plan:
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
     by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
     notes = tuple(expert_plan.notes_by_format(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
+    advice, compared = list[str](), list[Path]()
+    if options.against is not None:
+        sentence, compared = _compare_with_converting(options, facts, sample(rearranging.units), options.against)
+        advice.append(sentence)
     copying = copy_tensors.peak_memory(others) if others else 0
     config, before = dict(output.config), output.config.get("quantization_config")
     if isinstance(before, dict) and before.get("quant_method") == QUANT_METHOD:
@@ -98,10 +96,10 @@ def _plan(options: ResplitOptions) -> Plan:
     return Plan(
         options=options,
         files=files,
-        reads=(*source.paths(), *files),
+        reads=(*source.paths(), *files, *compared),
         stages=tuple(stages) if output.loose else checkpoint.number_shards(stages),
         facts=facts,
-        notes=notes,
+        notes=(*notes, *advice),
         companions=checkpoint.companions(root, copied),
         config=configs.config_json(config, entries, whole=False) if CONFIG in copied else None,
         has_index=not output.loose,
@@ -226,25 +224,29 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
         )
 
 
-def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
-    """Return the plan with a note on whether converting again is better, from errors of down_proj of a few experts."""
-    works = sample(plan.stages[0].units)
-    scale = plan.facts.get("scale", ABSMAX.name)
+def _compare_with_converting(
+    options: ResplitOptions, facts: OutputFacts, works: Sequence[ResplitWork], against: str
+) -> tuple[str, list[Path]]:
+    """Return a note on whether converting again is better, from errors of down_proj of these experts; and files read.
+
+    against: the checkpoint that the output was made from
+    """
+    scale = facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
-        raise UnsupportedError(f"{plan.options.input}: {scale} weights cannot be converted again here.")
+        raise UnsupportedError(f"{options.input}: {scale} weights cannot be converted again here.")
     if QUANTIZERS[scale].importance or QUANTIZERS[scale].calibrated:
         needs = "a calibration run" if QUANTIZERS[scale].calibrated else "its statistics"
         raise UnsupportedError(
-            f"{plan.options.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
+            f"{options.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
         )
     sums = np.zeros(4), np.zeros(4), np.zeros(4)  # error_sums of the old output, the new one, and a fresh conversion
-    with open_checkpoint(against, revision) as source:
-        reads = (*plan.reads, *source.paths())
-        model = recognise(source, checkpoint.arch_table(plan.options.settings.get("arch_row")))
+    with open_checkpoint(against, options.revision) as source:
+        reads = source.paths()
+        model = recognise(source, checkpoint.arch_table(options.arch_row))
         for work in works:
             slicing = work.slicing
             quantizer = QUANTIZERS[scale].select_for(work.fmt.encoding.grid)
-            read = equalize_for_format(model, work.fmt) if EQUALIZED in plan.facts else model
+            read = equalize_for_format(model, work.fmt) if EQUALIZED in facts else model
             again = ExpertsWork(work.fmt, slicing, work.sampled_expert, work.sampled_expert + 1, {}, read, quantizer)
             shape = model.shape(slicing.layer) if slicing.layer in model.moe_layers else (0, 0, 0)
             fits = shape[1:] == (slicing.hidden, slicing.intermediate) and work.sampled_expert < shape[0]
@@ -265,9 +267,9 @@ def _add_advice(plan: Plan, against: str, revision: str | None) -> Plan:
         f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
         f"{after:.4f} after resplit, {fresh:.4f} if converted again"
     )
-    advice = f"converting again is better: {_command(plan, works[0], against)}"
+    advice = f"converting again is better: {_command(options, facts, works[0], against)}"
     better = "resplit is as good" if fresh >= BETTER * after else advice
-    return replace(plan, reads=reads, notes=(*plan.notes, f"{comparison}: {better}"))
+    return f"{comparison}: {better}", reads
 
 
 def _equal(ours: PackedSlices, theirs: PackedSlices) -> bool:
@@ -280,10 +282,10 @@ def _equal(ours: PackedSlices, theirs: PackedSlices) -> bool:
     )
 
 
-def _command(plan: Plan, work: ResplitWork, against: str) -> str:
+def _command(options: ResplitOptions, facts: OutputFacts, work: ResplitWork, against: str) -> str:
     """Return the command that converts the source again, for this output."""
-    settings, facts = plan.options.settings, plan.facts
-    words = ["ktconvert", "cpu", "-i", against, "-o", str(plan.options.output)]
+    settings, others = options.settings, work.output.others
+    words = ["ktconvert", "cpu", "-i", against, "-o", str(options.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
     for method, layers in facts.get("methods", {}).items():
         words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]
@@ -292,5 +294,5 @@ def _command(plan: Plan, work: ResplitWork, against: str) -> str:
     words += ["--layers", settings["layers"]] if "layers" in settings else []
     words += ["--no-merge-safetensor"] if settings["no_merge_safetensor"] else []
     words += ["--save-backward-weights"] if facts["backward"] else []
-    words += ["--non-experts", copy_tensors.infer_choice(work.output.others)] if len(plan.stages) > 1 else []
+    words += ["--non-experts", copy_tensors.infer_choice(others)] if others else []
     return shlex.join(words)

@@ -25,7 +25,8 @@ LOOSE = "_layer_*/_numa_*/*.kt"
 def plan_train(options: TrainOptions) -> Plan:
     """Build the plan from headers, small files and data sets.
 
-    fine_tuning.with_stages adds the stages once texts are tokenized. Raises InputError for missing or unreadable files.
+    fine_tuning.with_stages adds the stages: their number is only known once texts are tokenized, and a finished or
+    impossible training shall not wait for that. Raises InputError for missing or unreadable files.
     """
     files = {path: _identity(path, name) for path, name in _files_read(options)}
     return Plan(
@@ -36,6 +37,7 @@ def plan_train(options: TrainOptions) -> Plan:
         facts={"method": "LoRA"},
         notes=(),
         has_index=False,
+        read_once=True,
         hooks=Hooks(peak_memory=lambda threads: 0, render_card=partial(adapter_card, options)),
     )
 
