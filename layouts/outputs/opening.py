@@ -131,8 +131,8 @@ def _read_output(
     weight_map, total_size = if_readable(INDEX, read_index) or (None, None)
     output = Output(root, is_loose, methods, names, whole, about, config, weight_map, total_size, shards)
     output.damaged.update((name, f"{name}: {error.problem}") for name, error in damaged.items())
+    output.headers.update(headers)
     for shard, header in headers.items():
-        output.metadata[shard] = header.metadata
         for entry in header.entries:
             recognised = names.parse(entry.name)
             if recognised is None:

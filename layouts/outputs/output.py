@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.encodings.encoding import Read
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.files.manifest import Manifest, OutputFacts
+from ktconvert.layouts.files.manifest import Manifest, OutputFacts, OutputFile
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Bytes
@@ -29,7 +31,7 @@ class Output:
     manifest    manifest.json; None in kt-kernel's own outputs
     config      config.json; {} if there is none
     weight_map  tensor -> shard by the index; None without an index, as total_size
-    metadata    shard -> its __metadata__
+    headers     shard -> its header
     tensors     (slice, suffix) -> tensor; a loose file is a tensor with the file's name
     others      non-expert tensors, by name
     duplicates  (name, first file, second file) of tensors that exist twice
@@ -48,7 +50,7 @@ class Output:
     weight_map: dict[str, str] | None = None
     total_size: int | None = None
     shards: list[str] = field(default_factory=list)
-    metadata: dict[str, dict[str, str]] = field(default_factory=dict)
+    headers: dict[str, Header] = field(default_factory=dict, repr=False)
     tensors: dict[tuple[SliceId, str], TensorInfo] = field(default_factory=dict, repr=False)
     others: dict[str, TensorInfo] = field(default_factory=dict, repr=False)
     duplicates: list[tuple[str, str, str]] = field(default_factory=list)
@@ -60,6 +62,33 @@ class Output:
     def facts(self) -> OutputFacts:
         """Facts of the manifest; {} without one."""
         return {} if self.manifest is None else self.manifest.facts
+
+    @property
+    def metadata(self) -> dict[str, dict[str, str]]:
+        """Shard -> its __metadata__."""
+        return {shard: header.metadata for shard, header in self.headers.items()}
+
+    @property
+    def listed_files(self) -> tuple[OutputFile, ...]:
+        """The files that the manifest lists; none without a manifest."""
+        return () if self.manifest is None else self.manifest.files
+
+    @cached_property
+    def damaged_files(self) -> dict[str, str]:
+        """{file: problem} of files that are missing or cut off by the manifest, or cannot be read."""
+        problems = {}
+        for file in self.listed_files:
+            path = self.root / file.name
+            if not path.is_file():
+                problems[file.name] = f"{file.name} is missing"
+            elif path.stat().st_size != file.size:
+                problems[file.name] = f"{file.name} has {path.stat().st_size} bytes, the manifest says {file.size}"
+        return self.damaged | problems
+
+    @property
+    def has_all_weights(self) -> bool:
+        """True if every weight file exists and can be read, so that its contents can be checked."""
+        return not any(name.endswith((".safetensors", ".kt")) for name in self.damaged_files)
 
     @property
     def settings(self) -> dict[str, Any]:

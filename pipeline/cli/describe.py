@@ -33,7 +33,6 @@ from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.plans.commands import make_plan, restore_options
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
-from ktconvert.pipeline.verify.file_checks import has_all_weights
 from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure, find_unverified_codes
 from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
@@ -170,7 +169,7 @@ def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
 
 def _find_misread_codes(output: Output, measured: Measure, reporter: Reporter) -> list[str] | None:
     """Return a sentence for each tensor with codes that kt-kernel misreads; None if there is nothing to read."""
-    if not has_all_weights(output) or not (codes := find_unverified_codes(output, measured)):
+    if not output.has_all_weights or not (codes := find_unverified_codes(output, measured)):
         return None
     reporter.begin(sum(tensor.nbytes for tensor in codes), 0)
     try:

@@ -21,7 +21,6 @@ from ktconvert.pipeline.engine.backends import open_backend
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.verify.checks import CONVERT_AGAIN, Check
-from ktconvert.pipeline.verify.file_checks import has_all_weights
 from ktconvert.pipeline.verify.page import render_page
 from ktconvert.pipeline.verify.verify import Report, report_document, report_lines
 from ktconvert.pipeline.verify.verify import verify as verify_output
@@ -84,7 +83,7 @@ def run_check(report: Report, threads: int) -> Check:
     Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
     output, measure = report.output, report.measure
-    if output.methods and (not has_all_weights(output) or not measure.shapes):
+    if output.methods and (not output.has_all_weights or not measure.shapes):
         return Check("run", "", ("nothing was computed: weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})

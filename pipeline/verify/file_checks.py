@@ -9,7 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART, read_header
+from ktconvert.layouts.checkpoints.containers.container import Header
+from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.measuring import Measure
@@ -21,14 +22,14 @@ from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems
 LOOSE = re.compile(r"\.kt$|(^|/)_layer_\d+/")
 WEIGHTS_OR_INDEX = re.compile(r"\.safetensors$|\.kt$|\.index\.json$|^_layer_\d+/")
 
-Header = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> dtype and shape
+Tensors = dict[str, tuple[str, tuple[int, ...]]]  # tensor name -> dtype and shape
 
 
 def check_files(output: Output, _measure: Measure) -> Check:
     """Check that every file of the manifest exists with its size and can be read, and that there is no extra file."""
     notes: list[str] = []
-    listed = {file.name for file in manifest_files(output)}
-    problems = list(find_damaged_files(output).values())
+    listed = {file.name for file in output.listed_files}
+    problems = list(output.damaged_files.values())
     extra = [name for name in list_files(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
         stale = sorted(name for name in {*listed, *extra} if LOOSE.search(name))
@@ -46,28 +47,6 @@ def check_files(output: Output, _measure: Measure) -> Check:
     problems += [f"{name} does not belong here, and kt-kernel may load it: move it elsewhere" for name in foreign]
     count = len(listed) or len(output.shards) or len(output.tensors)
     return Check("files", f"{plural(count, 'file')}, no extra files", problems, notes)
-
-
-def manifest_files(output: Output) -> tuple[OutputFile, ...]:
-    """Return the files that the manifest lists; none without a manifest."""
-    return () if output.manifest is None else output.manifest.files
-
-
-def find_damaged_files(output: Output) -> dict[str, str]:
-    """Return {file: problem} of files that are missing, cut off or damaged."""
-    problems = {}
-    for file in manifest_files(output):
-        path = output.root / file.name
-        if not path.is_file():
-            problems[file.name] = f"{file.name} is missing"
-        elif path.stat().st_size != file.size:
-            problems[file.name] = f"{file.name} has {path.stat().st_size} bytes, the manifest says {file.size}"
-    return output.damaged | problems
-
-
-def has_all_weights(output: Output) -> bool:
-    """Return whether every weight file exists and can be read, so that its contents can be checked."""
-    return not any(name.endswith((".safetensors", ".kt")) for name in find_damaged_files(output))
 
 
 def _find_foreign_files(output: Output) -> list[str]:
@@ -92,7 +71,7 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
     if output.weight_map is None:  # if the manifest lists one, check_files reports it as missing
         none = Check("index", "none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
         return none if output.manifest is None else None
-    damaged, notes = find_damaged_files(output), list[str]()
+    damaged, notes = output.damaged_files, list[str]()
     missing = sorted(set(output.weight_map.values()) - {*output.shards, *damaged})
     problems = [f"{INDEX} names {shard}, which is missing" for shard in missing]
     stored = {s.name: s for s in (*output.tensors.values(), *output.others.values())}
@@ -121,18 +100,17 @@ def check_safetensors(output: Output, _measure: Measure) -> Check | None:
 
     Reads headers only. Shards that our reader cannot read are left to check_files.
     """
-    damaged = find_damaged_files(output)
-    shards = [shard for shard in output.shards if shard not in damaged]
-    if not shards:
+    headers = {shard: header for shard, header in output.headers.items() if shard not in output.damaged_files}
+    if not headers:
         return None
-    problems = [problem for shard in shards for problem in _compare_readers(output.root / shard, shard)]
-    return Check("safetensors", f"{plural(len(shards), 'shard')} read the same", problems)
+    problems = [problem for shard, header in headers.items() for problem in _compare_readers(output, shard, header)]
+    return Check("safetensors", f"{plural(len(headers), 'shard')} read the same", problems)
 
 
-def _compare_readers(path: Path, shard: str) -> Iterator[str]:
-    ours: Header = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path).entries}
+def _compare_readers(output: Output, shard: str, header: Header) -> Iterator[str]:
+    ours: Tensors = {entry.name: (entry.dtype, entry.shape) for entry in header.entries}
     try:
-        theirs = read_header_with_package(path)
+        theirs = read_header_with_package(output.root / shard)
     except (SafetensorError, OSError) as error:
         yield f"{shard}: the safetensors package cannot read it ({first_line(error)})"
         return
@@ -146,7 +124,7 @@ def _compare_readers(path: Path, shard: str) -> Iterator[str]:
             yield f"{shard}: the safetensors package reads {name} as {package}, ktconvert as {here}"
 
 
-def read_header_with_package(path: Path) -> Header:
+def read_header_with_package(path: Path) -> Tensors:
     """Return the tensors of a file as the safetensors package reads them; no data is read. Raises SafetensorError."""
     with safe_open(path, framework="numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # the file is not iterable

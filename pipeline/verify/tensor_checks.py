@@ -22,7 +22,7 @@ from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check
-from ktconvert.pipeline.verify.file_checks import check_files, check_index, check_safetensors, has_all_weights
+from ktconvert.pipeline.verify.file_checks import check_files, check_index, check_safetensors
 from ktconvert.quantizers.packed import count_lowest_codes
 
 # Largest number of NUMA slices that names and the manifest may imply: SLICES_PER_TENSOR for each tensor, or
@@ -227,7 +227,7 @@ DECODED_CHECKS: tuple[StructureCheck, ...] = (check_decoded_tensors, check_metad
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
     """Check the files of an output, and its tensors if every weight file can be read."""
-    rest = () if not has_all_weights(output) else EXPERT_CHECKS if output.methods else DECODED_CHECKS
+    rest = () if not output.has_all_weights else EXPERT_CHECKS if output.methods else DECODED_CHECKS
     return [check for each in (*FILE_CHECKS, *rest) if (check := each(output, measure)) is not None]
 
 

@@ -86,7 +86,7 @@ def verify(
         output, measured = inputs.output, inputs.measure
         counts = None if folder is None else read_counts(folder, measured, output)
         report = Report(output, measured, tensor_checks.check_structure(output, measured), against=options.against)
-        readable = file_checks.has_all_weights(output) and bool(output.methods)
+        readable = output.has_all_weights and bool(output.methods)
         try:
             _check_contents(report, inputs, create_check_items(inputs, reporter, executor, threads), reporter)
             if options.report is not None and readable:
@@ -102,8 +102,8 @@ def verify(
 def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, reporter: Reporter) -> None:
     """Check the contents of the files, alone and against the source or second output, and show progress."""
     output, measured, options, checks = inputs.output, inputs.measure, inputs.options, report.checks
-    whole, damaged, source = file_checks.has_all_weights(output), file_checks.find_damaged_files(output), inputs.source
-    to_hash = [file for file in file_checks.manifest_files(output) if file.name not in damaged]
+    whole, source = output.has_all_weights, inputs.source
+    to_hash = [file for file in output.listed_files if file.name not in output.damaged_files]
     codes = tensor_checks.find_unverified_codes(output, measured) if whole else []
     total = sum(file.size for file in to_hash) + sum(tensor.nbytes for tensor in codes)
     if inputs.other is not None:
