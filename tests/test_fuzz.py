@@ -78,7 +78,6 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.cli.version.wheel_tag": "files of the installation",
     "ktconvert.pipeline.cli.eval.eval": "calls a read_text that has a row",
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
-    "ktconvert.pipeline.verify.file_checks._compare_readers": "headers that open_output has already read",
     "ktconvert.pipeline.engine.assemble.fill": "a file that the same run has written",
     "ktconvert.pipeline.models.fine_tuning.": "files of the same run; files of other runs never raise",
     "ktconvert.pipeline.plans.train._identity": "headers, which have rows",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_by_option
+from ktconvert.layouts.outputs.measuring import measure
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant.runtime import smoke
@@ -269,7 +269,7 @@ def test_changed_manifest_is_found(copy):
     assert problem.startswith("manifest.json is not what was written")
 
 
-def test_both_readers_must_read_the_same(copy, monkeypatch):
+def test_both_readers_must_read_the_same(copy):
     """Our parser reads the offset -0 as 0; the safetensors package refuses it."""
     output = without_manifest(copy("int4-merged"))
     raw = (output / FIRST).read_bytes()
@@ -282,17 +282,14 @@ def test_both_readers_must_read_the_same(copy, monkeypatch):
     assert problem.startswith(f"{FIRST}: the safetensors package cannot read it (")
     assert FIRST in require_refused(output)
 
-    output = copy("int8-merged")
-    first, *rest = file_checks.read_header(output / FIRST).entries
-
-    def misread(path: Path) -> Any:
-        entries = (replace(first, shape=(*first.shape, 1)), *rest[1:])
-        return SimpleNamespace(entries=entries if path.name == FIRST else original_reader(path).entries)
-
-    original_reader = file_checks.read_header
-    monkeypatch.setattr(file_checks, "read_header", misread)
+    output = open_output(copy("int8-merged"))
+    header = output.headers[FIRST]
+    first, *rest = header.entries
+    misread = replace(header, entries=(replace(first, shape=(*first.shape, 1)), *rest[1:]))
+    check = file_checks.check_safetensors(replace(output, headers={**output.headers, FIRST: misread}), measure(output))
     shape = list(first.shape)
-    assert sorted(problems(run_verify(output), "safetensors")) == sorted([
+    assert check is not None
+    assert sorted(check.problems) == sorted([
         f"{FIRST}: the safetensors package reads {first.name} as {first.dtype} {shape}, "
         f"ktconvert as {first.dtype} {[*shape, 1]}",
         f"{FIRST}: the safetensors package finds {rest[0].name}, ktconvert does not",
@@ -310,6 +307,8 @@ def test_foreign_files_are_reported(copy, write_safetensors):
     stray = weight_file(output).with_name("INT8_gate_8_64Byte_scale_.kt")
     stray.write_bytes(bytes(64))
     assert f"{stray.name} does not belong here" in require_refused(output)
+    (output / "model.safetensors").touch()
+    assert "model.safetensors does not belong here" in require_refused(output)
 
 
 def test_flipped_byte_in_a_copied_tensor_is_found(tmp_path, example):
