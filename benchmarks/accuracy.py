@@ -1,9 +1,9 @@
-"""What each way to quantize costs in accuracy: tables and figures for docs/explanation/accuracy.md (`make accuracy`).
+"""Accuracy of every quantizer: tables and figures for docs/explanation/accuracy.md (`make accuracy`).
 
-Synthetic linears: error of the weights and of the outputs on held-out inputs. The bundled model: error of each layer's
-experts and KL divergence from BF16, through `ktconvert cpu` and `ktconvert eval`. Whatever is calibrated sees the first
-half of benchmarks/heldout.txt (or the calibration inputs), whatever is measured the second half (or the held-out
-inputs), in windows of 512 tokens.
+Synthetic linears: error of weights, and of outputs on held-out inputs. The bundled model: error of each layer's experts
+and KL divergence from BF16, by `ktconvert cpu` and `ktconvert eval`. Calibration uses the first half of
+benchmarks/heldout.txt (or the calibration inputs), measurements use the second half (or the held-out inputs), in
+windows of 512 tokens.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ MODEL, TEXT, PAGE = (
 KINDS = {"gauss": "Gaussian", "t5": "Student's t, 5 degrees of freedom"}
 WINDOW = 512
 DAMPENING = 0.1
-ROWS = 256  # of a synthetic linear
+ROWS = 256  # rows of a synthetic linear
 
-# (row, form, --scale with --gptq-steps): of GPTQ, synthetic layers show its plain form alone
-WAYS = (
+# (title, format, --scale and --gptq-steps). Synthetic layers only show the plain steps of GPTQ.
+CASES = (
     ("int4 absmax (kt-kernel's)", "AMXINT4", "absmax"),
     ("int4 mse", "AMXINT4", "mse"),
     ("int4 imatrix", "AMXINT4", "imatrix"),
@@ -69,56 +69,60 @@ WAYS = (
 # --- synthetic layers -----------------------------------------------------------------------------
 
 
-def quantized(fmt: Format, scale: str, bits: Any, inputs: F32) -> F32:
-    """A linear of BF16 bits [n, k] as the form stores it, dequantized; inputs: what calibration sees, [T, k]."""
+def quantize_and_decode(output_format: Format, scale: str, bits: Any, inputs: F32) -> F32:
+    """Return a linear of BF16 bits [n, k] after quantizing and decoding; calibration sees inputs [T, k]."""
     n, k = bits.shape
     if scale == "gptq plain":
-        return by_gptq(fmt, bits, inputs)
+        return quantize_by_gptq(output_format, bits, inputs)
     importance = (inputs.astype(np.float64) ** 2).mean(0).astype(np.float32) if scale == "imatrix" else None
-    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(n, k)]
-    quantize(fmt.encoding, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
-    return fmt.encoding.decode(stored, n, k, slice(None))
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in output_format.encoding.tensors(n, k)]
+    quantize(output_format.encoding, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
+    return output_format.encoding.decode(stored, n, k, slice(None))
 
 
-def by_gptq(fmt: Format, bits: Any, inputs: F32) -> F32:
-    """As `--scale gptq` does it: scales weighted by importance, then compensation."""
+def quantize_by_gptq(output_format: Format, bits: Any, inputs: F32) -> F32:
+    """Quantize as `--scale gptq` does: scales weighted by importance, then compensation."""
     import torch
 
     n, k = bits.shape
     hessian = gptq.Hessian.empty(k)
     for batch in np.split(inputs, 8):
         hessian.add(torch.from_numpy(batch).bfloat16())
-    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(n, k)]
+    stored = [np.empty(tensor.nbytes, np.uint8) for tensor in output_format.encoding.tensors(n, k)]
     importance = torch.diagonal(hessian.sum).numpy().copy()
-    quantize(fmt.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
-    scale = fmt.encoding.scales(stored[-1], n, k)
-    code_range, wide = fmt.encoding.grid.code_range, code_steps(fmt.encoding, scale)
+    quantize(output_format.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
+    scale = output_format.encoding.scales(stored[-1], n, k)
+    code_range, wide = output_format.encoding.grid.code_range, code_steps(output_format.encoding, scale)
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
     values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
     ((_, tensors),) = pack_linear(
-        fmt.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, Slicing(0, k, n)
+        output_format.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, Slicing(0, k, n)
     )
-    return fmt.encoding.decode(tensors, n, k, slice(None))
+    return output_format.encoding.decode(tensors, n, k, slice(None))
 
 
-def synthetic() -> list[tuple[str, list[str]]]:
-    """Rows: errors of the weights at K 2048, of outputs at K 1024."""
+def measure_synthetic_layers() -> list[tuple[str, list[str]]]:
+    """Return a row for each case: errors of weights at K 2048 and of outputs at K 1024."""
     wide = {kind: layer(kind, rows=ROWS, features=2048, calibration=4096, held=1) for kind in KINDS}
     narrow = {kind: layer(kind, rows=ROWS) for kind in KINDS}
 
-    def error(of: Layer, fmt: Format, scale: str, outputs: bool) -> str:
-        bits = f32_to_bf16(of.weight)
-        values, true = quantized(fmt, scale, bits, of.calibration), bf16_to_f32(bits)
+    def error(samples: Layer, output_format: Format, scale: str, outputs: bool) -> str:
+        bits = f32_to_bf16(samples.weight)
+        values, exact = quantize_and_decode(output_format, scale, bits, samples.calibration), bf16_to_f32(bits)
         if outputs:
-            values, true = of.held @ values.T, of.held @ true.T
-        return f"{100 * relative(values, true):.2f} %"
+            values, exact = samples.held @ values.T, samples.held @ exact.T
+        return f"{100 * relative(values, exact):.2f} %"
 
     rows = []
-    for title, name, scale in WAYS:
+    for title, name, scale in CASES:
         if scale in ("gptq descent", "gptq full"):
             continue
-        fmt = FORMATS[name]
-        cells = [error(of[kind], fmt, scale, of is narrow) for of in (wide, narrow) for kind in KINDS]
+        output_format = FORMATS[name]
+        cells = [
+            error(samples[kind], output_format, scale, samples is narrow)
+            for samples in (wide, narrow)
+            for kind in KINDS
+        ]
         rows.append((title, cells))
         print(title, *cells, flush=True)
     return rows
@@ -127,49 +131,49 @@ def synthetic() -> list[tuple[str, list[str]]]:
 # --- the bundled model ----------------------------------------------------------------------------
 
 
-def command(*words: object) -> str:
-    """Run ktconvert; returns what it printed."""
-    words_ = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, words)]
-    done = subprocess.run(words_, check=False, capture_output=True, text=True)
+def run_ktconvert(*arguments: object) -> str:
+    """Run ktconvert and return its output."""
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{' '.join(words_)}\n{done.stderr}")
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr}")
     return done.stdout
 
 
-def bits_per_weight(fmt: Format) -> str:
-    """Of a linear of 2048 x 2048, scales included."""
-    return f"{8 * sum(tensor.nbytes for tensor in fmt.encoding.tensors(2048, 2048)) / 2048**2:.2f}"
+def bits_per_weight(output_format: Format) -> str:
+    """Return the bits per weight of a linear of 2048 x 2048, including scales."""
+    return f"{8 * sum(tensor.nbytes for tensor in output_format.encoding.tensors(2048, 2048)) / 2048**2:.2f}"
 
 
-def model(folder: Path) -> list[tuple[str, list[str]]]:
-    """Rows: bits per weight, KL divergence, perplexity, agreement, error of each layer."""
+def measure_bundled_model(folder: Path) -> list[tuple[str, list[str]]]:
+    """Return a row for each case: bits per weight, KL divergence, perplexity, agreement, error of each layer."""
     text = TEXT.read_text()
     halves = [folder / "calibration.txt", folder / "evaluation.txt"]
     for path, half in zip(halves, (text[: len(text) // 2], text[len(text) // 2 :]), strict=True):
         path.write_text(half)
     calibration = ("--dataset", halves[0], "--num-calibration-samples", 128, "--max-sequence-length", WINDOW)
-    command("calibrate", MODEL, "--output", folder / "statistics", *calibration)
+    run_ktconvert("calibrate", MODEL, "--output", folder / "statistics", *calibration)
     options = {"imatrix": ("--statistics", folder / "statistics"), "gptq": (*calibration, "--force-cpu")}
     rows = []
-    for title, name, way in WAYS:
-        scale, _, steps = way.partition(" ")
+    for title, name, scale_and_steps in CASES:
+        scale, _, steps = scale_and_steps.partition(" ")
         output = folder / f"{name}-{scale}-{steps}"
         method = FORMATS[name].option
-        chosen = () if scale == "absmax" else ("--scale", scale, *options.get(scale, ()))
-        chosen += ("--gptq-steps", steps) if steps else ()
-        command("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *chosen)
-        found = json.loads(
-            command("eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--window", WINDOW, "--json")
+        scale_options = () if scale == "absmax" else ("--scale", scale, *options.get(scale, ()))
+        scale_options += ("--gptq-steps", steps) if steps else ()
+        run_ktconvert("cpu", "-i", MODEL, "-o", output, "--quant-method", method, *scale_options)
+        report = json.loads(
+            run_ktconvert("eval", MODEL, "--cpu-weights", output, "--text", halves[1], "--window", WINDOW, "--json")
         )
-        before, after = found["perplexity"]["original"], found["perplexity"]["converted"]
-        layers = ", ".join(f"{100 * each['relative_error']:.1f}" for each in found["layers"])
-        agree = f"{100 * found['top1_agreement']:.1f} %"
+        before, after = report["perplexity"]["original"], report["perplexity"]["converted"]
+        layers = ", ".join(f"{100 * each['relative_error']:.1f}" for each in report["layers"])
+        agreement = f"{100 * report['top1_agreement']:.1f} %"
         cells = [
             bits_per_weight(FORMATS[name]),
-            f"{found['kl']['mean']:.5f}",
-            f"{found['kl']['p99']:.4f}",
+            f"{report['kl']['mean']:.5f}",
+            f"{report['kl']['p99']:.4f}",
             f"{100 * (after / before - 1):+.2f} %",
-            agree,
+            agreement,
         ]
         rows.append((title, [*cells, f"{layers} %"]))
         print(title, *rows[-1][1], flush=True)
@@ -182,11 +186,11 @@ def model(folder: Path) -> list[tuple[str, list[str]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put tables, data and figures into docs/")
-    wanted = parser.parse_args()
-    errors = synthetic()
+    options = parser.parse_args()
+    errors = measure_synthetic_layers()
     with tempfile.TemporaryDirectory() as folder:
-        kl = model(Path(folder))
-    heads: dict[str, tuple[Sequence[str], Any]] = {
+        kl = measure_bundled_model(Path(folder))
+    tables: dict[str, tuple[Sequence[str], Any]] = {
         "synthetic layers": (
             ("", *(f"weights, {kind}, K 2048" for kind in KINDS), *(f"outputs, {kind}, K 1024" for kind in KINDS)),
             errors,
@@ -204,14 +208,14 @@ def main() -> None:
             kl,
         ),
     }
-    for name, (head, rows) in heads.items():
+    for name, (head, rows) in tables.items():
         body = pages.table(head, [(title, *cells) for title, cells in rows])
-        if wanted.write:
+        if options.write:
             pages.write(PAGE, name, body)
         else:
             print(f"\n{name}\n{body}")
-    if wanted.write:
-        pages.draw("accuracy", {name: [(title, *cells) for title, cells in rows] for name, (_, rows) in heads.items()})
+    if options.write:
+        pages.draw("accuracy", {name: [(title, *cells) for title, cells in rows] for name, (_, rows) in tables.items()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random blocks of ggml, with scales of the size that weights have; and a model of them in GGUF."""
+"""Random blocks of ggml with scales of typical weights, and GGUF models made of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import numpy as np
 
 from ktconvert.native_quant.matrix import GGML
 
-# Where FP16 scales lie in a block; an MXFP4 block begins with its E8M0 scale.
+# Positions of FP16 scales in a block. An MXFP4 block starts with its E8M0 scale.
 SCALES = {"Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def random_blocks(name: str, count: int, seed: int = 0) -> Any:
-    """uint8 [count, bytes of a block]."""
+    """Return random blocks as uint8 [count, bytes per block]."""
     rng = np.random.default_rng(seed)
     blocks = rng.integers(0, 256, (count, GGML[name].items), np.uint8)
     for at in SCALES.get(name, ()):
@@ -25,15 +25,15 @@ def random_blocks(name: str, count: int, seed: int = 0) -> Any:
 
 
 def write_gguf(path: Path, layers: int, experts: int, name: str, shape: tuple[int, int] = (2048, 768)) -> None:
-    """Experts of this hidden size and width in one type, as llama.cpp names them, unless the file exists."""
+    """Write experts of one type under the names of llama.cpp, unless the file exists."""
     import gguf
 
     if path.exists():
         return
     hidden, width = shape
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, "qwen3moe")
+    partial = path.with_suffix(".part")
+    writer = gguf.GGUFWriter(partial, "qwen3moe")
     keys = {"block_count": layers, "embedding_length": hidden, "expert_count": experts}
     for key, value in (keys | {"expert_feed_forward_length": width}).items():
         writer.add_uint32(f"qwen3moe.{key}", value)
@@ -54,4 +54,4 @@ def write_gguf(path: Path, layers: int, experts: int, name: str, shape: tuple[in
     for seed, (_, (e, n, k)) in enumerate(tensors):
         writer.write_tensor_data(random_blocks(name, e * n * k // columns, seed).reshape(e, n, -1))
     writer.close()
-    part.rename(path)
+    partial.rename(path)

@@ -1,4 +1,4 @@
-"""Lets kt-kernel 0.7.2 run with a torch for the CPU alone: import it before kt_kernel."""
+"""Makes kt-kernel 0.7.2 run with a CPU-only torch; import it before kt_kernel."""
 
 import os
 
@@ -6,7 +6,7 @@ os.environ["KT_FORCE_SYNC_SUBMIT"] = "1"  # there may be no CUDA stream
 
 import torch
 
-for _name in ("zeros", "empty", "full"):  # a CPU-only torch cannot pin memory, and kt-kernel asks for it
+for _name in ("zeros", "empty", "full"):  # kt-kernel asks for pinned memory, which a CPU-only torch does not have
 
     def _unpinned(*args, _real=getattr(torch, _name), **options):  # noqa: B008
         options.pop("pin_memory", None)

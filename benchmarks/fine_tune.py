@@ -1,11 +1,11 @@
-"""A real fine-tune: LoRA through converted experts beside BF16 training in transformers and PEFT, from the same seed.
+"""A real fine-tune: LoRA through converted experts, beside BF16 training in transformers and PEFT, from the same seed.
 
     python benchmarks/fine_tune.py TEXT... [--steps 200] [--output docs/figures/training.json]
 
-The bundled model learns TEXT but every 16th sequence of it, of which the loss is measured. In each run the adapter
-begins with the same matrices and sees the same sequences. "transformers": the unconverted model, whose stacked
-gate_up_proj PEFT adapts as one; the blocks of its B that would mix gate and up are kept at zero, so that all runs have
-the same parameters. The others: `ktconvert train`'s settings on converted experts.
+The bundled model learns TEXT except every 16th sequence, whose loss is measured. In each run the adapter starts with
+the same matrices and sees the same sequences. "transformers" is the unconverted model, whose stacked gate_up_proj PEFT
+adapts as one matrix; the blocks of its B that would mix gate and up stay zero, so that all runs have the same
+parameters. The other runs use the settings of `ktconvert train` with converted experts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODEL = ROOT / "examples" / "qwen3-moe-small"
 METHODS = {"BF16": "bf16", "INT8": "int8", "INT4": "int4"}
 SEQUENCE, BATCH, RANK, ALPHA, RATE, SEED = 128, 4, 16, 32, 1e-3, 42
-HELD_OUT = 16  # one sequence of so many
+HELD_OUT = 16  # every 16th sequence
 
 
 def load(weights: Path | None) -> Any:
@@ -35,8 +35,8 @@ def load(weights: Path | None) -> Any:
     return AutoModelForCausalLM.from_pretrained(MODEL, quantization_config=KTConvertConfig(cpu_weights=weights))
 
 
-def first_adapter(folder: Path, weights: Path) -> None:
-    """Where all runs begin."""
+def save_initial_adapter(folder: Path, weights: Path) -> None:
+    """Save the adapter with which all runs start."""
     from peft import LoraConfig, get_peft_model
     from transformers import set_seed
 
@@ -46,34 +46,34 @@ def first_adapter(folder: Path, weights: Path) -> None:
     get_peft_model(load(weights), config).save_pretrained(folder)
 
 
-def keep_blocks(model: Any) -> None:
-    """Take from the gradient of PEFT's B of gate_up_proj [2 I, 2 r E] what would mix gate and up."""
+def keep_gate_and_up_apart(model: Any) -> None:
+    """Zero the gradient of PEFT's B of gate_up_proj [2 I, 2 r E] where it would mix gate and up."""
     for name, parameter in model.named_parameters():
         if "experts.base_layer.lora_B" in name:
             rows, columns = parameter.shape
-            block = parameter.new_zeros(
-                rows, 2, RANK, columns // (2 * RANK)
-            )  # PEFT orders columns by rank, then expert
+            # PEFT orders columns by rank, then expert.
+            block = parameter.new_zeros(rows, 2, RANK, columns // (2 * RANK))
             block[: rows // 2, 0], block[rows // 2 :, 1] = 1, 1
             block = block.reshape(rows, columns)
             parameter.register_hook(lambda gradient, block=block: gradient * block)
 
 
 def examples(rows: Any) -> list[dict[str, Any]]:
-    """Return sequences of tokens [sequences, tokens] as transformers' Trainer takes them."""
+    """Return sequences of tokens [sequences, tokens] in the form of transformers' Trainer."""
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
 def run(name: str, weights: Path | None, adapter: Path, rows: Any, held_out: Any, steps: int) -> dict[str, Any]:
+    """Train with these experts and return losses and seconds."""
     import torch
     from peft import PeftModel
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     model = PeftModel.from_pretrained(load(weights), adapter, is_trainable=True)
     if weights is None:
-        keep_blocks(model)
+        keep_gate_and_up_apart(model)
 
-    class Dots(TrainerCallback):
+    class PrintLosses(TrainerCallback):
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
             print(f"{name}: step {state.global_step}, loss of other text {metrics['eval_loss']:.4f}", flush=True)
 
@@ -96,14 +96,18 @@ def run(name: str, weights: Path | None, adapter: Path, rows: Any, held_out: Any
         use_cpu=True,
         prediction_loss_only=True,
     )
-    learner = Trainer(
-        model=model, args=arguments, train_dataset=examples(rows), eval_dataset=examples(held_out), callbacks=[Dots()]
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=examples(rows),
+        eval_dataset=examples(held_out),
+        callbacks=[PrintLosses()],
     )
     torch.manual_seed(SEED)
     begin = time.perf_counter()
-    learner.train()
+    trainer.train()
     seconds = time.perf_counter() - begin
-    history = learner.state.log_history
+    history = trainer.state.log_history
     return {
         "name": name,
         "losses": [row["loss"] for row in history if "loss" in row],
@@ -140,12 +144,12 @@ def main() -> None:
                 ["ktconvert", "cpu", "-i", MODEL, "-o", outputs[name], "--quant-method", method, "-q"], check=True
             )
         adapter = Path(folder) / "adapter"
-        first_adapter(adapter, outputs["BF16"])
+        save_initial_adapter(adapter, outputs["BF16"])
         runs = [
             run(name, weights, adapter, rows, held_out, options.steps)
             for name, weights in {"transformers": None, **outputs}.items()
         ]
-    about = {
+    settings = {
         "text": ", ".join(text.name for text in options.text),
         "tokens": len(rows) * SEQUENCE,
         "held_out": len(held_out) * SEQUENCE,
@@ -154,12 +158,12 @@ def main() -> None:
         "rank": RANK,
         "learning_rate": RATE,
     }
-    options.output.write_text(json.dumps({**about, "runs": runs}, indent=1) + "\n")
-    end = runs[0]["eval"][-1][1]
-    for each in runs:
-        last = each["eval"][-1][1]
-        first, apart = each["eval"][0][1], 100 * (last / end - 1)
-        print(f"{each['name']:<14} {first:.4f} -> {last:.4f}  {apart:+.2f} %  {each['seconds']} s")
+    options.output.write_text(json.dumps({**settings, "runs": runs}, indent=1) + "\n")
+    reference = runs[0]["eval"][-1][1]
+    for one_run in runs:
+        last = one_run["eval"][-1][1]
+        first, difference = one_run["eval"][0][1], 100 * (last / reference - 1)
+        print(f"{one_run['name']:<14} {first:.4f} -> {last:.4f}  {difference:+.2f} %  {one_run['seconds']} s")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""The forward of routed experts, ours against kt-kernel's, in turns on the same weights and inputs.
+"""The forward of routed experts, ours and kt-kernel's, in turns with the same weights and inputs.
 
 python benchmarks/forward.py                    both shapes and methods; about ten minutes, 8 GB of memory, 8 GB of disk
 python benchmarks/forward.py --quick            one shape, a minute
-python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB of disk more
-python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4 rawint4 gptq_int4     those of checkpoints alone
+python benchmarks/forward.py --methods bf16 fp8 mxfp4      floating-point experts; 10 GB more disk
+python benchmarks/forward.py --methods fp8_perchannel mxfp8 nvfp4 rawint4 gptq_int4     methods of checkpoints
 python benchmarks/forward.py --methods gguf_q4_k gguf_q6_k gguf_q8_0 gguf_q4_0     LLAMAFILE, by types of ggml
-python benchmarks/forward.py --methods int4 moe_int4 int8 moe_int8     ours alone has moe_*: the same kernels
-python benchmarks/forward.py --vary isa         ours alone, instruction sets compared
-python benchmarks/forward.py --vary memory      ours alone, mapped files against a copy on huge pages
-kt-kernel: --peer PYTHON, else KTCONVERT_PEER_PYTHON, else build/peer (`make peer`); without it ours alone. On a CPU
-with AVX2 alone, or with --isa avx2, it has no AMXINT4 and AMXINT8: unless --methods names some, bf16, fp8 and mxfp4
-are compared then. Methods that it lacks are measured without it.
-Outputs are compared first.
+python benchmarks/forward.py --methods int4 moe_int4 int8 moe_int8     moe_* (only ours) has the same kernels
+python benchmarks/forward.py --vary isa         only ours, instruction sets compared
+python benchmarks/forward.py --vary memory      only ours, mapped files compared with a copy on huge pages
+
+kt-kernel is taken from --peer PYTHON, KTCONVERT_PEER_PYTHON or build/peer (`make peer`); without it, only ours is
+measured. It has no AMXINT4 and AMXINT8 on a CPU with only AVX2, or with --isa avx2: then bf16, fp8 and mxfp4 are
+compared, unless --methods names others. Methods that it lacks are measured without it. Outputs are compared first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import mixtures
 import numpy as np
 import timing
 from ceilings import l3_bytes
-from forward_cells import Cell, Figures, Run, document
+from forward_cells import Cell, Figures, Run, cell_document
 from forward_report import Load
 from mixtures import Batch, Shape
 from state import build
@@ -46,19 +46,19 @@ from ktconvert.native_quant.instruction_sets import VARIANTS
 
 HERE = Path(__file__).resolve().parent
 PEER = "kt"
-MOST_CALLS = 400
+MAX_CALLS = 400
 PROBES = 1000
-PREFERRED = (
-    ("int4", "int8"),
-    ("bf16", "fp8", "mxfp4", "rawint4", "gptq_int4"),
-)  # without --methods: the first that kt-kernel has
-ENDLESS = 4.0  # seconds; a call that lasts longer is timed once, when its output is compared
+# Default methods: the first group that kt-kernel has.
+PREFERRED = (("int4", "int8"), ("bf16", "fp8", "mxfp4", "rawint4", "gptq_int4"))
+MAX_SECONDS = 4.0  # a longer call is only timed once, when outputs are compared
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the processes that take turns. `memory`: how ours holds the weights; None: kt-kernel. `lacks`: methods
-    that it has no code for on this CPU.
+    """A process that takes turns with others.
+
+    memory  how ours holds the weights; None for kt-kernel
+    lacks   methods that it does not support on this CPU
     """
 
     name: str
@@ -76,34 +76,34 @@ class Side:
 
 def main() -> None:
     """Measure and report."""
-    options = _options()
+    options = parse_options()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))  # so that the temporary directory is removed
     machine = timing.machine() | {"l3_bytes": str(l3_bytes())}
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     with tempfile.TemporaryDirectory(prefix="ktconvert-forward-", dir=options.dir) as scratch:
         build(HERE / "state.c", Path(scratch))
-        sides = _sides(options, Path(scratch))
-        lacked = frozenset[str]().union(*(side.lacks for side in sides))
-        options.methods = options.methods or next((m for m in PREFERRED if not lacked & set(m)), PREFERRED[0])
+        sides = choose_sides(options, Path(scratch))
+        unsupported = frozenset[str]().union(*(side.lacks for side in sides))
+        options.methods = options.methods or next((m for m in PREFERRED if not unsupported & set(m)), PREFERRED[0])
         run, cells, loads = Run(), [], []
         for name in options.shapes:
             for result in measure_shape(Path(scratch), mixtures.SHAPES[name], sides, options, run):
                 (cells if isinstance(result, Cell) else loads).append(result)
     print()
-    cells = [run.settled(cell) for cell in cells]
-    forward_report.show_targets(cells, loads)
+    cells = [run.update_cell(cell) for cell in cells]
+    forward_report.print_targets(cells, loads)
     if options.json:
         figures = {
             "machine": machine,
             "probes": {"limit": run.limit, "count": len(run.probes)},
             "reads": run.reads,
-            "cells": [document(cell) for cell in cells],
+            "cells": [cell_document(cell) for cell in cells],
             "loads": [asdict(load) for load in loads],
         }
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def _options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--shapes", nargs="+", choices=mixtures.SHAPES, default=["qwen3", "deepseek"])
@@ -114,19 +114,19 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2] if cores > 1 else [1])
     parser.add_argument(
-        "--rounds", type=int, default=5, help="turns of each; at most three where a call takes a quarter of a second"
+        "--rounds", type=int, default=5, help="turns of each; at most three if a call takes a quarter of a second"
     )
-    parser.add_argument("--slice", type=float, default=0.12, metavar="SECONDS", help="how long one turn lasts")
+    parser.add_argument("--slice", type=float, default=0.12, metavar="SECONDS", help="duration of one turn")
     parser.add_argument("--loads", type=int, default=2, help="rounds of quantizing a layer from tensors; 0: none")
     parser.add_argument(
-        "--layers", type=int, help="that calls rotate over; as many as make four times the last-level cache, at least 3"
+        "--layers", type=int, help="number of layers in turn; default: four times the last-level cache, at least 3"
     )
     parser.add_argument(
         "--isa", choices=kernels.available_isas(), help="instruction set of ours; kt-kernel uses the matching variant"
     )
     parser.add_argument("--memory", choices=["map", "copy"], default="map", help="how ours holds the weights")
     parser.add_argument("--vary", choices=["isa", "memory"], help="compare ours with itself")
-    parser.add_argument("--peer", metavar="PYTHON", help="Python of a venv that has kt-kernel; 'none': ours alone")
+    parser.add_argument("--peer", metavar="PYTHON", help="Python of a venv that has kt-kernel; 'none': only ours")
     parser.add_argument("--dir", type=Path, help="where the temporary directory is created")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--quick", action="store_true", help="few cells and short turns, to try the script")
@@ -141,8 +141,8 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
-    """The sides that take turns; the others are compared with the first."""
+def choose_sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
+    """Return the sides that take turns; all others are compared with the first."""
     if options.vary == "isa":
         isas = [isa for isa in reversed(kernels.available_isas()) if isa != "scalar"]
         return [Side(isa, sys.executable, {"KTCONVERT_ISA": isa}, options.memory) for isa in isas]
@@ -156,18 +156,20 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
         or str(HERE.parent / "build" / "peer" / "bin" / "python")
     )
     if python == "none" or not Path(python).exists():
-        print("kt-kernel is not installed: measuring ours alone")
+        print("kt-kernel is not installed: measuring only ours")
         return [ours]
     variant = {"KT_KERNEL_CPU_VARIANT": VARIANTS.get(options.isa, "")} if options.isa else {}
     peer = Side(PEER, python, variant, None)
     try:
-        with _workers([ours, peer], scratch, 1) as workers:
+        with start_workers([ours, peer], scratch, 1) as workers:
             for worker in workers:
-                print(worker.ask("about"))
-            lacking = workers[1].ask("lacking", methods=sorted({made.name for made in mixtures.METHODS.values()}))
-            lacks = frozenset(method for method, made in mixtures.METHODS.items() if made.name in lacking)
+                print(worker.ask("describe"))
+            unsupported = workers[1].ask(
+                "list_unsupported", methods=sorted({entry.name for entry in mixtures.METHODS.values()})
+            )
+            lacks = frozenset(method for method, entry in mixtures.METHODS.items() if entry.name in unsupported)
     except RuntimeError as error:
-        print(f"kt-kernel does not run, measuring ours alone: {error}")
+        print(f"kt-kernel does not run, measuring only ours: {error}")
         return [ours]
     if lacks:
         print(f"kt-kernel has no {', '.join(sorted(lacks))} on this CPU")
@@ -177,7 +179,7 @@ def _sides(options: argparse.Namespace, scratch: Path) -> list[Side]:
 def measure_shape(
     scratch: Path, shape: Shape, all_sides: Sequence[Side], options: argparse.Namespace, run: Run
 ) -> Iterator[Cell | Load]:
-    """All cells of one shape, printed as they are measured."""
+    """Measure all cells of one shape, and print each."""
     folder = scratch / shape.name.replace(" ", "-")
     source = folder / "tensors"
     source.mkdir(parents=True)
@@ -189,35 +191,42 @@ def measure_shape(
         if routing == "balanced" or tokens > 1  # one token goes to TOPK experts either way
     ]
     for method in options.methods:
-        made = mixtures.METHODS[method]
+        entry = mixtures.METHODS[method]
         sides = [
-            replace(side, env=side.env | made.env) if side.name == PEER else side
+            replace(side, env=side.env | entry.env) if side.name == PEER else side
             for side in all_sides
             if method not in side.lacks
         ]
-        if not options.vary and made.made == "tensors":
+        if not options.vary and entry.source == "tensors":
             yield from measure_loads(folder, source, shape, method, sides, max(options.threads), options.loads)
         layers = options.layers or max(3, -(-4 * l3_bytes() // (shape.experts * shape.expert_bytes(method))))
         weights = make_weights(folder, source, shape, method, layers, sides, max(options.threads))
         for threads in options.threads:
-            with _workers(sides, scratch, threads) as workers:
+            with start_workers(sides, scratch, threads) as workers:
                 for worker, side in zip(workers, sides, strict=True):
-                    more = {"memory": side.memory} if side.memory else {}
+                    options_of_side = {"memory": side.memory} if side.memory else {}
                     sizes = {"experts": shape.experts, "hidden": shape.hidden, "intermediate": shape.intermediate}
-                    worker.ask("open", folder=str(weights[side.name]), layers=layers, method=made.name, **sizes, **more)
+                    worker.ask(
+                        "open",
+                        folder=str(weights[side.name]),
+                        layers=layers,
+                        method=entry.name,
+                        **sizes,
+                        **options_of_side,
+                    )
                 run.probes += workers[0].ask("probe", count=PROBES)
                 for _ in range(options.rounds):
-                    run.saw(run.operations, threads, workers[0].ask("operations"))
-                    run.saw(run.reads, threads, workers[0].ask("read"))
+                    run.record_rates(run.operations, threads, workers[0].ask("operations"))
+                    run.record_rates(run.reads, threads, workers[0].ask("read"))
                 names = [side.name for side in sides]
-                forward_report.show_heading(
+                forward_report.print_heading(
                     shape, method, threads, layers, run.reads[threads], run.operations[threads], names
                 )
                 cells = []
                 for batch in batches:
                     cells.append(measure_cell(shape, method, threads, batch, workers, options, run))
-                    forward_report.show_cell(cells[-1])
-                forward_report.show_marks(cells)
+                    forward_report.print_cell(cells[-1])
+                forward_report.print_marks(cells)
                 yield from cells
         for path in set(weights.values()):
             shutil.rmtree(path)
@@ -227,15 +236,17 @@ def measure_shape(
 def make_weights(
     folder: Path, source: Path, shape: Shape, method: str, layers: int, sides: Sequence[Side], threads: int
 ) -> dict[str, Path]:
-    """The directory that each side loads. AMXINT4, AMXINT8 and what is stored in a checkpoint are one for all; of other
-    methods ours is in panels, and kt-kernel's in its own layout, which for BF16 is the checkpoint.
+    """Write the weights, and return the directory that each side loads.
+
+    AMXINT4, AMXINT8 and weights stored in checkpoints are shared. Otherwise ours has panels, and kt-kernel has its own
+    layout, which for BF16 is the checkpoint.
     """
     ours = folder / method
-    if write := {"stored": mixtures.write_stored, "gguf": mixtures.write_gguf}.get(mixtures.METHODS[method].made):
+    if write := {"stored": mixtures.write_stored, "gguf": mixtures.write_gguf}.get(mixtures.METHODS[method].source):
         write(ours, shape, layers, method)
         return {side.name: ours for side in sides}
-    if mixtures.METHODS[method].made == "tensors":
-        with _workers(sides[:1], folder, threads) as (worker,):
+    if mixtures.METHODS[method].source == "tensors":
+        with start_workers(sides[:1], folder, threads) as (worker,):
             worker.ask("quantize", source=str(source), method=mixtures.METHODS[method].name, out=str(folder / "loose"))
         mixtures.merge_layers(folder / "loose", ours, layers)
         shutil.rmtree(folder / "loose")
@@ -243,7 +254,7 @@ def make_weights(
     checkpoint, theirs = folder / "checkpoint", folder / f"{method}-kt"
     mixtures.write_checkpoint(source, checkpoint, shape, layers)
     convert = ("cpu", "-i", checkpoint, "--quant-method", method, "--threadpool-count", 1)
-    if mixtures.METHODS[method].made == "plain":  # which kt-kernel has no code for on x86-64
+    if mixtures.METHODS[method].source == "plain":  # kt-kernel has no code for these on x86-64
         mixtures.ktconvert(*convert, "-o", ours, "--layout", "plain")
         shutil.rmtree(checkpoint)
         return {side.name: ours for side in sides}
@@ -265,27 +276,26 @@ def measure_cell(
     options: argparse.Namespace,
     run: Run,
 ) -> Cell:
-    """Compare the outputs, then time all sides in turns; the read bandwidth is measured in each round."""
+    """Compare the outputs, then time all sides in turns; measure the read bandwidth in each round."""
     for worker in workers:
         worker.ask("batch", folder=str(batch.folder))
-    differing, distance, turns = compare(batch.folder, workers)
-    differing = (
-        differing if mixtures.METHODS[method].made == "tensors" else None
-    )  # the others have no mode with kt-kernel's bits
+    differing, distance, turns = compare_outputs(batch.folder, workers)
+    if mixtures.METHODS[method].source != "tensors":
+        differing = None  # only these have a mode with kt-kernel's bits
     first = {name: turn["walls"][0] for name, (turn,) in turns.items()}
     for worker in workers:
         if first[worker.name] < LONG:  # the first call was a cold one
             first[worker.name] = worker.ask("time", first=0, count=1, warm=True)["walls"][0]
-        if first[worker.name] < ENDLESS:
+        if first[worker.name] < MAX_SECONDS:
             turns[worker.name].clear()
     for number in range(options.rounds if max(first.values()) < LONG else min(options.rounds, 3)):
-        run.saw(run.reads, threads, workers[0].ask("read"))
+        run.record_rates(run.reads, threads, workers[0].ask("read"))
         for worker in workers:
-            if first[worker.name] < ENDLESS:
-                count = max(1, min(MOST_CALLS, int(options.slice / first[worker.name])))
+            if first[worker.name] < MAX_SECONDS:
+                count = max(1, min(MAX_CALLS, int(options.slice / first[worker.name])))
                 warm = first[worker.name] < LONG
                 turns[worker.name].append(worker.ask("time", first=2 + number * count, count=count, warm=warm))
-    run.probes += [probe for these in turns.values() for turn in these for probe in turn["probes"]]
+    run.probes += [probe for side_turns in turns.values() for turn in side_turns for probe in turn["probes"]]
     return Cell(
         shape=shape.name,
         method=method,
@@ -303,26 +313,26 @@ def measure_cell(
         differing=differing,
         elements=batch.tokens * shape.hidden,
         distance=distance,
-        figures={name: Figures.of(these) for name, these in turns.items()},
+        figures={name: Figures.from_turns(side_turns) for name, side_turns in turns.items()},
     )
 
 
-def compare(folder: Path, workers: Sequence[Worker]) -> tuple[int | None, float | None, dict[str, list[Any]]]:
-    """Count BF16 values that differ between ours (exact) and the others; compare ours (default) with the second side.
+def compare_outputs(folder: Path, workers: Sequence[Worker]) -> tuple[int | None, float | None, dict[str, list[Any]]]:
+    """Compare the exact outputs of ours with the other sides, and the default ones with the second side.
 
-    Returns the count, the relative distance |a - b| / |b|, and the seconds that each side took.
+    Return the number of different BF16 values, the relative distance |a - b| / |b|, and the seconds of each side.
     """
     ours, *others = workers
     ours.ask("answer", path=str(folder / "exact.npy"), exact=True)
     turns = {ours.name: [ours.ask("answer", path=str(folder / "default.npy"), exact=False)]}
     for worker in others:
-        more = {} if worker.name == PEER else {"exact": True}
-        turns[worker.name] = [worker.ask("answer", path=str(folder / f"{worker.name}.npy"), **more)]
+        exact_option = {} if worker.name == PEER else {"exact": True}
+        turns[worker.name] = [worker.ask("answer", path=str(folder / f"{worker.name}.npy"), **exact_option)]
     if not others:
         return None, None, turns
     exact, default, *rest = (np.load(folder / f"{n}.npy") for n in ("exact", "default", *(w.name for w in others)))
     a, b = ((bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for bits in (default, rest[0]))
-    differing = max(int((exact != one).sum()) for one in rest)
+    differing = max(int((exact != output).sum()) for output in rest)
     return differing, float(np.linalg.norm(a - b) / np.linalg.norm(b)), turns
 
 
@@ -335,7 +345,7 @@ def measure_loads(
         for side in sides:
             saved = folder / "saved"
             saved.mkdir()
-            with _workers([side], folder, threads) as (worker,):
+            with start_workers([side], folder, threads) as (worker,):
                 name = mixtures.METHODS[method].name
                 seconds[side.name].append(
                     worker.ask("load_source", source=str(source), method=name, scratch=str(saved))
@@ -343,18 +353,18 @@ def measure_loads(
             shutil.rmtree(saved)
     if rounds:
         load = Load(shape.name, method, threads, sum(f.stat().st_size for f in source.glob("*.npy")), seconds)
-        forward_report.show_load(load)
+        forward_report.print_load(load)
         yield load
 
 
 @contextmanager
-def _workers(sides: Sequence[Side], scratch: Path, threads: int) -> Iterator[list[Worker]]:
+def start_workers(sides: Sequence[Side], scratch: Path, threads: int) -> Iterator[list[Worker]]:
     with ExitStack() as stack:
         workers = []
         for side in sides:
             worker = side.start(scratch, threads)
             stack.callback(worker.close)
-            worker.ask("about")
+            worker.ask("describe")
             workers.append(worker)
         yield workers
 

@@ -1,4 +1,4 @@
-"""What forward.py measured: samples of the two sides, quiet and busy ones apart, beside the ceilings of the machine."""
+"""Measurements of forward.py: calls of each side, quiet and busy ones apart, beside the ceilings of the machine."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-QUIET = 1.15  # a probe of at most so many times the best of the run is quiet
+QUIET = 1.15  # a probe is quiet up to this multiple of the best probe of the run
 
 
 def best_probe(probes: Sequence[float]) -> float:
-    """The quietest state of a run: of every hundred probes one may be lower, which an interrupt spoiled."""
+    """Return the quietest state of a run. One probe in a hundred may be lower, because an interrupt spoiled it."""
     return sorted(probes)[len(probes) // 100]
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One side's calls in one cell.
+    """Calls of one side in one cell.
 
-    wall    the median of all seconds; walls: of each call
-    states  of the cores at each call: the worse of the probes before and after it
-    cpu     CPU seconds per call of the process; workers: of kt-kernel's workers alone
+    wall     median of the seconds of all calls
+    walls    seconds of each call
+    states   state of the cores at each call: the worse of the probes before and after it
+    cpu      CPU seconds of the process per call
+    workers  CPU seconds per call of kt-kernel's workers alone
     """
 
     wall: float
@@ -31,8 +33,8 @@ class Figures:
     workers: float | None
 
     @classmethod
-    def of(cls, turns: Sequence[Mapping[str, Any]]) -> Figures:
-        """From the turns that a worker reported (turns.timed)."""
+    def from_turns(cls, turns: Sequence[Mapping[str, Any]]) -> Figures:
+        """Make figures of the turns that a worker reported (turns.time_calls)."""
         walls = [wall for turn in turns for wall in turn["walls"]]
         workers = [turn["workers"] for turn in turns if turn["workers"] is not None]
         return cls(
@@ -43,26 +45,27 @@ class Figures:
             statistics.median(workers) if workers else None,
         )
 
-    def parted(self, limit: float) -> tuple[list[float], list[float]]:
-        """The seconds of calls in quiet states, which are at most `limit`, and in busy ones."""
+    def split_calls(self, limit: float) -> tuple[list[float], list[float]]:
+        """Return the seconds of calls in quiet states, up to `limit`, and in busy ones."""
         quiet = [wall for wall, state in zip(self.walls, self.states, strict=True) if state <= limit]
         return quiet, [wall for wall, state in zip(self.walls, self.states, strict=True) if state > limit]
 
     @property
     def work(self) -> float:
-        """CPU seconds without kt-kernel's thread that only waits."""
+        """CPU seconds without the thread of kt-kernel that only waits."""
         return self.cpu if self.workers is None else self.workers
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape, method, number of threads, tokens and routing.
+    """One shape, method, number of threads, number of tokens and routing.
 
-    bytes       of weights and scales of the experts touched
-    read        bytes per second that as many threads read at most; read_cpu: per CPU second
-    ceilings    INT8 operations per second of as many threads: "amx" with operands in L2, "vnni" on registers
-    limit       of quiet states
-    differing   BF16 values of `elements` that differ in exact mode; distance: relative, of the default mode
+    bytes       weights and scales of the experts used
+    read        largest bytes per second that this number of threads reads; read_cpu: per CPU second
+    ceilings    INT8 operations per second of this number of threads: "amx" with operands in L2, "vnni" in registers
+    limit       largest quiet state
+    differing   number of the `elements` BF16 values that differ in exact mode
+    distance    relative distance in the default mode
     figures     by side; the first is ours
     """
 
@@ -90,18 +93,18 @@ class Cell:
         return next(iter(self.figures.values()))
 
     def seconds(self, name: str | None = None) -> float:
-        """A side's median of quiet calls, or of busy ones where it has no quiet one; without a name: ours."""
-        quiet, busy = (self.ours if name is None else self.figures[name]).parted(self.limit)
+        """Return the median of a side's quiet calls, or of busy ones if it has no quiet ones; by default ours."""
+        quiet, busy = (self.ours if name is None else self.figures[name]).split_calls(self.limit)
         return statistics.median(quiet or busy)
 
     @property
     def of_read(self) -> float:
-        """The share of the read bandwidth, by wall time."""
+        """Share of the read bandwidth, by wall time."""
         return self.bytes / self.seconds() / self.read
 
     @property
     def of_read_cpu(self) -> float:
-        """The same by CPU time, which other processes of this machine affect less."""
+        """Share of the read bandwidth by CPU time, which other processes of this machine affect less."""
         return self.bytes / self.ours.cpu / self.read_cpu
 
     @property
@@ -110,17 +113,20 @@ class Cell:
         return self.operations / self.seconds()
 
     def ratio(self, name: str) -> float:
-        """That side's time as a multiple of ours: of quiet calls, or of busy ones where a side has no quiet one."""
-        for ours, theirs in zip(self.ours.parted(self.limit), self.figures[name].parted(self.limit), strict=True):
+        """Return a side's time as a multiple of ours: of quiet calls, or of busy ones if a side has no quiet ones."""
+        for ours, theirs in zip(
+            self.ours.split_calls(self.limit), self.figures[name].split_calls(self.limit), strict=True
+        ):
             if ours and theirs:
                 return statistics.median(theirs) / statistics.median(ours)
         return self.seconds(name) / self.seconds()
 
     def mark(self, *names: str) -> str:
-        """What is wrong with comparing ours with these sides: "*" where busy calls had to do, "?" where the one has
-        quiet calls alone and the other busy ones.
+        """Return a mark for comparisons of ours with these sides that are not between quiet calls.
+
+        "*": busy calls are compared. "?": quiet calls of one side are compared with busy calls of the other.
         """
-        sides = [self.ours.parted(self.limit), *(self.figures[name].parted(self.limit) for name in names)]
+        sides = [self.ours.split_calls(self.limit), *(self.figures[name].split_calls(self.limit) for name in names)]
         if all(quiet for quiet, _ in sides):
             return ""
         return "*" if all(busy for _, busy in sides) else "?"
@@ -128,11 +134,11 @@ class Cell:
 
 @dataclass
 class Run:
-    """What is known of the machine; it gets better while the run lasts.
+    """Knowledge of the machine, which improves during the run.
 
-    probes      all of them
-    reads       by threads, then by streams and "cpu": bytes per second, the best
-    operations  by threads, then by instruction: operations per second, the best
+    probes      all probes
+    reads       threads -> streams or "cpu" -> best bytes per second
+    operations  threads -> instruction -> best operations per second
     """
 
     probes: list[float] = field(default_factory=list)
@@ -141,20 +147,20 @@ class Run:
 
     @property
     def limit(self) -> float:
-        """Up to where a state is quiet."""
+        """Largest quiet state."""
         return best_probe(self.probes) * QUIET
 
-    def saw(self, ceilings: dict[int, dict[str, float]], threads: int, rates: Mapping[str, float]) -> None:
-        """Keep the best: `ceilings` is reads or operations."""
-        known = ceilings.setdefault(threads, {})
-        known |= {what: max(rate, known.get(what, 0.0)) for what, rate in rates.items()}
+    def record_rates(self, ceilings: dict[int, dict[str, float]], threads: int, rates: Mapping[str, float]) -> None:
+        """Keep the best rates; `ceilings` is reads or operations."""
+        best = ceilings.setdefault(threads, {})
+        best |= {name: max(rate, best.get(name, 0.0)) for name, rate in rates.items()}
 
     def read(self, threads: int) -> float:
-        """Bytes per second, in the best number of streams."""
+        """Return the bytes per second with the best number of streams."""
         return max(rate for streams, rate in self.reads[threads].items() if streams != "cpu")
 
-    def settled(self, cell: Cell) -> Cell:
-        """The cell with what is known now."""
+    def update_cell(self, cell: Cell) -> Cell:
+        """Return the cell with the present knowledge of the machine."""
         reads = self.reads[cell.threads]
         return replace(
             cell,
@@ -165,12 +171,12 @@ class Run:
         )
 
 
-def document(cell: Cell) -> dict[str, Any]:
-    """A cell as JSON: its fields, and for each side how many calls were quiet and busy, and their medians."""
+def cell_document(cell: Cell) -> dict[str, Any]:
+    """Return a cell for JSON: its fields, and number and median of the quiet and busy calls of each side."""
     sides = {}
     for name, figures in cell.figures.items():
-        parts = zip(("quiet", "busy"), figures.parted(cell.limit), strict=True)
+        calls = zip(("quiet", "busy"), figures.split_calls(cell.limit), strict=True)
         sides[name] = {
-            what: {"calls": len(walls), "wall": statistics.median(walls) if walls else None} for what, walls in parts
+            state: {"calls": len(walls), "wall": statistics.median(walls) if walls else None} for state, walls in calls
         }
     return asdict(cell) | {"sides": sides}

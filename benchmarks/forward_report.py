@@ -1,4 +1,4 @@
-"""The results of forward.py as tables, and its targets."""
+"""Tables of the results of forward.py, and its targets."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from mixtures import METHODS, Shape
 
 @dataclass(frozen=True)
 class Load:
-    """load_weights_from_tensors: bytes of BF16, and by side the seconds of each round, `saved` and `unsaved`."""
+    """load_weights_from_tensors: bytes of BF16, and seconds of each round by side.
+
+    "saved" includes saving, "unsaved" does not.
+    """
 
     shape: str
     method: str
@@ -20,13 +23,13 @@ class Load:
     bytes: int
     seconds: dict[str, list[dict[str, float]]]
 
-    def median(self, side: str, what: str) -> float:
-        """The median over the rounds, in seconds."""
-        return statistics.median(one[what] for one in self.seconds[side])
+    def median(self, side: str, figure: str) -> float:
+        """Return the median over the rounds, in seconds."""
+        return statistics.median(one[figure] for one in self.seconds[side])
 
 
-def show_load(load: Load) -> None:
-    """Print one line."""
+def print_load(load: Load) -> None:
+    """Print one line for a load."""
     texts = []
     for side in load.seconds:
         unsaved, saved = load.median(side, "unsaved"), load.median(side, "saved")
@@ -42,7 +45,7 @@ def show_load(load: Load) -> None:
     )
 
 
-def show_heading(
+def print_heading(
     shape: Shape,
     method: str,
     threads: int,
@@ -59,14 +62,14 @@ def show_heading(
     ceilings.append(f"reads {', '.join(by_streams.values())} GB/s in {', '.join(by_streams)} streams")
     plural = "s" * (threads > 1)
     print(f"\n{shape.name} {method}, {threads} thread{plural}, {layers} layers in turn; {', '.join(ceilings)}")
-    line = f"{'tokens':>6} {'routing':12} {'experts':>7} {'busiest':>7} {_columns(sides[0])} "
+    line = f"{'tokens':>6} {'routing':12} {'experts':>7} {'busiest':>7} {_heading_of_side(sides[0])} "
     line += f"{'GB/s':>6} {'% read':>6} {'by CPU':>6} {'TOPS':>6}"
     for name in sides[1:]:
-        line += f" | {_columns(name)} {'x wall':>7} {'x CPU':>6}"
+        line += f" | {_heading_of_side(name)} {'x wall':>7} {'x CPU':>6}"
     print(line + (f" | {'differ':>7} {'off by':>8}" if len(sides) > 1 else ""))
 
 
-def show_cell(cell: Cell) -> None:
+def print_cell(cell: Cell) -> None:
     """Print one line of the table."""
     first, *others = cell.figures
     line = (
@@ -82,7 +85,7 @@ def show_cell(cell: Cell) -> None:
     print(line, flush=True)
 
 
-def show_marks(cells: Sequence[Cell]) -> None:
+def print_marks(cells: Sequence[Cell]) -> None:
     """Explain the marks of a table, if it has any."""
     marks = {cell.mark(*others) for cell in cells for _, *others in [list(cell.figures)]}
     if "*" in marks:
@@ -91,100 +94,101 @@ def show_marks(cells: Sequence[Cell]) -> None:
         print("? quiet calls of one side against busy ones of the other: no comparison")
 
 
-def _columns(side: str) -> str:
+def _heading_of_side(side: str) -> str:
     return f"{side + ' ms':>10} {'busy':>8} {'calls q/b':>9}"
 
 
 def _calls(cell: Cell, side: str) -> str:
-    """The medians of a side's quiet and busy calls in ms, and how many there were of each."""
-    parts = cell.figures[side].parted(cell.limit)
-    quiet, busy = (f"{statistics.median(walls) * 1e3:.3f}" if walls else "-" for walls in parts)
-    return f"{quiet:>10} {busy:>8} {f'{len(parts[0])}/{len(parts[1])}':>9}"
+    """Return the medians of a side's quiet and busy calls in ms, and the numbers of calls."""
+    calls = cell.figures[side].split_calls(cell.limit)
+    quiet, busy = (f"{statistics.median(walls) * 1e3:.3f}" if walls else "-" for walls in calls)
+    return f"{quiet:>10} {busy:>8} {f'{len(calls[0])}/{len(calls[1])}':>9}"
 
 
 # --- targets --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Result:
-    """A target and the figure measured for it, both in the unit of `least`."""
+class Target:
+    """A target and its measured figure, both in the unit of `least`."""
 
-    target: str
+    title: str
     value: float
     least: float
     where: str = ""
 
 
-def show_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
-    """Print every target that has figures; those for AMX machines get no verdict elsewhere."""
+def print_targets(cells: Sequence[Cell], loads: Sequence[Load]) -> None:
+    """Print every target that has figures. Targets for AMX get a verdict only on machines with AMX."""
     amx = any("amx" in cell.ceilings for cell in cells)
-    floats, cells = (
-        [c for c in cells if (METHODS[c.method].made in ("tensors", "plain")) == ints] for ints in (False, True)
+    float_cells, cells = (
+        [c for c in cells if (METHODS[c.method].source in ("tensors", "plain")) == integers]
+        for integers in (False, True)
     )
-    rows = [*_varied([*cells, *floats]), *_loads(loads), *_floats(floats)]
-    rows += [] if amx else _without_amx(cells)
+    rows = [*_isa_targets([*cells, *float_cells]), *_load_targets(loads), *_float_targets(float_cells)]
+    rows += [] if amx else _avx512_targets(cells)
     if rows:
         print("targets")
     for row in rows:
-        _show(row, "met" if row.value >= row.least else "MISSED")
-    rows = _with_amx(cells)
+        _print_target(row, "met" if row.value >= row.least else "MISSED")
+    rows = _amx_targets(cells)
     if rows:
         print("targets for a machine with AMX" + ("" if amx else " (this one has none: no verdict)"))
     for row in rows:
-        _show(row, ("met" if row.value >= row.least else "MISSED") if amx else "")
+        _print_target(row, ("met" if row.value >= row.least else "MISSED") if amx else "")
 
 
-def _show(row: Result, verdict: str) -> None:
-    print(f"  {row.target:62} {row.value:7.2f}  at least {row.least:<5} {verdict:7} {row.where}")
+def _print_target(row: Target, verdict: str) -> None:
+    print(f"  {row.title:62} {row.value:7.2f}  at least {row.least:<5} {verdict:7} {row.where}")
 
 
-def _least(target: str, least: float, values: Iterable[tuple[float, Cell]]) -> list[Result]:
-    """The worst of the cells that a target applies to; empty if none was measured."""
-    worst = min(values, key=lambda one: one[0], default=None)
+def _worst_cell(title: str, least: float, values: Iterable[tuple[float, Cell]]) -> list[Target]:
+    """Return the target for the worst of these cells; empty if none was measured."""
+    worst = min(values, key=lambda pair: pair[0], default=None)
     if worst is None:
         return []
     value, cell = worst
     where = f"{cell.shape} {cell.method}, {cell.tokens} tokens {cell.routing}, {cell.threads} threads"
     where += ", not all of it quiet" if cell.mark(*list(cell.figures)[1:]) else ""
-    return [Result(target, value, least, where)]
+    return [Target(title, value, least, where)]
 
 
 def _ratios(cells: Iterable[Cell], name: str = "kt") -> list[tuple[float, Cell]]:
     return [(cell.ratio(name), cell) for cell in cells if name in cell.figures]
 
 
-def _without_amx(cells: Sequence[Cell]) -> list[Result]:
-    return _least("x kt-kernel's AVX-512 variant, wall, its worst cell", 1.0, _ratios(cells))
+def _avx512_targets(cells: Sequence[Cell]) -> list[Target]:
+    return _worst_cell("x kt-kernel's AVX-512 variant, wall, its worst cell", 1.0, _ratios(cells))
 
 
-def _floats(cells: Sequence[Cell]) -> list[Result]:
-    """Each floating-point format against kt-kernel, its worst cell."""
+def _float_targets(cells: Sequence[Cell]) -> list[Target]:
+    """Return the target of each floating-point format against kt-kernel, for its worst cell."""
     rows = []
     for method in dict.fromkeys(cell.method for cell in cells):
-        rows += _least(
+        rows += _worst_cell(
             f"{method}: x kt-kernel, wall, its worst cell", 1.0, _ratios(c for c in cells if c.method == method)
         )
     return rows
 
 
-def _varied(cells: Sequence[Cell]) -> list[Result]:
-    """AVX2 against the best of AVX-512, where both were measured."""
+def _isa_targets(cells: Sequence[Cell]) -> list[Target]:
+    """Return the target of AVX2 against the best of AVX-512, if both were measured."""
     ratios = []
     for cell in cells:
         wide = [cell.seconds(name) for name in cell.figures if name in ("avx512", "avx512vnni", "avx512bf16")]
         if wide and "avx2" in cell.figures:
             ratios.append((min(wide) / cell.seconds("avx2"), cell))
-    return _least("AVX2, x our AVX-512, its worst cell", 0.5, ratios)
+    return _worst_cell("AVX2, x our AVX-512, its worst cell", 0.5, ratios)
 
 
-def _loads(loads: Sequence[Load]) -> list[Result]:
+def _load_targets(loads: Sequence[Load]) -> list[Target]:
     comparisons = (
         ("saved", "unsaved", "wall", "it always saves"),
         ("saved_cpu", "unsaved_cpu", "CPU", "it always saves"),
         ("unsaved", "unsaved", "wall", "with its saving disabled, which its API does not offer"),
     )
     return [
-        Result(
+        Target(
             f"{load.shape} {load.method} from tensors, x kt-kernel, {unit}",
             load.median("kt", theirs) / load.median("ours", ours),
             10.0,
@@ -196,20 +200,22 @@ def _loads(loads: Sequence[Load]) -> list[Result]:
     ]
 
 
-def _with_amx(cells: Sequence[Cell]) -> list[Result]:
-    """The targets for AMX machines, row by row."""
+def _amx_targets(cells: Sequence[Cell]) -> list[Target]:
+    """Return the targets for machines with AMX."""
     rows = []
     balanced = [cell for cell in cells if cell.routing == "balanced"]
-    one = {(c.shape, c.method, c.tokens): c for c in balanced if c.threads == 1}
-    for method, share, times in (("int8", 0.85, 1.4), ("int4", 0.80, 1.8)):
+    single_thread = {(c.shape, c.method, c.tokens): c for c in balanced if c.threads == 1}
+    for method, share, factor in (("int8", 0.85, 1.4), ("int4", 0.80, 1.8)):
         decode = [c for c in balanced if (c.method, c.tokens, c.threads) == (method, 1, 1)]
-        rows += _least(f"{method}, 1 token, 1 thread: share of read bandwidth", share, [(c.of_read, c) for c in decode])
-        rows += _least(f"{method}, 1 token, 1 thread: x kt-kernel", times, _ratios(decode))
-    pairs = [(c, one.get((c.shape, c.method, c.tokens))) for c in balanced if c.threads == 2]
-    rows += _least("2 threads, x our 1 thread", 1.7, [(s.seconds() / c.seconds(), c) for c, s in pairs if s])
+        rows += _worst_cell(
+            f"{method}, 1 token, 1 thread: share of read bandwidth", share, [(c.of_read, c) for c in decode]
+        )
+        rows += _worst_cell(f"{method}, 1 token, 1 thread: x kt-kernel", factor, _ratios(decode))
+    pairs = [(c, single_thread.get((c.shape, c.method, c.tokens))) for c in balanced if c.threads == 2]
+    rows += _worst_cell("2 threads, x our 1 thread", 1.7, [(s.seconds() / c.seconds(), c) for c, s in pairs if s])
     few = [c for c in cells if 4 <= c.tokens <= 16 and c.busiest <= 8]
-    rows += _least("4 to 16 tokens, at most 8 for an expert: share of read", 0.75, [(c.of_read, c) for c in few])
-    for shape, method, tokens, threads, times in (
+    rows += _worst_cell("4 to 16 tokens, at most 8 for an expert: share of read", 0.75, [(c.of_read, c) for c in few])
+    for shape, method, tokens, threads, factor in (
         ("Qwen3-30B-A3B", "int4", 64, 0, 3.0),
         ("Qwen3-30B-A3B", "int8", 64, 0, 2.2),
         ("DeepSeek-V3", "", 64, 0, 1.5),
@@ -217,7 +223,7 @@ def _with_amx(cells: Sequence[Cell]) -> list[Result]:
         ("Qwen3-30B-A3B", "", 1024, 1, 1.7),
         ("DeepSeek-V3", "", 1024, 0, 1.75),
     ):
-        these = [
+        selected = [
             c
             for c in balanced
             if c.shape == shape and c.tokens == tokens and method in ("", c.method) and threads in (0, c.threads)
@@ -225,9 +231,9 @@ def _with_amx(cells: Sequence[Cell]) -> list[Result]:
         label = " ".join(
             part for part in (shape, method, f"{tokens} tokens", f"{threads} threads" * bool(threads)) if part
         )
-        rows += _least(f"{label}: x kt-kernel", times, _ratios(these))
+        rows += _worst_cell(f"{label}: x kt-kernel", factor, _ratios(selected))
     prefill = [c for c in balanced if (c.shape, c.tokens) == ("DeepSeek-V3", 1024) and "amx" in c.ceilings]
-    rows += _least(
+    rows += _worst_cell(
         "DeepSeek-V3 1024 tokens: share of AMX from L2", 0.6, [(c.rate / c.ceilings["amx"], c) for c in prefill]
     )
     return rows

@@ -1,5 +1,7 @@
-"""CPU seconds that the steps of GPTQ take for one expert, by shape. What a layer has once for all its experts, the
-factors of the Hessian of gate and up and of what predictions feel of its outputs, is not counted; nor are samples.
+"""CPU seconds of the steps of GPTQ for one expert, by shape.
+
+Not counted: samples, and work that a layer does once for all experts, which are the factors of the Hessian of gate and
+up and of the Fisher information of its outputs.
 
     python benchmarks/gptq.py [--method AMXINT4] [--threads 1] [--rounds 3]
 """
@@ -22,58 +24,58 @@ SHAPES = {"Qwen3-30B-A3B": (2048, 768), "Qwen3-235B-A22B": (4096, 1536), "DeepSe
 DAMPENING = 0.1
 
 
-def hessian(width: int) -> gptq.Hessian:
-    """Of correlated inputs, a little more of them than columns."""
-    found = gptq.Hessian.empty(width)
+def random_hessian(width: int) -> gptq.Hessian:
+    """Return the Hessian of correlated inputs, of which there are a few more than columns."""
+    hessian = gptq.Hessian.empty(width)
     inputs = torch.randn(width + 512, width) @ (torch.randn(width, 64) @ torch.randn(64, width) / 64 + torch.eye(width))
-    found.add(inputs.bfloat16())
-    return found
+    hessian.add(inputs.bfloat16())
+    return hessian
 
 
-def timed(what: Callable[[], object], rounds: int) -> float:
-    """The least CPU time of so many calls, in seconds of all threads."""
+def time_call(function: Callable[[], object], rounds: int) -> float:
+    """Return the smallest CPU seconds, over all threads, of a number of calls."""
     seconds = []
     for _ in range(rounds):
         start = time.process_time()
-        what()
+        function()
         seconds.append(time.process_time() - start)
     return min(seconds)
 
 
-def costs(hidden: int, width: int, method: str, rounds: int) -> dict[str, float]:
-    """Seconds of an expert, by --gptq-steps."""
+def measure_expert(hidden: int, width: int, method: str, rounds: int) -> dict[str, float]:
+    """Return the seconds of one expert, by --gptq-steps."""
     grid = FORMATS[method].encoding.grid
     seconds = dict.fromkeys(("plain", "descent", "full"), 0.0)
-    outputs = hessian(hidden).sum
-    down, slopes = torch.randn(hidden, width).bfloat16(), hessian(2 * width).sum
+    outputs = random_hessian(hidden).sum
+    down, slopes = torch.randn(hidden, width).bfloat16(), random_hessian(2 * width).sum
     for rows, columns, shared in ((2 * width, hidden, True), (hidden, width, False)):
-        inputs, weight = hessian(columns), (0.02 * torch.randn(rows, columns)).bfloat16()
+        inputs, weight = random_hessian(columns), (0.02 * torch.randn(rows, columns)).bfloat16()
         groups = weight.float().abs().reshape(rows, -1, grid.group or columns).amax(2) / grid.high
         scale = torch.exp2(torch.ceil(torch.log2(groups))) if grid.scales == "U8" else groups.bfloat16().float()
         factor = gptq.factorize(inputs, DAMPENING)
         metric = descent.make_metric(inputs, factor, DAMPENING)
-        of_rows = predictions.factorize(predictions.middle_information(outputs, down, slopes) if shared else outputs)
+        row_factor = predictions.factorize(predictions.middle_information(outputs, down, slopes) if shared else outputs)
 
         def plain(weight: Any, numbers: Any = slice(None), scale: Any = scale, factor: Any = factor) -> Any:
             values = gptq.compensate(weight, factor, scale[numbers], grid.code_range).values
             return descent.CodesAndScales(gptq.codes(values, scale[numbers], grid.code_range), scale[numbers])
 
-        def descending(weight: Any, numbers: Any = slice(None), scale: Any = scale, metric: Any = metric) -> Any:
+        def descent_step(weight: Any, numbers: Any = slice(None), scale: Any = scale, metric: Any = metric) -> Any:
             return descent.choose(weight, metric, scale[numbers], grid)
 
-        def full(weight: Any, of_rows: Any = of_rows, descending: Any = descending) -> Any:
-            return predictions.round_in_turn(weight, of_rows, descending)
+        def full(weight: Any, row_factor: Any = row_factor, descent_step: Any = descent_step) -> Any:
+            return predictions.round_in_turn(weight, row_factor, descent_step)
 
-        for name, step in (("plain", plain), ("descent", descending), ("full", full)):
-            seconds[name] += timed(functools.partial(step, weight), rounds)
-        if shared:  # each expert has its own
-            of_middle = functools.partial(predictions.middle_information, outputs, down, slopes)
-            seconds["full"] += timed(lambda of_middle=of_middle: predictions.factorize(of_middle()), rounds)
+        for name, step in (("plain", plain), ("descent", descent_step), ("full", full)):
+            seconds[name] += time_call(functools.partial(step, weight), rounds)
+        if shared:  # each expert has a factor of its own
+            information = functools.partial(predictions.middle_information, outputs, down, slopes)
+            seconds["full"] += time_call(lambda information=information: predictions.factorize(information()), rounds)
         else:
-            own = timed(functools.partial(gptq.factorize, inputs, DAMPENING), rounds)
-            seconds = {name: total + own for name, total in seconds.items()}
-            own = timed(functools.partial(descent.make_metric, inputs, factor, DAMPENING), rounds)
-            seconds |= {name: seconds[name] + own for name in ("descent", "full")}
+            extra = time_call(functools.partial(gptq.factorize, inputs, DAMPENING), rounds)
+            seconds = {name: total + extra for name, total in seconds.items()}
+            extra = time_call(functools.partial(descent.make_metric, inputs, factor, DAMPENING), rounds)
+            seconds |= {name: seconds[name] + extra for name in ("descent", "full")}
     return seconds
 
 
@@ -83,14 +85,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    wanted = parser.parse_args()
-    torch.set_num_threads(wanted.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     rows = []
     with torch.inference_mode():
-        for name in wanted.shapes:
+        for name in options.shapes:
             hidden, width = SHAPES[name]
-            seconds = costs(hidden, width, wanted.method, wanted.rounds)
+            seconds = measure_expert(hidden, width, options.method, options.rounds)
             ratios = (f"{seconds[steps] / seconds['plain']:.1f}" for steps in ("descent", "full"))
             rows.append((name, f"{hidden} x {width}", *(f"{s:.2f}" for s in seconds.values()), *ratios))
             print(*rows[-1], flush=True)

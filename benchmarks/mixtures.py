@@ -1,4 +1,4 @@
-"""The inputs of forward.py: layers of random experts on disk, hidden states, and the routing of their tokens."""
+"""Inputs of forward.py: layers of random experts on disk, hidden states, and the routing of their tokens."""
 
 from __future__ import annotations
 
@@ -23,36 +23,37 @@ from ktconvert.native_quant.matrix import GGML
 class Method:
     """A format of experts.
 
-    name    what both sides call it
-    bits    per weight, with its scales, those of whole rows aside
-    rows    whether it has a float32 scale for each row
-    made    "tensors": by our runtime; "cpu": from a checkpoint; "stored": in a checkpoint, which both sides load;
-            "gguf": so too; "plain": from a checkpoint, for ours alone
-    env     of kt-kernel's process
+    name    name on both sides
+    bits    bits per weight, including scales of groups, but not those of rows
+    rows    whether each row has a float32 scale
+    source  "tensors": packed by our runtime; "cpu": converted from a checkpoint; "stored" and "gguf": files that both
+            sides load; "plain": converted from a checkpoint, only for ours
+    env     environment of kt-kernel's process
     """
 
     name: str
     bits: float
     rows: bool = False
-    made: str = "cpu"
+    source: str = "cpu"
     env: Mapping[str, str] = field(default_factory=dict)
 
 
 METHODS = {
-    "int4": Method("AMXINT4", 4, rows=True, made="tensors"),
-    "int8": Method("AMXINT8", 8, rows=True, made="tensors"),
-    "moe_int4": Method("MOE_INT4", 4, rows=True, made="plain"),
-    "moe_int8": Method("MOE_INT8", 8, rows=True, made="plain"),
+    "int4": Method("AMXINT4", 4, rows=True, source="tensors"),
+    "int8": Method("AMXINT8", 8, rows=True, source="tensors"),
+    "moe_int4": Method("MOE_INT4", 4, rows=True, source="plain"),
+    "moe_int8": Method("MOE_INT8", 8, rows=True, source="plain"),
     "bf16": Method("BF16", 16),
     "fp8": Method("FP8", 8 + 32 / 128**2),
     "mxfp4": Method("MXFP4", 4 + 8 / 32),
-    "fp8_perchannel": Method("FP8_PERCHANNEL", 8, rows=True, made="stored"),
-    "mxfp8": Method("MXFP8", 8 + 8 / 32, made="stored"),
-    "nvfp4": Method("NVFP4", 4 + 8 / 16, made="stored", env={"KT_MXFP4_BACKEND": "avx2"}),  # it has no other for it
-    "rawint4": Method("RAWINT4", 4 + 16 / 32, made="stored"),
-    "gptq_int4": Method("GPTQ_INT4", 4 + 32 / 128, made="stored"),
+    "fp8_perchannel": Method("FP8_PERCHANNEL", 8, rows=True, source="stored"),
+    "mxfp8": Method("MXFP8", 8 + 8 / 32, source="stored"),
+    # kt-kernel has no other backend for NVFP4.
+    "nvfp4": Method("NVFP4", 4 + 8 / 16, source="stored", env={"KT_MXFP4_BACKEND": "avx2"}),
+    "rawint4": Method("RAWINT4", 4 + 16 / 32, source="stored"),
+    "gptq_int4": Method("GPTQ_INT4", 4 + 32 / 128, source="stored"),
     **{
-        f"gguf_{name.lower()}": Method("LLAMAFILE", 8 * GGML[name].items / GGML[name].columns, made="gguf")
+        f"gguf_{name.lower()}": Method("LLAMAFILE", 8 * GGML[name].items / GGML[name].columns, source="gguf")
         for name in ("Q4_0", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
     },
 }
@@ -71,14 +72,14 @@ class Shape:
     experts: int
 
     def expert_bytes(self, method: str) -> int:
-        """Bytes of one expert's weights and scales, as in the file."""
-        made = METHODS[method]
-        scales = 4 * (2 * self.intermediate + self.hidden) if made.rows else 0
-        return int(3 * self.hidden * self.intermediate * made.bits / 8) + scales
+        """Return the bytes of one expert's weights and scales in the file."""
+        entry = METHODS[method]
+        scales = 4 * (2 * self.intermediate + self.hidden) if entry.rows else 0
+        return int(3 * self.hidden * self.intermediate * entry.bits / 8) + scales
 
     @property
     def token_operations(self) -> int:
-        """Multiplications and additions per token."""
+        """Number of multiplications and additions per token."""
         return 2 * 3 * self.hidden * self.intermediate * TOPK
 
 
@@ -94,8 +95,8 @@ class Batch:
     """Inputs of a forward in several variants, in files that every worker reads.
 
     folder    hidden.npy uint16 [V, T, H] (BF16 bits), ids.npy int64 [V, T, k], weights.npy float32 [V, T, k]
-    distinct  experts that a variant touches, on average
-    busiest   tokens of a variant's busiest expert, on average
+    distinct  average number of experts that a variant uses
+    busiest   average number of tokens of a variant's busiest expert
     """
 
     folder: Path
@@ -106,33 +107,32 @@ class Batch:
 
 
 def make_batch(folder: Path, shape: Shape, tokens: int, routing: str) -> Batch:
-    """Write the inputs of one cell; fewer tokens have more variants, so that decoding does not reuse experts."""
+    """Write the inputs of one cell. Fewer tokens have more variants, so that decoding does not reuse experts."""
     rng = np.random.default_rng(tokens)
     variants = max(2, min(16, 64 // tokens))
     inputs = folder / f"inputs-{tokens}-{routing}"
     inputs.mkdir(exist_ok=True)
     hidden = rng.standard_normal((variants, tokens, shape.hidden), np.float32)
-    ids = np.stack([_route(rng, shape.experts, tokens, routing) for _ in range(variants)])
+    ids = np.stack([_draw_experts(rng, shape.experts, tokens, routing) for _ in range(variants)])
     weights = rng.random((variants, tokens, TOPK), np.float32) + 0.1
     np.save(inputs / "hidden.npy", (hidden.view(np.uint32) >> 16).astype(np.uint16))
     np.save(inputs / "ids.npy", ids)
     np.save(inputs / "weights.npy", weights / weights.sum(2, keepdims=True))
-    counts = [np.bincount(one.ravel(), minlength=shape.experts) for one in ids]
+    counts = [np.bincount(variant.ravel(), minlength=shape.experts) for variant in ids]
     distinct, busiest = np.mean([(c > 0).sum() for c in counts]), np.mean([c.max() for c in counts])
     return Batch(inputs, tokens, routing, float(distinct), float(busiest))
 
 
-def _route(rng: np.random.Generator, experts: int, tokens: int, routing: str) -> npt.NDArray[np.int64]:
-    """Distinct experts for every token: the first TOPK of a random order that favours popular experts."""
+def _draw_experts(rng: np.random.Generator, experts: int, tokens: int, routing: str) -> npt.NDArray[np.int64]:
+    """Return distinct experts for each token: the first TOPK of a random order that favours popular ones."""
     log_odds = np.zeros(experts) if routing == "balanced" else -ZIPF * np.log(1.0 + rng.permutation(experts))
-    order = np.argsort(
-        -(log_odds + rng.gumbel(size=(tokens, experts))), axis=1
-    )  # Gumbel's trick: drawing without replacement
+    # Gumbel noise makes this a draw without replacement.
+    order = np.argsort(-(log_odds + rng.gumbel(size=(tokens, experts))), axis=1)
     return np.ascontiguousarray(order[:, :TOPK], np.int64)
 
 
 def write_source(folder: Path, shape: Shape) -> None:
-    """Random BF16 experts: gate.npy and up.npy uint16 [E, I, H], down.npy [E, H, I], bits. No two rows are alike."""
+    """Write BF16 bits of random experts: gate.npy and up.npy [E, I, H], down.npy [E, H, I]. No two rows are equal."""
     rng = np.random.default_rng(0)
     piece = ((rng.standard_normal(5_000_011, np.float32) * 0.02).view(np.uint32) >> 16).astype(np.uint16)
     for name in PROJECTIONS:
@@ -148,7 +148,7 @@ def merge_layers(loose: Path, out: Path, layers: int) -> None:
 
 
 def write_checkpoint(source: Path, out: Path, shape: Shape, layers: int) -> None:
-    """A BF16 checkpoint whose layers all have the experts of `source`, under the names of Qwen3-MoE."""
+    """Write a BF16 checkpoint whose layers all have the experts of `source`, under the names of Qwen3-MoE."""
     out.mkdir()
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -171,8 +171,9 @@ def write_checkpoint(source: Path, out: Path, shape: Shape, layers: int) -> None
 
 
 def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
-    """A checkpoint in one of the methods that no command writes, under the names that kt-kernel reads: random codes,
-    which are finite, and scales that make weights of about 0.02. All layers have the same experts.
+    """Write a checkpoint in a format that no command writes, under the names that kt-kernel reads.
+
+    Codes are random and finite, and scales give weights of about 0.02. All layers have the same experts.
     """
     out.mkdir()
     stored = STORED[method]
@@ -187,9 +188,9 @@ def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
     }
     tensors: list[tuple[str, str, Array]] = []
     for expert in range(shape.experts):
-        for name, theirs in zip(PROJECTIONS, ("w1", "w3", "w2"), strict=True):
+        for name, mixtral_name in zip(PROJECTIONS, ("w1", "w3", "w2"), strict=True):
             n, k = (shape.hidden, shape.intermediate) if name == "down" else (shape.intermediate, shape.hidden)
-            shift, base = 7919 * len(tensors), stored.base.format(expert=expert, name=name, theirs=theirs)
+            shift, base = 7919 * len(tensors), stored.base.format(expert=expert, name=name, mixtral_name=mixtral_name)
 
             def draw(piece: str, *of: int, shift: int = shift) -> Array:
                 return np.resize(np.roll(pieces[piece], shift), of)
@@ -199,21 +200,21 @@ def write_stored(out: Path, shape: Shape, layers: int, method: str) -> None:
 
 
 def write_gguf(out: Path, shape: Shape, layers: int, method: str) -> None:
-    """The same in a GGUF: random blocks of a type of ggml."""
+    """Write such a model as GGUF, with random blocks of a type of ggml."""
     kind = method.removeprefix("gguf_").upper()
     blocks.write_gguf(out / "model.gguf", layers, shape.experts, kind, (shape.hidden, shape.intermediate))
 
 
 Array = npt.NDArray[Any]
-Draw = Callable[..., Array]  # the name of random numbers, and the shape of an array that holds some of them
+Draw = Callable[..., Array]  # (name of random numbers, shape) -> array
 
 
 @dataclass(frozen=True)
 class Stored:
-    """How a checkpoint holds a linear [n, k].
+    """Storage of a linear [n, k] in a checkpoint.
 
-    tensors  for each what follows `base` in its name, its dtype and its values
-    base     what precedes that
+    tensors  suffix, dtype and values of each tensor
+    base     name without suffix
     config   quantization_config
     """
 
@@ -234,7 +235,7 @@ STORED = {
             (".weight", "F8_E4M3", draw("e4m3", n, k)),
             (".weight_scale_inv", "U8", draw("bytes", n, k // 32) % 3 + 120),
         ],
-        base="block_sparse_moe.experts.{expert}.{theirs}",
+        base="block_sparse_moe.experts.{expert}.{mixtral_name}",
     ),
     "nvfp4": Stored(
         lambda draw, n, k: [
@@ -261,17 +262,17 @@ STORED = {
 
 
 def _write_layers(out: Path, layers: int, tensors: Sequence[tuple[str, str, Array]]) -> None:
-    """A shard for each layer, all with these tensors: name within the layer, dtype, values."""
+    """Write a shard for each layer, all with these tensors: name within the layer, dtype, values."""
     for layer in range(layers):
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        at = 0
+        position = 0
         for name, dtype, values in tensors:
             header[f"model.layers.{layer}.{name}"] = {
                 "dtype": dtype,
                 "shape": values.shape,
-                "data_offsets": [at, at + values.nbytes],
+                "data_offsets": [position, position + values.nbytes],
             }
-            at += values.nbytes
+            position += values.nbytes
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with (out / f"model-{layer + 1:05d}-of-{layers:05d}.safetensors").open("wb") as file:

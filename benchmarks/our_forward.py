@@ -1,6 +1,6 @@
 """A worker of forward.py: our runtime, and the machine's ceilings. KTCONVERT_ISA chooses the instruction set.
 
-python our_forward.py SCRATCH THREADS         SCRATCH holds state.so
+python our_forward.py SCRATCH THREADS         SCRATCH contains state.so
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from ceilings import Ceilings
 from mixtures import PROJECTIONS
 from state import LIBRARY, Detector
-from turns import serve, tasks, timed, touch_memory
+from turns import serve, tasks, time_calls, touch_memory
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -22,21 +22,21 @@ from ktconvert.native_quant.runtime.pool import Pool
 
 
 class Ours:
-    """The loaded layers, and the inputs of the current cell."""
+    """The loaded layers and the inputs of the current cell."""
 
     def __init__(self, scratch: Path, threads: int) -> None:
         self.scratch = scratch
-        others = tasks()
+        earlier = tasks()
         self.pool = Pool(threads)
-        self.helpers = [task for task in tasks() if task not in others]
+        self.helpers = [task for task in tasks() if task not in earlier]
         self.detector: Detector | None = None
         self.layers: list[Experts] = []
         self.inputs: tuple[Any, Any, Any] = (None, None, None)
         self.out: Any = None
         self.ceilings: Ceilings | None = None
 
-    def about(self) -> str:
-        """The library and its instruction set."""
+    def describe(self) -> str:
+        """Return the library and its instruction set."""
         return f"ktconvert with {kernels.isa()}"
 
     def quantize(self, source: str, method: str, out: str) -> None:
@@ -45,18 +45,18 @@ class Ours:
             experts.save(out)
 
     def load_source(self, source: str, method: str, scratch: str) -> dict[str, float]:
-        """Seconds of from_bf16, and with a save() after it, which also waits for the disk."""
+        """Return the seconds of from_bf16, and of from_bf16 with save(), which also waits for the disk."""
         tensors = _source(source)
         touch_memory(2 * sum(tensor.nbytes for tensor in tensors))
-        begun, cpu = time.perf_counter(), time.process_time()
+        start, cpu = time.perf_counter(), time.process_time()
         with Experts.from_bf16(*tensors, method=method, pool=self.pool) as experts:
-            wall, cpu = time.perf_counter() - begun, time.process_time() - cpu
+            wall, cpu = time.perf_counter() - start, time.process_time() - cpu
             experts.save(scratch)
-        return {"unsaved": wall, "unsaved_cpu": cpu, "saved": time.perf_counter() - begun}
+        return {"unsaved": wall, "unsaved_cpu": cpu, "saved": time.perf_counter() - start}
 
     def open(self, folder: str, layers: int, method: str, memory: str, **shape: int) -> None:
         """Load the layers that calls rotate over."""
-        self.detector = Detector(self.scratch / LIBRARY, self.helpers, own=True)
+        self.detector = Detector(self.scratch / LIBRARY, self.helpers, caller_computes=True)
         options: dict[str, Any] = {"method": method, "memory": memory, "pool": self.pool}
         self.layers = [
             Experts.load(
@@ -77,21 +77,21 @@ class Ours:
         self.out = np.empty_like(hidden[0])
 
     def call(self, number: int) -> None:
-        """One forward; calls rotate over the layers, and after each rotation take the next variant."""
+        """Run one forward. Calls rotate over the layers, and use the next variant after each rotation."""
         self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
 
     def probe(self, count: int) -> list[float]:
-        """So many states of the cores."""
+        """Return a number of states of the cores."""
         assert self.detector is not None
         return [self.detector.probe() for _ in range(count)]
 
     def time(self, first: int, count: int, warm: bool) -> dict[str, Any]:
-        """Seconds of each call, and the states between them."""
+        """Return the seconds of each call, and the states between them."""
         assert self.detector is not None
-        return timed(self.call, first, count, warm, self.detector)
+        return time_calls(self.call, first, count, warm, self.detector)
 
     def answer(self, path: str, exact: bool) -> dict[str, Any]:
-        """Write layer 0's output for variant 0; returns the seconds of this call."""
+        """Write layer 0's output for variant 0, and return the seconds of this call."""
         self.layers[0].exact = exact
         seconds = self.time(0, 1, False)
         self.layers[0].exact = False
@@ -99,11 +99,11 @@ class Ours:
         return seconds
 
     def read(self) -> dict[str, float]:
-        """Bytes that this machine reads per second, by streams, and per CPU second."""
+        """Return the bytes that this machine reads per second, by streams, and per CPU second."""
         return self._ceilings().read()
 
     def operations(self) -> dict[str, float]:
-        """INT8 operations per second of this machine."""
+        """Return the INT8 operations per second of this machine."""
         return self._ceilings().operations()
 
     def _forward(self, experts: Experts, variant: int) -> None:
@@ -123,5 +123,5 @@ def _source(folder: str) -> list[Any]:
 
 if __name__ == "__main__":
     ours = Ours(Path(sys.argv[1]), int(sys.argv[2]))
-    verbs = ("about", "quantize", "load_source", "open", "batch", "probe", "time", "answer", "read", "operations")
+    verbs = ("describe", "quantize", "load_source", "open", "batch", "probe", "time", "answer", "read", "operations")
     serve({name: getattr(ours, name) for name in verbs})

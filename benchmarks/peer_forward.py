@@ -1,8 +1,8 @@
-"""A worker of forward.py, for a Python that has kt-kernel: the same calls as our_forward.py, through its own API.
+"""A worker of forward.py for a Python that has kt-kernel: the same calls as our_forward.py, through its own API.
 
-python peer_forward.py SCRATCH THREADS        SCRATCH holds state.so
+python peer_forward.py SCRATCH THREADS        SCRATCH contains state.so
 
-Calls its C++ object directly (forward_task, submit, sync), without the copies that its wrapper makes, in its favour.
+In kt-kernel's favour, it calls the C++ object directly (forward_task, submit, sync), without the copies of its wrapper.
 KT_KERNEL_CPU_VARIANT chooses its instruction set.
 """
 
@@ -16,20 +16,20 @@ import numpy as np
 import torch
 from kt_kernel.utils import amx
 from state import LIBRARY, Detector
-from turns import WORKERS, serve, tasks, timed, touch_memory
+from turns import WORKERS, serve, tasks, time_calls, touch_memory
 
-MOST_TOKENS = 1024  # must be a multiple of 32, or kt-kernel aborts
+MAX_TOKENS = 1024  # must be a multiple of 32, or kt-kernel aborts
 TOPK = 8
 
 
-class Unsaved(amx.MOEConfig):
-    """A configuration that never saves: kt-kernel's wrapper sets `save` regardless of its caller."""
+class NeverSave(amx.MOEConfig):
+    """A configuration that never saves. kt-kernel's wrapper sets `save` regardless of its caller."""
 
-    save = property(lambda self: False, lambda self, wanted: None)
+    save = property(lambda self: False, lambda self, value: None)
 
 
 class Peer:
-    """The loaded layers, and the inputs of the current cell."""
+    """The loaded layers and the inputs of the current cell."""
 
     def __init__(self, scratch: Path, threads: int):
         self.scratch = scratch
@@ -40,24 +40,24 @@ class Peer:
         self.inputs = ()
         self.out = None
 
-    def about(self):
+    def describe(self):
         return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
 
-    def lacking(self, methods):
-        """Those of the methods that its variant has no code for: its wrapper says so before it looks for weights."""
-        return [method for method in methods if self._lacks(method)]
+    def list_unsupported(self, methods):
+        """Return the methods that its variant does not support; its wrapper says so before it looks for weights."""
+        return [method for method in methods if self._is_unsupported(method)]
 
-    def _lacks(self, method):
+    def _is_unsupported(self, method):
         try:
             self._wrapper(str(self.scratch / "nothing"), 0, method, TOPK, 256, 256)
         except RuntimeError as error:
             return "not available" in str(error) or "not compiled" in str(error)
-        except OSError:  # there are no weights
+        except OSError:  # the weights are missing
             return False
         return False
 
     def load_source(self, source, method, scratch):
-        """Seconds of load_weights_from_tensors, which always saves the loose files too, and without the saving."""
+        """Return the seconds of load_weights_from_tensors, which always saves loose files, with and without saving."""
         tensors = [
             torch.from_numpy(np.load(Path(source) / f"{name}.npy")).view(torch.bfloat16)
             for name in ("gate", "up", "down")
@@ -66,13 +66,13 @@ class Peer:
         order = torch.arange(experts, dtype=torch.int64)
         seconds = {}
         original = amx.MOEConfig
-        for name, config in (("unsaved", Unsaved), ("saved", original)):
+        for name, config in (("unsaved", NeverSave), ("saved", original)):
             moe = self._wrapper(scratch, 0, method, experts, hidden, intermediate)
             amx.MOEConfig = config
             touch_memory(2 * sum(tensor.nbytes for tensor in tensors))
-            begun, cpu = time.perf_counter(), time.process_time()
+            start, cpu = time.perf_counter(), time.process_time()
             moe.load_weights_from_tensors(*tensors, order)
-            seconds |= {name: time.perf_counter() - begun, f"{name}_cpu": time.process_time() - cpu}
+            seconds |= {name: time.perf_counter() - start, f"{name}_cpu": time.process_time() - cpu}
             del moe
         return seconds
 
@@ -81,7 +81,7 @@ class Peer:
         for layer in self.layers:
             layer.load_weights(torch.arange(experts, dtype=torch.int64))
         workers = [number for number, name in tasks().items() if name.startswith(WORKERS)]
-        self.detector = Detector(self.scratch / LIBRARY, workers, own=False)
+        self.detector = Detector(self.scratch / LIBRARY, workers, caller_computes=False)
 
     def batch(self, folder):
         hidden, ids, weights = (np.load(Path(folder) / f"{name}.npy") for name in ("hidden", "ids", "weights"))
@@ -94,7 +94,7 @@ class Peer:
         self._forward(self.layers[number % len(self.layers)], number // len(self.layers))
 
     def time(self, first, count, warm):
-        return timed(self.call, first, count, warm, self.detector)
+        return time_calls(self.call, first, count, warm, self.detector)
 
     def answer(self, path):
         seconds = self.time(0, 1, False)
@@ -118,11 +118,16 @@ class Peer:
             cpuinfer_threads=self.threads,
             threadpool_count=1,
             weight_path=folder,
-            chunked_prefill_size=MOST_TOKENS,
+            chunked_prefill_size=MAX_TOKENS,
             cpu_save=False,
             method=method,
         )
 
 
 peer = Peer(Path(sys.argv[1]), int(sys.argv[2]))
-serve({name: getattr(peer, name) for name in ("about", "lacking", "load_source", "open", "batch", "time", "answer")})
+serve(
+    {
+        name: getattr(peer, name)
+        for name in ("describe", "list_unsupported", "load_source", "open", "batch", "time", "answer")
+    }
+)

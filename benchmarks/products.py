@@ -85,7 +85,7 @@ def main() -> None:
     options = _options()
     print(", ".join(f"{key} {value}" for key, value in timing.machine().items()))
     with tempfile.TemporaryDirectory(prefix="ktconvert-products-") as scratch:
-        detector = Detector(build(Path(__file__).with_name("state.c"), Path(scratch)), [], own=True)
+        detector = Detector(build(Path(__file__).with_name("state.c"), Path(scratch)), [], caller_computes=True)
         ceilings = Ceilings(Path(scratch), 1)
         peaks = {isa: ceilings.operations().get(PEAKS.get(isa, "")) for isa in options.isa}
         read = max(rate for _ in range(10) for what, rate in ceilings.read().items() if what != "cpu")

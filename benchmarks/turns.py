@@ -1,7 +1,7 @@
-"""Worker processes that take turns: one runs while the others are stopped. Standard library only, for any venv.
+"""Worker processes that take turns: one runs while the others are stopped. Uses only the standard library.
 
-A worker reads requests, one JSON object a line, and answers each with one line. Its standard output goes to its log, so
-that the output of a library is not mistaken for an answer.
+A worker reads requests, one JSON object per line, and answers each with one line. Its standard output goes to its log,
+so that output of a library is not mistaken for an answer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from state import Detector
 
 PR_SET_PDEATHSIG = 1
-WORKERS = "numa_"  # what the names of kt-kernel's workers begin with
+WORKERS = "numa_"  # prefix of the names of kt-kernel's workers
 LONG = 0.25  # seconds; a call that lasts longer needs no untimed call before it
 
 
 class Worker:
-    """One worker process; stopped between requests, so that its idle threads take no time from another's turn."""
+    """A worker process. It is stopped between requests, so that its idle threads take no time from others."""
 
     def __init__(self, name: str, command: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         self.name = name
@@ -42,22 +42,22 @@ class Worker:
                 env=dict(os.environ | dict(env or {})),
             )
 
-    def ask(self, do: str, **arguments: Any) -> Any:
-        """Send a request and return its answer. RuntimeError with the end of its log if it fails."""
+    def ask(self, verb: str, **arguments: Any) -> Any:
+        """Send a request and return its answer. Raises RuntimeError with the end of the log if it fails."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
         process.send_signal(signal.SIGCONT)
         try:
-            print(json.dumps({"do": do} | arguments), file=process.stdin, flush=True)
+            print(json.dumps({"do": verb} | arguments), file=process.stdin, flush=True)
             line = process.stdout.readline()
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError(f"{self.name} ended during '{do}':\n{self.log.read_text(errors='replace')[-2000:]}")
+            raise RuntimeError(f"{self.name} ended during '{verb}':\n{self.log.read_text(errors='replace')[-2000:]}")
         process.send_signal(signal.SIGSTOP)
         answer = json.loads(line)
         if "error" in answer:
-            raise RuntimeError(f"{self.name}, {do}: {answer['error']}")
+            raise RuntimeError(f"{self.name}, {verb}: {answer['error']}")
         return answer["value"]
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Worker:
 
 
 def serve(verbs: Mapping[str, Callable[..., Any]]) -> None:
-    """The worker's side: answer requests until the input ends; `verbs` maps their names to functions."""
+    """Answer requests until the input ends; `verbs` maps their names to functions. Runs in the worker."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # a stopped process would outlive its parent
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -84,22 +84,22 @@ def serve(verbs: Mapping[str, Callable[..., Any]]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
 
-def timed(call: Callable[[int], None], first: int, count: int, warm: bool, detector: Detector) -> dict[str, Any]:
-    """Calls `first`, `first` + 1, ..., each timed; an untimed one before them if `warm`.
+def time_calls(call: Callable[[int], None], first: int, count: int, warm: bool, detector: Detector) -> dict[str, Any]:
+    """Time calls `first`, `first` + 1, ...; if `warm`, make an untimed call before them.
 
     walls    seconds of each call
-    probes   the state of the cores before the first call, between every two and after the last: one more (state.py)
-    cpu      CPU seconds of the whole process, by call, without the probes
-    workers  CPU seconds of kt-kernel's worker threads alone, by call; None where there are none
+    probes   states of the cores before the first call, between calls and after the last one (state.py)
+    cpu      CPU seconds of the whole process per call, without the probes
+    workers  CPU seconds per call of kt-kernel's worker threads alone; None if there are none
     """
     if warm:
         call(first + count)
     walls, probes = [], [detector.probe()]
     workers, cpu = worker_seconds(), time.process_time() - detector.cpu()
     for i in range(first, first + count):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         call(i)
-        walls.append(time.perf_counter() - begun)
+        walls.append(time.perf_counter() - start)
         probes.append(detector.probe())
     cpu = time.process_time() - detector.cpu() - cpu
     after = worker_seconds()
@@ -112,7 +112,7 @@ def timed(call: Callable[[int], None], first: int, count: int, warm: bool, detec
 
 
 def tasks() -> dict[int, str]:
-    """The threads of this process: their ids and names."""
+    """Return the threads of this process: their ids and names."""
     names = {}
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -123,19 +123,19 @@ def tasks() -> dict[int, str]:
 
 
 def touch_memory(size: int) -> None:
-    """Touch `size` bytes of fresh memory and give them back, right before something is timed that needs as much.
+    """Touch `size` bytes of new memory and free them, right before something is timed that needs as much.
 
-    The host of a virtual machine may take memory that was free for a few seconds. Whoever gets it next waits for the
-    host (3 s per GB were measured) and not for the machine.
+    The host of a virtual machine may reclaim memory that was free for a few seconds. The next process that needs it
+    then waits for the host (3 s per GB were measured).
     """
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
-        for at in range(0, size, mmap.PAGESIZE):
-            memory[at] = 1
+        for position in range(0, size, mmap.PAGESIZE):
+            memory[position] = 1
 
 
 def worker_seconds() -> float | None:
-    """CPU seconds of kt-kernel's numa_* threads: its workers, without the thread that spins for the caller."""
+    """Return the CPU seconds of kt-kernel's workers (numa_* threads), without the thread that spins for the caller."""
     ids = [number for number, name in tasks().items() if name.startswith(WORKERS)]
     times = [int(Path(f"/proc/self/task/{number}/schedstat").read_text().split()[0]) for number in ids]
     return sum(times) / 1e9 if times else None

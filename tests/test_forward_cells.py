@@ -36,7 +36,7 @@ def make_turn(
 def make_cell(modules: Modules, **sides: list[dict[str, Any]]) -> Any:
     """Return a cell of one token that reads 20 MB of weights; memory gives 16 GB/s."""
     cells = modules["forward_cells"]
-    figures = {name: cells.Figures.of(rounds) for name, rounds in sides.items()}
+    figures = {name: cells.Figures.from_turns(rounds) for name, rounds in sides.items()}
     case = {"shape": "Qwen3-30B-A3B", "method": "int4", "threads": 1, "tokens": 1, "routing": "balanced"}
     sizes = {"distinct": 8.0, "busiest": 1.0, "bytes": 20e6, "operations": 75e6, "read": 16e9, "read_cpu": 16e9}
     other = {"ceilings": {}, "limit": 1.15, "differing": 0, "elements": 2048, "distance": 0.01, "figures": figures}
@@ -55,15 +55,15 @@ def test_quiet_calls_are_compared_with_quiet_calls(modules: Modules) -> None:
     assert cell.ratio("kt") == 1.5 and cell.mark("kt") == ""
     assert cell.of_read == 20e6 / 0.002 / 16e9
     assert cell.figures["kt"].work == 0.5 and cell.ours.work == 1.0
-    assert modules["forward_cells"].document(cell)["sides"] == {
+    assert modules["forward_cells"].cell_document(cell)["sides"] == {
         "ours": {"quiet": {"calls": 1, "wall": 0.002}, "busy": {"calls": 3, "wall": 0.004}},
         "kt": {"quiet": {"calls": 2, "wall": 0.003}, "busy": {"calls": 1, "wall": 0.006}},
     }
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
-@pytest.mark.parametrize("own", [True, False])
-def test_measured_probes_are_classified(modules: Modules, tmp_path: Path, own: bool) -> None:
+@pytest.mark.parametrize("caller_computes", [True, False])
+def test_measured_probes_are_classified(modules: Modules, tmp_path: Path, caller_computes: bool) -> None:
     """The detector probes its own thread, or runs beside the measured one, between the timed calls."""
     library = modules["state"].build(FOLDER / "state.c", tmp_path)
     calls: list[int] = []
@@ -71,8 +71,8 @@ def test_measured_probes_are_classified(modules: Modules, tmp_path: Path, own: b
     other = threading.Thread(target=stop.wait)
     other.start()
     try:
-        detector = modules["state"].Detector(library, [other.native_id], own=own)
-        result = modules["turns"].timed(calls.append, 7, 5, True, detector)
+        detector = modules["state"].Detector(library, [other.native_id], caller_computes=caller_computes)
+        result = modules["turns"].time_calls(calls.append, 7, 5, True, detector)
     finally:
         stop.set()
         other.join()
