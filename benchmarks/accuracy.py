@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import pages
-from synthetic_layers import F32, Layer, layer, relative
+from synthetic_layers import F32, Layer, make_layer, relative_error
 
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.slices import Slicing
@@ -103,15 +103,15 @@ def quantize_by_gptq(output_format: Format, bits: Any, inputs: F32) -> F32:
 
 def measure_synthetic_layers() -> list[tuple[str, list[str]]]:
     """Return a row for each case: errors of weights at K 2048 and of outputs at K 1024."""
-    wide = {kind: layer(kind, rows=ROWS, features=2048, calibration=4096, held=1) for kind in KINDS}
-    narrow = {kind: layer(kind, rows=ROWS) for kind in KINDS}
+    wide = {kind: make_layer(kind, rows=ROWS, features=2048, calibration=4096, held_out=1) for kind in KINDS}
+    narrow = {kind: make_layer(kind, rows=ROWS) for kind in KINDS}
 
     def error(samples: Layer, output_format: Format, scale: str, outputs: bool) -> str:
         bits = f32_to_bf16(samples.weight)
         values, exact = quantize_and_decode(output_format, scale, bits, samples.calibration), bf16_to_f32(bits)
         if outputs:
-            values, exact = samples.held @ values.T, samples.held @ exact.T
-        return f"{100 * relative(values, exact):.2f} %"
+            values, exact = samples.held_out @ values.T, samples.held_out @ exact.T
+        return f"{100 * relative_error(values, exact):.2f} %"
 
     rows = []
     for title, name, scale in CASES:

@@ -241,7 +241,7 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         "checked": checks,
         "anonymous_bytes": memory,
         "runs": {
-            kind: {label: [timing.plain(r) for r in runs] for label, runs in group.items()}
+            kind: {label: [timing.figures_of(r) for r in runs] for label, runs in group.items()}
             for kind, group in groups.items()
         },
         "targets": {name: {"value": value, "at_most": TARGETS[name][0]} for name, value in targets.items()},

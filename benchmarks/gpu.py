@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""`ktconvert gpu` against llmcompressor, whose arithmetic it follows: wall time and memory, RTN and GPTQ; beside GPTQ
-also `ktconvert cpu --scale gptq`.
+"""`ktconvert gpu` compared with llmcompressor, whose arithmetic it follows: wall time and memory of RTN and GPTQ.
+
+With GPTQ, `ktconvert cpu --scale gptq` is measured, too.
 
 python benchmarks/gpu.py                      RTN on 1 GB, GPTQ on 0.2 GB; 5 GB of disk, some minutes
-python benchmarks/gpu.py --methods RTN        against model_free_ptq and oneshot
+python benchmarks/gpu.py --methods RTN        compared with model_free_ptq and oneshot
 python benchmarks/gpu.py --tiny               the bundled model, to try the script; its figures mean nothing
-python benchmarks/gpu.py --model /models/x    another checkpoint; oneshot holds all of it in memory
+python benchmarks/gpu.py --model /models/x    a different checkpoint; oneshot holds all of it in memory
 """
 
 from __future__ import annotations
@@ -28,37 +29,37 @@ from timing import Run
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 TINY = ROOT / "examples" / "qwen3-moe-small"
-LAYERS, EXPERT = 2, 3 * 2048 * 768 * 2  # of the synthetic model: its layers, and bytes of an expert in BF16
+LAYERS, EXPERT = 2, 3 * 2048 * 768 * 2  # layers of the synthetic model, and bytes of an expert in BF16
 OURS = "ktconvert"
-IMPORT = "its import alone"  # what llmcompressor costs before it does anything
+IMPORT = "only its import"  # the cost of importing llmcompressor
 FOR_CPU = "cpu --scale gptq"  # INT4 or INT8 with --calibrate mixed
 PEERS = {"RTN": ("model_free_ptq", "oneshot-RTN"), "GPTQ": (FOR_CPU, "oneshot-GPTQ")}
-# Targets: figure -> how many times ours model_free_ptq's is at least.
+# Targets: figure -> smallest ratio of model_free_ptq's figure to ours.
 TARGETS = {"wall": 3.0, "RSS": 2.0}
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The paths and the settings of all runs."""
+    """Paths and settings of all runs."""
 
     folder: Path
     kind: str
     samples: int
     length: int
-    threads: int  # torch's, on both sides; our RTN does not use torch, but all CPUs, as model_free_ptq's workers do
+    threads: int  # threads of torch on both sides; our RTN and model_free_ptq use all CPUs
 
     @property
     def out(self) -> Path:
-        """Where every run writes."""
+        """Folder to which every run writes."""
         return self.folder / "out"
 
     @property
     def data(self) -> Path:
-        """Calibration texts."""
+        """File of calibration texts."""
         return self.folder / "texts.jsonl"
 
     def command(self, side: str, method: str, model: Path) -> list[str]:
-        """The whole command line of one run."""
+        """Return the command line of one run."""
         data = [str(self.data), str(self.samples), str(self.length)] if method == "GPTQ" else []
         if side == IMPORT:
             return [sys.executable, "-c", "import llmcompressor"]
@@ -73,8 +74,8 @@ class Bench:
         data += [str(self.threads)] if data else []
         return command + [word for pair in zip(names, data, strict=False) for word in pair]
 
-    def timed(self, side: str, method: str, model: Path) -> Run:
-        """One run and its sync, from a warm cache; its output stays until clear()."""
+    def time_run(self, side: str, method: str, model: Path) -> Run:
+        """Time one run and its sync, from a warm cache; its output stays until clear()."""
         self.clear()
         timing.fill_caches(sorted(model.glob("*.safetensors")))
         quiet = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}
@@ -83,7 +84,7 @@ class Bench:
         )
 
     def clear(self) -> None:
-        """Remove what the last run wrote."""
+        """Remove the output of the last run."""
         shutil.rmtree(self.out, ignore_errors=True)
         os.sync()
 
@@ -121,7 +122,7 @@ def main() -> None:
 
 
 def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    """All methods, printed as they are measured."""
+    """Measure all methods, and print each."""
     machine = timing.machine() | {"file_system": timing.filesystem(bench.folder), "type": bench.kind}
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     figures: dict[str, Any] = {"machine": machine, "runs": {}}
@@ -131,22 +132,22 @@ def measure_all(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         if not options.model:
             timing.in_subprocess(write_random_model, model, size)
         runs = measure_method(bench, method, model, rounds)
-        figures["runs"][method] = {side: [timing.plain(run) for run in group] for side, group in runs.items()}
-        show_targets(runs)
+        figures["runs"][method] = {side: [timing.figures_of(run) for run in group] for side, group in runs.items()}
+        print_targets(runs)
     return figures
 
 
 def measure_method(bench: Bench, method: str, model: Path, rounds: int) -> dict[str, list[Run]]:
-    """Ours and each peer in turn, printed as a table; RTN's bytes are compared first."""
+    """Measure ours and each peer in turn, and print a table; compare RTN's bytes first."""
     weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     samples = f", {bench.samples} samples of {bench.length} tokens" if method == "GPTQ" else ""
     print(f"\n{method} {bench.kind}, {model.name}: {weights / 1e9:.2f} GB{samples}", flush=True)
     if method == "RTN":
-        print(compare(bench, model), flush=True)
+        print(compare_outputs(bench, model), flush=True)
     runs: dict[str, list[Run]] = {side: [] for side in (OURS, *PEERS[method], IMPORT)}
     for _ in range(rounds):
         for side, group in runs.items():
-            group.append(bench.timed(side, method, model))
+            group.append(bench.time_run(side, method, model))
     print(f"{'':16} {'wall s':>20} {'x ours':>7} {'CPU s':>8} {'x ours':>7} {'RSS MiB':>8} {'x ours':>7}")
     ours = runs[OURS]
     for side, group in runs.items():
@@ -161,13 +162,13 @@ def measure_method(bench: Bench, method: str, model: Path, rounds: int) -> dict[
     return runs
 
 
-def compare(bench: Bench, model: Path) -> str:
-    """Whether ours and model_free_ptq wrote the same tensors. Raises RuntimeError at the first that differs."""
-    bench.timed("model_free_ptq", "RTN", model)
+def compare_outputs(bench: Bench, model: Path) -> str:
+    """Compare the tensors of ours and model_free_ptq. Raises RuntimeError at the first difference."""
+    bench.time_run("model_free_ptq", "RTN", model)
     peer_out = bench.folder / "peer-out"
     shutil.rmtree(peer_out, ignore_errors=True)
     bench.out.rename(peer_out)
-    bench.timed(OURS, "RTN", model)
+    bench.time_run(OURS, "RTN", model)
     try:
         return str(timing.in_subprocess(same_tensors, peer_out, bench.out, "model_free_ptq"))
     finally:
@@ -175,10 +176,10 @@ def compare(bench: Bench, model: Path) -> str:
 
 
 def write_random_model(folder: Path, gigabytes: float) -> None:
-    """A random qwen3_moe of this size that transformers can load, with the bundled model's tokenizer."""
+    """Write a random qwen3_moe of this size that transformers can load, with the bundled model's tokenizer."""
     import models
 
-    # Attention and router are 38 MB a layer; each expert adds 512 rows to the embedding.
+    # Attention and router have 38 MB per layer; each expert adds 512 rows to the embedding.
     experts = max(8, round((gigabytes * 1e9 / LAYERS - 38e6) / (EXPERT + 512 * 2048 * 2 / LAYERS)))
     tensors, config = models.qwen3(LAYERS, experts)
     for layer in range(LAYERS):
@@ -199,14 +200,14 @@ def write_random_model(folder: Path, gigabytes: float) -> None:
 
 
 def write_texts(path: Path, samples: int, length: int) -> None:
-    """Rows of text from the bundled held-out file, each of more tokens than are used."""
+    """Write rows of the bundled held-out text, each with more tokens than are used."""
     text = (ROOT / "examples" / "heldout.txt").read_text()
     starts = [(997 * n) % max(1, len(text) // 2) for n in range(samples)]
     rows = [(text[start:] + text) * (1 + 8 * length // len(text)) for start in starts]
     path.write_text("".join(json.dumps({"text": row[: 8 * length]}) + "\n" for row in rows))
 
 
-def show_targets(runs: dict[str, list[Run]]) -> None:
+def print_targets(runs: dict[str, list[Run]]) -> None:
     """Print the targets against model_free_ptq."""
     if "model_free_ptq" not in runs:
         return

@@ -1,13 +1,12 @@
-"""GB/s of quantizing and packing, of packing alone, and of the search for scales of least squared error, for every
-instruction set, against memcpy and reading memory.
+"""GB/s of quantizing and packing, of only packing, and of the scale search, compared with memcpy and reading memory.
 
     python benchmarks/kernels.py [--json] [--size-mib 256] [--rounds 7] [--isa avx512 ...]
 
-All figures are gigabytes of source per CPU second of one thread (other load on the machine changes wall time, not CPU
-seconds); each is the median of `rounds`, and a round runs every case once, so that other load affects all of them. The
-source is larger than any cache and begins 8 bytes after a page, as tensors in safetensors files do. "through" writes to
-memory as large as the source's share, "reused" into one buffer again and again, as the converter does. The search is to
-reach 0.5 G weights per CPU second with AVX-512, which is 1 GB.
+All figures are gigabytes of source per CPU second of one thread, because other load on the machine changes wall time
+but not CPU seconds. Each is the median of `rounds`; a round runs every case once, so that other load affects all of
+them. The source is larger than any cache and starts 8 bytes after a page, like tensors in safetensors files. "through"
+writes to memory as large as its share of the source; "reused" writes to the same buffer again and again, like the
+converter. The target of the search is 0.5 G weights (1 GB) per CPU second with AVX-512.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ktconvert.native_quant.runtime.benchmark import STREAMS, read_memory
 from ktconvert.native_quant.scale_search import search_scales
 
 MIB = 1 << 20
-SHAPES = ((768, 2048), (2048, 7168))  # n, k: a Qwen3-30B-A3B expert, a DeepSeek-V3 one
+SHAPES = ((768, 2048), (2048, 7168))  # n, k of experts of Qwen3-30B-A3B and DeepSeek-V3
 ITEM_BYTES = {
     "bf16": 2,
     "fp16": 2,
@@ -48,7 +47,7 @@ ITEM_BYTES = {
     "gptq_8": 1,
     **{kind.name: kind.items / kind.columns for kind in GGML.values()},
 }
-# Encodings with scales: how the kernels call their values, and the block of a scale.
+# Encodings with scales: the kernel name of their values, and the block of a scale.
 SCALED = {
     "fp8_e4m3": ("fp8_e4m3", (128, 128)),
     "mxfp8": ("fp8_e4m3", (1, 32)),
@@ -82,7 +81,7 @@ PAGE = 4096
 
 @dataclass(frozen=True)
 class Case:
-    """One case to time: `run` works on `size` bytes of source."""
+    """A case to time: `run` works on `size` bytes of source."""
 
     name: str
     isa: str
@@ -96,8 +95,8 @@ class Case:
     run: Callable[[], None]
 
 
-def aligned(size: int, offset: int = 0) -> Any:
-    """Zeroed bytes that begin `offset` bytes after a page, all of them already mapped."""
+def allocate(size: int, offset: int = 0) -> Any:
+    """Return zeroed bytes that start `offset` bytes after a page, all of them already mapped."""
     raw = np.zeros(size + 2 * PAGE, np.uint8)
     raw[::PAGE] = 1
     start = -raw.ctypes.data % PAGE + offset
@@ -105,10 +104,10 @@ def aligned(size: int, offset: int = 0) -> Any:
 
 
 def make_source(kind: str, size: int) -> Any:
-    """Random weights: Gaussian values, or codes (of FP8, no NaN), or blocks."""
+    """Return random weights: Gaussian values, codes without NaN, or blocks."""
     rng = np.random.default_rng(0)
-    buffer = aligned(size, 8)
-    in_blocks = next((name for name, of in GGML.items() if of.name == kind), None)
+    buffer = allocate(size, 8)
+    in_blocks = next((name for name, block in GGML.items() if block.name == kind), None)
     if in_blocks is not None:
         piece = random_blocks(in_blocks, 4 * MIB // GGML[in_blocks].items).reshape(-1)
     elif ITEM_BYTES[kind] == 0.5:
@@ -126,8 +125,8 @@ def make_source(kind: str, size: int) -> Any:
 
 
 def make_codes(size: int) -> Any:
-    """Random codes, -7..7."""
-    buffer = aligned(size, 8)
+    """Return random codes from -7 to 7."""
+    buffer = allocate(size, 8)
     piece = np.random.default_rng(0).integers(-7, 8, 4 * MIB).astype(np.int8).view(np.uint8)
     for start in range(0, size, piece.size):
         part = buffer[start : start + piece.size]
@@ -144,7 +143,7 @@ def quantize_case(
     scale = np.empty(n, np.float32)
     options: dict[str, Any] = {}
     values_of = ALL_KINDS[SCALED[kind][0] if kind in SCALED else kind]
-    in_words = values_of.dtype == np.uint32  # of which those of one column lie one after the other
+    in_words = values_of.dtype == np.uint32  # words of a column are neighbours
     if kind in SCALED:
         rows, columns = SCALED[kind][1]
         options = {"scales": np.full((-(-n // rows), -(-k // columns)), 2.0**-10, np.float32), "block": (rows, columns)}
@@ -159,16 +158,16 @@ def quantize_case(
                 values = values.reshape(k // values_of.columns, n // values_of.rows).T
             else:
                 values = values.reshape(n, -1)
-            at = 0 if reused else i * packed_bytes
+            start = 0 if reused else i * packed_bytes
             matrix = kernels.Matrix(values, values_of, **options)
-            kernels.quantize_pack(bits, matrix, target[at : at + packed_bytes], scale)
+            kernels.quantize_pack(bits, matrix, target[start : start + packed_bytes], scale)
 
     name = f"{kind}{' transposed' if transposed else ''} -> int{bits}"
     return Case(name, isa, kind, bits, n, k, reused, transposed, count * matrix_bytes, run)
 
 
 def codes_case(isa: str, bits: int, n: int, k: int, source: Any, target: Any) -> Case:
-    """Packing alone, of codes in one byte each."""
+    """Return a case that only packs codes of one byte each."""
     packed_bytes = n * k * bits // 8
     count = max(1, source.size // (n * k) // (16 if isa == "scalar" else 1))
 
@@ -182,7 +181,7 @@ def codes_case(isa: str, bits: int, n: int, k: int, source: Any, target: Any) ->
 
 
 def search_case(isa: str, bits: int, n: int, k: int, source: Any, weighted: bool) -> Case:
-    """Choosing codes and scales of least squared error, some rows at a time, as the converter does."""
+    """Return a case that searches codes and scales of least squared error, some rows at a time like the converter."""
     matrix_bytes, step = n * k * 2, 128
     count = max(1, source.size // matrix_bytes // (256 if isa == "scalar" else 8))
     importance = np.random.default_rng(0).random(k, np.float32) if weighted else None
@@ -207,9 +206,9 @@ def ceilings(source: Any, target: Any) -> list[Case]:
     def copy(reused: bool) -> Callable[[], None]:
         def run() -> None:
             for start in range(0, source.size, block):
-                at = 0 if reused else start
+                target_start = 0 if reused else start
                 part = source[start : start + block]
-                np.copyto(target[at : at + part.size], part)
+                np.copyto(target[target_start : target_start + part.size], part)
 
         return run
 
@@ -220,11 +219,11 @@ def ceilings(source: Any, target: Any) -> list[Case]:
 
 
 def all_cases(isas: list[str], size: int) -> list[Case]:
-    in_bytes = ("mxfp8", "int8_packed", "int8_signed", "gptq_8")  # for which the bytes of FP8 will do
+    in_bytes = ("mxfp8", "int8_packed", "int8_signed", "gptq_8")  # these use the bytes of FP8
     sources = {kind: make_source(kind, size) for kind in ITEM_BYTES if kind not in ("int8", *in_bytes)}
     sources |= dict.fromkeys(in_bytes, sources["fp8_e4m3"])
     codes = make_codes(size)
-    target = aligned(size)
+    target = allocate(size)
     cases = ceilings(sources["bf16"], target)
     for isa in isas:
         for n, k in SHAPES:
@@ -240,7 +239,7 @@ def all_cases(isas: list[str], size: int) -> list[Case]:
 
 
 def measure(cases: list[Case], rounds: int) -> list[float]:
-    """Median GB of source per CPU second, by case."""
+    """Return the median GB of source per CPU second, by case."""
     rates: list[list[float]] = [[] for _ in cases]
     for _ in range(rounds):
         for case, figures in zip(cases, rates, strict=True):
@@ -251,7 +250,7 @@ def measure(cases: list[Case], rounds: int) -> list[float]:
 
 
 def report(cases: list[Case], rates: list[float]) -> list[dict[str, Any]]:
-    """One record per case: its rate, ratios to memcpy and to reading, and its time per output byte against BF16's."""
+    """Return a record for each case: rate, ratios to memcpy and reading, and time per output byte relative to BF16."""
     read, memcpy, memcpy_reused = rates[:3]
     plain = {
         (j.isa, j.bits, j.k): rate
@@ -269,14 +268,14 @@ def report(cases: list[Case], rates: list[float]) -> list[dict[str, Any]]:
             record |= {"isa": case.isa, "n": case.n, "k": case.k}
             record["of_memcpy"] = rate / (memcpy_reused if case.reused else memcpy)
             record["of_read"] = rate / read
-            same = plain.get((case.isa, case.bits, case.k), 0.0)
-            # Time per output byte: bytes in per byte out differ by encoding.
-            record["time_of_bf16"] = same / rate * ITEM_BYTES[case.kind] / 2
+            bf16_rate = plain.get((case.isa, case.bits, case.k), 0.0)
+            # Time per output byte, because input bytes per output byte differ by encoding.
+            record["time_of_bf16"] = bf16_rate / rate * ITEM_BYTES[case.kind] / 2
         records.append(record)
     return records
 
 
-def show(records: list[dict[str, Any]]) -> None:
+def print_records(records: list[dict[str, Any]]) -> None:
     print(
         f"{'what':26} {'isa':7} {'k':>5} {'into':8} {'GB/cpu-s':>9} {'x memcpy':>9} {'x read':>7} "
         f"{'time/byte v bf16':>17}"
@@ -301,7 +300,7 @@ def main() -> None:
         json.dump({"rounds": options.rounds, "size_mib": options.size_mib, "results": records}, sys.stdout, indent=1)
         print()
     else:
-        show(records)
+        print_records(records)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""The experts of a GGUF, ours against llama.cpp's own bench, in turns: milliseconds per layer.
+"""The experts of a GGUF file, ours compared with llama.cpp's own bench, in turns: milliseconds per layer.
 
 python benchmarks/llama_cpp.py --llama-bench PATH           five types of ggml; half an hour, 2 GB of disk
 python benchmarks/llama_cpp.py --llama-bench PATH --types Q4_K --tokens 1 64
 
-llama-bench computes whole models, so it is given two in the shape of Qwen3-30B-A3B, of three layers: one with the
-experts (128 of 768 columns, 8 for a token) and one that has a linear of 32 columns instead, with the same attention and
-output. A third of the difference of their times is what it takes for the experts of a layer, the router with its choice
-among it (3 % of the operations). Attention adds nothing to a token (its output is zeros), so that random tokens are
-routed as evenly as ours, which computes the same file's layers in turn; for one token, steps of generation are timed.
-In each round llama.cpp's two models, the better of two runs each, and ours, the median of its calls, run one after the
-other; shown are medians of rounds.
+llama-bench computes whole models. It therefore gets two of three layers in the shape of Qwen3-30B-A3B: one with experts
+(128 of 768 columns, 8 per token), and one with a linear of 32 columns in their place, with the same attention and
+output. A third of the difference of their times is the time of the experts of a layer, including the router (3 % of the
+operations). Attention adds nothing to a token, because its output is zero, so that random tokens are routed as evenly
+as in ours, which computes the layers of the same file in turn. For one token, steps of generation are timed.
+
+Each round runs llama.cpp's two models (the better of two runs each) and ours (the median of its calls), one after the
+other. The table has medians of rounds.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from ktconvert.native_quant.runtime.pool import Pool
 SHAPE = mixtures.SHAPES["qwen3"]
 LAYERS, HEADS, KV_HEADS, HEAD = 3, 32, 4, 128
 VOCABULARY = 4096
-TINY = 32  # columns of the linear that takes the experts' place
+TINY = 32  # columns of the linear in place of the experts
 TYPES = ("Q4_K", "Q6_K", "Q8_0", "Q4_0", "MXFP4")
 ZEROS = "zeros"  # blocks of Q8_0
-STEPS = 32  # of generation, for one token
+STEPS = 32  # steps of generation, for one token
 
 
 def main() -> None:
@@ -67,27 +68,31 @@ def main() -> None:
                 inputs = [np.load(batch / f"{what}.npy") for what in ("hidden", "ids", "weights")]
                 ours, theirs = [], []
                 for _ in range(options.rounds):
-                    whole, rest = (bench(options.llama_bench, path, tokens, options.threads) for path in models)
-                    theirs.append((whole - rest) / LAYERS)
-                    ours.append(forward(layers, inputs))
+                    with_experts, without_experts = (
+                        run_llama_bench(options.llama_bench, path, tokens, options.threads) for path in models
+                    )
+                    theirs.append((with_experts - without_experts) / LAYERS)
+                    ours.append(time_layers(layers, inputs))
                 ratio = statistics.median(theirs) / statistics.median(ours)
-                print(f"{name:6} {tokens:6} {shown(ours):>24} {shown(theirs):>24} {ratio:6.2f}", flush=True)
+                print(
+                    f"{name:6} {tokens:6} {format_times(ours):>24} {format_times(theirs):>24} {ratio:6.2f}", flush=True
+                )
             for path in models:
                 path.unlink()
 
 
-def shown(seconds: list[float]) -> str:
-    """Median, least and most in milliseconds."""
+def format_times(seconds: list[float]) -> str:
+    """Return median, minimum and maximum in milliseconds."""
     low, middle, high = (f"{1e3 * x:.2f}" for x in (min(seconds), statistics.median(seconds), max(seconds)))
     return f"{middle} ({low} to {high})"
 
 
-def bench(program: Path, model: Path, tokens: int, threads: int) -> float:
-    """Seconds that llama-bench takes for so many tokens of a prompt, or for one of generation."""
+def run_llama_bench(program: Path, model: Path, tokens: int, threads: int) -> float:
+    """Return the seconds that llama-bench takes for a prompt of this length, or for one token of generation."""
     sizes = ("-p", 0, "-n", STEPS) if tokens == 1 else ("-p", tokens, "-n", 0)
-    most = max(tokens, 32)
-    more = ("-b", most, "-ub", most, "-t", threads, "-r", 2, "-ngl", 0, "-o", "json")
-    command = [str(each) for each in (program, "-m", model, *sizes, *more)]
+    batch_size = max(tokens, 32)
+    options = ("-b", batch_size, "-ub", batch_size, "-t", threads, "-r", 2, "-ngl", 0, "-o", "json")
+    command = [str(each) for each in (program, "-m", model, *sizes, *options)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-1000:]}")
@@ -95,43 +100,44 @@ def bench(program: Path, model: Path, tokens: int, threads: int) -> float:
     return min(row["samples_ns"]) / 1e9 / (STEPS if tokens == 1 else 1)
 
 
-def forward(layers: list[Experts], inputs: list[Any]) -> float:
-    """Seconds of a layer: the median of calls that last a quarter of a second or are three."""
+def time_layers(layers: list[Experts], inputs: list[Any]) -> float:
+    """Return the seconds of a layer: the median of calls for a quarter of a second, or of three calls."""
     out = np.empty_like(inputs[0][0])
     walls: list[float] = []
     for number in range(400):
-        of_layers, variant = layers[number % LAYERS], number // LAYERS % len(inputs[0])
-        begun = time.perf_counter()
-        of_layers.forward(*(array[variant] for array in inputs), out=out)
-        walls.append(time.perf_counter() - begun)
+        layer, variant = layers[number % LAYERS], number // LAYERS % len(inputs[0])
+        start = time.perf_counter()
+        layer.forward(*(array[variant] for array in inputs), out=out)
+        walls.append(time.perf_counter() - start)
         if len(walls) > LAYERS and sum(walls) > 0.25:
             break
-    return statistics.median(walls[LAYERS:])  # the first ones are cold
+    return statistics.median(walls[LAYERS:])  # the first calls are cold
 
 
 # --- synthetic models -----------------------------------------------------------------------------
 
 
 def write_model(path: Path, name: str, experts: bool) -> None:
-    """A model that llama.cpp loads: experts in this type, or one small linear in their place; attention, embeddings and
-    output in Q8_0.
+    """Write a model that llama.cpp loads: experts of this type, or one small linear in their place.
+
+    Attention, embeddings and output are Q8_0.
     """
     arch = "qwen3moe" if experts else "qwen3"
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in metadata(experts).items():
+    for key, value in make_metadata(experts).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{key}", value)
     writer.add_tokenizer_model("none")
-    for seed, (tensor, kind, shape) in enumerate(tensors(name, experts)):
+    for seed, (tensor, kind, shape) in enumerate(list_tensors(name, experts)):
         stored = gguf.GGMLQuantizationType["Q8_0" if kind == ZEROS else kind]
-        writer.add_tensor(tensor, values(kind, shape, seed), raw_dtype=stored)
+        writer.add_tensor(tensor, make_values(kind, shape, seed), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def metadata(experts: bool) -> dict[str, int | float]:
-    """What llama.cpp wants to know of such a model."""
+def make_metadata(experts: bool) -> dict[str, int | float]:
+    """Return the metadata that llama.cpp needs for such a model."""
     common: dict[str, int | float] = {
         "block_count": LAYERS,
         "context_length": 4096,
@@ -145,16 +151,16 @@ def metadata(experts: bool) -> dict[str, int | float]:
         "attention.layer_norm_rms_epsilon": 1e-6,
         "rope.freq_base": 1e6,
     }
-    more = {
+    of_experts = {
         "expert_count": SHAPE.experts,
         "expert_used_count": mixtures.TOPK,
         "expert_feed_forward_length": SHAPE.intermediate,
     }
-    return common | (more if experts else {})
+    return common | (of_experts if experts else {})
 
 
-def tensors(name: str, experts: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """Name, type and shape of each."""
+def list_tensors(name: str, experts: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield name, type and shape of each tensor."""
     hidden, width, count = SHAPE.hidden, SHAPE.intermediate, SHAPE.experts
     yield "token_embd.weight", "Q8_0", (VOCABULARY, hidden)
     yield "output.weight", "Q8_0", (VOCABULARY, hidden)
@@ -175,16 +181,16 @@ def tensors(name: str, experts: bool) -> Iterator[tuple[str, str, tuple[int, ...
                 yield f"{block}.ffn_{linear}.weight", "Q8_0", shape
 
 
-def values(kind: str, shape: tuple[int, ...], seed: int) -> Any:
-    """Numbers of about 1 for norms, of 0.02 for the router; random blocks."""
+def make_values(kind: str, shape: tuple[int, ...], seed: int) -> Any:
+    """Return numbers near 1 for norms and near 0.02 for the router, zeros, or random blocks."""
     if kind == "F32":
-        drawn = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
-        return 1 + drawn / 100 if len(shape) == 1 else drawn / 50
+        normal = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+        return 1 + normal / 100 if len(shape) == 1 else normal / 50
     *rows, columns = shape
     if kind == ZEROS:
         return np.zeros((*rows, columns // GGML["Q8_0"].columns * GGML["Q8_0"].items), np.uint8)
-    of_row = columns // GGML[kind].columns
-    return random_blocks(kind, int(np.prod(rows)) * of_row, seed).reshape(*rows, -1)
+    blocks_per_row = columns // GGML[kind].columns
+    return random_blocks(kind, int(np.prod(rows)) * blocks_per_row, seed).reshape(*rows, -1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Creates checkpoints for benchmarks: random weights shaped like Qwen3-30B-A3B, headers only like DeepSeek-V3."""
+"""Writes checkpoints for benchmarks: random weights shaped like Qwen3-30B-A3B, only headers shaped like DeepSeek-V3."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Fill = Callable[["Tensor"], Iterable[bytes]]
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor to be written; `values`, if given, is what it holds."""
+    """A tensor to be written; `values` is its content, if given."""
 
     name: str
     dtype: str
@@ -34,14 +34,14 @@ class Tensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """Size in the file."""
         return math.prod(self.shape) * BITS[self.dtype] // 8
 
 
 def qwen3(layers: int, experts: int, dtype: str = "BF16") -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors and config in the shape of Qwen3-30B-A3B (H 2048, I 768).
+    """Return tensors and config in the shape of Qwen3-30B-A3B (H 2048, I 768).
 
-    The embedding is cut so that, as there, 5 to 7 % is not experts.
+    The embedding is smaller, so that 5 to 7 % of the weights are outside the experts, as in the model.
     """
     hidden, width, vocabulary, heads = 2048, 768, 512 * experts, 4096
     tensors = [Tensor("model.embed_tokens.weight", "BF16", (vocabulary, hidden))]
@@ -78,7 +78,7 @@ def qwen3(layers: int, experts: int, dtype: str = "BF16") -> tuple[list[Tensor],
 
 
 def deepseek(layers: int, experts: int) -> tuple[list[Tensor], dict[str, Any]]:
-    """Tensors and config in the shape of DeepSeek-V3 (H 7168, I 2048, FP8): first 3 dense layers, last an MTP layer."""
+    """Return tensors and config of DeepSeek-V3 (H 7168, I 2048, FP8): first 3 dense layers, last an MTP layer."""
     hidden, width, dense = 7168, 2048, 18432
     vocabulary = ("lm_head.weight", "model.embed_tokens.weight")
     tensors = [Tensor(name, "BF16", (129280, hidden)) for name in vocabulary]
@@ -129,16 +129,16 @@ def deepseek(layers: int, experts: int) -> tuple[list[Tensor], dict[str, Any]]:
 def write_model(
     folder: Path, tensors: Sequence[Tensor], config: dict[str, Any], shards: int, fill: Fill | None = None
 ) -> None:
-    """Write a sharded checkpoint with its index, unless it exists; without `fill` the weights are holes (no disk)."""
+    """Write a sharded checkpoint with its index, unless it exists. Without `fill`, weights are holes (no disk)."""
     recipe = json.dumps(config, indent=2) + "\n"
-    done = folder / "config.json"  # written last
-    if done.exists() and done.read_text() == recipe:
+    marker = folder / "config.json"  # written last
+    if marker.exists() and marker.read_text() == recipe:
         return
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
     index: dict[str, str] = {}
-    groups = _cut(tensors, shards)
+    groups = _split_into_shards(tensors, shards)
     for number, group in enumerate(groups, 1):
         name = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         _write_shard(folder / name, group, fill)
@@ -146,12 +146,14 @@ def write_model(
     total = sum(t.nbytes for t in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
     (folder / "model.safetensors.index.json").write_text(text)
-    done.write_text(recipe)
+    marker.write_text(recipe)
 
 
 def gaussian(seed: int = 0) -> Fill:
-    """Random normal weights, all drawn independently: no two matrices are alike. Scales differ between blocks; codes of
-    four bits are uniform."""
+    """Return a function that draws normal weights independently, so that no two matrices are equal.
+
+    Scales differ between blocks; codes of four bits are uniform.
+    """
     rng = np.random.Generator(np.random.PCG64(seed))
     normal = NormalDist()
     quantiles = np.array([normal.inv_cdf((i + 0.5) / 65536) for i in range(65536)], np.float32)
@@ -162,10 +164,10 @@ def gaussian(seed: int = 0) -> Fill:
         if tensor.values is not None:
             yield tensor.values.tobytes()
             return
-        left = math.prod(tensor.shape)
-        while left:
-            count = min(left, PIECE)
-            left -= count
+        remaining = math.prod(tensor.shape)
+        while remaining:
+            count = min(remaining, PIECE)
+            remaining -= count
             yield _draw(rng, count, tensor.dtype, bf16, fp8)
 
     return fill
@@ -179,14 +181,14 @@ def _draw(
     if dtype == "I32":
         return rng.bytes(4 * count)
     if dtype in ("U8", "F8_E8M0"):
-        least, most = (0, 256) if dtype == "U8" else (118, 122)
-        return rng.integers(least, most, count, np.uint8).tobytes()
-    which = rng.integers(0, 1 << 16, count, np.uint16)
-    return bytes((bf16 if dtype == "BF16" else fp8)[which].data)
+        low, high = (0, 256) if dtype == "U8" else (118, 122)
+        return rng.integers(low, high, count, np.uint8).tobytes()
+    indices = rng.integers(0, 1 << 16, count, np.uint16)
+    return bytes((bf16 if dtype == "BF16" else fp8)[indices].data)
 
 
 def _to_fp8(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-    """The nearest E4M3 codes."""
+    """Return the nearest E4M3 codes."""
     codes = np.arange(127)
     exponent, fraction = codes >> 3, codes & 7
     magnitudes = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
@@ -198,7 +200,7 @@ def _linear(name: str, shape: tuple[int, int], dtype: str) -> list[Tensor]:
     if dtype == "MXFP4":
         codes, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // GROUP)
         return [Tensor(f"{name}_packed", "U8", codes), Tensor(f"{name}_scale", "F8_E8M0", scales)]
-    if dtype == "INT4":  # as compressed-tensors packs it
+    if dtype == "INT4":  # packed by compressed-tensors
         codes, scales = (shape[0], shape[1] // 8), (shape[0], shape[1] // GROUP)
         return [
             Tensor(f"{name}_packed", "I32", codes),
@@ -220,25 +222,25 @@ def _experts(base: str, experts: int, hidden: int, width: int, dtype: str) -> li
     return [t for e in range(experts) for t in _mlp(f"{base}.mlp.experts.{e}", hidden, width, dtype)]
 
 
-def _cut(tensors: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
-    """Shards of about equal size, split inside layers, as in released models."""
+def _split_into_shards(tensors: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
+    """Split tensors into shards of similar size, also within layers, as in released models."""
     groups: list[list[Tensor]] = [[] for _ in range(shards)]
-    total, at = sum(t.nbytes for t in tensors), 0
+    total, position = sum(t.nbytes for t in tensors), 0
     for tensor in tensors:
-        groups[min(at * shards // total, shards - 1)].append(tensor)
-        at += tensor.nbytes
+        groups[min(position * shards // total, shards - 1)].append(tensor)
+        position += tensor.nbytes
     return [sorted(group, key=lambda t: (-BITS[t.dtype], t.name)) for group in groups if group]
 
 
 def _write_shard(path: Path, tensors: Sequence[Tensor], fill: Fill | None) -> None:
-    entries, at = {}, 0
+    entries, position = {}, 0
     for t in tensors:
-        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [at, at + t.nbytes]}
-        at += t.nbytes
+        entries[t.name] = {"dtype": t.dtype, "shape": t.shape, "data_offsets": [position, position + t.nbytes]}
+        position += t.nbytes
     head = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     with path.open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         if fill is not None:
             file.writelines(piece for tensor in tensors for piece in fill(tensor))
-        file.truncate(8 + len(head) + at)
+        file.truncate(8 + len(head) + position)

@@ -1,12 +1,12 @@
-"""Small faults put into the product at random, one at a time, to see which of them a test notices.
+"""Puts small random faults into the product, one at a time, to see which of them a test detects.
 
     python benchmarks/mutants.py --tree TREE --seed 1 --count 60 [--seconds 170] [--list]
 
-TREE is a checkout to spoil and restore, with an environment of its own in .venv and the extension built there with
-`.venv/bin/python setup.py build_ext --inplace --build-temp build/temp`. A line is drawn among the lines of code, then a
-change among those the line allows. Tests run file by file, those first that share rare words with the changed function,
-until one fails that passes without the change, or the seconds of CPU are spent. As the first process of a namespace
-(unshare --pid --fork --mount-proc) it also ends what tests leave running. One line of output per mutant: killed,
+TREE is a checkout that is changed and restored. It has an environment of its own in .venv, and the extension built with
+`.venv/bin/python setup.py build_ext --inplace --build-temp build/temp`. The script draws a line of code, and then a
+change that this line allows. Tests run file by file, first those that share rare words with the changed function, until
+one fails that passes without the change, or the CPU seconds are used up. As the first process of a namespace (unshare
+--pid --fork --mount-proc), it also ends processes that tests leave behind. It prints a line for each mutant: killed,
 survived, or not compiled (drawn again).
 """
 
@@ -32,14 +32,14 @@ from typing import NamedTuple
 import pytest
 
 FOLDERS = ("layouts", "quantizers", "pipeline/engine", "pipeline/plans", "native_quant")
-FILES = 24  # of tests, for each mutant
-WALL = 3600  # seconds, on a machine that is busy with other things
+FILES = 24  # number of test files for each mutant
+WALL = 3600  # in seconds, for a busy machine
 SWAPS = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is",
          "in": "not in", "not in": "in", "+": "-", "-": "+", "*": "+", "/": "*", "//": "*", "%": "+",
          "<<": ">>", ">>": "<<", "&": "|", "|": "&", "^": "&", "**": "*", "and": "or", "or": "and",
          "&&": "||", "||": "&&", "+=": "-=", "-=": "+="}  # fmt: skip
 OPERATOR = re.compile(r"not\s+in|is\s+not|\b(?:in|is|and|or)\b|<<|>>|//|\*\*|[<>=!]=|[-+*/%&|^<>]")
-TEXT = ("note", "warn", "warning", "say", "echo", "info", "debug", "secho")  # calls that only tell people something
+TEXT = ("note", "warn", "warning", "say", "echo", "info", "debug", "secho")  # calls that only print messages
 
 
 class Mutant(NamedTuple):
@@ -48,32 +48,32 @@ class Mutant(NamedTuple):
     start: int  # offsets in the file's text
     end: int
     new: str
-    function: str  # the text of the function around it
+    function: str  # text of the function that contains it
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} [{self.start}:{self.end}] -> {self.new!r}"
 
 
-def of_python(path: str, text: str) -> Iterator[Mutant]:
-    """The changes that a Python file allows; not in docstrings, annotations, f-strings and messages."""
+def find_python_mutants(path: str, text: str) -> Iterator[Mutant]:
+    """Yield the changes that a Python file allows, except in docstrings, annotations, f-strings and messages."""
     lines = text.splitlines(keepends=True)
     starts = [0, *itertools.accumulate(map(len, lines))]
 
-    def at(line: int, column: int) -> int:  # a column counts bytes
+    def offset(line: int, column: int) -> int:  # a column counts bytes
         return starts[line - 1] + len(lines[line - 1].encode()[:column].decode())
 
     def span(node: ast.expr | ast.stmt) -> tuple[int, int]:
-        return at(node.lineno, node.col_offset), at(node.end_lineno or 0, node.end_col_offset or 0)
+        return offset(node.lineno, node.col_offset), offset(node.end_lineno or 0, node.end_col_offset or 0)
 
-    def of_node(node: ast.AST) -> Iterator[tuple[int, int, str]]:
+    def changes_of_node(node: ast.AST) -> Iterator[tuple[int, int, str]]:
         match node:
             case ast.Compare() | ast.BinOp() | ast.BoolOp():
                 operands = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
                 for left, right in itertools.pairwise(operands):
                     start, end = span(left)[1], span(right)[0]
-                    found = OPERATOR.search(text[start:end])
-                    if found and (old := " ".join(found[0].split())) in SWAPS:
-                        yield start + found.start(), start + found.end(), SWAPS[old]
+                    match = OPERATOR.search(text[start:end])
+                    if match and (old := " ".join(match[0].split())) in SWAPS:
+                        yield start + match.start(), start + match.end(), SWAPS[old]
             case ast.UnaryOp(op=ast.Not()):
                 yield span(node)[0], span(node.operand)[0], ""
             case ast.Constant(value=bool()):
@@ -99,7 +99,7 @@ def of_python(path: str, text: str) -> Iterator[Mutant]:
                 return
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 function = text[slice(*span(node))]
-        for start, end, new in of_node(node):
+        for start, end, new in changes_of_node(node):
             yield Mutant(path, text.count("\n", 0, start) + 1, start, end, new, function)
         for name, field in ast.iter_fields(node) if not isinstance(node, ast.Raise) else ():
             if name not in ("annotation", "returns", "type_params", "decorator_list", "bases"):
@@ -116,40 +116,43 @@ C = re.compile(r"(?<= )(?:<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^<>]|[-+]=)(?= )|(?<
                r"|^ +[\w.\->\[\]]+ [-+*/|&^<>]*= [^;{}]*;$", re.M)  # fmt: skip
 
 
-def of_c(path: str, text: str) -> Iterator[Mutant]:
-    """The changes that a C file allows, inside the bodies of functions; a sign between spaces is an operator."""
+def find_c_mutants(path: str, text: str) -> Iterator[Mutant]:
+    """Yield the changes that a C file allows inside functions; a sign between spaces is an operator."""
     blank = re.sub(r"/\*.*?\*/|//[^\n]*|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\])+'|^[ \t]*#(?:\\\n|[^\n])*",
                    lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.S | re.M)  # fmt: skip
     for body in re.finditer(r"\)\s*(\{$.*?^\})", blank, re.S | re.M):
         start, end = body.span(1)
         function = text[text.rfind("\n\n", 0, start) + 1 : end]
-        for found in C.finditer(blank, start, end):
-            old = found[0].lstrip()
+        for match in C.finditer(blank, start, end):
+            old = match[0].lstrip()
             new = f"(!{old})" if old[0] == "(" else str(int(old) + 1) if old.isdigit() else "" if old == "!" else ";"
-            where = found.end() - len(old)
-            yield Mutant(path, text.count("\n", 0, where) + 1, where, found.end(), SWAPS.get(old, new), function)
+            position = match.end() - len(old)
+            yield Mutant(path, text.count("\n", 0, position) + 1, position, match.end(), SWAPS.get(old, new), function)
 
 
-def mutants(tree: Path) -> dict[tuple[str, int], list[Mutant]]:
-    """All changes of all product files, by line."""
+def find_mutants(tree: Path) -> dict[tuple[str, int], list[Mutant]]:
+    """Return all changes of all product files, by line."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for file in sorted(p for f in FOLDERS for p in (tree / f).rglob("*") if p.suffix in (".py", ".c", ".h")):
-        for mutant in (of_python if file.suffix == ".py" else of_c)(str(file.relative_to(tree)), file.read_text()):
+        for mutant in (find_python_mutants if file.suffix == ".py" else find_c_mutants)(
+            str(file.relative_to(tree)), file.read_text()
+        ):
             by_line.setdefault((mutant.path, mutant.line), []).append(mutant)
     return by_line
 
 
-def words(text: str) -> set[str]:
-    whole = set(re.findall(r"[A-Za-z_]\w{2,}", re.sub(r"_?(?:avx\w*|amx|scalar)\b", "", text)))
-    return whole | {part for word in whole for part in word.lower().split("_") if len(part) > 2}
+def words_of(text: str) -> set[str]:
+    """Return the words of a text and their parts."""
+    names = set(re.findall(r"[A-Za-z_]\w{2,}", re.sub(r"_?(?:avx\w*|amx|scalar)\b", "", text)))
+    return names | {part for name in names for part in name.lower().split("_") if len(part) > 2}
 
 
-def ranked(tree: Path, mutant: Mutant) -> list[str]:
-    """The test files, those first that share rare words with the function and its file's name."""
+def rank_tests(tree: Path, mutant: Mutant) -> list[str]:
+    """Return the test files, first those that share rare words with the function and its file's name."""
     texts = {str(p.relative_to(tree)): p.read_text() for p in (tree / "tests").glob("test_*.py")}
-    known = {name: words(Path(name).stem + " " + text) for name, text in texts.items()}
+    known = {name: words_of(Path(name).stem + " " + text) for name, text in texts.items()}
     common = Counter(word for of_file in known.values() for word in of_file)
-    weights = dict.fromkeys(words(mutant.function), 1) | dict.fromkeys(words(Path(mutant.path).stem), 4)
+    weights = dict.fromkeys(words_of(mutant.function), 1) | dict.fromkeys(words_of(Path(mutant.path).stem), 4)
     if not mutant.path.endswith(".py"):
         weights |= {"isa": 20, "kernels": 10, "forward" if "forward" in mutant.path else "golden": 20}
 
@@ -158,11 +161,11 @@ def ranked(tree: Path, mutant: Mutant) -> list[str]:
         return shared / math.sqrt(len(known[name])) * (2 if mutant.path[:-3].replace("/", ".") in texts[name] else 1)
 
     builds = {name for name, text in texts.items() if re.search(r"build_ext|build\.sh|emulated\.sh", text)}
-    return sorted(texts, key=lambda name: (name in builds, -score(name), name))  # these take minutes
+    return sorted(texts, key=lambda name: (name in builds, -score(name), name))  # tests that build take minutes
 
 
 class Budget:
-    """A pytest plugin: one case of each test first, and no new test when the CPU time is spent."""
+    """A pytest plugin that runs one case of each test first, and starts no test when the CPU time is used up."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -178,11 +181,14 @@ class Budget:
 
 
 def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
-    """The first test that fails, or nothing. A process that loops or grows for ever ends by itself (see __main__)."""
+    """Return the first test that fails, or "".
+
+    A process that loops or grows without limit ends by itself (see __main__).
+    """
     command = [tree / ".venv/bin/python", Path(__file__).resolve(), "--run", str(seconds), *tests]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"PYTHONDONTWRITEBYTECODE": "1"}
     first = os.getpid() == 1
-    with tempfile.TemporaryFile("w+") as log:  # no pipe, which what it leaves running would keep open
+    with tempfile.TemporaryFile("w+") as log:  # no pipe, because processes that are left behind would keep it open
         process = subprocess.Popen(command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log,
                                    stderr=subprocess.STDOUT, start_new_session=not first)  # fmt: skip
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -195,20 +201,20 @@ def run_tests(tree: Path, tests: list[str], seconds: float) -> str:
     failed = re.search(r"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", output, re.M)
     if failed or process.returncode == 0:
         return failed[1] if failed else ""
-    begun = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL|Fatal Python).*)?$", output, re.M)
-    return (begun or tests)[-1].strip()  # it was killed, or crashed
+    started = re.findall(r"^(tests/\S+?\.py::.+?)(?: (?:PASSED|SKIPPED|XFAIL|Fatal Python).*)?$", output, re.M)
+    return (started or tests)[-1].strip()  # the process was killed, or has crashed
 
 
-def compiled(tree: Path, path: str) -> bool:
-    """Whether a C file, or what includes it, compiles; then the extension is linked anew."""
+def compile_extension(tree: Path, path: str) -> bool:
+    """Compile a C file and files that include it, and link the extension; return whether this succeeds."""
     build = runpy.run_path("native_quant/_build.py")
     include = f"{sys.base_prefix}/include/python3.{sys.version_info[1]}"
     flags = [*build["COMPILE"], "-fPIC", f"-I{build['CSRC']}", f"-I{build['ARCH']}", f"-I{include}"]
     temp = tree / "build" / "temp"
     names = [n for n in build["list_sources"]() if n == path or path.endswith(".h")]
     for name in names:
-        needs = subprocess.run(["cc", "-MM", *flags, name], cwd=tree, capture_output=True, text=True).stdout
-        if path in [os.path.normpath(n) for n in needs.replace("\\\n", " ").split()[1:]]:
+        dependencies = subprocess.run(["cc", "-MM", *flags, name], cwd=tree, capture_output=True, text=True).stdout
+        if path in [os.path.normpath(n) for n in dependencies.replace("\\\n", " ").split()[1:]]:
             command = ["cc", *flags, "-c", name, "-o", temp / Path(name).with_suffix(".o")]
             if subprocess.run(command, cwd=tree, capture_output=True).returncode:
                 return False
@@ -216,24 +222,24 @@ def compiled(tree: Path, path: str) -> bool:
     return bool(names) and subprocess.run(link, cwd=tree, capture_output=True).returncode == 0
 
 
-def tried(tree: Path, mutant: Mutant, seconds: float) -> str:
-    """What becomes of a mutant."""
+def try_mutant(tree: Path, mutant: Mutant, seconds: float) -> str:
+    """Return the fate of a mutant."""
     file, python = tree / mutant.path, mutant.path.endswith(".py")
-    text, tests = file.read_text(), ranked(tree, mutant)[:FILES]
+    text, tests = file.read_text(), rank_tests(tree, mutant)[:FILES]
     while True:
         file.write_text(text[: mutant.start] + mutant.new + text[mutant.end :])
         try:
-            if not python and not compiled(tree, mutant.path):
+            if not python and not compile_extension(tree, mutant.path):
                 return "not compiled"
             killer = run_tests(tree, tests, seconds)
         finally:
             file.write_text(text)
-            assert python or compiled(tree, mutant.path), mutant.path
+            assert python or compile_extension(tree, mutant.path), mutant.path
         if not killer:
             return "survived"
         if not run_tests(tree, [killer], 300):
             return f"killed by {killer}"
-        tests += ["--deselect", killer]  # it fails without the change, too
+        tests += ["--deselect", killer]  # the test also fails without the change
 
 
 def main() -> None:
@@ -241,16 +247,16 @@ def main() -> None:
     parser.add_argument("--tree", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=170, help="of CPU, for the tests of one mutant")
-    parser.add_argument("--list", action="store_true", help="only print what would be changed")
+    parser.add_argument("--seconds", type=float, default=170, help="CPU seconds for the tests of one mutant")
+    parser.add_argument("--list", action="store_true", help="only print the changes")
     arguments = parser.parse_args()
     tree = arguments.tree.resolve()
     os.chdir(tree)
-    by_line, draws, number = mutants(tree), random.Random(arguments.seed), 0
+    by_line, draws, number = find_mutants(tree), random.Random(arguments.seed), 0
     print(f"# {len(by_line)} lines, {sum(map(len, by_line.values()))} mutants, seed {arguments.seed}", flush=True)
     while number < arguments.count:
         mutant = draws.choice(by_line[draws.choice(sorted(by_line))])
-        fate = "listed" if arguments.list else tried(tree, mutant, arguments.seconds)
+        fate = "listed" if arguments.list else try_mutant(tree, mutant, arguments.seconds)
         number += fate != "not compiled"
         print(f"{number:3d} {mutant}: {fate}", flush=True)
 

@@ -1,4 +1,4 @@
-"""A small task for lm-eval, from a text of lines: which of four lines comes next?
+"""A small task for lm-eval, made of a text: choose the next line out of four.
 
     python benchmarks/next_line.py examples/heldout.txt task
     lm_eval --include_path task --tasks next_line ...
@@ -13,7 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-BEFORE = 8  # lines that are read
+BEFORE = 8  # lines of the question
 CHOICES = 4
 TASK = """task: next_line
 dataset_path: json
@@ -37,7 +37,7 @@ metric_list:
 
 
 def main(text: Path, folder: Path) -> None:
-    """Write the questions and the task. Wrong lines come from the same text; the draw is the same each time."""
+    """Write the questions and the task. Wrong lines come from the same text; every run draws the same."""
     lines = [line for line in text.read_text(encoding="utf-8").splitlines() if line.strip()]
     draw = random.Random(0)
     folder.mkdir(parents=True, exist_ok=True)

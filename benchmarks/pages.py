@@ -1,4 +1,4 @@
-"""Puts measured tables into pages of docs/, between marks that name them, and data into docs/figures, drawn anew."""
+"""Writes measured tables into pages of docs/, between marks, and data into docs/figures, whose figures it draws."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FIGURES = Path(__file__).resolve().parents[1] / "docs" / "figures"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(cells)} |" for cells in (head, *rows)]
     return "\n".join([lines[0], f"|{'---|' * len(head)}", *lines[1:]])
 
 
 def write(page: Path, name: str, body: str) -> None:
-    """Put a text between its marks in a page. Raises SystemExit where the page has no place for it."""
+    """Write a text between its marks in a page. Raises SystemExit if the page has no such marks."""
     text = page.read_text()
     marks = rf"(<!-- {name} -->\n\n).*?(\n<!-- end of {name} -->)"
     if not re.search(marks, text, re.S):
@@ -29,7 +29,7 @@ def write(page: Path, name: str, body: str) -> None:
 
 
 def draw(name: str, data: dict[str, Any]) -> None:
-    """Keep the data of a figure, a line for each list of plain values, and draw all figures."""
+    """Write the data of a figure, with a line for each list of plain values, and draw all figures."""
     text = json.dumps(data, indent=1, ensure_ascii=False)
     text = re.sub(r"\[\s+([^\[\]{}]+?)\s+\]", lambda m: "[" + re.sub(r"\s*\n\s*", " ", m[1]) + "]", text)
     (FIGURES / f"{name}.json").write_text(text + "\n")

@@ -1,10 +1,10 @@
-"""Converts as kt-kernel's script does, through its API; runs in a Python that has kt-kernel.
+"""Converts like kt-kernel's script, through its API; runs in a Python that has kt-kernel.
 
     peer_convert.py MODEL OUT METHOD NUMA THREADS
 
-Per layer: experts are read and stacked, KTMoEWrapper quantizes them and writes loose .kt files (to /dev/shm, as the
-script does), which are read back and saved as one safetensors shard. Omitted: the script's directory searches,
-non-expert tensors, FP8 on a GPU.
+For each layer, experts are read and stacked, KTMoEWrapper quantizes them and writes loose .kt files (to /dev/shm, like
+the script), and these are read back and saved as one safetensors shard. Omitted are the script's directory searches,
+non-expert tensors, and FP8 on a GPU.
 """
 
 import json
@@ -35,7 +35,7 @@ def main(model: Path, out: Path, method: str, numa: int, threads: int) -> None:
     try:
         for layer in range(layers):
             quantize(config, index, files, scratch, layer, method, numa, threads)
-            save_file(merged(scratch, layer), out / f"model-{layer + 1:05d}-of-{layers:05d}.safetensors")
+            save_file(merge(scratch, layer), out / f"model-{layer + 1:05d}-of-{layers:05d}.safetensors")
             shutil.rmtree(scratch / f"_layer_{layer}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -45,7 +45,7 @@ def quantize(config, index, files, scratch: Path, layer: int, method: str, numa:
     """Let kt-kernel write one layer's loose files."""
     experts = config["num_experts"]
 
-    def stacked(projection: str) -> torch.Tensor:
+    def stack(projection: str) -> torch.Tensor:
         names = [f"model.layers.{layer}.mlp.experts.{e}.{projection}_proj.weight" for e in range(experts)]
         return torch.stack([files[index[name]].get_tensor(name) for name in names]).contiguous()
 
@@ -64,17 +64,17 @@ def quantize(config, index, files, scratch: Path, layer: int, method: str, numa:
         cpu_save=True,
         method=method,
     )
-    gate, up, down = (stacked(p) for p in ("gate", "up", "down"))
+    gate, up, down = (stack(p) for p in ("gate", "up", "down"))
     wrapper.load_weights_from_tensors(gate, up, down, torch.arange(experts, dtype=torch.int64))
 
 
-def merged(scratch: Path, layer: int) -> dict[str, torch.Tensor]:
-    """The layer's loose files under the names that the loader expects."""
+def merge(scratch: Path, layer: int) -> dict[str, torch.Tensor]:
+    """Return the layer's loose files under the names that the loader expects."""
     tensors: dict[str, torch.Tensor] = {}
     counts: dict[str, int] = defaultdict(int)
     for path in sorted((scratch / f"_layer_{layer}").rglob("*.kt")):
-        _, projection, expert, _, what, _ = path.name.split("_")
-        kind, dtype = ("weight", np.int8) if what == "quant" else ("scale", np.float32)
+        _, projection, expert, _, content, _ = path.name.split("_")
+        kind, dtype = ("weight", np.int8) if content == "quant" else ("scale", np.float32)
         node = path.parent.name.removeprefix("_numa_")
         key = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{node}.{kind}"
         tensors[key] = torch.from_numpy(np.fromfile(path, dtype))

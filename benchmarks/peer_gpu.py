@@ -1,10 +1,10 @@
-"""llmcompressor's entry points for the same weights, each run as a process of its own, as `ktconvert gpu` is.
+"""llmcompressor's entry points for the same weights, each in a new process, like `ktconvert gpu`.
 
     peer_gpu.py model_free_ptq MODEL OUT TYPE
     peer_gpu.py oneshot-RTN MODEL OUT TYPE
     peer_gpu.py oneshot-GPTQ MODEL OUT TYPE DATASET.jsonl SAMPLES LENGTH
 
-The ignore list is ours, so that all quantize the same linears. GPTQ is set up as in kt-kernel's
+The ignore list is ours, so that all quantize the same linears. GPTQ has the settings of kt-kernel's
 convert_gpu_weights.py, for rows with a text.
 """
 
@@ -20,7 +20,7 @@ def model_free(model: str, out: str, scheme: str) -> None:
     from llmcompressor import model_free_ptq
 
     workers = len(os.sched_getaffinity(0))
-    model_free_ptq(model, out, scheme, ignore=ignored(model), max_workers=workers, device="cpu")
+    model_free_ptq(model, out, scheme, ignore=our_ignore_list(model), max_workers=workers, device="cpu")
 
 
 def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
@@ -31,10 +31,10 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
-    settings = {"targets": "Linear", "scheme": scheme, "ignore": ignored(model)}
+    whole_model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
+    settings = {"targets": "Linear", "scheme": scheme, "ignore": our_ignore_list(model)}
     if method == "RTN":
-        library(model=loaded, recipe=QuantizationModifier(**settings), output_dir=out)
+        library(model=whole_model, recipe=QuantizationModifier(**settings), output_dir=out)
         return
     from datasets import Dataset
 
@@ -43,7 +43,7 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
     rows = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()[:samples]]
     tokens = tokenizer(rows, padding=False, max_length=length, truncation=True, add_special_tokens=False)
     library(
-        model=loaded,
+        model=whole_model,
         dataset=Dataset.from_dict(dict(tokens)).shuffle(seed=42),
         recipe=GPTQModifier(dampening_frac=0.1, **settings),
         output_dir=out,
@@ -52,8 +52,8 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
     )
 
 
-def ignored(model: str) -> list[str]:
-    """The ignore list that ktconvert writes to quantization_config."""
+def our_ignore_list(model: str) -> list[str]:
+    """Return the ignore list that ktconvert writes to quantization_config."""
     from ktconvert.layouts.checkpoints.recognition import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import ignore_list

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""How long a plan takes: --dry-run and inspect on 160 shards with 101,000 tensors, which consist of headers and holes.
+"""Seconds of a plan: --dry-run and inspect on 160 shards with 101,000 tensors, which consist of headers and holes.
 
 python benchmarks/plan.py [--rounds 3] [--dir DIR] [--json FILE]
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 import models
 import timing
 
-LAYERS, EXPERTS, SHARDS = 67, 256, 160  # DeepSeek-V3's has 61, 256 and 163
+LAYERS, EXPERTS, SHARDS = 67, 256, 160  # DeepSeek-V3 has 61, 256 and 163
 TARGET_SECONDS = 5.0
 EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "qwen3-moe-small"
 CLI = (sys.executable, "-m", "ktconvert.pipeline.cli")
 
 
 def commands(model: Path, scratch: Path) -> dict[str, list[str]]:
-    """The commands to measure, on one checkpoint."""
+    """Return the commands to measure for one checkpoint."""
     dry_run = [*CLI, "cpu", "-i", str(model), "-o", str(scratch / "never-made"), "--dry-run"]
     return {"cpu --dry-run": dry_run, "inspect": [*CLI, "inspect", str(model)]}
 
@@ -51,12 +51,12 @@ def main() -> None:
             f"headers and index {headers / 1e6:.1f} MB"
         )
         figures = {}
-        small = commands(EXAMPLE, scratch)
+        baseline_commands = commands(EXAMPLE, scratch)
         for name, command in commands(model, scratch).items():
-            bare = timing.run(small[name])  # what Python itself reads
+            baseline = timing.run(baseline_commands[name])  # includes the bytes that Python itself reads
             runs = [timing.run(command) for _ in range(options.rounds)]
             wall, cpu = statistics.median(r.wall for r in runs), statistics.median(r.cpu for r in runs)
-            read = runs[-1].read - bare.read if runs[-1].read is not None and bare.read is not None else None
+            read = runs[-1].read - baseline.read if runs[-1].read is not None and baseline.read is not None else None
             met = "met" if wall < TARGET_SECONDS else "MISSED"
             print(
                 f"{name:14} {wall:.2f} s wall (target < {TARGET_SECONDS:.0f} s: {met}), {cpu:.2f} s CPU, "

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""The products alone: how fast each instruction set multiplies the weights of an expert, by its tokens, on one core.
+"""Matrix products: the speed of each instruction set for weights of an expert, by its tokens, on one core.
 
 python benchmarks/products.py                          every instruction set of this CPU; a minute, 1 GB of memory
-python benchmarks/products.py --isa amx avx512vnni --tokens 1 2 3 4 6 8 12 16      from how many tokens on AMX is faster
-Each call multiplies 512 rows of a weight that comes from memory; calls between two quiet probes of the core count.
+python benchmarks/products.py --isa amx avx512vnni --tokens 1 2 3 4 6 8 12 16      from how many tokens AMX is faster
+
+Each call multiplies 512 rows of a weight that comes from memory. Only calls between two quiet probes of the core count.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from ktconvert.native_quant import kernels
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
 from rig.gemm import time_gemm
 
-ROWS = 512  # of a call
-TILE = 16 * 16 * 64  # multiplications of a product of tiles
-# AMX leaves few tokens to VNNI (gemm_amx.h); in tiles of so many rows it multiplies them itself.
-LEAST_ROWS = 9
-SAMPLE = 1.5e-3  # seconds between two probes, about
-PEAKS = {"amx": "amx registers", "avx512vnni": "vnni"}  # what an instruction set reaches on registers (ceilings.py)
+ROWS = 512  # rows of a call
+TILE = 16 * 16 * 64  # multiplications of two tiles
+# AMX leaves few tokens to VNNI (gemm_amx.h), but multiplies tiles of at least this number of rows itself.
+MIN_ROWS = 9
+SAMPLE = 1.5e-3  # approximate seconds between two probes
+PEAKS = {"amx": "amx registers", "avx512vnni": "vnni"}  # peak of an instruction set in registers (ceilings.py)
 
 
 @dataclass(frozen=True)
 class Product:
-    """One instruction set, bits, columns k and tokens m.
+    """One instruction set, number of bits, columns k and tokens m.
 
-    calls   a sample: seconds per call, and the worse of the states before and after (state.py)
-    limit   of quiet states
-    peak    operations per second on registers; None: not known
+    calls   samples: seconds per call, and the worse of the states before and after (state.py)
+    limit   largest quiet state
+    peak    operations per second in registers; None: unknown
     """
 
     isa: str
@@ -61,7 +62,7 @@ class Product:
 
     @property
     def seconds(self) -> float:
-        """The median of the quiet samples, or of all where none is."""
+        """Median of the quiet samples, or of all if none is quiet."""
         return statistics.median(self.quiet or [seconds for seconds, _ in self.calls])
 
     @property
@@ -71,7 +72,7 @@ class Product:
 
     @property
     def tile_ns(self) -> float:
-        """Nanoseconds for each 16 tokens x 16 rows x 64 columns; of fewer tokens for as many multiplications."""
+        """Nanoseconds per tile of 16 tokens x 16 rows x 64 columns, or for as many multiplications."""
         return self.seconds * 1e9 * TILE / (self.tokens * ROWS * self.k)
 
     @property
@@ -82,7 +83,7 @@ class Product:
 
 def main() -> None:
     """Measure and report."""
-    options = _options()
+    options = parse_options()
     print(", ".join(f"{key} {value}" for key, value in timing.machine().items()))
     with tempfile.TemporaryDirectory(prefix="ktconvert-products-") as scratch:
         detector = Detector(build(Path(__file__).with_name("state.c"), Path(scratch)), [], caller_computes=True)
@@ -90,21 +91,21 @@ def main() -> None:
         peaks = {isa: ceilings.operations().get(PEAKS.get(isa, "")) for isa in options.isa}
         read = max(rate for _ in range(10) for what, rate in ceilings.read().items() if what != "cpu")
         del ceilings
-        print(f"reads {read / 1e9:.1f} GB/s; " + ", ".join(_peak(isa, peak) for isa, peak in peaks.items()))
+        print(f"reads {read / 1e9:.1f} GB/s; " + ", ".join(describe_peak(isa, peak) for isa, peak in peaks.items()))
         weights = _random_bytes(max(64 << 20, 3 * l3_bytes()))
         products, probes = [], [detector.probe() for _ in range(1000)]
         for bits in options.bits:
             for k in options.k:
-                show_heading(bits, k, options.isa)
+                print_heading(bits, k, options.isa)
                 for tokens in options.tokens:
                     row = measure(bits, k, tokens, weights, detector, probes, peaks, options.rounds)
-                    show_row(row, read)
+                    print_row(row, read)
                     products += row
     if options.json:
-        options.json.write_text(json.dumps([asdict(one) for one in products], indent=1) + "\n")
+        options.json.write_text(json.dumps([asdict(product) for product in products], indent=1) + "\n")
 
 
-def _options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     isas = [isa for isa in reversed(kernels.available_isas()) if isa not in ("scalar", "avx512bf16")]
     parser.add_argument("--isa", nargs="+", choices=isas, default=isas)
@@ -117,7 +118,7 @@ def _options() -> argparse.Namespace:
 
 
 def _random_bytes(size: int) -> Any:
-    """Codes: any bytes but -128, which no weight holds."""
+    """Return codes: any bytes except -128, which no weight has."""
     piece = np.random.default_rng(0).integers(-127, 128, 8 << 20, np.int8).view(np.uint8)
     return np.resize(piece, size)
 
@@ -132,26 +133,28 @@ def measure(
     peaks: Mapping[str, float | None],
     rounds: int,
 ) -> list[Product]:
-    """A row of the table: the instruction sets in turn, one sample each, one weight after the other.
+    """Measure a row of the table: the instruction sets in turn, one sample each, with one weight after the other.
 
-    probes: of the run so far; those of this row are added.
+    Adds the probes of this row to `probes`, those of the run so far.
     """
     activations = np.random.default_rng(1).integers(-127, 128, (tokens, k), np.int8)
     size = ROWS * k * bits // 8
     matrices = weights[: weights.size // size * size].reshape(-1, size)
-    least = {isa: LEAST_ROWS if isa == "amx" else 1 for isa in peaks}
+    min_rows = {isa: MIN_ROWS if isa == "amx" else 1 for isa in peaks}
     counts: dict[str, int] = {}
-    at = 0
+    first = 0
     samples: dict[str, list[tuple[float, float]]] = {isa: [] for isa in peaks}
-    for number in range(-1, rounds):  # the first only finds out how many calls a sample takes
+    for number in range(-1, rounds):  # the first round only determines the number of calls of a sample
         for isa in peaks:
             kernels.set_isa(isa)
             count = counts.get(isa, 1)
-            at = at if at + count <= len(matrices) else 0
+            first = first if first + count <= len(matrices) else 0
             before = detector.probe()
-            seconds = time_gemm(bits, activations, matrices[at : at + count], ROWS, tiled_for=max(tokens, least[isa]))
+            seconds = time_gemm(
+                bits, activations, matrices[first : first + count], ROWS, tiled_for=max(tokens, min_rows[isa])
+            )
             after = detector.probe()
-            at += count
+            first += count
             if number < 0:
                 counts[isa] = max(1, min(len(matrices), int(SAMPLE / seconds)))
             else:
@@ -161,11 +164,11 @@ def measure(
     return [Product(isa, bits, k, tokens, samples[isa], limit, peaks[isa]) for isa in peaks]
 
 
-def _peak(isa: str, peak: float | None) -> str:
+def describe_peak(isa: str, peak: float | None) -> str:
     return f"{isa} at most {peak / 1e12:.2f} TOPS on registers" if peak else f"no peak of {isa} is measured"
 
 
-def show_heading(bits: int, k: int, isas: list[str]) -> None:
+def print_heading(bits: int, k: int, isas: list[str]) -> None:
     """Print the heading of a table."""
     print(
         f"\nINT{bits}, k {k}: ns for a tile (16 x 16 x 64), TOPS, % of the peak on registers, % of read, quiet samples"
@@ -173,13 +176,15 @@ def show_heading(bits: int, k: int, isas: list[str]) -> None:
     print(f"{'tokens':>6}" + "".join(f" | {isa:>32}" for isa in isas))
 
 
-def show_row(row: list[Product], read: float) -> None:
-    """Print one line. `*`: no sample was quiet."""
+def print_row(row: list[Product], read: float) -> None:
+    """Print one line. `*` means that no sample was quiet."""
     line = f"{row[0].tokens:6}"
-    for one in row:
-        peak = f"{one.operations / one.peak:5.0%}" if one.peak else f"{'-':>5}"
-        calls = f"{len(one.quiet)}/{len(one.calls)}" + ("" if one.quiet else "*")
-        line += f" | {one.tile_ns:7.1f} {one.operations / 1e12:6.3f} {peak} {one.read / read:5.0%} {calls:>5}"
+    for product in row:
+        peak = f"{product.operations / product.peak:5.0%}" if product.peak else f"{'-':>5}"
+        calls = f"{len(product.quiet)}/{len(product.calls)}" + ("" if product.quiet else "*")
+        line += (
+            f" | {product.tile_ns:7.1f} {product.operations / 1e12:6.3f} {peak} {product.read / read:5.0%} {calls:>5}"
+        )
     print(line, flush=True)
 
 

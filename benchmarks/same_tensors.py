@@ -1,4 +1,4 @@
-"""Compares two directories of safetensors tensor by tensor, in whichever shards they are."""
+"""Compares two directories of safetensors tensor by tensor, regardless of their shards."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 
 def same_tensors(peer: Path, ours: Path, name: str) -> str:
-    """A sentence on the number of equal tensors. name: the peer's. Raises RuntimeError at the first that differs."""
+    """Return a sentence on the number of equal tensors; `name` is the peer's.
+
+    Raises RuntimeError at the first difference.
+    """
     left, right = _tensors(peer), _tensors(ours)
     if left.keys() != right.keys():
         raise RuntimeError(f"tensors differ from {name}'s: {sorted(left.keys() ^ right.keys())[:3]}")
@@ -19,7 +22,7 @@ def same_tensors(peer: Path, ours: Path, name: str) -> str:
 
 
 def _tensors(folder: Path) -> dict[str, tuple[str, memoryview]]:
-    """Dtype and bytes of every tensor, as views of the mapped files."""
+    """Return dtype and bytes of every tensor, as views of the mapped files."""
     tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""One conversion on several workers: measured with Dask on this host, calculated for 1 to 64 hosts: tables
-and figure of docs/explanation/speed.md.
+"""One conversion with several workers: measured with Dask on this host, calculated for 1 to 64 hosts.
+
+Writes tables and figure of docs/explanation/speed.md.
 
 python benchmarks/scale.py                     measure and calculate; 15 GB of disk, some minutes
 python benchmarks/scale.py --write             and put tables, data and figures into docs/
 python benchmarks/scale.py --size small        one small layer, to try the script; its figures mean nothing
 
-Needs `.[dask,plot,dev]`: its workers are started by the tests' rig.
+Needs `.[dask,plot,dev]`, because the tests' rig starts its workers.
 """
 
 from __future__ import annotations
@@ -39,34 +40,34 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "explanation" / "speed.md"
 sys.path.append(str(ROOT / "tests"))  # the rig
 CPUS = sorted(os.sched_getaffinity(0))
-SHARDS = "16M"  # small units, to see what one costs
+SHARDS = "16M"  # makes small units, which show the cost of a unit
 BITS = {"int8": 8, "int4": 4}
-LARGE = 16  # a large host computes so many times as fast as the one that was measured: assumed
-LINK = 3e9  # bytes per second of a host: 25 Gbit/s
-SHARED = {"2 GB/s": 2e9, "20 GB/s": 20e9}  # of a file system: one server with 25 Gbit/s; a parallel one of a few
+LARGE = 16  # assumed speed of a large host relative to the measured one
+LINK = 3e9  # bytes per second of the link of a host: 25 Gbit/s
+SHARED = {"2 GB/s": 2e9, "20 GB/s": 20e9}  # of a file system: one server with 25 Gbit/s; several servers in parallel
 
 
 @dataclass
-class Made:
-    """One conversion: seconds of the whole command and its sync, and its events as they came: (when, event)."""
+class Conversion:
+    """One conversion: seconds of the whole command with its sync, and its events as (when, event)."""
 
     wall: float
     events: list[tuple[float, dict[str, Any]]] = field(repr=False)
 
     @property
     def units(self) -> list[float]:
-        """The seconds of each unit, as its worker measured them."""
+        """Seconds of each unit, as its worker has measured them."""
         return [event["seconds"] for _, event in self.events if event["event"] == "done"]
 
     @property
     def between(self) -> float:
-        """Seconds between a unit and the next where one worker makes them in turn."""
+        """Seconds between two units of one worker."""
         ends = [when for when, event in self.events if event["event"] == "done"]
         return (ends[-1] - ends[0] - sum(self.units[1:])) / (len(ends) - 1)
 
 
-# Who makes the units: a row's title -> CPUs of each Dask worker; none: threads of the command itself.
-WAYS: dict[str, Sequence[Sequence[int]]] = {
+# Title of a row -> CPUs of each Dask worker; none: threads of the command itself.
+SETUPS: dict[str, Sequence[Sequence[int]]] = {
     "threads": (),
     "1 worker, all CPUs": (CPUS,),
     "2 workers, half the CPUs each": (CPUS[: len(CPUS) // 2], CPUS[len(CPUS) // 2 :]),
@@ -74,8 +75,8 @@ WAYS: dict[str, Sequence[Sequence[int]]] = {
 
 
 @contextlib.contextmanager
-def executor(folder: Path, workers: Sequence[Sequence[int]]) -> Iterator[str]:
-    """What --executor names: a cluster of workers on these CPUs, until it is left."""
+def start_executor(folder: Path, workers: Sequence[Sequence[int]]) -> Iterator[str]:
+    """Yield the value of --executor for a cluster with workers on these CPUs, which ends afterwards."""
     if not workers:
         yield "threads"
         return
@@ -87,75 +88,81 @@ def executor(folder: Path, workers: Sequence[Sequence[int]]) -> Iterator[str]:
         yield f"dask:{cluster.file}"
 
 
-def converted(bench: convert.Bench, source: Path, name: str, *more: str) -> Made:
-    """Run `ktconvert cpu --json` from a warm cache, with its sync; its output stays until the next one."""
+def run_conversion(bench: convert.Bench, source: Path, name: str, *options: str) -> Conversion:
+    """Run `ktconvert cpu --json` from a warm cache, with its sync; its output stays until the next run."""
     bench.clear()
-    shutil.rmtree(f"{bench.out}.work", ignore_errors=True)  # left by a run that was cut off
+    shutil.rmtree(f"{bench.out}.work", ignore_errors=True)  # left by an interrupted run
     timing.fill_caches(sorted(source.glob("*.safetensors")))
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(bench.out)]
-    command += ["--threadpool-count", str(scale_hosts.NUMA), "--json", "--executor", name, *more]
-    begun = time.perf_counter()
+    command += ["--threadpool-count", str(scale_hosts.NUMA), "--json", "--executor", name, *options]
+    start = time.perf_counter()
     events = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:
-            events.append((time.perf_counter() - begun, json.loads(line)))
-        said = process.stderr.read()
+            events.append((time.perf_counter() - start, json.loads(line)))
+        errors = process.stderr.read()
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{said[-4000:]}")
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{errors[-4000:]}")
     os.sync()
-    return Made(time.perf_counter() - begun, events)
+    return Conversion(time.perf_counter() - start, events)
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """The SHA-256 of each weight file."""
+def hash_files(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each weight file."""
     return {path.name: publish.sha256_file(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def measure(bench: convert.Bench, rounds: int) -> tuple[list[list[str]], float]:
-    """Each way in turn, with a unit for each layer and with many small units: rows of a table, and the least seconds
-    between two units of one worker. Other load on the machine only ever adds, so that ratios are of the best rounds.
-    Raises RuntimeError where bytes differ.
+    """Measure each setup in turn, with a unit for each layer and with many small units.
+
+    Return rows, and the fewest seconds between two units of one worker. Other load only adds time, so that ratios are
+    of the best rounds. Raises RuntimeError if bytes differ.
     """
     rows, between = [], []
-    for title, more in (("one unit per layer", ()), (f"units of {SHARDS}", ("--max-shard-size", SHARDS))):
-        runs: dict[str, list[Made]] = {way: [] for way in WAYS}
-        wanted: dict[str, str] = {}
+    for title, options in (("one unit per layer", ()), (f"units of {SHARDS}", ("--max-shard-size", SHARDS))):
+        runs: dict[str, list[Conversion]] = {setup: [] for setup in SETUPS}
+        expected: dict[str, str] = {}
         for number in range(rounds):
-            for way, workers in WAYS.items():
-                with tempfile.TemporaryDirectory(dir=bench.folder) as folder, executor(Path(folder), workers) as name:
-                    runs[way].append(converted(bench, bench.bf16, name, "--quant-method", "int8", *more))
+            for setup, workers in SETUPS.items():
+                with (
+                    tempfile.TemporaryDirectory(dir=bench.folder) as folder,
+                    start_executor(Path(folder), workers) as name,
+                ):
+                    runs[setup].append(run_conversion(bench, bench.bf16, name, "--quant-method", "int8", *options))
                 if number == 0:
-                    wanted = wanted or hashes(bench.out)
-                    if hashes(bench.out) != wanted:
-                        raise RuntimeError(f"{way}: other bytes than threads make")
-        alone = min(run.wall for run in runs["threads"])
-        for way, made in runs.items():
-            walls = sorted(run.wall for run in made)
-            gap = min(run.between for run in made) if more and len(WAYS[way]) == 1 else None
+                    expected = expected or hash_files(bench.out)
+                    if hash_files(bench.out) != expected:
+                        raise RuntimeError(f"{setup}: writes other bytes than threads")
+        threads_wall = min(run.wall for run in runs["threads"])
+        for setup, conversions in runs.items():
+            walls = sorted(run.wall for run in conversions)
+            gap = min(run.between for run in conversions) if options and len(SETUPS[setup]) == 1 else None
             if gap is not None:
                 between.append(gap)
             wall = f"{walls[0]:.1f} ({statistics.median(walls):.1f}, {walls[-1]:.1f})"
-            figures = [f"{walls[0] / alone:.2f}", "" if gap is None else f"{1e3 * gap:.0f} ms"]
-            rows.append([title, way, str(len(made[0].units)), wall, *figures])
+            figures = [f"{walls[0] / threads_wall:.2f}", "" if gap is None else f"{1e3 * gap:.0f} ms"]
+            rows.append([title, setup, str(len(conversions[0].units)), wall, *figures])
             print(*rows[-1], sep=" | ", flush=True)
     return rows, min(between)
 
 
-def rates(bench: convert.Bench, rounds: int, shape: Model) -> dict[int, float]:
-    """Bits of the output -> bytes of FP8 per second of one worker with all CPUs, one unit at a time: the best of some
-    rounds."""
-    found: dict[int, list[float]] = {bits: [] for bits in BITS.values()}
+def measure_rates(bench: convert.Bench, rounds: int, shape: Model) -> dict[int, float]:
+    """Return bits of the output -> bytes of FP8 per second of one worker with all CPUs, one unit at a time.
+
+    The best of some rounds counts.
+    """
+    samples: dict[int, list[float]] = {bits: [] for bits in BITS.values()}
     for _ in range(rounds):
         for method, bits in BITS.items():
-            with tempfile.TemporaryDirectory(dir=bench.folder) as folder, executor(Path(folder), (CPUS,)) as name:
-                made = converted(bench, bench.inputs["FP8"], name, "--quant-method", method)
-            found[bits].append(shape.bytes_in * len(made.units) / sum(made.units))
-    return {bits: max(each) for bits, each in found.items()}
+            with tempfile.TemporaryDirectory(dir=bench.folder) as folder, start_executor(Path(folder), (CPUS,)) as name:
+                conversion = run_conversion(bench, bench.inputs["FP8"], name, "--quant-method", method)
+            samples[bits].append(shape.bytes_in * len(conversion.units) / sum(conversion.units))
+    return {bits: max(each) for bits, each in samples.items()}
 
 
 def plan_seconds(folder: Path) -> float:
-    """How long the plan of DeepSeek-V3.1 takes, from headers and holes."""
+    """Return the seconds of the plan of DeepSeek-V3.1, from headers and holes."""
     large = MODELS[0]
     tensors, config = models.deepseek(large.layers + 3, large.experts)
     models.write_model(folder, tensors, config, 163)
@@ -163,8 +170,8 @@ def plan_seconds(folder: Path) -> float:
     return min(timing.run([*command, "--dry-run"]).wall for _ in range(3))
 
 
-def calculated(hosts: dict[str, Host]) -> list[list[str]]:
-    """Rows of the table for 1 to 64 hosts."""
+def calculate_rows(hosts: dict[str, Host]) -> list[list[str]]:
+    """Return the rows of the table for 1 to 64 hosts."""
     rows = []
     for model in MODELS:
         for method, bits in BITS.items():
@@ -177,8 +184,8 @@ def calculated(hosts: dict[str, Host]) -> list[list[str]]:
     return rows
 
 
-def lines(hosts: dict[str, Host]) -> list[dict[str, Any]]:
-    """What docs/figures/scale.json holds: minutes to INT8 over 1 to 64 hosts."""
+def figure_lines(hosts: dict[str, Host]) -> list[dict[str, Any]]:
+    """Return the data of docs/figures/scale.json: minutes to INT8 for 1 to 64 hosts."""
     return [
         {
             "model": model.name,
@@ -194,7 +201,7 @@ def lines(hosts: dict[str, Host]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Create the models, measure, calculate, and show or write what came of it."""
+    """Create the models, measure, calculate, and print or write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, help="models are created and kept here; default: a temporary directory")
     parser.add_argument("--size", choices=convert.SIZES, default="full")
@@ -210,7 +217,7 @@ def main() -> None:
             rows, between = measure(bench, options.rounds)
             shape = Model("measured", convert.HIDDEN, convert.WIDTH, experts, layers)
             measured = Host(
-                rates(bench, options.rounds, shape), LINK, between, plan_seconds(folder / "deepseek-headers")
+                measure_rates(bench, options.rounds, shape), LINK, between, plan_seconds(folder / "deepseek-headers")
             )
         finally:
             bench.clear()
@@ -239,14 +246,14 @@ def main() -> None:
             rows,
         ),
         "inputs of the formula": inputs,
-        "calculated": pages.table(("", "host", "file system", *map(str, HOSTS), "limit, hosts"), calculated(hosts)),
+        "calculated": pages.table(("", "host", "file system", *map(str, HOSTS), "limit, hosts"), calculate_rows(hosts)),
     }
     for name, body in texts.items():
         print(f"\n{name}\n{body}")
         if options.write:
             pages.write(PAGE, name, body)
     if options.write:
-        pages.draw("scale", {"lines": lines(hosts)})
+        pages.draw("scale", {"lines": figure_lines(hosts)})
 
 
 if __name__ == "__main__":

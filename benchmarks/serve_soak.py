@@ -1,10 +1,10 @@
-"""Many requests of mixed kinds to one `ktconvert serve`, some of them dropped midway: its memory, and every status.
+"""Sends many requests of mixed kinds to one `ktconvert serve`, drops some midway, and checks memory and statuses.
 
     python benchmarks/serve_soak.py examples/qwen3-moe-small --requests 1000
 
-Prints the server's resident memory as it goes and one line of JSON at the end. The exit code is 1 if the server ended,
-answered anything with 500 or more, or grew: the median of the last quarter of the measurements is compared with that of
-the second one.
+Prints the server's resident memory during the run and one line of JSON at the end. The exit code is 1 if the server
+ended, answered with a status of 500 or more, or grew: the median of the last quarter of the measurements is compared
+with that of the second quarter.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 
 import httpx
 
-GROWTH = 0.05  # of the resident memory; what a machine's allocator keeps differs by less
-PATIENCE = 300  # seconds for one answer
-MEASURED = 20  # requests between two measurements
+GROWTH = 0.05  # of the resident memory; free memory that the allocator keeps varies less
+PATIENCE = 300  # seconds to wait for an answer
+MEASURED = 20  # number of requests between two measurements
 WORDS = (
     "import os\n",
     "def add(a, b):\n    return",
@@ -70,7 +70,7 @@ def scores(draw: random.Random) -> Request:
     return "/v1/completions", {"prompt": text(draw), "max_tokens": draw.randint(0, 3), "echo": True, "logprobs": 2}
 
 
-def nonsense(draw: random.Random) -> Request:
+def invalid_request(draw: random.Random) -> Request:
     bodies: list[dict[str, Any]] = [
         {},
         {"messages": []},
@@ -84,7 +84,7 @@ def nonsense(draw: random.Random) -> Request:
     return "/v1/chat/completions", draw.choice(bodies)
 
 
-KINDS = {chat: 5, completion: 4, response: 3, long_prompt: 2, long_answer: 2, scores: 1, nonsense: 2}
+KINDS = {chat: 5, completion: 4, response: 3, long_prompt: 2, long_answer: 2, scores: 1, invalid_request: 2}
 
 
 def text(draw: random.Random) -> str:
@@ -104,16 +104,16 @@ def sampling(draw: random.Random) -> dict[str, Any]:
 
 
 class Soak:
-    """What was asked, what came, and how large the server was."""
+    """Sends requests, and records statuses and the size of the server."""
 
     def __init__(self, url: str, size: Callable[[], float]) -> None:
         self.url, self.size = url, size
         self.statuses: collections.Counter[str] = collections.Counter()
-        self.measured: list[float] = []
+        self.sizes: list[float] = []
         self._lock = threading.Lock()
 
     def ask(self, seed: int) -> None:
-        """The request of this number; a quarter of them hang up before the answer is whole."""
+        """Send the request of this number. A quarter of the requests hang up before the answer is complete."""
         draw = random.Random(seed)
         path, body = draw.choices(list(KINDS), list(KINDS.values()))[0](draw)
         if "echo" not in body and draw.random() < 0.5:
@@ -125,7 +125,7 @@ class Soak:
         with self._lock:
             self.statuses[status] += 1
             if sum(self.statuses.values()) % MEASURED == 0:
-                self.measured.append(self.size())
+                self.sizes.append(self.size())
                 print(
                     f"{sum(self.statuses.values())} requests: {self.measured[-1]:.1f} MiB", file=sys.stderr, flush=True
                 )
@@ -143,18 +143,18 @@ class Soak:
         return "dropped"
 
 
-ERROR = re.compile(rb'data: \{"(?:error|type)": ?(?:\{|"error")')  # an event, not a word of an answer
+ERROR = re.compile(rb'data: \{"(?:error|type)": ?(?:\{|"error")')  # an event, not text of an answer
 JSON = {"Content-Type": "application/json"}
 
 
-def resident(pid: int) -> float:
-    """MiB of a process in memory, without the files that it maps (the weights)."""
+def resident_mib(pid: int) -> float:
+    """Return the MiB of a process in memory, without the files that it maps (the weights)."""
     status = Path(f"/proc/{pid}/status").read_text()
     return sum(int(re.search(rf"{name}:\s+(\d+) kB", status)[1]) for name in ("RssAnon", "RssShmem")) / 1024  # type: ignore[index]
 
 
 def main() -> int:
-    """See above."""
+    """Run the server and the requests, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--requests", type=int, default=1000)
@@ -166,37 +166,35 @@ def main() -> int:
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
-            soak = Soak(f"http://127.0.0.1:{port}", lambda: resident(server.pid))
-            _await(f"{soak.url}/health", server)
-            begin = time.monotonic()
+            soak = Soak(f"http://127.0.0.1:{port}", lambda: resident_mib(server.pid))
+            _wait_until_ready(f"{soak.url}/health", server)
+            start = time.monotonic()
             with ThreadPoolExecutor(options.clients) as clients:
                 list(clients.map(soak.ask, range(options.requests)))
-            seconds = time.monotonic() - begin
+            seconds = time.monotonic() - start
             ended = server.poll()
         finally:
             server.terminate()
             server.wait()
         log.seek(0)
-        traces = log.read().count(b"Traceback")
-    quarter = len(soak.measured) // 4
-    before, after = (
-        statistics.median(part) for part in (soak.measured[quarter : 2 * quarter], soak.measured[-quarter:])
-    )
+        tracebacks = log.read().count(b"Traceback")
+    quarter = len(soak.sizes) // 4
+    before, after = (statistics.median(part) for part in (soak.sizes[quarter : 2 * quarter], soak.sizes[-quarter:]))
     result = {
         "requests": options.requests,
         "seconds": round(seconds, 1),
         "statuses": dict(sorted(soak.statuses.items())),
         "MiB, second quarter": round(before, 1),
         "MiB, last quarter": round(after, 1),
-        "MiB, most": round(max(soak.measured), 1),
-        "tracebacks": traces,
+        "MiB, most": round(max(soak.sizes), 1),
+        "tracebacks": tracebacks,
     }
     print(json.dumps(result))
     failed = any(status.startswith("5") for status in soak.statuses)
-    return int(failed or ended is not None or traces > 0 or after > before * (1 + GROWTH))
+    return int(failed or ended is not None or tracebacks > 0 or after > before * (1 + GROWTH))
 
 
-def _await(url: str, server: subprocess.Popen[bytes]) -> None:
+def _wait_until_ready(url: str, server: subprocess.Popen[bytes]) -> None:
     while True:
         if server.poll() is not None:
             sys.exit("the server did not come up")

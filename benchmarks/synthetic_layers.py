@@ -1,4 +1,4 @@
-"""Synthetic linears whose weights and inputs have the statistics of real ones, to compare ways to quantize."""
+"""Synthetic linears whose weights and inputs have the statistics of real ones, to compare quantizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
-SPREAD = 0.02  # of the weights
+SPREAD = 0.02  # standard deviation of the weights
 
 
 class Layer(NamedTuple):
@@ -16,34 +16,34 @@ class Layer(NamedTuple):
 
     weight: F32
     calibration: F32
-    held: F32
+    held_out: F32
 
 
-def relative(a: F32, b: F32) -> float:
-    """||a - b|| / ||b||, Frobenius."""
+def relative_error(a: F32, b: F32) -> float:
+    """Return ||a - b|| / ||b|| with Frobenius norms."""
     return float(np.sqrt(((a - b) ** 2).sum() / (b**2).sum()))
 
 
-def layer(
+def make_layer(
     weights: str,
     rows: int = 192,
     features: int = 1024,
     alpha: float = 1.0,
     outlier: float = 6.0,
     calibration: int = 16384,
-    held: int = 2048,
+    held_out: int = 2048,
     seed: int = 3,
 ) -> Layer:
-    """A linear with Gaussian ("gauss") weights, or Student's t with 5 degrees of freedom ("t5").
+    """Return a linear with Gaussian ("gauss") weights, or Student's t with 5 degrees of freedom ("t5").
 
-    Inputs are correlated: a power-law spectrum (exponent alpha) in a random orthogonal basis, of unit variance, and
-    0.5 % of the channels times `outlier`.
+    Inputs are correlated: a power-law spectrum (exponent alpha) in a random orthogonal basis, scaled to unit variance,
+    with 0.5 % of the channels multiplied by `outlier`.
     """
     rng = np.random.default_rng(seed)
     shape = (rows, features)
-    drawn = rng.standard_normal(shape) if weights == "gauss" else rng.standard_t(5, shape)
-    weight = drawn.astype(np.float32) * np.float32(SPREAD)
-    inputs = _inputs(rng, calibration + held, features, alpha, outlier)
+    normal = rng.standard_normal(shape) if weights == "gauss" else rng.standard_t(5, shape)
+    weight = normal.astype(np.float32) * np.float32(SPREAD)
+    inputs = _inputs(rng, calibration + held_out, features, alpha, outlier)
     return Layer(weight, inputs[:calibration], inputs[calibration:])
 
 

@@ -1,4 +1,4 @@
-"""Runs one command and measures wall and CPU seconds, memory and bytes moved. Standard library only, to stay small."""
+"""Runs one command and measures wall and CPU seconds, memory and bytes moved. Small: uses only the standard library."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SAMPLE_EVERY = 0.02  # seconds
 class Run:
     """One finished command.
 
-    wall       seconds, with the final sync() where one was asked for
+    wall       seconds, including the final sync() if there is one
     user       CPU seconds in the process
     system     CPU seconds in the kernel on its behalf
-    max_rss    bytes; pages of mapped files count. The kernel starts it at the peak of the process that called run()
-    anonymous  bytes, the largest sample; 0 where nothing was sampled
-    read       bytes asked for with read() (rchar); pages of mapped files do not count. None where not reported
-    dirtied    bytes of the page cache or disk written (write_bytes); pipes do not count. None where not reported
-    output     what it printed, both streams
+    max_rss    bytes, including pages of mapped files. The kernel starts it at the peak of the process that called run()
+    anonymous  bytes, the largest sample; 0 without samples
+    read       bytes requested with read() (rchar), without pages of mapped files. None if not reported
+    dirtied    bytes of the page cache or disk written (write_bytes), without pipes. None if not reported
+    output     standard output and error
     """
 
     wall: float
@@ -56,19 +56,19 @@ def run(
 ) -> Run:
     """Run a command to its end; `sample` samples its anonymous memory, which slows it a little.
 
-    Raises RuntimeError with its output when it exits with a code that is not in `ok`.
+    Raises RuntimeError with its output if its exit code is not in `ok`.
     """
-    with os.fdopen(os.memfd_create("output"), "w+b") as log:  # not on disk: those writes are counted
+    with os.fdopen(os.memfd_create("output"), "w+b") as log:  # not on disk, whose writes are counted
         streams = [(os.POSIX_SPAWN_DUP2, log.fileno(), 1), (os.POSIX_SPAWN_DUP2, log.fileno(), 2)]
-        begun = time.perf_counter()
+        start = time.perf_counter()
         pid = os.posix_spawnp(command[0], list(command), dict(os.environ | dict(env or {})), file_actions=streams)
-        anonymous = _watch(pid) if sample else 0
+        anonymous = _sample_anonymous_memory(pid) if sample else 0
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        moved = _moved(pid)  # the process has ended but was not yet waited for
+        counters = _read_io_counters(pid)  # the process has ended, and its numbers still exist
         _, status, usage = os.wait4(pid, 0)
         if sync:
             os.sync()
-        wall = time.perf_counter() - begun
+        wall = time.perf_counter() - start
         log.seek(0)
         output = log.read().decode(errors="replace")
     code = os.waitstatus_to_exitcode(status)
@@ -80,13 +80,13 @@ def run(
         usage.ru_stime,
         usage.ru_maxrss << 10,
         anonymous,
-        moved.get("rchar"),
-        moved.get("write_bytes"),
+        counters.get("rchar"),
+        counters.get("write_bytes"),
         output,
     )
 
 
-def _watch(pid: int) -> int:
+def _sample_anonymous_memory(pid: int) -> int:
     largest = 0
     rollup = Path(f"/proc/{pid}/smaps_rollup")
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
@@ -97,7 +97,7 @@ def _watch(pid: int) -> int:
     return largest
 
 
-def _moved(pid: int) -> dict[str, int]:
+def _read_io_counters(pid: int) -> dict[str, int]:
     try:
         lines = Path(f"/proc/{pid}/io").read_text().splitlines()
     except OSError:
@@ -106,17 +106,17 @@ def _moved(pid: int) -> dict[str, int]:
 
 
 def median(runs: Sequence[Run], figure: str) -> float:
-    """The median of one figure over some runs."""
+    """Return the median of one figure over some runs."""
     return float(statistics.median(getattr(run, figure) for run in runs))
 
 
-def plain(run: Run) -> dict[str, Any]:
-    """The figures of a run, for JSON."""
+def figures_of(run: Run) -> dict[str, Any]:
+    """Return the figures of a run, for JSON."""
     return {key: value for key, value in asdict(run).items() if key != "output"} | {"cpu": run.cpu}
 
 
 def in_subprocess(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call in a separate process; the caller must stay small, since a child's peak RSS starts at its parent's."""
+    """Call a function in a new process, so that this one stays small: a child's peak RSS starts at its parent's."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
@@ -130,7 +130,7 @@ def drop_caches(paths: Sequence[Path]) -> None:
 
 
 def fill_caches(paths: Sequence[Path]) -> None:
-    """Read these files once, so that the next reader finds them in the page cache."""
+    """Read these files once, so that they are in the page cache."""
     buffer = bytearray(4 << 20)
     for path in paths:
         with path.open("rb", buffering=0) as file:
@@ -139,7 +139,7 @@ def fill_caches(paths: Sequence[Path]) -> None:
 
 
 def machine() -> dict[str, str]:
-    """A description of this machine, to go with the figures."""
+    """Return a description of this machine, to go with the figures."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     models = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return {
@@ -152,6 +152,6 @@ def machine() -> dict[str, str]:
 
 
 def filesystem(path: Path) -> str:
-    """The type of the file system that holds `path`, as df names it."""
+    """Return the type of the file system of `path`, as df names it."""
     df = subprocess.run(["df", "--output=fstype", str(path)], capture_output=True, text=True, check=False)
     return df.stdout.split()[-1] if df.returncode == 0 else "unknown"

@@ -1,21 +1,20 @@
 #!/usr/bin/env python3
-"""Forward and backward of routed experts with LoRA, ours against others, in turns on one shape: kt-kernel's mode="sft",
-or transformers' own experts in BF16 with PEFT.
+"""Forward and backward of routed experts with LoRA, ours and others in turns: kt-kernel's mode="sft", or transformers.
 
-python benchmarks/train.py --peer PYTHON            Qwen3-30B-A3B's layer; 8 GB of memory; minutes for each method
-python benchmarks/train.py --experts 32 --tokens 64 a smaller one
-python benchmarks/train.py --transformers --avx2    as on a CPU that has no more than AVX2
+python benchmarks/train.py --peer PYTHON            a layer of Qwen3-30B-A3B; 8 GB of memory; minutes for each method
+python benchmarks/train.py --experts 32 --tokens 64 a smaller layer
+python benchmarks/train.py --transformers --avx2    as on a CPU with nothing beyond AVX2
 
-PYTHON has kt-kernel 0.7.2; its CPU needs AVX512-BF16 or AMX. Both get random weights of the same size, the same number
-of threads, BF16 factors of LoRA, and new routing for each call. kt-kernel's backward shares one scratch between layers
-(share_backward_bb), as its integration into transformers does, which takes the least memory. INT8 goes without LoRA on
-its side (AMXINT8_SFT_SkipLoRA): it packs no tensors with it, and without it is faster. `--transposed`: both multiply by
-transposes that were quantized on their own. transformers: Qwen3MoeExperts, its implementation "eager", and PEFT's
+PYTHON has kt-kernel 0.7.2; its CPU needs AVX512-BF16 or AMX. Both sides get random weights of the same size, the same
+number of threads, BF16 factors of LoRA, and new routing for each call. kt-kernel's backward shares one scratch buffer
+between layers (share_backward_bb), as its integration into transformers does; this needs the least memory. On its side,
+INT8 runs without LoRA (AMXINT8_SFT_SkipLoRA), which is faster: it packs no tensors with LoRA. `--transposed`: both
+multiply by transposes that were quantized separately. The side "transformers" is Qwen3MoeExperts ("eager") with PEFT's
 target_parameters, all in BF16.
 
-Turns are A B A B; of each turn's calls the fastest counts, and of the turns the median. `cpu` is CPU time: of ours the
-process's, of kt-kernel's its workers' alone, without the caller, which spins. On a busy machine it says more than wall
-time. Memory: the most that was resident in a turn, less what was before the weights were made.
+Turns are A B A B. The fastest call of a turn and the median of the turns count. `cpu` is CPU time: of the process for
+ours, and of the workers for kt-kernel, without the caller, which spins. On a busy machine it says more than wall time.
+Memory is the largest resident size of a turn, less the size before the weights were made.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ METHODS = {"bf16": "AMXBF16_SFT", "int8": "AMXINT8_SFT", "int4": "AMXINT4_SFT"}
 
 
 def cpu_seconds() -> float:
-    """Of kt-kernel's workers; where there are none, of the process."""
+    """Return the CPU seconds of kt-kernel's workers, or of the process if there are none."""
     return worker_seconds() or time.process_time()
 
 
-def resident(field: str) -> int:
-    """Bytes: now (VmRSS), or the most (VmHWM) since `forget_most`."""
+def resident_bytes(field: str) -> int:
+    """Return the resident bytes: now (VmRSS), or the maximum since `reset_peak` (VmHWM)."""
     return 1024 * int(re.findall(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[0])
 
 
-def forget_most() -> None:
-    """What is free goes back to the system, and the most that was resident is counted from here."""
+def reset_peak() -> None:
+    """Return free memory to the system, and restart the count of the peak."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
@@ -70,15 +69,21 @@ class Side:
         raise NotImplementedError
 
     def make(self, factory: Callable[..., Any], method: str, share: bool) -> None:
-        """The wrapper, by either library's class: their interface is the same."""
+        """Make the wrapper of either library; their interface is the same."""
         import torch
 
-        self.before = resident("VmRSS")
+        self.before = resident_bytes("VmRSS")
         e, h, i = self.shape
-        named = {"layer_idx": 0, "num_experts": e, "num_experts_per_tok": TOPK, "hidden_size": h, "method": method}
+        layer_options = {
+            "layer_idx": 0,
+            "num_experts": e,
+            "num_experts_per_tok": TOPK,
+            "hidden_size": h,
+            "method": method,
+        }
         sizes = {"moe_intermediate_size": i, "cpuinfer_threads": self.threads, "threadpool_count": 1, "weight_path": ""}
         lora = {"lora_rank": RANK, "lora_alpha": 2.0 * RANK, "mode": "sft", "gpu_experts_mask": None}
-        self.wrapper = factory(**named, **sizes, **lora, chunked_prefill_size=4096)
+        self.wrapper = factory(**layer_options, **sizes, **lora, chunked_prefill_size=4096)
         self.wrapper.share_backward_bb = share
         rng = np.random.default_rng(SEED)
         bits = rng.integers(0x3C00, 0x3D00, (e, i, h), np.uint16) | rng.integers(0, 2, (e, i, h), np.uint16) << 15
@@ -90,18 +95,18 @@ class Side:
             self.factors = [*factors, *map(torch.zeros_like, factors)]
             self.wrapper.init_lora_weights(*self.factors)
 
-    def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, then: Callable[[], None]) -> None:
+    def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, between: Callable[[], None]) -> None:
         """A forward, `then`, and its backward."""
         self.wrapper.forward(hidden, ids, weights, save_for_backward=True)
-        then()
+        between()
         self.wrapper.backward(gradient)
 
     def turn(self, tokens: int, count: int) -> dict[str, list[float]]:
-        """Wall and CPU seconds of forward and of backward, by call."""
+        """Return wall and CPU seconds of forward and backward, by call, and memory."""
         import torch
 
         e, h, _ = self.shape
-        forget_most()
+        reset_peak()
         generator = torch.Generator().manual_seed(SEED)
         times: dict[str, list[float]] = {name: [] for name in ("forward", "backward", "forward_cpu", "backward_cpu")}
         for _ in range(count):
@@ -114,11 +119,11 @@ class Side:
             for name, before, after in zip(("forward", "backward"), at, at[1:], strict=False):
                 times[name].append(after[0] - before[0])
                 times[f"{name}_cpu"].append(after[1] - before[1])
-        return times | {"memory": [resident("VmHWM") - self.before]}
+        return times | {"memory": [resident_bytes("VmHWM") - self.before]}
 
 
 class Ours(Side):
-    """ktconvert."""
+    """The layer of ktconvert."""
 
     def open(self, method: str) -> str:
         from ktconvert.native_quant import kernels
@@ -129,19 +134,19 @@ class Ours(Side):
 
 
 class Peer(Side):
-    """kt-kernel."""
+    """The layer of kt-kernel."""
 
     def open(self, method: str) -> str:
         import cpu_only_torch  # noqa: F401  # before kt_kernel
         import kt_kernel
 
-        without = "_SkipLoRA" * (method == "int8")
-        self.make(kt_kernel.KTMoEWrapper, METHODS[method] + without, share=not self.transposed)
+        suffix = "_SkipLoRA" * (method == "int8")
+        self.make(kt_kernel.KTMoEWrapper, METHODS[method] + suffix, share=not self.transposed)
         return f"kt-kernel {kt_kernel.__version__} with its {kt_kernel.__cpu_variant__} variant"
 
 
 class Transformers(Side):
-    """transformers and PEFT."""
+    """The layer of transformers and PEFT."""
 
     def open(self, method: str) -> str:
         import peft
@@ -149,7 +154,7 @@ class Transformers(Side):
         import transformers
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-        self.before = resident("VmRSS")
+        self.before = resident_bytes("VmRSS")
         torch.set_num_threads(self.threads)
         e, h, i = self.shape
         sizes = {"hidden_size": h, "moe_intermediate_size": i, "num_experts": e, "num_experts_per_tok": TOPK}
@@ -165,10 +170,10 @@ class Transformers(Side):
         torch.set_default_dtype(torch.float32)
         return f"transformers {transformers.__version__} with PEFT {peft.__version__}, BF16"
 
-    def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, then: Callable[[], None]) -> None:
+    def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, between: Callable[[], None]) -> None:
         weights = weights.bfloat16().requires_grad_()
         out = self.wrapper(hidden.requires_grad_(), ids, weights)
-        then()
+        between()
         out.backward(gradient)
 
 
@@ -176,7 +181,7 @@ SIDES = {"ours": Ours, "peer": Peer, "transformers": Transformers}
 
 
 def measure(options: argparse.Namespace, method: str, folder: Path) -> None:
-    """Both sides in turns; a line for each number of tokens."""
+    """Measure both sides in turns; print a line for each number of tokens."""
     numbers = options.threads, options.experts, options.hidden, options.width, int(options.transposed)
     sizes, env = [str(n) for n in numbers], AVX2 if options.avx2 else {}
     pythons = {"ours": sys.executable} | ({"peer": options.peer} if options.peer else {})
@@ -188,22 +193,22 @@ def measure(options: argparse.Namespace, method: str, folder: Path) -> None:
     try:
         print(method, "|", ", ".join(worker.ask("open", method=method) for worker in workers.values()), flush=True)
         for tokens in options.tokens:
-            found: dict[str, list[dict[str, float]]] = {side: [] for side in workers}
+            results: dict[str, list[dict[str, float]]] = {side: [] for side in workers}
             for _ in range(options.turns):
                 for side, worker in workers.items():
                     times = worker.ask("turn", tokens=tokens, count=options.count)
-                    found[side].append({name: min(each) for name, each in times.items()})
-            report(method, tokens, found)
+                    results[side].append({name: min(each) for name, each in times.items()})
+            report(method, tokens, results)
     finally:
         for worker in workers.values():
             worker.close()
 
 
-def report(method: str, tokens: int, found: dict[str, list[dict[str, float]]]) -> None:
-    """Medians in milliseconds, and how many times as long the others take for both."""
+def report(method: str, tokens: int, results: dict[str, list[dict[str, float]]]) -> None:
+    """Print medians in milliseconds, and ratios of the other sides to ours."""
     medians = {
         side: {name: 1e3 * statistics.median(turn[name] for turn in turns) for name in turns[0]}
-        for side, turns in found.items()
+        for side, turns in results.items()
     }
     for side, times in medians.items():
         wall, cpu = (f"{times['forward' + end]:7.1f} + {times['backward' + end]:7.1f}" for end in ("", "_cpu"))
@@ -215,7 +220,7 @@ def report(method: str, tokens: int, found: dict[str, list[dict[str, float]]]) -
             ours, theirs = (medians[one]["forward" + end] + medians[one]["backward" + end] for one in ("ours", side))
             each = [
                 (theirs["forward" + end] + theirs["backward" + end]) / (ours["forward" + end] + ours["backward" + end])
-                for ours, theirs in zip(found["ours"], found[side], strict=True)
+                for ours, theirs in zip(results["ours"], results[side], strict=True)
             ]
             ratios.append(f"{theirs / ours:.2f} ({', '.join(f'{one:.2f}' for one in each)})")
         memory = medians[side]["memory"] / medians["ours"]["memory"]
@@ -224,22 +229,24 @@ def report(method: str, tokens: int, found: dict[str, list[dict[str, float]]]) -
 
 
 def main() -> None:
-    """Measure and report, or work."""
+    """Measure and report, or run as a worker."""
     if sys.argv[1:2] == ["--worker"]:
         side = SIDES[sys.argv[2]](*map(int, sys.argv[3:]))
         serve({"open": side.open, "turn": side.turn})
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", help="a Python that has kt-kernel; without it ours alone")
-    parser.add_argument("--transformers", action="store_true", help="beside transformers and PEFT")
-    parser.add_argument("--transposed", action="store_true", help="by transposes that were quantized on their own")
-    parser.add_argument("--avx2", action="store_true", help="all but the peer without instructions beyond AVX2")
+    parser.add_argument("--peer", help="a Python that has kt-kernel; default: only ours")
+    parser.add_argument("--transformers", action="store_true", help="compare with transformers and PEFT")
+    parser.add_argument(
+        "--transposed", action="store_true", help="multiply by transposes that were quantized separately"
+    )
+    parser.add_argument("--avx2", action="store_true", help="use no instructions beyond AVX2, except on the peer")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--tokens", nargs="+", type=int, default=[64, 512, 2048])
     for name, default in (("threads", 2), ("experts", 128), ("hidden", 2048), ("width", 768)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--count", type=int, default=2, help="calls of a turn")
+    parser.add_argument("--count", type=int, default=2, help="calls per turn")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="ktconvert-train-") as folder:
         for method in options.methods:
