@@ -98,12 +98,12 @@ class Cell:
         return statistics.median(quiet or busy)
 
     @property
-    def of_read(self) -> float:
+    def read_share(self) -> float:
         """Share of the read bandwidth, by wall time."""
         return self.bytes / self.seconds() / self.read
 
     @property
-    def of_read_cpu(self) -> float:
+    def read_share_by_cpu(self) -> float:
         """Share of the read bandwidth by CPU time, which other processes of this machine affect less."""
         return self.bytes / self.ours.cpu / self.read_cpu
 

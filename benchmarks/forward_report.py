@@ -74,7 +74,8 @@ def print_cell(cell: Cell) -> None:
     first, *others = cell.figures
     line = (
         f"{cell.tokens:6} {cell.routing:12} {cell.distinct:7.1f} {cell.busiest:7.1f} {_calls(cell, first)} "
-        f"{cell.bytes / cell.seconds() / 1e9:6.2f} {cell.of_read:6.0%} {cell.of_read_cpu:6.0%} {cell.rate / 1e12:6.3f}"
+        f"{cell.bytes / cell.seconds() / 1e9:6.2f} {cell.read_share:6.0%} {cell.read_share_by_cpu:6.0%} "
+        f"{cell.rate / 1e12:6.3f}"
     )
     for name in others:
         wall = f"{cell.ratio(name):.2f}{cell.mark(name)}"
@@ -208,13 +209,15 @@ def _amx_targets(cells: Sequence[Cell]) -> list[Target]:
     for method, share, factor in (("int8", 0.85, 1.4), ("int4", 0.80, 1.8)):
         decode = [c for c in balanced if (c.method, c.tokens, c.threads) == (method, 1, 1)]
         rows += _worst_cell(
-            f"{method}, 1 token, 1 thread: share of read bandwidth", share, [(c.of_read, c) for c in decode]
+            f"{method}, 1 token, 1 thread: share of read bandwidth", share, [(c.read_share, c) for c in decode]
         )
         rows += _worst_cell(f"{method}, 1 token, 1 thread: x kt-kernel", factor, _ratios(decode))
     pairs = [(c, single_thread.get((c.shape, c.method, c.tokens))) for c in balanced if c.threads == 2]
     rows += _worst_cell("2 threads, x our 1 thread", 1.7, [(s.seconds() / c.seconds(), c) for c, s in pairs if s])
     few = [c for c in cells if 4 <= c.tokens <= 16 and c.busiest <= 8]
-    rows += _worst_cell("4 to 16 tokens, at most 8 for an expert: share of read", 0.75, [(c.of_read, c) for c in few])
+    rows += _worst_cell(
+        "4 to 16 tokens, at most 8 for an expert: share of read", 0.75, [(c.read_share, c) for c in few]
+    )
     for shape, method, tokens, threads, factor in (
         ("Qwen3-30B-A3B", "int4", 64, 0, 3.0),
         ("Qwen3-30B-A3B", "int8", 64, 0, 2.2),

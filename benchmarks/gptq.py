@@ -25,7 +25,7 @@ DAMPENING = 0.1
 
 
 def random_hessian(width: int) -> gptq.Hessian:
-    """Return the Hessian of correlated inputs, of which there are a few more than columns."""
+    """Return the Hessian of correlated inputs; there are a few more inputs than columns."""
     hessian = gptq.Hessian.empty(width)
     inputs = torch.randn(width + 512, width) @ (torch.randn(width, 64) @ torch.randn(64, width) / 64 + torch.eye(width))
     hessian.add(inputs.bfloat16())

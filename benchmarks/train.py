@@ -96,7 +96,7 @@ class Side:
             self.wrapper.init_lora_weights(*self.factors)
 
     def step(self, hidden: Any, ids: Any, weights: Any, gradient: Any, between: Callable[[], None]) -> None:
-        """A forward, `then`, and its backward."""
+        """Run a forward, `between`, and its backward."""
         self.wrapper.forward(hidden, ids, weights, save_for_backward=True)
         between()
         self.wrapper.backward(gradient)

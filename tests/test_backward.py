@@ -85,7 +85,7 @@ def run_verify(output: Path, **options: Any) -> Report:
     return verify(VerifyOptions(output=output, **options), Reporter(verbosity=-1))
 
 
-def expected(layer: int, stacked: dict[str, Bits], slices: int) -> dict[str, bytes]:
+def expected_files(layer: int, stacked: dict[str, Bits], slices: int) -> dict[str, bytes]:
     """Return the files that kt-kernel writes for one layer: the transposed slices, and empty scales."""
     files = {}
     width = stacked["down"].shape[2] // slices
@@ -126,7 +126,7 @@ def test_slices_equal_the_definition(
     done = cli("cpu", "-i", source, "-o", out, "--threadpool-count", parts, *OPTIONS)
     assert ("every number stays what it is" in done.stderr) == (dtype == "BF16")
     assert "only the backward matrices are written" in done.stderr
-    assert kt_files(out) == expected(0, layers[0], parts) | expected(1, layers[1], parts)
+    assert kt_files(out) == expected_files(0, layers[0], parts) | expected_files(1, layers[1], parts)
     report = run_verify(out, against=str(source), full=True)
     assert not report.problems and report.measure.method == "AMXBF16" and report.measure.numa == parts
     assert report.measure.shapes == {0: (2, 1856, 256), 1: (2, 1856, 256)}
@@ -175,7 +175,9 @@ def test_folders_written_by_kt_kernel_can_be_read(source: Path, output: Path, tm
     assert "layer 1, expert" in sentence and "backward weight" in sentence
 
 
-def test_what_is_refused(source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any) -> None:
+def test_unsupported_commands_and_weights_are_refused(
+    source: Path, output: Path, tmp_path: Path, write_qwen: Any, random_experts: Any
+) -> None:
     new, stacked = tmp_path / "new", random_experts(2, 96, 64)
     stacked["up"][1, 45, 7] = 0x7F80  # in the second NUMA slice
     infinite = write_qwen(tmp_path / "infinite", {0: stacked})

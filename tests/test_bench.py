@@ -160,7 +160,7 @@ def test_last_level_cache_sums_the_caches_of_all_sockets(tmp_path: Path, monkeyp
 BYTES = np.random.default_rng(0).integers(0, 256, 40000, np.uint8)
 
 
-def expected(block: np.ndarray) -> int:
+def xor_of_lines(block: np.ndarray) -> int:
     """Return the exclusive or of the first 8 bytes of every 64-byte line, padded with 0."""
     lines = np.zeros((-(-block.size // 64), 64), np.uint8)
     lines.reshape(-1)[: block.size] = block
@@ -170,7 +170,7 @@ def expected(block: np.ndarray) -> int:
 @given(st.integers(0, 200), st.integers(0, 39000), st.sampled_from(STREAMS))
 def test_read_memory_reads_every_cache_line(offset: int, size: int, streams: int) -> None:
     block = BYTES[offset : offset + size]
-    assert read_memory(block, streams) == expected(block)
+    assert read_memory(block, streams) == xor_of_lines(block)
 
 
 def test_invalid_arguments_of_read_memory_are_refused() -> None:

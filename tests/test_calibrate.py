@@ -181,10 +181,8 @@ def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example:
     chunks = ("--max-sequence-length", "512", "--num-calibration-samples", "63")
     ours = calibrate(servers, example, tmp_path / "out", FOLDER / "llama_cpp.imatrix.txt", *chunks)
     shapes = shapes_of(example)
-    actual, expected = (
-        ours.open_imatrix("small", shapes),
-        open_imatrix(FOLDER / "llama_cpp.imatrix.gguf", "small", shapes),
-    )
+    actual = ours.open_imatrix("small", shapes)
+    expected = open_imatrix(FOLDER / "llama_cpp.imatrix.gguf", "small", shapes)
     for layer in shapes:
         counts = expected.sums[layer, "gate"].counts
         assert counts.sum() == ours.counts[layer].sum() == 2 * 63 * 512 and counts.min() >= 500

@@ -95,12 +95,12 @@ def append(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" ")
 
 
-def other_header(path: Path) -> None:
+def change_header(path: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"format": "pt"', b'"format": "tp"', 1))
 
 
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "header": (SHARD, other_header, r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
+    "header": (SHARD, change_header, r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
     "companion's size": ("tokenizer.json", append, r"tokenizer.json had \d+ bytes, has \d+"),
     "companion gone": ("tokenizer.json", Path.unlink, r"tokenizer.json is gone"),
     "companion new": ("more.txt", Path.touch, r"more.txt is new"),

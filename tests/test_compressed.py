@@ -187,7 +187,7 @@ def test_patterns_match_as_in_compressed_tensors(build: Build) -> None:
             assert matches(name, (pattern,)) == library.match_name(name, pattern)
 
 
-def test_groups_and_ranks_that_divide_no_row_are_refused(build: Build) -> None:
+def test_groups_and_ranks_that_do_not_divide_rows_are_refused(build: Build) -> None:
     output_format, style = FORMATS["W4A16"], style_of("qwen3_moe", Separate)
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
         with pytest.raises(UnsupportedError, match=f"groups of 128 columns, which do not divide the {what}"):

@@ -165,13 +165,11 @@ def test_verify_accepts_equalized_experts(case: str, source: Path, imatrix: Path
     assert report["equalized"] == [SCRAMBLED] and f"| equalized | {SCRAMBLED} |" in (output / "README.md").read_text()
     without = require_accepted(plain, "--against", source, "--full", *statistics)
     errors, errors_without = ({(e["layer"], e["projection"]): e for e in each["errors"]} for each in (report, without))
-    assert [key for key in errors_without if errors[key] != errors_without[key]] == [
-        (0, "down")
-    ] and errors.keys() == errors_without.keys()
+    assert errors.keys() == errors_without.keys()
+    assert [key for key in errors_without if errors[key] != errors_without[key]] == [(0, "down")]
     for expert in range(EXPERTS):
-        equal = [
-            np.array_equal(*pair) for pair in zip(*(decode_expert(p, 0, expert) for p in (plain, output)), strict=True)
-        ]
+        gate_up_down = zip(decode_expert(plain, 0, expert), decode_expert(output, 0, expert), strict=True)
+        equal = [np.array_equal(without, equalized) for without, equalized in gate_up_down]
         assert equal == [True, expert == 1, expert == 1]
     manifest = json.loads((output / "manifest.json").read_bytes())
     assert manifest["settings"]["equalize"] is True
@@ -190,9 +188,8 @@ def test_equalized_experts_have_less_error(source: Path, tmp_path: Path) -> None
         return (g / (1 + np.exp(-g)) * (x @ up.T)) @ down.T
 
     outputs = {name: convert(source, tmp_path / name, "--scale", "mse", *equalize) for name, equalize in PAIR.items()}
-    errors = {
-        name: np.linalg.norm(forward(*decode_expert(path, 0, 2)) - forward(*exact)) for name, path in outputs.items()
-    }
+    expected = forward(*exact)
+    errors = {name: np.linalg.norm(forward(*decode_expert(path, 0, 2)) - expected) for name, path in outputs.items()}
     assert errors["equalized"] < 0.5 * errors["plain"]
 
 

@@ -93,11 +93,8 @@ def test_report_has_the_counts_and_plausible_errors(
 
     report, count = reports[method], len(AutoTokenizer.from_pretrained(example)(text.read_text())["input_ids"])
     assert (report["windows"], report["window"], report["positions"]) == (WINDOWS, WINDOW, WINDOWS * (WINDOW - 1))
-    assert (
-        report["tokens"] == count
-        and report["skipped_tokens"] == count - WINDOWS * WINDOW
-        and report["skip_windows"] == 0
-    )
+    assert (report["tokens"], report["skip_windows"]) == (count, 0)
+    assert report["skipped_tokens"] == count - WINDOWS * WINDOW
     assert report["method"] == (method if method[0] == "W" else f"AMX{method.upper()}")
     weights = {"--cpu-weights": report["cpu_weights"], "--gpu-weights": report["gpu_weights"]}
     assert weights.pop(option_of(method)) == str(converted[method]) and [*weights.values()] == [None]
@@ -178,11 +175,8 @@ def test_skip_windows_and_max_windows_select_windows(converted: dict[str, Path],
     choice = loading.ModelChoice(str(example))
     all_windows = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, None)
     selected = evaluate.cut_windows(choice, text.read_text(), text, WINDOW, 4, 30)
-    assert (
-        all_windows.tokens_before == 0
-        and (selected.ids == all_windows.ids[30:34]).all()
-        and selected.tokens_before == 30 * WINDOW
-    )
+    assert (all_windows.tokens_before, selected.tokens_before) == (0, 30 * WINDOW)
+    assert (selected.ids == all_windows.ids[30:34]).all()
     total = all_windows.ids.size + all_windows.tokens_after
     assert selected.tokens_before + selected.ids.size + selected.tokens_after == total == 4889
     done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, option="--gpu-weights")
@@ -204,11 +198,8 @@ def test_compare_logits_matches_hand_computed_values() -> None:
     # A constant does not change a distribution; a token with probability 0 adds nothing.
     shifted = torch.tensor([[1.0, 2.0, -torch.inf], [0.0, 0.0, 0.0]])
     comparison = evaluate.compare_logits(shifted, shifted + 7, torch.tensor([0, 1]))
-    assert (
-        comparison.divergence == pytest.approx(0, abs=1e-12)
-        and comparison.agree.all()
-        and np.isfinite(comparison.original).all()
-    )
+    assert comparison.divergence == pytest.approx(0, abs=1e-12)
+    assert comparison.agree.all() and np.isfinite(comparison.original).all()
     for original, difference, relative in ((4.0, 1.0, 0.5), (4.0, 0.0, 0.0), (0.0, 0.0, 0.0), (0.0, 1.0, 1.0)):
         assert evaluate.ExpertsError(3, difference, original).relative == relative
 

@@ -143,10 +143,8 @@ def test_plot_only_replaces_plots(tmp_path: Path, suffix: str, first_bytes: byte
     assert picture.read_bytes().startswith(first_bytes + b"drawn by hand")
     same_file = tmp_path / f"mask{suffix}"
     code, text = error_of(*arguments, same_file, "--plot", same_file)
-    assert (code, text) == (
-        2,
-        f"--output {same_file}: --plot is the same file; choose another path.",
-    ) and not same_file.exists()
+    assert (code, text) == (2, f"--output {same_file}: --plot is the same file; choose another path.")
+    assert not same_file.exists()
 
 
 @pytest.mark.parametrize(

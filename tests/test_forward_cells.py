@@ -53,7 +53,7 @@ def test_quiet_calls_are_compared_with_quiet_calls(modules: Modules) -> None:
     cell = make_cell(modules, ours=ours, kt=theirs)
     assert cell.seconds() == 0.002 and cell.seconds("kt") == 0.003
     assert cell.ratio("kt") == 1.5 and cell.mark("kt") == ""
-    assert cell.of_read == 20e6 / 0.002 / 16e9
+    assert cell.read_share == 20e6 / 0.002 / 16e9
     assert cell.figures["kt"].work == 0.5 and cell.ours.work == 1.0
     assert modules["forward_cells"].cell_document(cell)["sides"] == {
         "ours": {"quiet": {"calls": 1, "wall": 0.002}, "busy": {"calls": 3, "wall": 0.004}},

@@ -191,9 +191,8 @@ def test_a_split_is_opened_by_its_directory_and_by_any_of_its_files(tmp_path: Pa
     (folder / "mmproj-F16.gguf").write_bytes(b"never read")
     for path in (folder, *folder.glob("m-*.gguf")):
         split_model = read_model(path)
-        assert (
-            kernels.decode(split_model.linear(1, 1, "down")) == kernels.decode(single_file.linear(1, 1, "down"))
-        ).all()
+        actual, expected = (kernels.decode(each.linear(1, 1, "down")) for each in (split_model, single_file))
+        assert (actual == expected).all()
         assert [shard.name for shard in split_model.source.shards] == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     assert open_checkpoint(folder).ignored == ("mmproj-F16.gguf",)
 
@@ -303,9 +302,8 @@ def test_the_router_scale_of_gemma4_does_not_scale_weights(kind: str, tmp_path: 
         files[name] = write_small(tmp_path / f"{name}.gguf", gemma4(*scales, kind=kind), arch="gemma4", layers=1)
     with_scale, without_scale = (read_model(files[name]) for name in ("with", "without"))
     for expert, part in itertools.product(range(E), PROJECTIONS):
-        assert (
-            kernels.decode(with_scale.linear(0, expert, part)) == kernels.decode(without_scale.linear(0, expert, part))
-        ).all()
+        actual, expected = (kernels.decode(each.linear(0, expert, part)) for each in (with_scale, without_scale))
+        assert (actual == expected).all()
     unsupported = [(gemma4("down", "gate_up", kind=kind), "gemma4"), (gemma4("down", kind=kind), "qwen3moe")]
     for number, (change, arch) in enumerate(unsupported):
         with pytest.raises((InputError, UnsupportedError), match=r"_exps.scale.* needs none|NVFP4 with a scale"):
@@ -342,10 +340,8 @@ def test_contradicting_and_unsupported_models_are_refused(
 def test_metadata_names_activation_and_mtp_layers(tmp_path: Path) -> None:
     """The row or the metadata names the activation; the last blocks are MTP."""
     for arch, activation in (("kimi-k3", "situ"), ("gemma4", "gelu"), ("qwen3moe", "silu"), ("qwen3moe", "situ")):
-        assert (
-            read_model(write_small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=activation)).activation
-            == activation
-        )
+        source = write_small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=activation)
+        assert read_model(source).activation == activation
     moe = read_model(write_small(tmp_path / "m.gguf", nextn_predict_layers=1))
     assert moe.layers == (0,) and moe.mtp_layers == (1,)
     assert any("MTP layers (layer 1) are left out" in note for note in moe.notes)
@@ -442,11 +438,8 @@ def test_a_config_that_contradicts_the_metadata_is_refused(
 )
 def test_families_can_share_an_architecture(arch: str, family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     source = write_small(tmp_path / "m.gguf", arch=arch, leading_dense_block_count=0)
-    assert read_model(source, str(write_hugging_face(tmp_path / "hf", model_type=family, **changes))).shape(0) == (
-        E,
-        H,
-        I,
-    )
+    config_dir = write_hugging_face(tmp_path / "hf", model_type=family, **changes)
+    assert read_model(source, str(config_dir)).shape(0) == (E, H, I)
 
 
 def test_unsupported_commands_and_options_refuse_gguf(tmp_path: Path, cli: Cli) -> None:

@@ -1,4 +1,4 @@
-"""Checks on a machine with a CUDA GPU: each compares what the GPU gives with the CPU or with float64.
+"""Checks on a machine with a CUDA GPU: each compares results of the GPU with the CPU or with float64.
 
 python tests/gpu/checks.py                 run all checks, print one table; exit code 1 if one failed
 python tests/gpu/checks.py NAME...         run some of them
@@ -152,8 +152,8 @@ def write_logits(packed: str, converted: str, out: str) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLE)
     ids = tokenizer(HELD_OUT.read_text()[:4000], return_tensors="pt")["input_ids"][:, :512]
     with torch.no_grad():
-        found = model(ids.to(model.device)).logits
-    torch.save({"logits": found.float().cpu(), "device": str(model.device)}, out)
+        logits = model(ids.to(model.device)).logits
+    torch.save({"logits": logits.float().cpu(), "device": str(model.device)}, out)
 
 
 @check

@@ -41,7 +41,7 @@ class Unavailable(Exception):
     """A requirement of guests that this machine lacks; the message is one sentence."""
 
 
-# ---- what is booted -------------------------------------------------------------------------------------------------
+# ---- kernel and initramfs --------------------------------------------------------------------------------------------
 
 
 def prepare() -> None:
