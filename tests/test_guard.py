@@ -27,8 +27,8 @@ pytest.importorskip("peft")
 READS = {"status", "verify", "inspect", "bench", "experts", "resume"}  # commands that only read their argument `output`
 RTN = ("--quant-method", "RTN", "--quant-type", "W4A16")
 SHORT = ("--num-calibration-samples", 1, "--max-sequence-length", 16)
-# command -> its arguments, with the names of inputs (of `place`) and OUT
-WORDS: dict[str, tuple[Any, ...]] = {
+# Arguments of each command, with the names of inputs (in `inputs_folder`) and OUT.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "cpu": ("-i", "model", "-o", "OUT", "--quant-method", "int8"),
     "gpu": ("-i", "model", "-o", "OUT", *RTN),
     "calibrate": ("model", "-o", "OUT", "--dataset", "text.txt", *SHORT),
@@ -42,14 +42,15 @@ WORDS: dict[str, tuple[Any, ...]] = {
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[forks.Forks]:
-    with forks.Forks([], 1, modules=conversion.MODELS) as running:
-        yield running
+    """Start a server that has imported the modules of models."""
+    with forks.Forks([], 1, modules=conversion.MODELS) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def place(example: Path, packed_example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def inputs_folder(example: Path, packed_example: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with every input."""
-    folder = tmp_path_factory.mktemp("place")
+    folder = tmp_path_factory.mktemp("inputs_folder")
     shutil.copytree(example, folder / "model")
     for name, more in (("packed", ()), ("loose", ("--no-merge-safetensor",))):
         shutil.copytree(packed_example("int8", 1, *more), folder / name)
@@ -65,9 +66,13 @@ def place(example: Path, packed_example: Any, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def words(command: str, place: Path, output: Path) -> list[Any]:
-    inputs = {path.name: path for path in place.iterdir()}
-    return [command, *(output if word == "OUT" else inputs.get(word, word) for word in WORDS[command])]
+def make_arguments(command: str, inputs_folder: Path, output: Path) -> list[Any]:
+    """Return the arguments of a command, with these inputs and this output."""
+    inputs = {path.name: path for path in inputs_folder.iterdir()}
+    return [
+        command,
+        *(output if argument == "OUT" else inputs.get(argument, argument) for argument in ARGUMENTS[command]),
+    ]
 
 
 def test_all_commands_that_write_an_output_are_listed():
@@ -77,52 +82,54 @@ def test_all_commands_that_write_an_output_are_listed():
         for option_field in option_fields(getattr(module, name.replace("-", "_")).settings):
             if isinstance(option_field.click_type, OutputPath) and option_field.name == "output":
                 writing.add(name)
-    assert writing == {*WORDS}
+    assert writing == {*ARGUMENTS}
 
 
-@pytest.mark.parametrize("command", WORDS)
-def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, place, tmp_path):
+@pytest.mark.parametrize("command", ARGUMENTS)
+def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, inputs_folder, tmp_path):
     """With --overwrite, foreign files and inputs are kept; without it, the work of another command."""
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
-    done = servers.run([*words(command, place, output), "--overwrite"], tmp_path / "said")
+    done = servers.run([*make_arguments(command, inputs_folder, output), "--overwrite"], tmp_path / "log")
     assert done.returncode == OutputError.exit_code and "would delete 1 file" in done.stderr, done.stderr
-    assert tree(tmp_path).keys() == {"out", "out/thesis.txt", "said"}
+    assert tree(tmp_path).keys() == {"out", "out/thesis.txt", "log"}
 
-    before = conversion.identity(place)
-    done = servers.run([*words(command, place, place), "--overwrite", "--delete-others"], tmp_path / "said")
+    before = conversion.identity(inputs_folder)
+    done = servers.run(
+        [*make_arguments(command, inputs_folder, inputs_folder), "--overwrite", "--delete-others"], tmp_path / "log"
+    )
     assert done.returncode == UsageError.exit_code and "is or contains it" in done.stderr, done.stderr
-    assert conversion.identity(place) == before and not locate(place).root.exists()
+    assert conversion.identity(inputs_folder) == before and not locate(inputs_folder).root.exists()
 
     begun = tmp_path / "begun"
     other = "train" if command != "train" else "cpu"
-    about = {"version": FORMAT, "tool_version": tool_version(), "command": other, "input": "model", "units": 2}
+    plan_fields = {"version": FORMAT, "tool_version": tool_version(), "command": other, "input": "model", "units": 2}
     with WorkDir(locate(begun)) as work:
-        save_plan(work.paths, SavedPlan(settings={}, tuning={}, source=(), **about))
+        save_plan(work.paths, SavedPlan(settings={}, tuning={}, source=(), **plan_fields))
         unit = Unit("checkpoint", "2", (1,), 0, None, folder=True)
         (work.paths.store / unit.stored_name).mkdir()
         (work.paths.store / unit.stored_name / "file").write_text("hours of work")
         work.record(unit, FinishedUnit(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
-    kept = tree(work.paths.root)
-    done = servers.run(words(command, place, begun), tmp_path / "said")
+    before_run = tree(work.paths.root)
+    done = servers.run(make_arguments(command, inputs_folder, begun), tmp_path / "log")
     assert done.returncode == OutputError.exit_code and f"command was {other}, is {command}" in done.stderr, done.stderr
-    assert tree(work.paths.root).keys() == kept.keys() and not begun.exists()
+    assert tree(work.paths.root).keys() == before_run.keys() and not begun.exists()
     assert (work.paths.store / unit.stored_name / "file").read_text() == "hours of work"
 
 
 @pytest.mark.parametrize("inside", ["text.txt", "packed"])
-def test_train_rejects_an_output_that_contains_an_input(inside, servers, place, tmp_path):
+def test_train_rejects_an_output_that_contains_an_input(inside, servers, inputs_folder, tmp_path):
     """Even if --overwrite could replace the output."""
     (tmp_path / "out").mkdir()
-    (shutil.copytree if inside == "packed" else shutil.copy)(place / inside, tmp_path / "out" / inside)
-    given = words("train", place, tmp_path / "out")
-    given[given.index(place / inside)] = tmp_path / "out" / inside
-    done = servers.run([*given, "--overwrite", "--delete-others"], tmp_path / "said")
+    (shutil.copytree if inside == "packed" else shutil.copy)(inputs_folder / inside, tmp_path / "out" / inside)
+    arguments = make_arguments("train", inputs_folder, tmp_path / "out")
+    arguments[arguments.index(inputs_folder / inside)] = tmp_path / "out" / inside
+    done = servers.run([*arguments, "--overwrite", "--delete-others"], tmp_path / "log")
     assert done.returncode == UsageError.exit_code and (tmp_path / "out" / inside).exists(), done.stderr
 
 
-def test_train_rejects_a_broken_link_as_output(servers, place, tmp_path):
+def test_train_rejects_a_broken_link_as_output(servers, inputs_folder, tmp_path):
     (tmp_path / "out").symlink_to("nowhere")
-    done = servers.run(words("train", place, tmp_path / "out"), tmp_path / "said")
+    done = servers.run(make_arguments("train", inputs_folder, tmp_path / "out"), tmp_path / "log")
     assert done.returncode == OutputError.exit_code and "is a file or a broken link" in done.stderr

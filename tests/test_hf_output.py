@@ -1,4 +1,4 @@
-"""An output of `ktconvert cpu` in from_pretrained: refused without ktconvert, the whole model with it, never random experts."""
+"""An output of `ktconvert cpu` in from_pretrained: rejected without ktconvert, complete with it, no random experts."""
 
 import json
 import math
@@ -26,10 +26,10 @@ from ktconvert.native_quant import KTConvertConfig  # noqa: E402
 OUTPUTS = {
     "copied": ("--non-experts", "copy"),
     "kept": ("--non-experts", "keep"),
-    "experts alone": (),
+    "experts only": (),
     "loose": ("--no-merge-safetensor",),
 }
-# What transformers says of the first without us, and of the second with us.
+# Prints the errors of transformers: for the first path without ktconvert, for the second one with it.
 LOAD = """
 import sys, transformers
 load = transformers.AutoModelForCausalLM.from_pretrained
@@ -43,35 +43,37 @@ for path in sys.argv[1:]:
 
 
 def convert(cli: Callable[..., Any], source: Path, output: Path, *options: str) -> Path:
+    """Convert a model to INT8."""
     cli("cpu", "-i", source, "-o", output, "--quant-method", "int8", "--threadpool-count", 1, "-q", *options)
     return output
 
 
 @pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> dict[str, Path]:
-    """The bundled model in INT8, with the rest of the model and without."""
+    """Convert the bundled model to INT8, with and without its non-expert tensors."""
     root = tmp_path_factory.mktemp("outputs")
     return {name: convert(cli, example, root / name, *options) for name, options in OUTPUTS.items()}
 
 
 def test_loading_without_ktconvert_fails(outputs: dict[str, Path]) -> None:
-    """By what config.json says, the same in each; with it, experts alone are one sentence."""
+    """config.json makes transformers reject each output; ktconvert rejects outputs that have only experts."""
     for path in outputs.values():
         assert json.loads((path / "config.json").read_text())["transformers_weights"] == configs.NO_FILE
-    command = [sys.executable, "-c", LOAD, str(outputs["copied"]), str(outputs["experts alone"])]
+    command = [sys.executable, "-c", LOAD, str(outputs["copied"]), str(outputs["experts only"])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    without, experts_alone = done.stdout.splitlines()
-    assert configs.NO_FILE in without
-    sentence = "{0}: holds only routed experts; load the checkpoint that it was converted from, with these experts: "
-    sentence += "from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{0}'))"
-    assert experts_alone == f"UnsupportedError {sentence.format(outputs['experts alone'])}"
-    with pytest.raises(UnsupportedError, match=re.escape(sentence.format(outputs["loose"]))):
+    without_ktconvert, experts_only = done.stdout.splitlines()
+    assert configs.NO_FILE in without_ktconvert
+    message = "{0}: holds only routed experts; load the checkpoint that it was converted from, with these experts: "
+    message += "from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{0}'))"
+    assert experts_only == f"UnsupportedError {message.format(outputs['experts only'])}"
+    with pytest.raises(UnsupportedError, match=re.escape(message.format(outputs["loose"]))):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["loose"])
 
 
 def assert_same(output: Path, source: Path, **options: Any) -> Any:
-    given = {"quantization_config": KTConvertConfig(**options)} if options else {}
-    ours, ids = load_complete(output, **given), torch.arange(3, 40)[None]
+    """Assert that an output gives the logits of the source with the converted experts; return the model."""
+    settings = {"quantization_config": KTConvertConfig(**options)} if options else {}
+    ours, ids = load_complete(output, **settings), torch.arange(3, 40)[None]
     expected = load_complete(source, quantization_config=KTConvertConfig(cpu_weights=output, **options))
     assert torch.equal(logits(ours, ids), logits(expected, ids))
     return ours
@@ -111,10 +113,12 @@ def test_the_message_names_the_original_model(cli: Callable[..., Any], example: 
 FAMILIES = [("qwen3_moe", False, {"tie_word_embeddings": True}), ("mixtral", False, {}), ("qwen3_5_moe", True, {})]
 
 
-@pytest.mark.parametrize(("family", "fused", "differs"), FAMILIES)
-def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callable[..., Any], tmp_path: Path) -> None:
-    """Names as each family has them: other ones than in the checkpoint, below a vision part, tied."""
-    source = families.make(family, fused, tmp_path / "source", **differs)
+@pytest.mark.parametrize(("family", "fused", "overrides"), FAMILIES)
+def test_outputs_of_each_family_load_completely(
+    family: str, fused: bool, overrides: dict[str, Any], cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Families differ in tensor names: renamed from the checkpoint, below a vision part, or tied."""
+    source = families.make(family, fused, tmp_path / "source", **overrides)
     output = convert(cli, source, tmp_path / "out", "--non-experts", "keep" if fused else "copy")
     ours = assert_same(output, source)
     assert ours.config.quantization_config.cpu_weights == str(output)
@@ -122,22 +126,22 @@ def test_families(family: str, fused: bool, differs: dict[str, Any], cli: Callab
 
 def test_missing_non_expert_tensors_are_rejected(outputs: dict[str, Path], tmp_path: Path) -> None:
     output = Path(shutil.copytree(outputs["copied"], tmp_path / "out"))
-    lost = ("blk.1.self_attn.q_norm.weight", "norm.weight")
+    missing = ("blk.1.self_attn.q_norm.weight", "norm.weight")
     for path in output.glob("*.safetensors"):
-        edit_file(path, lambda tensors: [tensors.pop(name, None) for name in lost])
+        edit_file(path, lambda tensors: [tensors.pop(name, None) for name in missing])
     with pytest.raises(UnsupportedError, match=r"lacks model\.layers\.1\.self_attn\.q_norm\.weight and 1 more tensors"):
         transformers.AutoModelForCausalLM.from_pretrained(output)
 
 
 def test_experts_of_a_different_directory_are_rejected(outputs: dict[str, Path]) -> None:
-    other = KTConvertConfig(cpu_weights=outputs["experts alone"])
-    sentence = f"{outputs['copied']}: has converted experts of its own; leave out cpu_weights"
-    with pytest.raises(UsageError, match=f"^{re.escape(sentence)}$"):
+    other = KTConvertConfig(cpu_weights=outputs["experts only"])
+    message = f"{outputs['copied']}: has converted experts of its own; leave out cpu_weights"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["copied"], quantization_config=other)
 
 
 def test_options_apply_to_an_output(outputs: dict[str, Path], example: Path, tmp_path: Path) -> None:
-    """Those of KTConvertConfig, given as for any other model."""
+    """The options of KTConvertConfig apply as for any other model."""
     options = {"threads": 1, "exact": True, "memory": "copy", "num_gpu_experts": 2, "gpu_experts": example}
     named = load_complete(outputs["kept"], quantization_config=KTConvertConfig(cpu_weights=outputs["kept"], **options))
     ours = assert_same(outputs["kept"], example, **options)

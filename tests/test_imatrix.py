@@ -1,6 +1,6 @@
-"""Importance matrices: llama.cpp's own two files, files by gguf-py and by the documented form of .dat, and damaged ones.
+"""Importance matrices: files of llama.cpp, files written by gguf-py, .dat files by their specification, damaged files.
 
-llama.cpp made its files from the same statistics of tests' example model: 2 layers, 8 experts, 256 columns.
+llama.cpp wrote its files from the same statistics of the example model: 2 layers, 8 experts, 256 columns.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import InputError, KtconvertError
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, LayerSums, open_imatrix, write_imatrix
-from rig import gguf as rig
+from rig import gguf as rig_gguf
 from rig.golden import FOLDER
 
-FILES = {form: FOLDER / f"llama_cpp.imatrix.{form}" for form in ("gguf", "dat")}
+FILES = {file_format: FOLDER / f"llama_cpp.imatrix.{file_format}" for file_format in ("gguf", "dat")}
 SHAPES = {0: (8, 256, 256), 1: (8, 256, 256)}
 SMALL = {3: (3, 8, 4), 4: (3, 8, 4)}
 NAMES = {
@@ -32,33 +32,35 @@ NAMES = {
 COUNTS = np.array([5, 0, 1 << 25], np.int64)
 
 
-def sums_of(layer: int, projection: str, shape: tuple[int, int, int] = SMALL[3]) -> Any:
+def draw_sums(layer: int, projection: str, shape: tuple[int, int, int] = SMALL[3]) -> Any:
+    """Return the sums of a linear of a layer."""
     experts, hidden, width = shape
     rng = np.random.default_rng([layer, projection == "down"])
     return rng.uniform(0, 9, (experts, width if projection == "down" else hidden)).astype(np.float32)
 
 
-def by_gguf_py(path: Path, tensors: Mapping[str, Any]) -> Path:
+def write_with_gguf_py(path: Path, tensors: Mapping[str, Any]) -> Path:
+    """Write tensors with gguf-py."""
     kinds = {np.dtype(np.float32): "F32", np.dtype(np.float16): "F16"}
     stored = {name: (kinds[values.dtype], values) for name, values in tensors.items()}
-    return rig.write(path, stored, {"general.type": "imatrix"})
+    return rig_gguf.write(path, stored, {"general.type": "imatrix"})
 
 
-def small_gguf(
+def write_small_gguf(
     path: Path, names: Mapping[str, str] = NAMES, change: Callable[[dict[str, Any]], object] = lambda tensors: None
 ) -> Path:
-    """The statistics of SMALL, changed, written by gguf-py."""
+    """Write the statistics of SMALL with gguf-py, after an optional change."""
     tensors: dict[str, Any] = {"blk.3.attn_k.weight.in_sum2": np.ones(8, np.float32)}
     for layer in SMALL:
         for projection, name in names.items():
-            tensors[name.format(layer) + ".in_sum2"] = sums_of(layer, projection)
+            tensors[name.format(layer) + ".in_sum2"] = draw_sums(layer, projection)
             tensors[name.format(layer) + ".counts"] = COUNTS.astype(np.float32).reshape(-1, 1)
     change(tensors)
-    return by_gguf_py(path, tensors)
+    return write_with_gguf_py(path, tensors)
 
 
-def binary(records: list[tuple[str, int, Any]], tail: bytes = b"") -> bytes:
-    """The old form: (name, calls, values) of each record."""
+def make_binary(records: list[tuple[str, int, Any]], tail: bytes = b"") -> bytes:
+    """Return the old format with these records: (name, calls, values)."""
     out = struct.pack("<i", len(records))
     for name, calls, values in records:
         data = np.asarray(values, "<f4").tobytes()
@@ -66,44 +68,44 @@ def binary(records: list[tuple[str, int, Any]], tail: bytes = b"") -> bytes:
     return out + tail
 
 
-def small_binary(calls: int = 7, tail: bytes = b"") -> bytes:
-    """The same, with expert 1 as llama.cpp writes one without tokens."""
+def make_small_binary(calls: int = 7, tail: bytes = b"") -> bytes:
+    """Return the statistics of SMALL in the old format; expert 1 is written as llama.cpp writes one without tokens."""
     records = [("blk.3.attn_k.weight", 9, np.ones(8))]
     for layer in SMALL:
         for projection, name in NAMES.items():
-            means = sums_of(layer, projection) / np.maximum(COUNTS, 1)[:, None]
+            means = draw_sums(layer, projection) / np.maximum(COUNTS, 1)[:, None]
             means[1] = 1
             records.append((name.format(layer), calls, means * calls))
-    return binary(records, tail)
+    return make_binary(records, tail)
 
 
 def test_llama_cpp_files_agree():
-    """The GGUF holds sums and counts, the .dat means times calls of them: the means are equal but for rounding."""
-    by_form = {form: open_imatrix(path, "small", SHAPES) for form, path in FILES.items()}
+    """The GGUF has sums and counts, the .dat means times calls: the means are equal except for rounding."""
+    by_format = {file_format: open_imatrix(path, "small", SHAPES) for file_format, path in FILES.items()}
     for layer in SHAPES:
         for projection in WEIGHT_NAMES:
-            counts = by_form["gguf"].sums[layer, projection].counts
+            counts = by_format["gguf"].sums[layer, projection].counts
             assert counts.sum() == 2 * 63 * 512  # top 2 of 8
             for expert in range(8):
-                ours, old = (each.importance(layer, expert, projection) for each in by_form.values())
-                assert ours is not None and old is not None and ours.shape == (256,)
-                np.testing.assert_allclose(ours, old, rtol=3e-7)
-    assert [by_form[f].sha256 for f in FILES] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in FILES.values()]
+                ours, theirs = (each.importance(layer, expert, projection) for each in by_format.values())
+                assert ours is not None and theirs is not None and ours.shape == (256,)
+                np.testing.assert_allclose(ours, theirs, rtol=3e-7)
+    assert [by_format[f].sha256 for f in FILES] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in FILES.values()]
 
 
 @pytest.mark.parametrize("tail", [None, b"", struct.pack("<ii", 62, 3) + b"x.y", struct.pack("<i", 62) + bytes(4)])
 def test_statistics_are_read(tmp_path, tail):
-    """By gguf-py, or in the old form with and without what newer files have at their end."""
+    """Files of gguf-py, and of the old format with and without the trailing fields of newer files."""
     path = tmp_path / "i"
     if tail is None:
-        small_gguf(path)
+        write_small_gguf(path)
     else:
-        path.write_bytes(small_binary(7, tail))
+        path.write_bytes(make_small_binary(7, tail))
     ours = open_imatrix(path, "small", SMALL)
     for layer in SMALL:
         assert ours.experts_without_tokens(layer) == (1,)
         for projection in WEIGHT_NAMES:
-            sums = sums_of(layer, projection)
+            sums = draw_sums(layer, projection)
             if tail is None:
                 np.testing.assert_array_equal(ours.read(layer, projection), sums)
             assert ours.importance(layer, 1, projection) is None
@@ -113,23 +115,23 @@ def test_statistics_are_read(tmp_path, tail):
                 np.testing.assert_allclose(ours.importance(layer, expert, projection), mean, rtol=rtol)
 
 
-def test_no_calls_are_no_counts(tmp_path):
+def test_experts_without_calls_have_no_tokens(tmp_path):
     path = tmp_path / "i.dat"
-    path.write_bytes(small_binary(0))
+    path.write_bytes(make_small_binary(0))
     assert open_imatrix(path, "small", SMALL).experts_without_tokens(3) == (0, 1, 2)
 
 
-def test_fused_gate_and_up(tmp_path):
+def test_fused_gate_and_up_are_split(tmp_path):
     names = {"gate": "blk.{}.ffn_gate_up_exps.weight", "down": NAMES["down"]}
-    ours = open_imatrix(small_gguf(tmp_path / "i.gguf", names=names), "small", SMALL)
+    ours = open_imatrix(write_small_gguf(tmp_path / "i.gguf", names=names), "small", SMALL)
     for projection in WEIGHT_NAMES:
-        np.testing.assert_array_equal(ours.read(4, projection), sums_of(4, projection))
+        np.testing.assert_array_equal(ours.read(4, projection), draw_sums(4, projection))
 
 
-def test_a_tensor_for_each_expert(tmp_path):
-    """Models of before experts were stored together, in both forms; expert 1 was never reached."""
+def test_separate_experts_are_read(tmp_path):
+    """Models once stored each expert separately, in both formats; expert 1 has no tokens."""
     records = [
-        (f"blk.{layer}.ffn_{projection}.{expert}.weight", sums_of(layer, projection)[expert], int(COUNTS[expert]))
+        (f"blk.{layer}.ffn_{projection}.{expert}.weight", draw_sums(layer, projection)[expert], int(COUNTS[expert]))
         for layer in SMALL
         for projection in WEIGHT_NAMES
         for expert in range(3)
@@ -137,17 +139,17 @@ def test_a_tensor_for_each_expert(tmp_path):
     tensors = {f"{name}.in_sum2": sums for name, sums, _ in records}
     tensors |= {f"{name}.counts": np.array([count], np.float32) for name, _, count in records}
     old = tmp_path / "i.dat"
-    old.write_bytes(binary([(name, count, sums) for name, sums, count in records]))
-    for path in (by_gguf_py(tmp_path / "i.gguf", tensors), old):
+    old.write_bytes(make_binary([(name, count, sums) for name, sums, count in records]))
+    for path in (write_with_gguf_py(tmp_path / "i.gguf", tensors), old):
         ours = open_imatrix(path, "small", SMALL)
         assert ours.experts_without_tokens(3) == (1,)
-        np.testing.assert_array_equal(ours.read(4, "up"), sums_of(4, "up"))
+        np.testing.assert_array_equal(ours.read(4, "up"), draw_sums(4, "up"))
     del tensors["blk.4.ffn_up.2.weight.in_sum2"], tensors["blk.4.ffn_up.2.weight.counts"]
-    refused(by_gguf_py(tmp_path / "j.gguf", tensors), "expert 2 of layer 4, up")
+    check_refusal(write_with_gguf_py(tmp_path / "j.gguf", tensors), "expert 2 of layer 4, up")
 
 
-def test_writing_what_was_read(tmp_path):
-    """Back from llama.cpp's file come its tensors, and the same keys byte for byte."""
+def test_written_statistics_equal_llama_cpp_files(tmp_path):
+    """Writing the statistics of llama.cpp's file gives its tensors, and the same keys byte for byte."""
     theirs, path = open_imatrix(FILES["gguf"], "small", SHAPES), tmp_path / "i.gguf"
 
     def load(layer: int) -> LayerSums:
@@ -157,7 +159,7 @@ def test_writing_what_was_read(tmp_path):
     data = path.read_bytes()
     assert (size, digest) == (len(data), hashlib.sha256(data).hexdigest())
     end = data.index(b"imatrix.chunk_size") + len("imatrix.chunk_size") + 8
-    start = len("GGUF") + 4 + 8  # after the number of tensors: llama.cpp's file has those of attention, too
+    start = len("GGUF") + 4 + 8  # after the number of tensors: llama.cpp's file also has those of attention
     assert data[start:end] == FILES["gguf"].read_bytes()[start:end]
     expected = {tensor.name: tensor for tensor in gguf.GGUFReader(FILES["gguf"]).tensors}
     written = gguf.GGUFReader(path).tensors
@@ -168,12 +170,12 @@ def test_writing_what_was_read(tmp_path):
         np.testing.assert_array_equal(tensor.data, their.data)
 
 
-def test_many_layers_and_one_expert(tmp_path):
-    """Sizes that are no multiple of the alignment, ggml's rank of tensors with one row, names in llama.cpp's order."""
+def test_any_sizes_are_written_and_read(tmp_path):
+    """Sizes that are not multiples of the alignment, tensors with one row, names in llama.cpp's order."""
     shapes = {layer: (1, 3, 5) if layer % 2 else (3, 8, 4) for layer in range(1, 12)}
 
     def load(layer: int) -> LayerSums:
-        gate, down = (sums_of(layer, projection, shapes[layer]) for projection in ("gate", "down"))
+        gate, down = (draw_sums(layer, projection, shapes[layer]) for projection in ("gate", "down"))
         return LayerSums(COUNTS[: len(gate)], gate, down)
 
     path = tmp_path / "i.gguf"
@@ -183,7 +185,7 @@ def test_many_layers_and_one_expert(tmp_path):
     assert names == sorted(names)
     ours = open_imatrix(path, "small", shapes)
     for layer, projection in ours.sums:
-        np.testing.assert_array_equal(ours.read(layer, projection), sums_of(layer, projection, shapes[layer]))
+        np.testing.assert_array_equal(ours.read(layer, projection), draw_sums(layer, projection, shapes[layer]))
         np.testing.assert_array_equal(ours.sums[layer, projection].counts, COUNTS[: shapes[layer][0]])
 
 
@@ -193,19 +195,20 @@ def test_sums_that_are_not_finite_are_not_written(tmp_path):
         write_imatrix(tmp_path / "i.gguf", {3: SMALL[3]}, lambda _: sums, datasets=[], chunks=1, chunk_size=1)
 
 
-def refused(path: Path, *words: str, shapes: Any = SMALL) -> None:
+def check_refusal(path: Path, *messages: str, shapes: Any = SMALL) -> None:
+    """Assert that a file is refused with a message that names it and contains these texts."""
     with pytest.raises(InputError) as caught:
         open_imatrix(path, "the model M", shapes)
     text = str(caught.value)
     assert str(path) in text and "\n" not in text
-    for word in words:
-        assert word in text, text
+    for message in messages:
+        assert message in text, text
 
 
-def test_layers_beside_the_models(tmp_path):
-    """Statistics of the MTP layer may be there."""
-    both = small_gguf(tmp_path / "i.gguf")
-    refused(both, "layers 3-4", "in layers 3;", shapes={3: SMALL[3]})
+def test_additional_layers_are_refused_unless_optional(tmp_path):
+    """Statistics may include the MTP layer."""
+    both = write_small_gguf(tmp_path / "i.gguf")
+    check_refusal(both, "layers 3-4", "in layers 3;", shapes={3: SMALL[3]})
     assert {layer for layer, _ in open_imatrix(both, "small", {3: SMALL[3]}, optional_layers=(4,)).sums} == {3}
 
 
@@ -223,13 +226,13 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "words"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_bad_gguf(tmp_path, change, words):
-    refused(small_gguf(tmp_path / "i.gguf", change=change), words)
+@pytest.mark.parametrize(("change", "message"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_invalid_gguf_is_refused(tmp_path, change, message):
+    check_refusal(write_small_gguf(tmp_path / "i.gguf", change=change), message)
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"", "at byte 0"),
         (b"\x01\0\0", "at byte 3"),
@@ -238,60 +241,60 @@ def test_bad_gguf(tmp_path, change, words):
         (struct.pack("<ii", 1, 1 << 30) + bytes(40), "the length of the name of record 0 would be 1073741824"),
         (struct.pack("<ii", 1, 2) + b"ab" + struct.pack("<ii", -4, 1) + bytes(4), "calls of 'ab' would be -4"),
         (struct.pack("<ii", 1, 2) + b"ab" + struct.pack("<ii", 4, 9) + bytes(4), "values of 'ab' would be 9"),
-        (binary([("a", 1, [1])] * 2), "'a' appears twice"),
-        (binary([("a", 1, [1])]), "no importance matrix of experts"),
-        (small_binary(7, struct.pack("<ii", 62, 3) + b"x.yz"), "1 bytes follow"),
-        (small_binary(7, struct.pack("<ii", 62, 5) + b"x.yz"), "would be 5"),
-        (small_binary(-7), "would be -7"),
-        (small_binary(7)[:-4], "values of"),
+        (make_binary([("a", 1, [1])] * 2), "'a' appears twice"),
+        (make_binary([("a", 1, [1])]), "no importance matrix of experts"),
+        (make_small_binary(7, struct.pack("<ii", 62, 3) + b"x.yz"), "1 bytes follow"),
+        (make_small_binary(7, struct.pack("<ii", 62, 5) + b"x.yz"), "would be 5"),
+        (make_small_binary(-7), "would be -7"),
+        (make_small_binary(7)[:-4], "values of"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
         (b"GGUF" + bytes(40), "version 0"),
     ],
 )
-def test_bad_binary(tmp_path, data, words):
+def test_invalid_dat_is_refused(tmp_path, data, message):
     path = tmp_path / "i.dat"
     path.write_bytes(data)
-    with pytest.raises(KtconvertError, match=words):
+    with pytest.raises(KtconvertError, match=message):
         open_imatrix(path, "the model M", SMALL)
 
 
-def test_missing_file_and_folder(tmp_path):
-    refused(tmp_path / "none.gguf", "cannot be opened")
-    refused(tmp_path, "not a regular file")
+def test_missing_files_and_folders_are_refused(tmp_path):
+    check_refusal(tmp_path / "none.gguf", "cannot be opened")
+    check_refusal(tmp_path, "not a regular file")
 
 
-def test_a_file_that_changes_while_it_is_used(tmp_path):
-    path = small_gguf(tmp_path / "i.gguf")
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
+    path = write_small_gguf(tmp_path / "i.gguf")
     ours = open_imatrix(path, "small", SMALL)
     os.utime(path, (1, 1))
     with pytest.raises(InputError, match="changed while it was being read"):
         ours.importance(3, 0, "gate")
 
 
-@pytest.mark.parametrize("form", ["gguf", "dat"])
+@pytest.mark.parametrize("file_format", ["gguf", "dat"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_damaged_files_are_refused_in_one_sentence(tmp_path_factory, form, data):
-    """Cut at any byte: refused. Any bytes changed: refused, or finite values of the right sizes are read."""
+def test_damaged_files_are_refused_with_a_message(tmp_path_factory, file_format, data):
+    """A truncated file is refused. A file with changed bytes is refused, or finite values of the right sizes result."""
     folder = tmp_path_factory.mktemp("damaged")
-    path = folder / f"i.{form}"
+    path = folder / f"i.{file_format}"
     tail = struct.pack("<ii", 62, 3) + b"x.y"
-    whole = small_gguf(path).read_bytes() if form == "gguf" else small_binary(7, tail)
-    broken = bytearray(whole)
-    cut = data.draw(st.one_of(st.none(), st.integers(0, len(whole) - 1)))
-    if cut is not None:
-        broken = broken[:cut]
+    valid = write_small_gguf(path).read_bytes() if file_format == "gguf" else make_small_binary(7, tail)
+    damaged = bytearray(valid)
+    length = data.draw(st.one_of(st.none(), st.integers(0, len(valid) - 1)))
+    if length is not None:
+        damaged = damaged[:length]
     else:
-        for at in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=4)):
-            broken[at] = data.draw(st.integers(0, 255))
-    path.write_bytes(broken)
+        for at in data.draw(st.lists(st.integers(0, len(valid) - 1), min_size=1, max_size=4)):
+            damaged[at] = data.draw(st.integers(0, 255))
+    path.write_bytes(damaged)
     try:
         ours = open_imatrix(path, "small", SMALL)
     except KtconvertError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         return
-    # A .dat may end before its chunks and the name of its data; after the last counts of a GGUF comes padding.
-    assert cut is None or (cut == len(whole) - 11 if form == "dat" else cut >= len(whole) - 20)
+    # A .dat may end before its chunks and the name of its dataset; a GGUF ends with padding.
+    assert length is None or (length == len(valid) - 11 if file_format == "dat" else length >= len(valid) - 20)
     for layer, projection in ours.sums:
         for expert in range(3):
             mean = ours.importance(layer, expert, projection)

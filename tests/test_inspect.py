@@ -1,4 +1,4 @@
-"""`ktconvert inspect`: what a checkpoint, an output or an unfinished conversion is, and what can be made of it."""
+"""`ktconvert inspect`: descriptions of checkpoints, outputs and unfinished conversions, and of possible conversions."""
 
 import json
 import shutil
@@ -19,17 +19,17 @@ from rig.safetensors import write_file
 BF16_NAN = 0x7FC0
 
 
-def run(*arguments: object) -> tuple[Result, dict[str, Any]]:
-    """Inspect in this process: the result, and the JSON object."""
+def run_inspect(*arguments: object) -> tuple[Result, dict[str, Any]]:
+    """Run inspect in this process; return its result and the JSON object."""
     done = CliRunner().invoke(inspect, [*map(str, arguments), "--json"])
     if isinstance(done.exception, Exception) and not hasattr(done.exception, "exit_code"):
         raise done.exception
     return done, json.loads(done.stdout) if done.stdout else {}
 
 
-def look(*arguments: object) -> dict[str, Any]:
-    """Inspect and expect success."""
-    done, report = run(*arguments)
+def inspect_json(*arguments: object) -> dict[str, Any]:
+    """Run inspect, require success, and return the JSON object."""
+    done, report = run_inspect(*arguments)
     assert done.exit_code == 0, done.output
     return report
 
@@ -40,7 +40,7 @@ def convert(source: Path, output: Path, *options: object) -> Result:
 
 
 def test_checkpoint_is_described(example, cli):
-    report = look(example)
+    report = inspect_json(example)
     assert report["kind"] == "checkpoint" and report["architecture"].startswith("Qwen3-MoE")
     assert (report["experts"], report["hidden"], report["intermediate"]) == ([8], [256], [256])
     assert report["moe_layers"] == [0, 1] and report["dense_layers"] == [] and report["mtp_layers"] == []
@@ -50,29 +50,29 @@ def test_checkpoint_is_described(example, cli):
     int4, int8 = (method for method in report["methods"] if method["method"] in ("AMXINT4", "AMXINT8"))
     assert int4["legal"] == [1, 2] and set(int4["illegal"]) == {"4", "8"}
     assert int8["legal"] == [1, 2, 4] and "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
-    said = cli("inspect", example).stdout
-    assert "NUMA slices 1, 2; 1.5 MiB" in said and "not 4: the intermediate size per slice" in said
+    stdout = cli("inspect", example).stdout
+    assert "NUMA slices 1, 2; 1.5 MiB" in stdout and "not 4: the intermediate size per slice" in stdout
     assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
 
 
 def test_printed_command_makes_the_predicted_output(example, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [line for line in cli("inspect", example).stdout.splitlines() if line.startswith("ktconvert cpu ")]
-    assert lines == look(example)["convert"] and len(lines) == len(formats_by_option("cpu"))
+    assert lines == inspect_json(example)["convert"] and len(lines) == len(formats_by_option("cpu"))
     for line in lines:
         cli(*line.split()[1:])
-    made = {f"qwen3-moe-small-{form.name}" for form in formats_by_option("cpu").values()}
-    assert {p.name for p in tmp_path.iterdir()} == made
-    sizes = {(m["method"], int(t)): n for m in look(example)["methods"] for t, n in m["bytes"].items()}
-    found = [look(path) for path in tmp_path.iterdir()]
-    assert all(sizes[each["method"], each["numa"]] == each["expert_bytes"] for each in found)
+    expected_names = {f"qwen3-moe-small-{form.name}" for form in formats_by_option("cpu").values()}
+    assert {p.name for p in tmp_path.iterdir()} == expected_names
+    sizes = {(m["method"], int(t)): n for m in inspect_json(example)["methods"] for t, n in m["bytes"].items()}
+    reports = [inspect_json(path) for path in tmp_path.iterdir()]
+    assert all(sizes[report["method"], report["numa"]] == report["expert_bytes"] for report in reports)
 
 
 def test_dense_layers_mtp_and_shared_experts_are_reported(tmp_path, write_qwen, random_experts):
     folder = write_qwen(
         tmp_path / "model", {n: random_experts(2, 192, 192, n) for n in (1, 2)}, num_hidden_layers=2, n_shared_experts=1
     )
-    report = look(folder)
+    report = inspect_json(folder)
     assert report["dense_layers"] == [0] and report["moe_layers"] == [1] and report["mtp_layers"] == [2]
     assert report["mtp_bytes"] == report["routed_bytes"] == 2 * 3 * 192 * 192 * 2
     assert any("MTP" in note for note in report["notes"])
@@ -89,7 +89,9 @@ def test_dense_model_is_refused_with_a_reason(tmp_path, write_safetensors, cli):
     write_safetensors(tmp_path / "model.safetensors", stored)
     done = cli("inspect", tmp_path, code=3)
     assert "qwen3" in done.stdout and "BF16 128 B" in done.stdout and "a dense model" in done.stderr
-    report = json.loads(cli("inspect", tmp_path, "--json", code=3).stdout)  # one object: loads() refuses a second line
+    report = json.loads(
+        cli("inspect", tmp_path, "--json", code=3).stdout
+    )  # exactly one object: loads() rejects a second line
     assert "a dense model" in report["refused"] and report["model_type"] == ["qwen3"]
 
 
@@ -97,7 +99,7 @@ def test_dense_model_is_refused_with_a_reason(tmp_path, write_safetensors, cli):
 def test_output_is_described(options, tmp_path, example, cli):
     output = tmp_path / "out"
     assert convert(example, output, *options).exit_code == 0
-    report = look(output)
+    report = inspect_json(output)
     assert report["kind"] == "output" and report["complete"] and report["made_by"].startswith("ktconvert ")
     assert (report["method"], report["arrangement"]) == (("AMXINT8", "loose") if options else ("AMXINT4", "merged"))
     assert (report["numa"], report["experts"], report["hidden"], report["intermediate"]) == (2, 8, 256, 256)
@@ -106,19 +108,19 @@ def test_output_is_described(options, tmp_path, example, cli):
     (output / "manifest.json").unlink()
     assert "not ktconvert" in cli("inspect", output).stdout
     min(output.rglob("*.kt" if options else "*.safetensors")).unlink()
-    report = look(output)
+    report = inspect_json(output)
     assert not report["complete"] and report["problems"] and "no: " in cli("inspect", output).stdout
 
 
 def test_unfinished_conversion_is_described(tmp_path, write_qwen, random_experts, cli):
-    """Layer 1 is truncated: layer 0 is finished and kept."""
+    """Layer 1 has a NaN, so the conversion stops after layer 0."""
     layers = {n: random_experts(2, 128, 128, n) for n in (0, 1)}
     layers[1]["down"][1, 5, 6] = BF16_NAN
     source, output = write_qwen(tmp_path / "model", layers), tmp_path / "out"
     done = convert(source, output, "--cpuinfer-threads", 1, "--threadpool-count", 1)
     assert getattr(done.exception, "exit_code", None) == 5
     for path in (output, tmp_path / "out.work"):
-        report = look(path)
+        report = inspect_json(path)
         assert (report["kind"], report["units_done"], report["units"]) == ("unfinished", 1, 2)
         assert report["resume"] == f"ktconvert resume {output}" and report["settings"]["quant_method"] == "int4"
         assert report["units_left"] == ["experts.layer-001"] and report["bytes_left"] == 2 * 3 * 128 * 128 * 2
@@ -126,14 +128,14 @@ def test_unfinished_conversion_is_described(tmp_path, write_qwen, random_experts
     assert "1 of 2 finished" in text and f"ktconvert resume {output}" in text
     assert f"ktconvert resume {output}" in cli("verify", output, code=6).stderr
     shutil.rmtree(source)
-    report = look(output)
+    report = inspect_json(output)
     assert report["units"] is None and report["units_done"] == 1 and str(source) in report["source_problem"]
     assert "1 finished" in cli("inspect", output).stdout
 
 
 BF16 = ("BF16", np.zeros((64, 64), np.uint16))
 BYTES = ("I8", np.zeros(8, np.int8))
-# Names of a tensor, a loose file or a part of a split that imply more layers, experts or parts than fit memory.
+# Names of tensors, loose files and split files that imply more layers, experts or files than fit into memory.
 HUGE = {
     "blk.0.ffn_up_exps.65535.numa.1023.weight": "imply 67108864 slices of experts; most of them are missing, or a name",
     "blk.0.ffn_up_exps.0.numa.99999999999.weight": "no model has a layer, an expert or a NUMA slice of this number",
@@ -150,7 +152,7 @@ HUGE = {
 @pytest.mark.parametrize("name", HUGE)
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["verify", "--run"]], ids=" ".join)
 def test_sizes_that_names_imply_are_bounded(command, name, tmp_path):
-    """In time and memory, whatever a file of a few bytes is called."""
+    """Names in a file of a few bytes must not cost much time or memory."""
     if name.endswith(".gguf"):
         for number in range(1, 100):
             (tmp_path / name.format(number)).write_bytes(b"GGUF")
@@ -161,11 +163,13 @@ def test_sizes_that_names_imply_are_bounded(command, name, tmp_path):
         tensors = {name: BYTES, "blk.0.ffn_up_exps.0.numa.0.scale": ("F32", np.zeros(2, np.float32))}
         write_file(tmp_path / "model.safetensors", tensors)
     else:
-        parts = {name.replace("gate", part): BF16 for part in ("gate", "up", "down")}
-        write_file(tmp_path / "model.safetensors", parts)
+        tensors = {name.replace("gate", projection): BF16 for projection in ("gate", "up", "down")}
+        write_file(tmp_path / "model.safetensors", tensors)
         (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 999999999}')
     done = run_in_process(*command, tmp_path, "--json")
     assert isinstance(done.exception, SystemExit | KtconvertError | None), done.exception
-    said = f"{done.output}{done.exception}"
+    output = f"{done.output}{done.exception}"
     is_checkpoint = name.startswith("m")
-    assert HUGE[name] in said or (is_checkpoint and command == ["verify"] and "holds no expert weights" in said), said
+    assert HUGE[name] in output or (is_checkpoint and command == ["verify"] and "holds no expert weights" in output), (
+        output
+    )

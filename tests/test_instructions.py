@@ -27,24 +27,24 @@ BASELINE = {
     *("MMX", "SSE", "SSE2", "SYSCALL", "MULTIBYTENOP", "PAUSE", "CET_IBT"),
 }
 # Names in isa.h -> iced's spelling.
-SPELLED = {"avx512f": "AVX512F", "avx512vnni": "AVX512_VNNI", "avx512bf16": "AVX512_BF16", "avxvnni": "AVX_VNNI"}
-SPELLED |= {"amx-tile": "AMX_TILE", "amx-int8": "AMX_INT8", "amx-bf16": "AMX_BF16"}
+ICED_NAMES = {"avx512f": "AVX512F", "avx512vnni": "AVX512_VNNI", "avx512bf16": "AVX512_BF16", "avxvnni": "AVX_VNNI"}
+ICED_NAMES |= {"amx-tile": "AMX_TILE", "amx-int8": "AMX_INT8", "amx-bf16": "AMX_BF16"}
 FEATURES = {number: name for name, number in vars(CpuidFeature).items() if not name.startswith("_")}
 
 
 def read_allowed_features() -> dict[str, set[str]]:
-    """Return the features of each instruction set: its target attributes in isa.h, and what the compiler adds to AVX."""
+    """Return the features of each instruction set: its target attributes in isa.h, and those that AVX implies."""
     header = re.sub(r"#else.*?#endif", "", ISA_HEADER.read_text(), flags=re.S).replace("\\\n", " ")
     sets = {"scalar": set[str]()}
     for name, targets in re.findall(
         r"#define KT_TARGET_(\w+)\s+__attribute__\(\(\s*target\(\"([^\"]*)\"\)\)\)", header
     ):
-        sets[name.lower()] = {SPELLED.get(t, t.upper()) for t in targets.split(",")} | {"AVX"} | OF_AVX2
+        sets[name.lower()] = {ICED_NAMES.get(t, t.upper()) for t in targets.split(",")} | {"AVX"} | WITH_AVX2
     return {isa: features | BASELINE for isa, features in sets.items()}
 
 
-# Also part of every CPU with AVX2, FMA and F16C (x86-64-v3 but for BMI and MOVBE, which cpu.c does not ask for).
-OF_AVX2 = {"SSE3", "SSSE3", "SSE4_1", "SSE4_2", "POPCNT"}
+# Every CPU with AVX2, FMA and F16C has these too (x86-64-v3 without BMI and MOVBE, which cpu.c does not check).
+WITH_AVX2 = {"SSE3", "SSSE3", "SSE4_1", "SSE4_2", "POPCNT"}
 
 
 def find_functions(elf: ELFFile, isas: Collection[str]) -> Iterator[tuple[str, str, bytes, int]]:
@@ -62,26 +62,28 @@ def find_functions(elf: ELFFile, isas: Collection[str]) -> Iterator[tuple[str, s
         elif kind == "STT_FUNC" and size and index != "SHN_UNDEF":
             section = elf.get_section(index)
             begin = symbol["st_value"] - section["sh_addr"]
-            own = symbol.name.partition(".")[0].rpartition("_")[2]
-            isa = own if own in isas else Path(file).stem.rpartition("_")[2]
+            suffix = symbol.name.partition(".")[0].rpartition("_")[2]
+            isa = suffix if suffix in isas else Path(file).stem.rpartition("_")[2]
             yield symbol.name, isa, section.data()[begin : begin + size], symbol["st_value"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 only")
 def test_only_functions_declared_for_an_instruction_set_use_it() -> None:
-    sets, seen, wrong, covered = read_allowed_features(), set[str](), list[str](), 0
+    sets, used, violations, covered = read_allowed_features(), set[str](), list[str](), 0
     path = os.environ.get("KTCONVERT_EXTENSION") or _ktq.__file__
     with Path(path).open("rb") as file:
         elf = ELFFile(file)
         for name, isa, code, address in find_functions(elf, sets):
-            may = sets.get(isa, sets["scalar"])
+            allowed = sets.get(isa, sets["scalar"])
             covered += len(code)
             for instruction in Decoder(64, code, ip=address):
-                uses = {FEATURES[feature] for feature in instruction.cpuid_features()}
-                seen |= uses
-                if not uses <= may and not (name == "kt_cpu_isas" and instruction.mnemonic == Mnemonic.XGETBV):
-                    wrong.append(f"{name} at {instruction.ip:#x}, of {isa}: {instruction} needs {uses - may}")
+                needed = {FEATURES[feature] for feature in instruction.cpuid_features()}
+                used |= needed
+                if not needed <= allowed and not (name == "kt_cpu_isas" and instruction.mnemonic == Mnemonic.XGETBV):
+                    violations.append(
+                        f"{name} at {instruction.ip:#x}, of {isa}: {instruction} needs {needed - allowed}"
+                    )
         text = elf.get_section_by_name(".text")["sh_size"]
-    assert not wrong, "\n".join(wrong[:20])
-    assert {"AVX2", "AVX512F", "AMX_INT8", "AVX512_BF16", "AVX_VNNI"} <= seen
+    assert not violations, "\n".join(violations[:20])
+    assert {"AVX2", "AVX512F", "AMX_INT8", "AVX512_BF16", "AVX_VNNI"} <= used
     assert covered > 0.98 * text, f"{text - covered} bytes of code belong to no function"

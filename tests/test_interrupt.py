@@ -1,4 +1,4 @@
-"""Real conversions interrupted while they run: Ctrl-C once and twice, SIGTERM, an input that is edited meanwhile."""
+"""Real conversions that are interrupted: by Ctrl-C once and twice, by SIGTERM, and by a change of an input."""
 
 import os
 import re
@@ -17,8 +17,8 @@ from rig import conversion, killpoint, shims
 
 
 @pytest.fixture(scope="module")
-def five(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A source of five layers, and the expected output."""
+def five_layers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return a source of five layers, and its expected output."""
     base = tmp_path_factory.mktemp("five")
     source = conversion.checkpoint(base / "source", layers=5)
     assert conversion.ktconvert("cpu", "-i", source, "-o", base / "whole").returncode == 0
@@ -26,11 +26,11 @@ def five(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, number, code):
-    source, expected = five
+def test_first_signal_finishes_layers_in_flight(five_layers, tmp_path, number, code):
+    source, expected = five_layers
     output = tmp_path / "out"
     with killpoint.hold_conversion(source, output) as process:
-        process.send_signal(number)  # waits for it: nothing goes on before it has come
+        process.send_signal(number)  # pending until SIGCONT, so that it arrives before any work
         process.send_signal(signal.SIGCONT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, stderr
@@ -49,8 +49,8 @@ def test_interrupted_once_it_finishes_the_layers_in_flight(five, tmp_path, numbe
     assert conversion.names(tmp_path) == ["out"]
 
 
-def test_interrupted_with_several_outputs_each_goes_on(five, tmp_path):
-    source, expected = five
+def test_each_of_several_outputs_can_be_resumed(five_layers, tmp_path):
+    source, expected = five_layers
     outputs = [tmp_path / "out-int4", tmp_path / "out-mxfp4"]
     options = ("--quant-method", "int4,mxfp4")
     with killpoint.hold_conversion(source, outputs[0], *options, output=tmp_path / "out") as process:
@@ -68,9 +68,9 @@ def test_interrupted_with_several_outputs_each_goes_on(five, tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_twice_it_stops_at_once(five, tmp_path, number, code):
-    """Though no layer comes to its end."""
-    source, expected = five
+def test_second_signal_stops_at_once(five_layers, tmp_path, number, code):
+    """No layer can finish, since a shim blocks them all."""
+    source, expected = five_layers
     output = tmp_path / "made" / "out"
     output.parent.mkdir()
     env = {**os.environ, "LD_PRELOAD": str(shims.build_waiting(tmp_path, tmp_path / "gate"))}
@@ -94,8 +94,8 @@ def test_interrupted_twice_it_stops_at_once(five, tmp_path, number, code):
     assert conversion.names(output.parent) == ["out"]
 
 
-# The first signal comes before the first layer, the second one when Python is about to end.
-TO_THE_END = """
+# The first signal comes before the first layer, the second one when Python exits.
+SIGNAL_AT_EXIT = """
 import atexit, os, sys
 from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.engine import execute
@@ -110,16 +110,26 @@ main()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_second_signal_at_the_very_end_is_no_other_one(five, tmp_path, number, code):
-    """No traceback, and the exit code of the first."""
-    command = [sys.executable, "-c", TO_THE_END, str(int(number)), "cpu", "-i", five[0], "-o", tmp_path / "out"]
+def test_second_signal_at_exit_changes_nothing(five_layers, tmp_path, number, code):
+    """There is no traceback, and the exit code is that of the first signal."""
+    command = [
+        sys.executable,
+        "-c",
+        SIGNAL_AT_EXIT,
+        str(int(number)),
+        "cpu",
+        "-i",
+        five_layers[0],
+        "-o",
+        tmp_path / "out",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
     assert "`ktconvert resume " in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_program_that_was_interrupted_has_its_own_handlers_back(number):
+def test_previous_signal_handlers_are_restored(number):
     before = signal.getsignal(number)
     with StopFlag().handle_signals() as stop:
         os.kill(os.getpid(), number)
@@ -127,8 +137,8 @@ def test_a_program_that_was_interrupted_has_its_own_handlers_back(number):
 
 
 @pytest.mark.parametrize("name", ["model-00003-of-00006.safetensors", "tokenizer.json", "config.json"])
-def test_an_input_edited_during_the_run_stops_it(five, tmp_path, name):
-    source, expected = five
+def test_edited_input_stops_the_conversion(five_layers, tmp_path, name):
+    source, expected = five_layers
     output, file = tmp_path / "out", source / name
     times = file.stat()
     with killpoint.hold_conversion(source, output) as process:

@@ -1,12 +1,11 @@
-"""The runtime's background jobs: what they keep alive, what they refuse, and what a fork does to them."""
+"""Background jobs of the runtime: objects that they keep alive, calls that they reject, and forks."""
 
 from pathlib import Path
 
 from rig import shims
 from rig.programs import python_output
 
-# What goes wrong here ends the process or keeps it for ever, so it is a process of its own. A forward takes a tenth of
-# a second.
+# A failure here ends or blocks the process, so each script runs in its own. A forward takes a tenth of a second.
 SLOW_LAYER = """
 import gc, os, threading, time
 import numpy as np
@@ -36,7 +35,7 @@ def wait_for_threads(count):
     while len(os.listdir("/proc/self/task")) != count:
         time.sleep(0.01)
 
-def refused(kind, work):
+def error_of(kind, work):
     try:
         work()
     except kind as error:
@@ -45,6 +44,7 @@ def refused(kind, work):
 
 
 def run(script: str, preload: Path | None = None) -> str:
+    """Run a script after SLOW_LAYER, and return its output."""
     return python_output(SLOW_LAYER + script, preload=preload)
 
 
@@ -69,12 +69,12 @@ pool.close()
 job.wait()
 assert np.array_equal(out, expected)
 job.submit()
-print(refused(ValueError, job.wait))
-print(refused(ValueError, lambda: experts.submit(*call, out=out).wait()))
-print(refused(ValueError, lambda: experts.forward(*call)))
+print(error_of(ValueError, job.wait))
+print(error_of(ValueError, lambda: experts.submit(*call, out=out).wait()))
+print(error_of(ValueError, lambda: experts.forward(*call)))
 experts.close()
-print(refused(ValueError, lambda: experts.forward(*call)))
-print(refused(ValueError, lambda: experts.submit(*call, out=out)))
+print(error_of(ValueError, lambda: experts.forward(*call)))
+print(error_of(ValueError, lambda: experts.submit(*call, out=out)))
 """)
     assert out == 3 * "the pool of threads was closed\n" + 2 * "the experts of layer 0 were closed; load them again\n"
 
@@ -87,18 +87,18 @@ time.sleep(0.02)
 experts.close()
 gc.collect()
 thread.join()
-assert np.array_equal(out, expected) or not out.any()  # done, or refused
+assert np.array_equal(out, expected) or not out.any()  # computed or rejected
 """)
 
 
 def test_a_pending_job_does_not_follow_into_a_forked_child():
     run("""
 def work():
-    sentence = refused(RuntimeError, jobs[-1].wait)
+    message = error_of(RuntimeError, jobs[-1].wait)
     jobs.pop()  # freed without waiting
     jobs[-1].submit()
     jobs[-1].wait()
-    return "forked before this was computed" in sentence and np.array_equal(out, expected)
+    return "forked before this was computed" in message and np.array_equal(out, expected)
 
 jobs = [experts.submit(*call, out=out) for _ in range(4)]
 in_child(work)
@@ -108,7 +108,7 @@ assert np.array_equal(out, expected)
 
 
 def test_threads_of_a_forked_child_take_turns(tmp_path):
-    """Two that find a pool without threads at once: one of them starts them."""
+    """If two threads find a pool without threads, only one of them starts them."""
     slow = """
         #define _GNU_SOURCE
         #include <dlfcn.h>
@@ -146,24 +146,23 @@ import resource
 
 def work():
     done = threading.Event()
-    for _ in range(20):  # stacks that the parent's threads left would do without new memory
+    for _ in range(20):  # they take the stacks of the parent's threads, so that new threads need memory
         threading.Thread(target=done.wait).start()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
-    sentences = [refused(ResourceError, lambda: experts.forward(*small)) for _ in range(2)]
+    messages = [error_of(ResourceError, lambda: experts.forward(*small)) for _ in range(2)]
     resource.setrlimit(resource.RLIMIT_AS, before)
     good = np.array_equal(experts.forward(*small), small_expected)
     done.set()
     wait_for_threads(3)
-    return good and None not in sentences
+    return good and None not in messages
 
 in_child(work)
 """)
 
 
 def test_ids_that_change_during_a_job_do_no_harm(tmp_path):
-    """They are read once. The shim changes them while a forward sorts what it read: a second look
-    would find more tokens."""
+    """Ids are read only once. The shim changes them while a forward sorts them; a second read would find more."""
     changing = """
         #define _GNU_SOURCE
         #include <dlfcn.h>
@@ -176,7 +175,7 @@ def test_ids_that_change_during_a_job_do_no_harm(tmp_path):
     """
     script = """
 tokens, ids, weights = bf16(10_000, 512), np.full((10_000, 1), -1), np.ones((10_000, 1), np.float32)
-experts = Experts(experts.packed, pool=Pool(2))  # a pool that has no memory yet
+experts = Experts(experts.packed, pool=Pool(2))  # a new pool, which has no memory yet
 os.environ["IDS"] = str(ids.ctypes.data)
 assert not experts.forward(tokens, ids, weights).any()
 assert not ids.any()

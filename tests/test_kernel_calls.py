@@ -1,4 +1,4 @@
-"""How the kernels are called: wrong arguments, the choice of an instruction set, and files that cannot be read."""
+"""Calls of the kernels: wrong arguments, the choice of an instruction set, and files that cannot be read."""
 
 from typing import Any
 
@@ -6,99 +6,108 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import kernels, scale_search
-from ktconvert.native_quant import matrix as of
+from ktconvert.native_quant import matrix as matrix_kinds
 from ktconvert.native_quant.matrix import KINDS, Matrix
 from rig import isas
 from rig.programs import run_python
 
 
-def empty(shape: Any, dtype: Any = np.uint8) -> Any:
+def zeros(shape: Any, dtype: Any = np.uint8) -> Any:
+    """Return an array of zeros."""
     return np.zeros(shape, dtype)
 
 
 def read_only(array: Any) -> Any:
+    """Make an array read-only."""
     array.flags.writeable = False
     return array
 
 
-BITS, WIDE, ROWS = (empty(shape, np.uint16) for shape in ((64, 128), (4, 256), (2, 64)))
-ONES, EIGHT = np.ones((4, 1), np.float32), empty((4, 8))
-PACKED, SCALE = empty(64 * 128), empty(64, np.float32)
-CODES, PANELS = empty((128, 256), np.int8), empty((1, 32 * 64))
-WORDS, HALVES = empty((4, 32), np.int32), empty((4, 2), np.uint16)
-BLOCKS = empty((4, 2 * 144))
+BITS, WIDE, ROWS = (zeros(shape, np.uint16) for shape in ((64, 128), (4, 256), (2, 64)))
+ONES, EIGHT = np.ones((4, 1), np.float32), zeros((4, 8))
+PACKED, SCALE = zeros(64 * 128), zeros(64, np.float32)
+CODES, PANELS = zeros((128, 256), np.int8), zeros((1, 32 * 64))
+WORDS, HALVES = zeros((4, 32), np.int32), zeros((4, 2), np.uint16)
+BLOCKS = zeros((4, 2 * 144))
 
 
-def pack(values: Any = BITS, weight: Any = PACKED, scale: Any = SCALE, bits: int = 8) -> Any:
+def quantize_pack(values: Any = BITS, weight: Any = PACKED, scale: Any = SCALE, bits: int = 8) -> Any:
+    """Return a call of kernels.quantize_pack."""
     return lambda: kernels.quantize_pack(bits, Matrix(values, KINDS["bf16"]), weight, scale)
 
 
-def codes(bits: int, values: Any, weight: Any) -> Any:
+def pack_codes(bits: int, values: Any, weight: Any) -> Any:
+    """Return a call of kernels.pack_codes."""
     return lambda: kernels.pack_codes(bits, values, weight)
 
 
-def groups(values: Any = WIDE, packed: Any = WORDS, scale: Any = HALVES, **how: Any) -> Any:
-    bits = how.pop("bits", 4)
-    return lambda: kernels.quantize_groups(bits, Matrix(values, KINDS["bf16"]), packed, scale, **how)
+def quantize_groups(values: Any = WIDE, packed: Any = WORDS, scale: Any = HALVES, **options: Any) -> Any:
+    """Return a call of kernels.quantize_groups."""
+    bits = options.pop("bits", 4)
+    return lambda: kernels.quantize_groups(bits, Matrix(values, KINDS["bf16"]), packed, scale, **options)
 
 
 def search(values: Any = ROWS, importance: Any = None, bits: int = 4) -> Any:
+    """Return a call of search_scales."""
     return lambda: scale_search.search_scales(bits, values, importance)
 
 
-def decoding(values: Any, kind: Any, *more: Any, **options: Any) -> Any:
+def decode(values: Any, kind: Any, *more: Any, **options: Any) -> Any:
+    """Return a call of kernels.decode."""
     return lambda: kernels.decode(Matrix(values, kind, *more, **options))
 
 
-def fp8(scales: Any = None, **options: Any) -> Any:
-    return decoding(empty((64, 128)), KINDS["fp8_e4m3"], scales, **options)
+def decode_fp8(scales: Any = None, **options: Any) -> Any:
+    """Return a call that decodes FP8."""
+    return decode(zeros((64, 128)), KINDS["fp8_e4m3"], scales, **options)
 
 
 def identity(n: int = 64) -> Any:
+    """Return an identity matrix in float32."""
     return np.eye(n, dtype=np.float32)
 
 
-SHARED = empty(128 * 256, np.int8)
+SHARED = zeros(128 * 256, np.int8)
 SKIPPED = "hold .* not .* after"
 BAD: list[tuple[Any, str]] = [
-    (pack(bits=2), "bits must be 4 or 8, not 2"),
-    (pack(empty((63, 128), np.uint16)), "multiples of 64, not 63 x 128"),
-    (pack(empty((64, 100), np.uint16)), "multiples of 64, not 64 x 100"),
-    (pack(bits=4), "multiples of 128"),
-    (pack(empty((0, 128), np.uint16)), "neither of them 0"),
-    (pack(empty(64 * 128, np.uint16)), "not enough values|two dimensions"),
-    (pack(empty((64, 128), np.float32)), "values must be uint16"),
-    (pack(empty((64, 128), ">u2")), "this machine's byte order"),
-    (pack(empty((128, 256), np.uint16)[::2, ::2]), "one axis of values must be contiguous"),
-    (pack(BITS[::-1]), "must not run backwards"),
-    (pack(weight=PACKED[1:]), "weight must be uint8 of shape"),
-    (pack(weight=PACKED.view(np.int8)), "weight must be uint8 of shape"),
-    (pack(weight=empty(2 * 64 * 128)[::2]), "contiguous and aligned"),
-    (pack(weight=read_only(empty(64 * 128))), "weight must be writable"),
-    (pack(scale=SCALE[1:]), "scale must be float32 of shape"),
-    (pack(scale=empty(64, np.float64)), "scale must be float32 of shape"),
-    (pack(scale=empty(64 * 4 + 1)[1:].view(np.float32)), "contiguous and aligned"),
-    (codes(5, CODES, PACKED), "bits must be 4 or 8, not 5"),
-    (codes(4, CODES.view(np.uint8), PACKED), "codes must be int8"),
-    (codes(4, CODES[0], PACKED), "codes must be int8"),
-    (codes(4, CODES[:64], PACKED), "multiples of 128, not 64 x 256"),
-    (codes(4, CODES[::-1], PACKED), "each row of codes must be contiguous"),
-    (codes(4, CODES[:, ::2], PACKED), "each row of codes must be contiguous"),
-    (codes(4, CODES, PACKED), "weight must be uint8 of shape"),
-    (codes(8, SHARED.reshape(128, 256), SHARED.view(np.uint8)), "must not share memory"),
-    (groups(bits=2), "bits must be 4 or 8"),
-    (groups(rounding="up"), "rounding 'up' is not one of library, float32, signed"),
-    (groups(bits=8, rounding="signed"), "rounding 'signed' is not one of library, float32$"),
-    (groups(group=0), "multiple of 32"),
-    (groups(group=48), "multiple of 32"),
-    (groups(group=96), "96 does not fit 256"),
-    (groups(packed=WORDS[:, :31]), "packed must be int32 of shape"),
-    (groups(scale=HALVES.astype(np.float32)), "scale must be uint16"),
+    (quantize_pack(bits=2), "bits must be 4 or 8, not 2"),
+    (quantize_pack(zeros((63, 128), np.uint16)), "multiples of 64, not 63 x 128"),
+    (quantize_pack(zeros((64, 100), np.uint16)), "multiples of 64, not 64 x 100"),
+    (quantize_pack(bits=4), "multiples of 128"),
+    (quantize_pack(zeros((0, 128), np.uint16)), "neither of them 0"),
+    (quantize_pack(zeros(64 * 128, np.uint16)), "not enough values|two dimensions"),
+    (quantize_pack(zeros((64, 128), np.float32)), "values must be uint16"),
+    (quantize_pack(zeros((64, 128), ">u2")), "this machine's byte order"),
+    (quantize_pack(zeros((128, 256), np.uint16)[::2, ::2]), "one axis of values must be contiguous"),
+    (quantize_pack(BITS[::-1]), "must not run backwards"),
+    (quantize_pack(weight=PACKED[1:]), "weight must be uint8 of shape"),
+    (quantize_pack(weight=PACKED.view(np.int8)), "weight must be uint8 of shape"),
+    (quantize_pack(weight=zeros(2 * 64 * 128)[::2]), "contiguous and aligned"),
+    (quantize_pack(weight=read_only(zeros(64 * 128))), "weight must be writable"),
+    (quantize_pack(scale=SCALE[1:]), "scale must be float32 of shape"),
+    (quantize_pack(scale=zeros(64, np.float64)), "scale must be float32 of shape"),
+    (quantize_pack(scale=zeros(64 * 4 + 1)[1:].view(np.float32)), "contiguous and aligned"),
+    (pack_codes(5, CODES, PACKED), "bits must be 4 or 8, not 5"),
+    (pack_codes(4, CODES.view(np.uint8), PACKED), "codes must be int8"),
+    (pack_codes(4, CODES[0], PACKED), "codes must be int8"),
+    (pack_codes(4, CODES[:64], PACKED), "multiples of 128, not 64 x 256"),
+    (pack_codes(4, CODES[::-1], PACKED), "each row of codes must be contiguous"),
+    (pack_codes(4, CODES[:, ::2], PACKED), "each row of codes must be contiguous"),
+    (pack_codes(4, CODES, PACKED), "weight must be uint8 of shape"),
+    (pack_codes(8, SHARED.reshape(128, 256), SHARED.view(np.uint8)), "must not share memory"),
+    (quantize_groups(bits=2), "bits must be 4 or 8"),
+    (quantize_groups(rounding="up"), "rounding 'up' is not one of library, float32, signed"),
+    (quantize_groups(bits=8, rounding="signed"), "rounding 'signed' is not one of library, float32$"),
+    (quantize_groups(group=0), "multiple of 32"),
+    (quantize_groups(group=48), "multiple of 32"),
+    (quantize_groups(group=96), "96 does not fit 256"),
+    (quantize_groups(packed=WORDS[:, :31]), "packed must be int32 of shape"),
+    (quantize_groups(scale=HALVES.astype(np.float32)), "scale must be uint16"),
     (search(bits=5), "bits must be 4 or 8"),
-    (search(empty((2, 65), np.uint16)), "multiple of 64"),
-    (search(empty(64, np.uint16)), r"not uint16 of shape \(64,\)"),
-    (search(empty((2, 64), np.int16)), "must be uint16"),
-    (search(empty((64, 64), np.uint16).T), "each row of values must be contiguous"),
+    (search(zeros((2, 65), np.uint16)), "multiple of 64"),
+    (search(zeros(64, np.uint16)), r"not uint16 of shape \(64,\)"),
+    (search(zeros((2, 64), np.int16)), "must be uint16"),
+    (search(zeros((64, 64), np.uint16).T), "each row of values must be contiguous"),
     (search(importance=np.ones(63, np.float32)), r"importance must be float32 \[64\]"),
     (search(importance=np.ones(64)), r"importance must be float32 \[64\]"),
     (search(importance=np.full(64, -1, np.float32)), "nowhere negative"),
@@ -107,45 +116,48 @@ BAD: list[tuple[Any, str]] = [
     (search(importance=np.asfortranarray(identity() + 1)), "must be contiguous"),
     (search(importance=identity() * np.float32(np.nan)), "finite"),
     (search(importance=-identity()), "nowhere negative"),
-    (lambda: scale_search.search_groups("mxfp4", empty((2, 48), np.uint16)), "multiple of 32"),
-    (lambda: kernels.pack_mxfp4(Matrix(empty((16, 64), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
-    (lambda: kernels.pack_mxfp4(Matrix(empty((64, 80), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
-    (lambda: kernels.reorder_fp8(empty((32, 64))[:, ::2], PANELS), "contiguous"),
-    (lambda: kernels.reorder_fp8(empty((32, 64), np.int8), PANELS), "uint8"),  # type: ignore[arg-type]
-    (lambda: kernels.reorder_fp8(empty((31, 64)), PANELS), "multiples of 32"),
-    (lambda: kernels.reorder_fp8(empty((32, 64)), PANELS[:, :-1]), "codes must be"),
-    (fp8(), "need float32 scales"),
-    (fp8(np.ones((1, 1)), block=(64, 128)), "need float32 scales"),
-    (fp8(np.ones((1, 1), np.float32), block=(64, 127)), "do not cover"),
-    (fp8(np.ones((1, 1), np.float32), block=(64, 128), origin=(1, 0)), "do not cover"),
-    (fp8(np.ones((64, 128), np.float32), block=(0, 1)), "out of range"),
-    (fp8(np.ones((64, 128), np.float32), origin=(-1, 0)), "out of range"),
-    (decoding(BITS, of.BF16, np.ones((1, 1), np.float32)), "no scales of their own"),
-    (decoding(BITS, of.BF16, zeros=ONES), "no scales of their own"),
-    (decoding(EIGHT, of.INT4, ONES, (1, 16), skip=1, width=16), SKIPPED),
-    (decoding(EIGHT, of.INT4, ONES, (1, 16), skip=-1, width=8), SKIPPED),
-    (decoding(EIGHT, of.INT4, ONES, (1, 15)), "do not cover"),
-    (decoding(EIGHT.view(np.int8), of.INT8, ONES, (1, 8)), "values must be uint8"),
-    (decoding(empty((4, 16))[:, ::2], of.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
-    (decoding(empty((8, 4)).T, of.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
-    (decoding(EIGHT, of.INT8, ONES, (1, 8), zeros=empty((4, 2), np.float32)), "zero points must be float32"),
-    (decoding(EIGHT, of.INT8, ONES, (1, 8), zeros=empty((4, 1))), "zero points must be float32"),
-    (decoding(EIGHT, of.INT8, ONES, (1, 8), group_of=np.full(8, -1, np.int32)), "group of each column must be"),
-    (decoding(EIGHT, of.INT8, ONES, (1, 8), group_of=np.full(8, 1, np.int32)), "do not cover"),
-    (decoding(EIGHT, of.INT8, ONES, (1, 8), group_of=empty(7, np.int32)), "group of each column must be"),
-    (decoding(empty((1, 8), np.uint32), of.INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8), SKIPPED),
-    (decoding(empty((8, 4), np.uint32)[::2], of.INT4_AWQ, np.ones((32, 1), np.float32), (1, 8)), "contiguous"),
-    (decoding(BLOCKS[:, :-1], of.Q4_K), SKIPPED),
-    (decoding(BLOCKS, of.Q4_K, skip=1, width=512), SKIPPED),
-    (decoding(BLOCKS, of.Q4_K, skip=-1, width=8), SKIPPED),
-    (decoding(BLOCKS, of.Q4_K, ONES), "no scales of their own"),
-    (decoding(np.asfortranarray(BLOCKS), of.Q4_K), "contiguous"),
+    (lambda: scale_search.search_groups("mxfp4", zeros((2, 48), np.uint16)), "multiple of 32"),
+    (lambda: kernels.pack_mxfp4(Matrix(zeros((16, 64), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
+    (lambda: kernels.pack_mxfp4(Matrix(zeros((64, 80), np.uint16), KINDS["bf16"]), EIGHT, EIGHT), "multiples of 32"),
+    (lambda: kernels.reorder_fp8(zeros((32, 64))[:, ::2], PANELS), "contiguous"),
+    (lambda: kernels.reorder_fp8(zeros((32, 64), np.int8), PANELS), "uint8"),  # type: ignore[arg-type]
+    (lambda: kernels.reorder_fp8(zeros((31, 64)), PANELS), "multiples of 32"),
+    (lambda: kernels.reorder_fp8(zeros((32, 64)), PANELS[:, :-1]), "codes must be"),
+    (decode_fp8(), "need float32 scales"),
+    (decode_fp8(np.ones((1, 1)), block=(64, 128)), "need float32 scales"),
+    (decode_fp8(np.ones((1, 1), np.float32), block=(64, 127)), "do not cover"),
+    (decode_fp8(np.ones((1, 1), np.float32), block=(64, 128), origin=(1, 0)), "do not cover"),
+    (decode_fp8(np.ones((64, 128), np.float32), block=(0, 1)), "out of range"),
+    (decode_fp8(np.ones((64, 128), np.float32), origin=(-1, 0)), "out of range"),
+    (decode(BITS, matrix_kinds.BF16, np.ones((1, 1), np.float32)), "no scales of their own"),
+    (decode(BITS, matrix_kinds.BF16, zeros=ONES), "no scales of their own"),
+    (decode(EIGHT, matrix_kinds.INT4, ONES, (1, 16), skip=1, width=16), SKIPPED),
+    (decode(EIGHT, matrix_kinds.INT4, ONES, (1, 16), skip=-1, width=8), SKIPPED),
+    (decode(EIGHT, matrix_kinds.INT4, ONES, (1, 15)), "do not cover"),
+    (decode(EIGHT.view(np.int8), matrix_kinds.INT8, ONES, (1, 8)), "values must be uint8"),
+    (decode(zeros((4, 16))[:, ::2], matrix_kinds.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
+    (decode(zeros((8, 4)).T, matrix_kinds.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), zeros=zeros((4, 2), np.float32)), "zero points must be float32"),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), zeros=zeros((4, 1))), "zero points must be float32"),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), group_of=np.full(8, -1, np.int32)), "group of each column must be"),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), group_of=np.full(8, 1, np.int32)), "do not cover"),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), group_of=zeros(7, np.int32)), "group of each column must be"),
+    (
+        decode(zeros((1, 8), np.uint32), matrix_kinds.INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8),
+        SKIPPED,
+    ),
+    (decode(zeros((8, 4), np.uint32)[::2], matrix_kinds.INT4_AWQ, np.ones((32, 1), np.float32), (1, 8)), "contiguous"),
+    (decode(BLOCKS[:, :-1], matrix_kinds.Q4_K), SKIPPED),
+    (decode(BLOCKS, matrix_kinds.Q4_K, skip=1, width=512), SKIPPED),
+    (decode(BLOCKS, matrix_kinds.Q4_K, skip=-1, width=8), SKIPPED),
+    (decode(BLOCKS, matrix_kinds.Q4_K, ONES), "no scales of their own"),
+    (decode(np.asfortranarray(BLOCKS), matrix_kinds.Q4_K), "contiguous"),
 ]
 
 
-@pytest.mark.parametrize(("call", "words"), BAD)
-def test_wrong_arguments_are_rejected(call, words):
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("call", "message"), BAD)
+def test_wrong_arguments_are_rejected(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 
@@ -218,9 +230,9 @@ with tempfile.NamedTemporaryFile() as file:
         ("default", -7, "", ""),
     ],
 )
-def test_foreign_sigbus_keeps_its_disposition(disposition, code, output, text):
-    ran = run_python(FOREIGN_SIGBUS, disposition)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (code, output, text)
+def test_other_sigbus_handlers_keep_working(disposition, code, output, text):
+    done = run_python(FOREIGN_SIGBUS, disposition)
+    assert (done.returncode, done.stdout, done.stderr) == (code, output, text)
 
 
 MANY_FILES = """
@@ -243,14 +255,14 @@ files.map(paths[-1], 8192)[5000]
 
 
 def test_any_number_of_files_can_be_mapped(tmp_path):
-    ran = run_python(MANY_FILES, tmp_path)
-    assert (ran.returncode, ran.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
+    done = run_python(MANY_FILES, tmp_path)
+    assert (done.returncode, done.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
 
 
 @pytest.mark.parametrize(
-    ("whose", "code", "text"),
+    ("owner", "code", "text"),
     [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
 )
-def test_an_unreadable_page_is_explained(whose, code, text):
-    ran = run_python(SIGBUS_PROGRAM, whose)
-    assert (ran.returncode, ran.stderr) == (code, text)
+def test_an_unreadable_page_is_explained(owner, code, text):
+    done = run_python(SIGBUS_PROGRAM, owner)
+    assert (done.returncode, done.stderr) == (code, text)

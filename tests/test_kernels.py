@@ -9,14 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant import matrix as of
+from ktconvert.native_quant import matrix as matrix_kinds
 from rig import reference
 
 KINDS = ("bf16", "fp16", "f32", "fp8_e4m3")
 
 
 def to_kind(x: Any, kind: str) -> Any:
-    """float32 values in an encoding (FP8: random codes of the same sign, since any code will do)."""
+    """Return float32 values in an encoding (FP8: random codes of the same sign, since any code will do)."""
     if kind == "bf16":
         return reference.f32_to_bf16(x)
     if kind == "fp16":
@@ -28,8 +28,8 @@ def to_kind(x: Any, kind: str) -> Any:
     return np.where(x < 0, code | 0x80, code).astype(np.uint8)
 
 
-def ugly(n: int, k: int, seed: int = 0) -> Any:
-    """float32 [n, k]: Gaussian rows, and a row of each thing that went wrong once."""
+def difficult_values(n: int, k: int, seed: int = 0) -> Any:
+    """Return float32 [n, k]: Gaussian rows, and rows of values that are difficult or once gave errors."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n, k)).astype(np.float32) * 0.03
     x[1] = 0
@@ -44,7 +44,7 @@ def ugly(n: int, k: int, seed: int = 0) -> Any:
     x[9, 0] = 112
     x[10] = rng.integers(0, 15, k) * 8
     x[10, 0] = -112
-    x[11] = 2.0**-126 * rng.uniform(-200, 200, k)  # around the smallest scale that is kept
+    x[11] = 2.0**-126 * rng.uniform(-200, 200, k)  # around the smallest nonzero scale
     x[12] = 2.0**-133 * rng.integers(-127, 128, k)  # subnormals only
     x[13] = 1e-20 * rng.standard_normal(k)
     x[17] = 1.7e-38 * rng.uniform(-127, 127, k)
@@ -57,38 +57,45 @@ def ugly(n: int, k: int, seed: int = 0) -> Any:
 
 
 def scales_for(n: int, k: int, block: tuple[int, int], seed: int = 1) -> Any:
+    """Draw a grid of scales."""
     grid = -(-n // block[0]), -(-k // block[1])
     return (np.random.default_rng(seed).uniform(1e-4, 2e-2, grid) * [[1.0]]).astype(np.float32)
 
 
-def source(kind: str, n: int, k: int, block: tuple[int, int] = (128, 128), x: Any = None) -> tuple[Any, dict[str, Any]]:
-    values = to_kind(ugly(n, k) if x is None else x, kind)
+def make_source(
+    kind: str, n: int, k: int, block: tuple[int, int] = (128, 128), x: Any = None
+) -> tuple[Any, dict[str, Any]]:
+    """Return values of a kind, and the options for their matrix."""
+    values = to_kind(difficult_values(n, k) if x is None else x, kind)
     if kind != "fp8_e4m3":
         return values, {}
     return values, {"scales": scales_for(n, k, block), "block": block}
 
 
-def Matrix(values: Any, kind: str, **options: Any) -> of.Matrix:
-    return of.Matrix(values, of.KINDS[kind], **options)
+def make_matrix(values: Any, kind: str, **options: Any) -> matrix_kinds.Matrix:
+    """Make a matrix of a kind."""
+    return matrix_kinds.Matrix(values, matrix_kinds.KINDS[kind], **options)
 
 
 def quantize_pack(bits: int, values: Any, kind: str, offset: int = 0, **options: Any) -> tuple[Any, Any]:
+    """Quantize and pack by the kernel, at an offset; check that it writes nothing else."""
     n, k = values.shape
     buffer = np.full(n * k * bits // 8 + offset, 0xAA, np.uint8)
     weight, scale = buffer[offset:], np.full(n, np.nan, np.float32)
-    kernels.quantize_pack(bits, Matrix(values, kind, **options), weight, scale)
+    kernels.quantize_pack(bits, make_matrix(values, kind, **options), weight, scale)
     assert (buffer[:offset] == 0xAA).all()
     return weight, scale
 
 
 def assert_same(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> None:
+    """Assert that weights and scales have equal bytes."""
     for name, a, b in zip(("weight", "scale"), ours, theirs, strict=True):
         different = np.flatnonzero(np.ascontiguousarray(a).view(np.uint8) != np.ascontiguousarray(b).view(np.uint8))
         assert not different.size, f"{name}: {different.size} bytes differ, first at {different[0]}"
 
 
-def transposed(values: Any) -> Any:
-    """The same matrix, stored with its columns contiguous."""
+def in_columns(values: Any) -> Any:
+    """Return the same matrix, stored with its columns contiguous."""
     return np.asfortranarray(values)
 
 
@@ -100,24 +107,25 @@ SIZES = [(bits, n, k) for bits, shapes in SHAPES.items() for n, k in shapes]
 
 
 @functools.cache
-def defined(bits: int, n: int, k: int, kind: str) -> tuple[Any, Any]:
-    values, options = source(kind, n, k, block=(48, 80))
-    return reference.quantize_pack(bits, reference.decode(Matrix(values, kind, **options)))
+def pack_by_definition(bits: int, n: int, k: int, kind: str) -> tuple[Any, Any]:
+    """Return the result of the definition."""
+    values, options = make_source(kind, n, k, block=(48, 80))
+    return reference.quantize_pack(bits, reference.decode(make_matrix(values, kind, **options)))
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("bits", "n", "k"), SIZES)
 def test_every_kernel_equals_the_definition(bits, n, k, kind):
-    values, options = source(kind, n, k, block=(48, 80))
-    for stored in (values, transposed(values)):
-        assert_same(quantize_pack(bits, stored, kind, **options), defined(bits, n, k, kind))
+    values, options = make_source(kind, n, k, block=(48, 80))
+    for stored in (values, in_columns(values)):
+        assert_same(quantize_pack(bits, stored, kind, **options), pack_by_definition(bits, n, k, kind))
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_kernels_accept_any_exponent(bits):
-    """Rows over all magnitudes a BF16 can have, so that each special case of the scale meets each value."""
+    """Rows cover all magnitudes of BF16, so that each special case of the scale meets each value."""
     rng = np.random.default_rng(3)
     bits16 = rng.integers(0, 0x7F80, (256, 256)).astype(np.uint16)
     top = np.linspace(0, 0x7F7F, 256).astype(np.uint16)
@@ -128,30 +136,30 @@ def test_kernels_accept_any_exponent(bits):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("offset", [0, 1, 16, 63])
 def test_kernels_accept_any_alignment(offset):
-    """Tensors begin where their file says, and a slice of columns begins anywhere."""
+    """Tensors begin anywhere in a file, and a slice of columns begins anywhere in a row."""
     n, k = 128, 256
-    x = to_kind(ugly(n, k + 64), "bf16")
+    x = to_kind(difficult_values(n, k + 64), "bf16")
     storage = np.zeros(x.nbytes + 64, np.uint8)
-    whole = storage[offset : offset + x.nbytes].view(np.uint16).reshape(x.shape)
-    whole[:] = x
-    for view in (whole[:, :k], whole[:, 7 : 7 + k], whole[:, 64:], whole[:, 1::][:, :k]):
+    stored = storage[offset : offset + x.nbytes].view(np.uint16).reshape(x.shape)
+    stored[:] = x
+    for view in (stored[:, :k], stored[:, 7 : 7 + k], stored[:, 64:], stored[:, 1::][:, :k]):
         assert_same(quantize_pack(4, view, "bf16", offset), reference.quantize_pack(4, view))
-    assert_same(quantize_pack(4, transposed(whole)[:, :k], "bf16", offset), reference.quantize_pack(4, whole[:, :k]))
+    assert_same(quantize_pack(4, in_columns(stored)[:, :k], "bf16", offset), reference.quantize_pack(4, stored[:, :k]))
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("block", [(1, 1), (1, 10**6), (10**6, 10**6), (128, 128), (33, 50), (64, 1)])
 @pytest.mark.parametrize("order", ["rows", "columns"])
 def test_kernels_accept_any_scale_block(block, order):
-    """Slices of a linear with a grid of scales: they find theirs by their origin."""
-    values, options = source("fp8_e4m3", 200, 333, block)
+    """Slices of a linear with a grid of scales find their scales by their origin."""
+    values, options = make_source("fp8_e4m3", 200, 333, block)
     if order == "columns":
-        values = transposed(values)
-    expected = reference.decode(Matrix(values, "fp8_e4m3", **options))
+        values = in_columns(values)
+    expected = reference.decode(make_matrix(values, "fp8_e4m3", **options))
     for row, column in ((0, 0), (5, 70), (130, 201)):
-        part = Matrix(values, "fp8_e4m3", **options).rows(row, row + 64).columns(column, column + 128)
-        assert part.origin == (row, column)
-        assert (kernels.decode(part) == expected[row : row + 64, column : column + 128]).all()
+        part_matrix = make_matrix(values, "fp8_e4m3", **options).rows(row, row + 64).columns(column, column + 128)
+        assert part_matrix.origin == (row, column)
+        assert (kernels.decode(part_matrix) == expected[row : row + 64, column : column + 128]).all()
 
 
 @pytest.mark.usefixtures("isa")
@@ -160,15 +168,15 @@ def test_kernels_accept_any_scale_block(block, order):
 def test_kernels_decode_any_shape(kind, order):
     for n, k in ((1, 1), (1, 77), (31, 1), (33, 65), (64, 127), (40, 300)):
         x = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
-        values, options = source(kind, n, k, (16, 24), x)
+        values, options = make_source(kind, n, k, (16, 24), x)
         if order == "columns":
-            values = transposed(values)
-        expected = reference.decode(Matrix(values, kind, **options))
-        assert (kernels.decode(Matrix(values, kind, **options)) == expected).all()
+            values = in_columns(values)
+        expected = reference.decode(make_matrix(values, kind, **options))
+        assert (kernels.decode(make_matrix(values, kind, **options)) == expected).all()
 
 
-def every_f32_case() -> Any:
-    """float32 bits around everything that rounding to BF16 can meet."""
+def all_rounding_cases() -> Any:
+    """Return float32 values around every value that rounding to BF16 can meet."""
     high = np.arange(0, 0x10000, dtype=np.uint32) << 16
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     return (high[:, None] | low).view(np.float32)
@@ -183,18 +191,18 @@ def test_every_code_decodes():
     without_nan = np.where(fp8 & 0x7F == 0x7F, 0, fp8).astype(np.uint8)
     cases: list[tuple[Any, str, dict[str, Any]]] = [
         (fp8, "fp8_e4m3", options),
-        (without_nan, "fp8_e4m3", options),  # a NaN in a row takes another way
+        (without_nan, "fp8_e4m3", options),  # rows with NaN take a different path
         (np.arange(65536, dtype=np.uint16).reshape(256, 256), "fp16", {}),
-        (every_f32_case().reshape(1024, -1), "f32", {}),
+        (all_rounding_cases().reshape(1024, -1), "f32", {}),
     ]
     torch = pytest.importorskip("torch")
-    rounded = torch.from_numpy(every_f32_case()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-    ours, is_nan = reference.f32_to_bf16(every_f32_case()), np.isnan(every_f32_case())
+    rounded = torch.from_numpy(all_rounding_cases()).to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+    ours, is_nan = reference.f32_to_bf16(all_rounding_cases()), np.isnan(all_rounding_cases())
     assert (ours[~is_nan] == rounded[~is_nan]).all() and (ours[is_nan] == 0x7FC0).all()
     for values, kind, options in cases:
-        expected = reference.decode(Matrix(values, kind, **options))
-        assert (kernels.decode(Matrix(values, kind, **options)) == expected).all()
-        assert (kernels.decode(Matrix(transposed(values), kind, **options)) == expected).all()
+        expected = reference.decode(make_matrix(values, kind, **options))
+        assert (kernels.decode(make_matrix(values, kind, **options)) == expected).all()
+        assert (kernels.decode(make_matrix(in_columns(values), kind, **options)) == expected).all()
 
 
 NON_FINITE = {
@@ -213,64 +221,66 @@ def test_non_finite_values_are_rejected_with_their_position(kind, order):
     clean = np.random.default_rng(0).standard_normal((n, k)).astype(np.float32)
     for i, bad in enumerate(NON_FINITE[kind]):
         row, column = [(0, 0), (15, 255), (16, 64), (100, 31), (127, 254)][i]
-        values, options = source(kind, n, k, x=clean)
+        values, options = make_source(kind, n, k, x=clean)
         values[row, column] = bad
         values[127, 255] = bad
-        view = transposed(values) if order == "columns" else values
+        view = in_columns(values) if order == "columns" else values
         for bits in (4, 8):
             with pytest.raises(kernels.NonFinite) as caught:
                 quantize_pack(bits, view, kind, **options)
             assert (caught.value.row, caught.value.column) == (row, column)
 
 
-def one_after_the_other(terms: Any) -> Any:
-    """The sum along the first axis, added in order (np.sum does not say in which)."""
+def add_in_order(terms: Any) -> Any:
+    """Return the sum along the first axis, added in order (np.sum does not define an order)."""
     return np.cumsum(terms, axis=0)[-1]
 
 
-def sums_in_order(x: Any, y: Any) -> list[float]:
-    """error_sums as its comment says: 8 lanes of a row, then the lanes, then the rows."""
+def error_sums_in_order(x: Any, y: Any) -> list[float]:
+    """Return error_sums as its comment defines them: over 8 lanes of a row, then lanes, then rows."""
     n, k = x.shape
     sums = []
     for terms in (x * x, y * y, x * y, (x - y) * (x - y)):
-        lanes = one_after_the_other(terms.reshape(n, k // 8, 8).transpose(1, 2, 0))
-        sums.append(float(one_after_the_other(one_after_the_other(lanes))))
+        lanes = add_in_order(terms.reshape(n, k // 8, 8).transpose(1, 2, 0))
+        sums.append(float(add_in_order(add_in_order(lanes))))
     return sums
 
 
 @pytest.mark.usefixtures("isa")
 def test_dequantize_and_error_sums_equal_the_definition():
     for bits, n, k in SIZES:
-        values = to_kind(ugly(n, k), "bf16")
+        values = to_kind(difficult_values(n, k), "bf16")
         weight, scale = quantize_pack(bits, values, "bf16")
         ours = kernels.dequantize(bits, weight, scale, n, k)
         expected = reference.dequantize(bits, weight, scale, n, k)
         assert (ours.view(np.uint32) == expected.view(np.uint32)).all()
         x, y = reference.bf16_to_f32(values).astype(np.float64), expected.astype(np.float64)
-        for stored in (values, transposed(values)):
-            assert list(kernels.error_sums(bits, Matrix(stored, "bf16"), weight, scale)) == sums_in_order(x, y)
+        for stored in (values, in_columns(values)):
+            assert list(kernels.error_sums(bits, make_matrix(stored, "bf16"), weight, scale)) == error_sums_in_order(
+                x, y
+            )
 
 
 @pytest.mark.usefixtures("isa")
 def test_flushing_subnormals_changes_nothing():
-    """Some libraries switch FTZ and DAZ on for the thread that loads them; our numbers do not depend on it."""
+    """Some libraries switch on FTZ and DAZ for the thread that loads them; our results do not depend on it."""
     torch = pytest.importorskip("torch")
-    values, options = source("fp8_e4m3", 128, 256)
+    values, options = make_source("fp8_e4m3", 128, 256)
     options["scales"] *= np.float32(2.0**-126)
 
-    def computed() -> tuple[Any, ...]:
+    def compute() -> tuple[Any, ...]:
         matrix, words, grouped = (
-            Matrix(values, "fp8_e4m3", **options),
+            make_matrix(values, "fp8_e4m3", **options),
             np.empty((128, 32), np.int32),
             np.empty((128, 2), np.uint16),
         )
         kernels.quantize_groups(4, matrix, words, grouped)
         return kernels.decode(matrix), words, grouped, *quantize_pack(8, values, "fp8_e4m3", **options)
 
-    expected = computed()
+    expected = compute()
     assert torch.set_flush_denormal(True)
     try:
-        flushed = computed()
+        flushed = compute()
     finally:
         torch.set_flush_denormal(False)
     assert ((expected[0] & 0x7F80 == 0) & (expected[0] & 0x7F != 0)).any()
@@ -280,7 +290,7 @@ def test_flushing_subnormals_changes_nothing():
 
 @pytest.mark.usefixtures("isa")
 def test_every_largest_value_gives_the_specified_scale():
-    """All positive BF16: INT8 multiplies by fl(1/127) and is not amax / 127; INT4 is the float32 division by 112."""
+    """All positive BF16 values: INT8 multiplies by fl(1/127), which is not amax / 127; INT4 divides by 112."""
     amax = np.arange(0x7F80, dtype=np.uint16)
     x = reference.bf16_to_f32(amax)
     product = (x.astype(np.float64) * float(np.float32(1 / 127))).astype(np.float32)
@@ -293,20 +303,20 @@ def test_every_largest_value_gives_the_specified_scale():
         assert (quantize_pack(bits, values, "bf16")[1][: amax.size] == expected).all()
 
 
-# ---- codes that were chosen elsewhere ---------------------------------------------------------------------------------
+# ---- packing of given codes ---------------------------------------------------------------------------------
 
 LARGEST = {4: 7, 8: 127}
 relaxed = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 def random_codes(bits: int, n: int, pitch: int, seed: int) -> Any:
-    """int8 [n, pitch] of all legal codes."""
+    """Draw legal codes, int8 [n, pitch]."""
     largest = LARGEST[bits]
     return np.random.default_rng(seed).integers(-largest, largest + 1, (n, pitch)).astype(np.int8)
 
 
 def pack_codes(bits: int, codes: Any, offset: int = 0) -> Any:
-    """The packed weight, written `offset` bytes after a boundary; what lies around it stays as it was."""
+    """Pack codes to `offset` bytes after a boundary; check that the bytes around stay unchanged."""
     size = codes.size * bits // 8
     buffer = np.full(size + 192, 0xAA, np.uint8)
     start = -buffer.ctypes.data % 64 + offset
@@ -320,7 +330,7 @@ def pack_codes(bits: int, codes: Any, offset: int = 0) -> Any:
 @relaxed
 @given(data=st.data())
 def test_every_instruction_set_packs_like_the_definition(bits, data):
-    """Any size, any distance between rows, any alignment; and what was packed is unpacked."""
+    """For any size, row distance and alignment; unpacking gives the codes back."""
     rows, columns = kernels.GEOMETRIES[bits]
     n = rows * data.draw(st.integers(1, 3), "row blocks")
     k = columns * data.draw(st.sampled_from([1, 2, 3, 3584 // columns, 3584 // columns + 1, 7168 // columns]), "tiles")

@@ -1,4 +1,4 @@
-"""The kill rig itself: every kill point is before its call, nothing that changes the directory slips by."""
+"""Tests of the kill-point shim: it kills before each call, and counts every call that changes the directory."""
 
 import sys
 from pathlib import Path
@@ -10,15 +10,17 @@ from rig import killpoint
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the shim."""
     return killpoint.build(tmp_path_factory.mktemp("shim"))
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """Return the files of a folder with their bytes."""
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
 
 
-def python(code: str, *arguments: str | Path) -> list[str]:
-    # Isolated: no user site or startup file adds calls of its own.
+def python_command(code: str, *arguments: str | Path) -> list[str]:
+    """Return the command of an isolated Python, so that startup files add no calls."""
     return [sys.executable, "-I", "-c", code, *map(str, arguments)]
 
 
@@ -71,6 +73,7 @@ elsewhere = os.open("elsewhere", os.O_RDWR)
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Path:
+    """Write the files that CALLS change."""
     for name in ("out", "out/empty"):
         (tmp_path / name).mkdir()
     for name in ("out/file", "out/old", "elsewhere"):
@@ -79,17 +82,17 @@ def prepared(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("which", CALLS)
-def test_every_kind_of_change_is_counted_and_prevented(shim, prepared, which):
+@pytest.mark.parametrize("call", CALLS)
+def test_every_kind_of_change_is_counted_and_prevented(shim, prepared, call):
     log, root = prepared / "log", prepared / "out"
     before = snapshot(root)
-    command = python(PREPARE + CALLS[which], prepared)
+    command = python_command(PREPARE + CALLS[call], prepared)
     assert killpoint.run(command, root, 2, shim, log).returncode == killpoint.KILLED  # 1 is opening out/file
-    assert killpoint.find_prevented_call(log).name == which.split()[0] and snapshot(root) == before
+    assert killpoint.find_prevented_call(log).name == call.split()[0] and snapshot(root) == before
     done = killpoint.run(command, root, 0, shim, log)
     assert (done.returncode, done.stderr) == (0, "")
     first, second = killpoint.read_calls(log)
-    assert first == ("open", str(root / "file"), None) and second.name == which.split()[0]
+    assert first == ("open", str(root / "file"), None) and second.name == call.split()[0]
     assert killpoint.find_prevented_call(log) is None
 
 
@@ -100,8 +103,8 @@ r, w = os.pipe(); os.write(w, b"x")
 """
 
 
-def test_reading_and_other_places_are_not_counted(shim, prepared):
+def test_reads_and_other_folders_are_not_counted(shim, prepared):
     log = prepared / "log"
-    done = killpoint.run(python(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
+    done = killpoint.run(python_command(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "x")
     assert killpoint.count_calls(log) == 1  # opening out/file

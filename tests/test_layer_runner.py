@@ -1,4 +1,4 @@
-"""Layer runs and their visitors: a visitor receives the inputs of transformers' own modules, alone and beside GPTQ."""
+"""Layer runs and their visitors: a visitor receives the inputs of transformers' own modules, also beside GPTQ."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -53,17 +53,18 @@ class Magnitudes:
 
     def __init__(self, routed: bool) -> None:
         self.statistics = StatisticsSpec(self.Sum, "routed" if routed else "all")
-        self.of: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
+        self.sums: dict[tuple[int, int, str], tuple[int, torch.Tensor]] = {}
 
     def visit(self, group: ExpertGroup) -> None:
         for expert in group.weights:
-            for which in ("gate_up", "down"):
-                seen = getattr(group, which)[expert]
-                self.of[group.layer, expert, which] = seen.tokens, seen.sum
+            for name in ("gate_up", "down"):
+                accumulator = getattr(group, name)[expert]
+                self.sums[group.layer, expert, name] = accumulator.tokens, accumulator.sum
 
 
 @pytest.fixture(scope="module")
 def samples() -> list[Any]:
+    """Draw token ids."""
     rng = np.random.default_rng(0)
     return [rng.integers(10, 2000, length) for length in LENGTHS]
 
@@ -95,10 +96,10 @@ def run_model(
 def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = None) -> Any:
     """Return the bundled model, with these weights of experts, if given."""
     model = hf.load_complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
-    for (layer, expert), own in (weights or {}).items():
+    for (layer, expert), expert_weights in (weights or {}).items():
         experts = model.model.layers[layer].mlp.experts
-        experts.gate_up_proj.data[expert] = torch.cat([own.gate, own.up])
-        experts.down_proj.data[expert] = own.down
+        experts.gate_up_proj.data[expert] = torch.cat([expert_weights.gate, expert_weights.up])
+        experts.down_proj.data[expert] = expert_weights.down
     return model
 
 
@@ -113,13 +114,14 @@ def gather_by_hooks(
         for expert in range(module.num_experts):
             x = hidden[(ids == expert).any(1)] if routed else hidden
             gate, up = torch.nn.functional.linear(x, module.gate_up_proj[expert]).chunk(2, -1)
-            for which, read in (("gate_up", x), ("down", module.act_fn(gate) * up)):
-                tokens, total = captured.get((layer, expert, which), (0, torch.zeros(read.shape[1]).double()))
-                captured[layer, expert, which] = tokens + len(read), total + read.double().abs().sum(0)
+            for name, read in (("gate_up", x), ("down", module.act_fn(gate) * up)):
+                tokens, total = captured.get((layer, expert, name), (0, torch.zeros(read.shape[1]).double()))
+                captured[layer, expert, name] = tokens + len(read), total + read.double().abs().sum(0)
     return captured
 
 
 def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
+    """Assert that the statistics of these layers are equal."""
     ours, expected = ({key: value for key, value in x.items() if key[0] in layers} for x in (ours, expected))
     assert ours.keys() == expected.keys() and ours
     for key in expected:
@@ -129,46 +131,46 @@ def assert_same(ours: Any, expected: Any, layers: Sequence[int]) -> None:
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_visitor_receives_inputs_of_transformers_experts(routed, samples, tmp_path):
-    """In every layer, also beside a visitor that needs different statistics."""
+    """This holds in each layer, also together with a visitor that needs different statistics."""
     ours, other, counts = Magnitudes(routed), Magnitudes(not routed), TokenCounter()
     run_model(samples, lambda *_: (counts, ours, other), tmp_path / "walk")
     model = transformers_model()
     layers = range(len(model.model.layers))
-    assert_same(ours.of, gather_by_hooks(model, samples, routed), layers)
-    of_routed = ours.of if routed else other.of
+    assert_same(ours.sums, gather_by_hooks(model, samples, routed), layers)
+    routed_sums = ours.sums if routed else other.sums
     for layer in layers:
         tokens = counts.token_counts[layer]
         assert tokens.sum() == sum(LENGTHS) * model.config.num_experts_per_tok
-        assert [of_routed[layer, e, "down"][0] for e in range(len(tokens))] == tokens.tolist()
+        assert [routed_sums[layer, e, "down"][0] for e in range(len(tokens))] == tokens.tolist()
 
 
 class Gptq:
-    """GptqVisitor on all layers, with the linears that it writes and the values of its codes."""
+    """GptqVisitor for all layers; keeps the linears that it writes, and the values of its codes."""
 
-    def __init__(self, form: Encoding = FORMATS["W4A16"].encoding) -> None:
-        self.form = form
+    def __init__(self, encoding: Encoding = FORMATS["W4A16"].encoding) -> None:
+        self.encoding = encoding
         self.stored: dict[tuple[int, int, str], list[Any]] = {}
         self.values: dict[tuple[int, int], ExpertWeights] = {}
 
     def visitor_of_layer(self, model: MoeModel, layer: int) -> GptqVisitor:
-        def nearest(expert: int, projection: str, importance: Any) -> list[Any]:
+        def round_to_nearest(expert: int, projection: str, importance: Any) -> list[Any]:
             linear = model.linear(layer, expert, projection)
             assert len(importance) == linear.shape[1]
             _, hidden, width = model.shape(layer)
-            (part,) = Slicing(layer, hidden, width).slices(expert, projection)
-            stored = [np.empty(tensor.nbytes, np.uint8) for tensor in self.form.tensors(*linear.shape)]
-            self.form.quantize(linear, stored)
-            return [(part, stored)]
+            (numa_slice,) = Slicing(layer, hidden, width).slices(expert, projection)
+            stored = [np.empty(tensor.nbytes, np.uint8) for tensor in self.encoding.tensors(*linear.shape)]
+            self.encoding.quantize(linear, stored)
+            return [(numa_slice, stored)]
 
         def write(expert: int, projection: str, stored: list[Any]) -> None:
             ((_, self.stored[layer, expert, projection]),) = stored
 
-        visitor = GptqVisitor(self.form, 0.01, "library", "all", 0, nearest, write)
+        visitor = GptqVisitor(self.encoding, 0.01, "library", "all", 0, round_to_nearest, write)
         visit = visitor.visit
 
         def visit_and_remember(group: ExpertGroup) -> Any:
             values = visit(group)
-            self.values.update({(layer, expert): own for expert, own in values.items()})
+            self.values.update({(layer, expert): expert_weights for expert, expert_weights in values.items()})
             return values
 
         visitor.visit = visit_and_remember  # type: ignore[method-assign]
@@ -176,21 +178,21 @@ class Gptq:
 
 
 def test_visitor_runs_beside_gptq(samples, tmp_path):
-    """GPTQ writes the same as alone; in later layers the other visitor receives inputs from the quantized experts."""
-    alone, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
-    run_model(samples, lambda model, layer: [alone.visitor_of_layer(model, layer)], tmp_path / "alone")
+    """GPTQ writes the same bytes as alone; in later layers the visitor receives inputs from the quantized experts."""
+    gptq_only, with_other, ours = Gptq(), Gptq(), Magnitudes(routed=True)
+    run_model(samples, lambda model, layer: [gptq_only.visitor_of_layer(model, layer)], tmp_path / "alone")
     run_model(samples, lambda model, layer: [ours, with_other.visitor_of_layer(model, layer)], tmp_path / "beside")
-    assert alone.stored.keys() == with_other.stored.keys() and alone.stored
-    for key, tensors in alone.stored.items():
+    assert gptq_only.stored.keys() == with_other.stored.keys() and gptq_only.stored
+    for key, tensors in gptq_only.stored.items():
         assert all(np.array_equal(a, b) for a, b in zip(tensors, with_other.stored[key], strict=True))
 
     plain = gather_by_hooks(transformers_model(), samples, routed=True)
     last = max(layer for layer, _, _ in plain)
-    assert_same(ours.of, plain, [0])  # before anything is replaced, and by weights that are not
-    assert not all(torch.equal(ours.of[key][1], plain[key][1]) for key in plain if key[0] == last)
+    assert_same(ours.sums, plain, [0])  # before anything is replaced, and by weights that are not
+    assert not all(torch.equal(ours.sums[key][1], plain[key][1]) for key in plain if key[0] == last)
     quantized = gather_by_hooks(transformers_model(with_other.values), samples, routed=True)
     assert_same(
-        {key: value for key, value in ours.of.items() if key[2] == "gate_up"},
+        {key: value for key, value in ours.sums.items() if key[2] == "gate_up"},
         {key: value for key, value in quantized.items() if key[2] == "gate_up"},
         range(last + 1),
     )
@@ -198,56 +200,63 @@ def test_visitor_runs_beside_gptq(samples, tmp_path):
 
 @pytest.mark.parametrize("name", ["AMXINT4", "AMXINT8"])
 def test_gptq_supports_one_scale_per_row(name, samples, tmp_path):
-    """Codes differ from rounding to nearest, scales do not; stored values go to the next layer; the error on the inputs
-    is smaller."""
-    form = FORMATS[name].encoding
-    ours, inputs = Gptq(form), Inputs()
+    """Codes differ from rounding to nearest, scales do not; the next layer gets these values; errors are smaller."""
+    encoding = FORMATS[name].encoding
+    ours, inputs = Gptq(encoding), HessianKeeper()
     run_model(samples, lambda model, layer: [inputs, ours.visitor_of_layer(model, layer)], tmp_path / "walk")
     model = recognise(open_checkpoint(EXAMPLE))
     assert len(ours.stored) == 2 * 8 * len(PROJECTIONS)
     for (layer, expert, projection), stored in ours.stored.items():
         linear = model.linear(layer, expert, projection)
-        nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*linear.shape)]
-        form.quantize(linear, nearest)
-        assert np.array_equal(form.scales(stored[-1], *linear.shape), form.scales(nearest[-1], *linear.shape))
+        nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(*linear.shape)]
+        encoding.quantize(linear, nearest)
+        assert np.array_equal(encoding.scales(stored[-1], *linear.shape), encoding.scales(nearest[-1], *linear.shape))
         assert not np.array_equal(stored[0], nearest[0])
-        numbers, rounded = (torch.from_numpy(form.decode(each, *linear.shape)) for each in (stored, nearest))
-        assert torch.equal(numbers.bfloat16(), getattr(ours.values[layer, expert], projection))
-        h = inputs.of[layer, expert, "down" if projection == "down" else "gate_up"].sum
+        our_values, nearest_values = (
+            torch.from_numpy(encoding.decode(tensors, *linear.shape)) for tensors in (stored, nearest)
+        )
+        assert torch.equal(our_values.bfloat16(), getattr(ours.values[layer, expert], projection))
+        h = inputs.sums[layer, expert, "down" if projection == "down" else "gate_up"].sum
         x = bits_to_tensor(kernels.decode(linear)).float()
-        ours_lost, lost = (float(torch.einsum("ni,ij,nj->", x - y, h, x - y)) for y in (numbers, rounded))
-        assert ours_lost < lost, (layer, expert, projection)
+        our_error, nearest_error = (
+            float(torch.einsum("ni,ij,nj->", x - y, h, x - y)) for y in (our_values, nearest_values)
+        )
+        assert our_error < nearest_error, (layer, expert, projection)
 
 
-class Inputs:
+class HessianKeeper:
     """A visitor that keeps the Hessians that GPTQ quantizes with."""
 
     replaces_weights = False
     statistics = StatisticsSpec(gptq.Hessian.empty)
 
     def __init__(self) -> None:
-        self.of: dict[tuple[int, int, str], gptq.Hessian] = {}
+        self.sums: dict[tuple[int, int, str], gptq.Hessian] = {}
 
     def visit(self, group: ExpertGroup) -> None:
-        for which in ("gate_up", "down"):
-            self.of |= {(group.layer, e, which): hessian for e, hessian in getattr(group, which).items()}
+        for name in ("gate_up", "down"):
+            self.sums |= {(group.layer, e, name): hessian for e, hessian in getattr(group, name).items()}
 
 
 def test_visitors_with_equal_specs_share_accumulators(samples, tmp_path):
-    seen: list[Any] = []
+    groups: list[Any] = []
 
-    class Remembers:
+    class RecordsAccumulators:
         replaces_weights = False
         statistics = StatisticsSpec(gptq.Hessian.empty)
 
         def visit(self, group: ExpertGroup) -> None:
-            seen.append([*group.gate_up.values(), *group.down.values()])
+            groups.append([*group.gate_up.values(), *group.down.values()])
 
-    run_model(samples, lambda _, layer: [Remembers(), Remembers()] if layer == 0 else [], tmp_path / "walk")
-    for first, second in zip(seen[::2], seen[1::2], strict=True):
+    run_model(
+        samples,
+        lambda _, layer: [RecordsAccumulators(), RecordsAccumulators()] if layer == 0 else [],
+        tmp_path / "walk",
+    )
+    for first, second in zip(groups[::2], groups[1::2], strict=True):
         assert all(a is b for a, b in zip(first, second, strict=True))
-    assert len({id(group[0]) for group in seen}) == 1  # gate and up of all experts read the same
-    assert all(hessian.batches == len(LENGTHS) for group in seen for hessian in group)
+    assert len({id(group[0]) for group in groups}) == 1  # gate and up of all experts read the same
+    assert all(hessian.batches == len(LENGTHS) for group in groups for hessian in group)
 
 
 def test_at_most_one_visitor_replaces_weights(samples, tmp_path):

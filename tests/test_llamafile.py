@@ -1,4 +1,4 @@
-"""LLAMAFILE: the experts of a GGUF computed as they are stored, a type of ggml for each of gate, up and down."""
+"""LLAMAFILE: computing with the experts of a GGUF as they are stored, in any ggml types of gate, up and down."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from rig.safetensors import read_file, write_file
 TYPES = [row.type for row in METHODS["LLAMAFILE"].rows]
 BLOCKS = list(kernels.BLOCK_FORMATS)
 NEAR_FLOAT64 = 4e-3  # relative L2 of a layer's output: h and the output are BF16, and so are Q6_K's weights
-OF_HALVES = 1.8e-3  # with F16 alone: the output is BF16
+NEAR_FLOAT64_F16 = 1.8e-3  # for F16 experts, where only the output is BF16
 HALVES = ("F16", "F16", "F16")
 E, H, I = 2, 256, 768  # noqa: E741
 MIXES = [("Q4_K", "Q5_K", "Q6_K"), ("Q5_K", "Q8_0", "Q4_0"), ("MXFP4", "Q6_K", "Q8_0"), ("BF16", "F16", "Q4_K"), HALVES]
@@ -34,17 +34,18 @@ MIXES = [("Q4_K", "Q5_K", "Q6_K"), ("Q5_K", "Q8_0", "Q4_0"), ("MXFP4", "Q6_K", "
 
 @pytest.fixture(scope="module")
 def pool() -> Pool:
+    """Start a pool of two threads."""
     return Pool(2)
 
 
-def values(kind: str, stored: Any) -> Any:
-    """What gguf-py makes of blocks, in float64."""
+def decode_blocks(kind: str, stored: Any) -> Any:
+    """Return the values of blocks by gguf-py, in float64."""
     return gguf_py.quants.dequantize(stored, gguf_py.GGMLQuantizationType[kind]).astype(np.float64)
 
 
-def layer(tensors: dict[str, tuple[str, Any]], limit: float = 0.0) -> Native:
-    """An input for layer 0 of these tensors, and its output in float64."""
-    linears = {part: values(*tensors[f"blk.0.ffn_{part}_exps.weight"]) for part in ("gate", "up", "down")}
+def make_layer(tensors: dict[str, tuple[str, Any]], limit: float = 0.0) -> Native:
+    """Draw an input for layer 0 of these tensors; return it with its output in float64."""
+    linears = {part: decode_blocks(*tensors[f"blk.0.ffn_{part}_exps.weight"]) for part in ("gate", "up", "down")}
     rng = np.random.default_rng(3)
     ids = np.stack([rng.permutation(E) for _ in range(7)]).astype(np.int64)
     weights, hidden = rng.random((7, 2)).astype(np.float32), floats.activations(7, H)
@@ -52,29 +53,31 @@ def layer(tensors: dict[str, tuple[str, Any]], limit: float = 0.0) -> Native:
     return Native("LLAMAFILE", {}, hidden, ids, weights, truth, np.empty(0, np.uint16))
 
 
-def about() -> dict[str, Any]:
+def make_metadata() -> dict[str, Any]:
+    """Return the metadata of a one-layer model."""
     return gguf.model_metadata(1, embedding_length=H, expert_count=E, expert_feed_forward_length=I)
 
 
-def made(path: Path, types: tuple[str, ...], **changed: Any) -> dict[str, tuple[str, Any]]:
-    """A file of one layer with experts of these types; changed: tensors by the part of the layer that they are of."""
+def write_model(path: Path, types: tuple[str, ...], **changed: Any) -> dict[str, tuple[str, Any]]:
+    """Write a file of one layer with experts of these types. changed: replaced tensors by name."""
     tensors = gguf.model([types], experts=E, hidden=H, width=I) | changed
-    gguf.write(path, tensors, about())
+    gguf.write(path, tensors, make_metadata())
     return tensors
 
 
-def forward(experts: Experts, given: Native) -> Any:
-    return experts.forward(given.hidden, given.ids, given.weights)
+def forward(experts: Experts, layer: Native) -> Any:
+    """Run the forward on a layer's input."""
+    return experts.forward(layer.hidden, layer.ids, layer.weights)
 
 
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("types", MIXES, ids="-".join)
 def test_results_are_close_to_float64(types, pool, tmp_path):
-    given = layer(made(tmp_path / "m.gguf", types))
-    whole, cut = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 2))
-    assert whole.method == "LLAMAFILE" and cut.parts == 2
-    near = OF_HALVES if types == HALVES else NEAR_FLOAT64
-    assert max(distance(forward(experts, given), given.truth) for experts in (whole, cut)) < near
+    layer = make_layer(write_model(tmp_path / "m.gguf", types))
+    in_one_slice, in_two_slices = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 2))
+    assert in_one_slice.method == "LLAMAFILE" and in_two_slices.parts == 2
+    tolerance = NEAR_FLOAT64_F16 if types == HALVES else NEAR_FLOAT64
+    assert max(distance(forward(experts, layer), layer.truth) for experts in (in_one_slice, in_two_slices)) < tolerance
 
 
 @pytest.mark.usefixtures("isa")
@@ -94,12 +97,12 @@ def test_instruction_sets_give_the_same_sums(isa, kind):
     codes, scales = (np.empty(size, np.uint8) for size in kernels.weight_bytes(kernels.BLOCK_FORMATS[kind], n, k))
     kernels.reorder_ggml(matrix, codes, scales)
     activations = floats.activations(40, k)
-    exact = floats.from_bits(activations) @ values(kind, matrix.values).T
+    exact = floats.from_bits(activations) @ decode_blocks(kind, matrix.values).T
     in_bf16 = isa == "amx" or (isa == "avx512bf16" and kind != "Q6_K")
-    near = 3e-5 if not in_bf16 else 2e-3 if kind == "Q6_K" else 1e-6  # what is rounded: activations, or Q6_K's weights
+    tolerance = 3e-5 if not in_bf16 else 2e-3 if kind == "Q6_K" else 1e-6  # if activations are rounded, or Q6_K's weights
     for m in (1, 2, 13, 40):
         out = gemm_bf16(kind, activations[:m], codes, scales, n)
-        assert np.linalg.norm(out - exact[:m]) <= near * np.linalg.norm(exact[:m])
+        assert np.linalg.norm(out - exact[:m]) <= tolerance * np.linalg.norm(exact[:m])
         if not in_bf16:
             before = kernels.isa()
             kernels.set_isa("scalar")
@@ -108,33 +111,33 @@ def test_instruction_sets_give_the_same_sums(isa, kind):
             np.testing.assert_array_equal(out, expected)
 
 
-@pytest.mark.parametrize("names", ["experts apart", "gate and up in one"])
+@pytest.mark.parametrize("names", ["separate experts", "fused gate and up"])
 def test_other_tensor_names_give_the_same_results(names, pool, tmp_path):
     types = ("Q4_K", "Q4_K", "Q6_K")
-    tensors = made(tmp_path / "m.gguf", types)
-    expected = forward(Experts.load(tmp_path / "m.gguf", 0, pool=pool), given := layer(tensors))
+    tensors = write_model(tmp_path / "m.gguf", types)
+    expected = forward(Experts.load(tmp_path / "m.gguf", 0, pool=pool), layer := make_layer(tensors))
     parts = {part: tensors.pop(f"blk.0.ffn_{part}_exps.weight") for part in ("gate", "up", "down")}
-    if names == "experts apart":
+    if names == "separate experts":
         for part, (kind, stacked) in parts.items():
             tensors |= {f"blk.0.ffn_{part}.{expert}.weight": (kind, stacked[expert]) for expert in range(E)}
     else:
         both = np.concatenate([parts["gate"][1], parts["up"][1]], axis=1)
         tensors |= {"blk.0.ffn_gate_up_exps.weight": ("Q4_K", both), "blk.0.ffn_down_exps.weight": parts["down"]}
-    path = gguf.write(tmp_path / "other" / "m.gguf", tensors, about())
-    for place in (path, path.parent):  # or its folder, as kt-kernel has it
-        np.testing.assert_array_equal(forward(Experts.load(place, 0, pool=pool), given), expected)
+    path = gguf.write(tmp_path / "other" / "m.gguf", tensors, make_metadata())
+    for place in (path, path.parent):  # or its folder, as kt-kernel accepts it
+        np.testing.assert_array_equal(forward(Experts.load(place, 0, pool=pool), layer), expected)
 
 
 def test_memory_is_close_to_the_size_of_the_file(tmp_path):
     for kind in TYPES:
-        tensors = made(tmp_path / f"{kind}.gguf", (kind,) * 3)
+        tensors = write_model(tmp_path / f"{kind}.gguf", (kind,) * 3)
         stored = sum(x.nbytes for name, (_, x) in tensors.items() if "_exps" in name)
         assert stored <= Experts.load(tmp_path / f"{kind}.gguf", 0).nbytes <= 1.06 * stored
 
 
 @pytest.mark.parametrize("kind", ["IQ4_XS", "Q3_K", "Q5_0", "F32"])
 def test_other_types_are_rejected_by_name(kind, tmp_path):
-    made(tmp_path / "m.gguf", ("Q4_K", "Q4_K", kind))
+    write_model(tmp_path / "m.gguf", ("Q4_K", "Q4_K", kind))
     message = f"m.gguf: the experts of layer 0 are Q4_K and {kind}, which no method of this runtime computes; convert"
     with pytest.raises(UnsupportedError, match=message):
         Experts.load(tmp_path / "m.gguf", 0)
@@ -143,7 +146,7 @@ def test_other_types_are_rejected_by_name(kind, tmp_path):
 @pytest.mark.parametrize(("width", "unit"), [(768, 256), (384, 128)])
 def test_slices_are_multiples_of_the_unit(width, unit, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "I", width)
-    made(tmp_path / "m.gguf", ("Q4_0",) * 3)
+    write_model(tmp_path / "m.gguf", ("Q4_0",) * 3)
     assert Experts.load(tmp_path / "m.gguf", 0, parts=2).packed.slicing.widths == (2 * unit, unit)
     message = rf"size {width} has 3 units of {unit} columns\. Legal numbers .*: 1, 2, 3\."
     with pytest.raises(UnsupportedError, match=message):
@@ -157,7 +160,7 @@ def test_non_finite_scales_are_rejected(kind, tmp_path):
     bad = {"MXFP4": [255, 0x11], "BF16": [0x80, 0x7F]}.get(kind, [0, 0x7C])
     at = 208 if kind == "Q6_K" else 0
     stored.reshape(E, H, -1)[1, 5, at : at + 2] = bad
-    made(tmp_path / "m.gguf", types, **{"blk.0.ffn_down_exps.weight": (kind, stored)})
+    write_model(tmp_path / "m.gguf", types, **{"blk.0.ffn_down_exps.weight": (kind, stored)})
     message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA slice 0 of expert 1 holds a number"
     with pytest.raises(InputError, match=message):
         Experts.load(tmp_path / "m.gguf", 0)
@@ -166,19 +169,19 @@ def test_non_finite_scales_are_rejected(kind, tmp_path):
 def test_run_and_eval_compute_gguf_experts(example, tmp_path):
     """The bundled model's experts, in types that differ by tensor and layer."""
     stored, tensors = read_file(example / "model.safetensors"), {}
-    for number, part in itertools.product(range(2), ("gate", "up", "down")):
-        kind = "Q4_0" if (number, part) == (1, "down") else "Q8_0"
-        names = [f"model.layers.{number}.mlp.experts.{expert}.{part}_proj.weight" for expert in range(8)]
+    for number, projection in itertools.product(range(2), ("gate", "up", "down")):
+        kind = "Q4_0" if (number, projection) == (1, "down") else "Q8_0"
+        names = [f"model.layers.{number}.mlp.experts.{expert}.{projection}_proj.weight" for expert in range(8)]
         stacked = np.stack([floats.from_bits(stored[name].bits) for name in names]).astype(np.float32)
         blocks = gguf_py.quants.quantize(stacked, gguf_py.GGMLQuantizationType[kind])
-        tensors[f"blk.{number}.ffn_{part}_exps.weight"] = (kind, blocks)
-    about = gguf.model_metadata(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
-    weights = str(gguf.write(tmp_path / "m.gguf", tensors, about))
-    words = [str(example), "--cpu-weights", weights]
-    done = CliRunner().invoke(run, [*words, "--prompt", "import os", "--max-new-tokens", "4"])
+        tensors[f"blk.{number}.ffn_{projection}_exps.weight"] = (kind, blocks)
+    metadata = gguf.model_metadata(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
+    weights = str(gguf.write(tmp_path / "m.gguf", tensors, metadata))
+    arguments = [str(example), "--cpu-weights", weights]
+    done = CliRunner().invoke(run, [*arguments, "--prompt", "import os", "--max-new-tokens", "4"])
     assert done.exit_code == 0 and done.stdout.startswith("import os"), done.output
     text = str(example.parent / "heldout.txt")
-    done = CliRunner().invoke(evaluate, [*words, "--text", text, "--window", "128", "--max-windows", "2", "--json"])
+    done = CliRunner().invoke(evaluate, [*arguments, "--text", text, "--window", "128", "--max-windows", "2", "--json"])
     document = json.loads(done.stdout.splitlines()[-1])
     assert document["method"] == "LLAMAFILE" and 0 < document["kl"]["mean"] < 0.005
     first, second = (layer["relative_error"] for layer in document["layers"])
@@ -186,20 +189,20 @@ def test_run_and_eval_compute_gguf_experts(example, tmp_path):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_at_least_as_close_as_the_real_kt_kernel(parts, tmp_path, peer_python):
-    """Whose BF16 needs AVX512-BF16."""
+def test_results_are_at_least_as_close_as_kt_kernel(parts, tmp_path, peer_python):
+    """kt-kernel's BF16 needs AVX512-BF16."""
     runs, cases = {}, {}
     able = [kind for kind in TYPES if kind != "BF16" or "avx512bf16" in kernels.available_isas()]
     mixes = [*((kind,) * 3 for kind in able), ("Q4_K", "Q5_K", "Q6_K")]
     for types, limit in [*((types, 0.0) for types in mixes), (("Q4_K",) * 3, 0.25)]:
         key = f"{'-'.join(types)}.{limit}"
         path = tmp_path / f"{key}.gguf"
-        given = layer(made(path, types), limit)
-        tensors = {"hidden": ("BF16", given.hidden), "ids": ("I64", given.ids), "weights": ("F32", given.weights)}
+        layer = make_layer(write_model(path, types), limit)
+        tensors = {"hidden": ("BF16", layer.hidden), "ids": ("I64", layer.ids), "weights": ("F32", layer.weights)}
         inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
         sizes = {"experts": E, "topk": 2, "hidden": H, "width": I, "parts": parts, "inputs": str(inputs)}
         runs[key] = {"path": str(path), "method": "LLAMAFILE", "limit": limit} | sizes
-        cases[key] = given.truth, forward(Experts.load(path, 0, parts=parts, swiglu_limit=limit), given)
+        cases[key] = layer.truth, forward(Experts.load(path, 0, parts=parts, swiglu_limit=limit), layer)
     theirs = native.run_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-4, key

@@ -1,4 +1,4 @@
-"""One process at a time, or one for each part, with the locks of the file system or without: real processes."""
+"""Locks of work directories: one process at a time, or one per job share, with and without file-system locks."""
 
 import json
 import os
@@ -36,9 +36,9 @@ def in_child(work):
     return child
 """
 
-# Eight processes at once, in many rounds, each of which begins with what an earlier process left. Each says whether it
-# has the lock; who has it keeps it until all have spoken. They dawdle between looking and doing, as processes on a busy
-# machine do.
+# Eight processes at once, in many rounds, each of which begins with the files of an earlier process. Each reports whether
+# it has the lock; the holder keeps it until all have reported. Random delays between reading and replacing locks imitate
+# a busy machine.
 RACE = (
     LIBRARY
     + """
@@ -46,7 +46,7 @@ import random, time
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine import lock as locks
 
-def dawdling(call):
+def delayed(call):
     def slow(*arguments):
         random.seed()
         time.sleep(random.random() / 100)
@@ -70,45 +70,45 @@ def killed_while_replacing():
 before = {"nothing": lambda: None, "killed": killed_holder, "killed while replacing": killed_while_replacing}
 for number in range(int(sys.argv[3])):
     before[sys.argv[2]]()
-    (start, go), (heard, said), (end, stop) = os.pipe(), os.pipe(), os.pipe()
+    (start, go), (reports, report), (end, stop) = os.pipe(), os.pipe(), os.pipe()
     def contend():
         os.close(go)
         os.close(stop)
-        locks.read_lock, publish.publish = dawdling(locks.read_lock), dawdling(publish.publish)
+        locks.read_lock, publish.publish = delayed(locks.read_lock), delayed(publish.publish)
         os.read(start, 1)
         try:
             lock = acquire(root, output)
         except OutputError as error:
             assert "is converting into it" in str(error), error
-            os.write(said, b"0")
+            os.write(report, b"0")
         else:
-            os.write(said, b"1")
+            os.write(report, b"1")
             os.read(end, 1)
             lock.remove()
         os._exit(0)
     children = [in_child(contend) for _ in range(8)]
     os.close(go)
-    words = b""
-    while len(words) < 8:
-        words += os.read(heard, 8)
-    assert words.count(b"1") == 1, (number, words)
+    results = b""
+    while len(results) < 8:
+        results += os.read(reports, 8)
+    assert results.count(b"1") == 1, (number, results)
     os.close(stop)
     for child in children:
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, number
     assert not list(root.iterdir()), (number, list(root.iterdir()))
     root.rmdir()
-    for fd in (start, heard, said, end):
+    for fd in (start, reports, report, end):
         os.close(fd)
 """
 )
 
-# Killed before each call that changes something, while it takes over what another one left, and while it removes all at
-# the end; then by another one the same.
+# A process is killed before each call that changes a file, while it takes over a stale lock and while it removes its own;
+# then a second process does the same.
 KILLS = (
     LIBRARY
     + """
 def run(n):
-    '''Take the lock and remove it, killed before the n-th call; whether it was.'''
+    '''Take the lock and remove it; kill the process before the n-th call. Return whether it was killed.'''
     def take():
         os.environ["KILLPOINT_ROOT"], os.environ["KILLPOINT_N"] = str(output), str(n)
         acquire(root, output).remove()
@@ -144,7 +144,7 @@ print(points)
 """
 )
 
-# Holds the lock, of a part where one is named, until stdin ends or it is killed.
+# Holds the lock (of a job share, if one is given) until stdin ends or the process is killed.
 HOLD = (
     LIBRARY
     + """
@@ -166,34 +166,35 @@ REASONS = ("ENOLCK", "EOPNOTSUPP", "ENOSYS", "EINVAL")
 
 @pytest.fixture(scope="module")
 def preloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """For each reason why a system refuses flock, a library under which it does."""
+    """Build a library for each reason for which a system refuses flock."""
     base = tmp_path_factory.mktemp("shims")
-    found = {}
+    libraries = {}
     for reason in REASONS:
         (base / reason).mkdir()
-        found[reason] = shims.build_refusing(base / reason, reason, "flock")
-    return found | {
-        "no locks": found["ENOLCK"],
+        libraries[reason] = shims.build_refusing(base / reason, reason, "flock")
+    return libraries | {
+        "no locks": libraries["ENOLCK"],
         "no links": shims.build_refusing(base, "EOPNOTSUPP", "flock", "link", "linkat"),
     }
 
 
 @pytest.fixture(params=["locks", "no locks"])
 def system(request: pytest.FixtureRequest, preloads: dict[str, Path]) -> dict[str, str]:
-    """The environment of a process on a file system with locks, or without, and without hard links."""
+    """Return the environment of a process on a file system with locks, without them, or also without hard links."""
     return {} if request.param == "locks" else {"LD_PRELOAD": str(preloads[request.param])}
 
 
 @pytest.fixture
 def no_locks(preloads: dict[str, Path]) -> dict[str, str]:
+    """Return the environment of a process on a file system without locks."""
     return {"LD_PRELOAD": str(preloads["ENOLCK"])}
 
 
 class Process:
-    """One that holds a lock, or was refused: then `text` says why."""
+    """A process that holds a lock or was refused; `text` is its message."""
 
-    def __init__(self, output: Path, *words: str, **env: str) -> None:
-        command = [sys.executable, "-c", HOLD, str(output), *words]
+    def __init__(self, output: Path, *arguments: str, **env: str) -> None:
+        command = [sys.executable, "-c", HOLD, str(output), *arguments]
         self.process = subprocess.Popen(
             command, env={**os.environ, **env}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -207,7 +208,8 @@ class Process:
         self.process.communicate(timeout=300)
 
 
-def ran(script: str, *arguments: object, **env: str) -> str:
+def run_script(script: str, *arguments: object, **env: str) -> str:
+    """Run a script and return its output."""
     return python_output(script, *arguments, timeout=600, **env)
 
 
@@ -216,81 +218,80 @@ RACES = [(system, before) for system in ("locks", "no locks", "no links") for be
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(500, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("system", "before"), [*RACES, ("no locks", "killed while replacing")], indirect=["system"])
-def test_of_many_at_once_one_has_the_lock(tmp_path, system, before, rounds):
+def test_only_one_of_many_processes_gets_the_lock(tmp_path, system, before, rounds):
     with conversion.memory_folder(tmp_path) as base:
-        ran(RACE, base / "out", before, rounds, **system)
+        run_script(RACE, base / "out", before, rounds, **system)
 
 
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("missing", [(), ("flock",), ("flock", "link", "linkat")], ids=" and ".join)
-def test_killed_while_taking_over_and_removing(tmp_path, missing, step):
+def test_locks_can_be_taken_after_any_kill(tmp_path, missing, step):
     libraries = [shims.build_refusing(tmp_path, "EOPNOTSUPP", *missing)] if missing else []
     preload = ":".join(map(str, [*libraries, killpoint.build(tmp_path)]))
     with conversion.memory_folder(tmp_path) as base:
-        points = int(ran(KILLS, base / "out", step, LD_PRELOAD=preload))
+        points = int(run_script(KILLS, base / "out", step, LD_PRELOAD=preload))
     assert points > (10 if missing else 3)
 
 
-def test_parts_work_at_once_and_nobody_works_alone_then(tmp_path, system):
+def test_shares_work_together_and_exclude_other_processes(tmp_path, system):
     output = tmp_path / "out"
-    parts = [Process(output, f"{n}/3", KTCONVERT_HOST="abc"[n], **system) for n in range(3)]
-    assert [part.text for part in parts] == ["held"] * 3
-    alone = Process(output, KTCONVERT_HOST="a", **system)
-    for n, part in enumerate(parts):
-        assert f"part {n}/3 (process {part.process.pid} on host {'abc'[n]})" in alone.text
-    assert alone.text.count(" are converting into it; wait for them or stop them.") == 1
-    again = Process(output, "1/3", KTCONVERT_HOST="d", **system)
-    assert f"{output}: part 1/3 (process {parts[1].process.pid} on host b) is converting into it" in again.text
-    parts[0].end()
-    parts[2].end()
-    alone = Process(output, KTCONVERT_HOST="b", **system)
-    assert f"{output}: part 1/3 (process {parts[1].process.pid} on host b) is converting into it" in alone.text
-    parts[1].end(signal.SIGKILL)
-    alone = Process(output, KTCONVERT_HOST="b", **system)
-    assert alone.holds
-    part = Process(output, "2/3", KTCONVERT_HOST="b", **system)
-    assert f"process {alone.process.pid} on host b is converting into it; wait for it or stop it." in part.text
-    alone.end()
-    part = Process(output, "1/3", KTCONVERT_HOST="b", **system)
-    assert part.holds
-    part.end()
+    shares = [Process(output, f"{n}/3", KTCONVERT_HOST="abc"[n], **system) for n in range(3)]
+    assert [share.text for share in shares] == ["held"] * 3
+    unshared = Process(output, KTCONVERT_HOST="a", **system)
+    for n, share in enumerate(shares):
+        assert f"part {n}/3 (process {share.process.pid} on host {'abc'[n]})" in unshared.text
+    assert unshared.text.count(" are converting into it; wait for them or stop them.") == 1
+    duplicate = Process(output, "1/3", KTCONVERT_HOST="d", **system)
+    assert f"{output}: part 1/3 (process {shares[1].process.pid} on host b) is converting into it" in duplicate.text
+    shares[0].end()
+    shares[2].end()
+    unshared = Process(output, KTCONVERT_HOST="b", **system)
+    assert f"{output}: part 1/3 (process {shares[1].process.pid} on host b) is converting into it" in unshared.text
+    shares[1].end(signal.SIGKILL)
+    unshared = Process(output, KTCONVERT_HOST="b", **system)
+    assert unshared.holds
+    share = Process(output, "2/3", KTCONVERT_HOST="b", **system)
+    assert f"process {unshared.process.pid} on host b is converting into it; wait for it or stop it." in share.text
+    unshared.end()
+    share = Process(output, "1/3", KTCONVERT_HOST="b", **system)
+    assert share.holds
+    share.end()
 
 
-def test_parts_and_one_alone_at_once(tmp_path, system):
-    """Either the parts work, or the one that works alone, never both. On a busy machine also none of them: a part does
-    not wait for ever for one to give way."""
+def test_shares_and_an_unshared_process_exclude_each_other(tmp_path, system):
+    """Either the shares work or the process without a share, never both. On a busy machine none may work: nobody waits forever."""
     rounds = 0
     while rounds < 3:
         with ThreadPoolExecutor(4) as pool:
-            made = list(pool.map(lambda words: Process(tmp_path / "out", *words, **system), [["0/2"], [], ["1/2"]]))
-        alone = made.pop(1)
-        assert not (alone.holds and any(part.holds for part in made))
-        rounds += alone.holds or any(part.holds for part in made)
-        assert all(process.holds or "converting into it" in process.text for process in (alone, *made))
-        for process in (alone, *made):
+            shares = list(pool.map(lambda share: Process(tmp_path / "out", *share, **system), [["0/2"], [], ["1/2"]]))
+        unshared = shares.pop(1)
+        assert not (unshared.holds and any(share.holds for share in shares))
+        rounds += unshared.holds or any(share.holds for share in shares)
+        assert all(process.holds or "converting into it" in process.text for process in (unshared, *shares))
+        for process in (unshared, *shares):
             process.end()
 
 
 @pytest.mark.parametrize("reason", REASONS)
-def test_a_file_stands_for_the_lock_where_there_is_none(tmp_path, preloads, reason):
+def test_a_file_replaces_missing_file_system_locks(tmp_path, preloads, reason):
     env = {"LD_PRELOAD": str(preloads[reason])}
     first = Process(tmp_path / "out", **env)
-    held = tmp_path / "out.work/lock.held"
-    assert held.read_bytes() == (tmp_path / "out.work/lock").read_bytes()
-    said = json.loads(held.read_bytes())
-    assert [said[key] for key in ("pid", "host", "boot")] == [first.process.pid, machine.host(), machine.boot_id()]
+    lock_file = tmp_path / "out.work/lock.held"
+    assert lock_file.read_bytes() == (tmp_path / "out.work/lock").read_bytes()
+    holder = json.loads(lock_file.read_bytes())
+    assert [holder[key] for key in ("pid", "host", "boot")] == [first.process.pid, machine.host(), machine.boot_id()]
     second = Process(tmp_path / "out", **env)
     assert f"process {first.process.pid} on host {machine.host()} is converting into it" in second.text
-    assert "--force-unlock" not in second.text  # it is known to run
+    assert "--force-unlock" not in second.text  # the process is known to run
     first.end()
-    assert not held.exists()
+    assert not lock_file.exists()
 
 
-# Of a lock that was left: host, boot, start and PID namespace of its process, where they are not those of one that runs,
-# or what else is in its file; and whether it is respected.
-LEFT: list[tuple[dict[str, Any] | bytes, bool]] = [
+# Stale locks: entries that differ from those of a running process, or other contents of the file; and whether the lock is
+# respected.
+STALE_LOCKS: list[tuple[dict[str, Any] | bytes, bool]] = [
     ({}, True),
-    ({"start": 1}, False),  # its number was given to another since
+    ({"start": 1}, False),  # a later process has the same id
     ({"boot": "another"}, False),
     ({"namespace": "pid:[1]"}, True),  # a container
     ({"host": "another", "start": 1}, True),
@@ -298,7 +299,7 @@ LEFT: list[tuple[dict[str, Any] | bytes, bool]] = [
     ({"host": "localhost", "boot": "another", "start": 1}, True),  # hosts without names
     *((content, True) for content in (b"", b"4711\n", b"\xff\x00" * 5000, b"1 a b c d\n", b"{}")),
 ]
-# Takes each lock of a list of outputs and hosts, in a process of its own.
+# Takes the lock of each output in a list of outputs and hosts, each in its own process.
 TAKE = (
     LIBRARY
     + """
@@ -314,34 +315,34 @@ for output, os.environ["KTCONVERT_HOST"] in zip(sys.argv[1::2], sys.argv[2::2]):
 )
 
 
-def test_whose_lock_is_taken_over(tmp_path, no_locks):
-    pid, words, known = (
+def test_only_locks_of_dead_processes_are_taken_over(tmp_path, no_locks):
+    pid, arguments, holder = (
         os.getpid(),
         [],
         {"host": "this", "boot": machine.boot_id(), "namespace": machine.pid_namespace()},
     )
-    known |= {"pid": pid, "start": machine.process_start(pid)}
-    for number, (left, _) in enumerate(LEFT):
+    holder |= {"pid": pid, "start": machine.process_start(pid)}
+    for number, (content, _) in enumerate(STALE_LOCKS):
         root = tmp_path / f"{number}.work"
         root.mkdir()
         (root / "lock").touch()
-        (root / "lock.held").write_bytes(left if isinstance(left, bytes) else json.dumps(known | left).encode())
-        host = left.get("host", "this") if isinstance(left, dict) else "this"
-        words += [str(tmp_path / str(number)), "localhost" if host == "localhost" else "this"]
+        (root / "lock.held").write_bytes(content if isinstance(content, bytes) else json.dumps(holder | content).encode())
+        host = content.get("host", "this") if isinstance(content, dict) else "this"
+        arguments += [str(tmp_path / str(number)), "localhost" if host == "localhost" else "this"]
     before = conversion.tree(tmp_path)
-    for number, (text, (left, respected)) in enumerate(
-        zip(ran(TAKE, *words, **no_locks).splitlines(), LEFT, strict=True)
+    for number, (text, (content, respected)) in enumerate(
+        zip(run_script(TAKE, *arguments, **no_locks).splitlines(), STALE_LOCKS, strict=True)
     ):
         assert (text == "held") is not respected, text
-        held = f"{number}.work/lock.held"
-        assert (conversion.tree(tmp_path)[held] == before[held]) == respected, text
-        if isinstance(left, bytes):
+        lock_file = f"{number}.work/lock.held"
+        assert (conversion.tree(tmp_path)[lock_file] == before[lock_file]) == respected, text
+        if isinstance(content, bytes):
             assert "another process is converting into it" in text and "--force-unlock" in text
         elif respected:
-            assert f"process {pid} on host {left.get('host', 'this')} is converting into it" in text
+            assert f"process {pid} on host {content.get('host', 'this')} is converting into it" in text
 
 
-def test_one_with_locks_respects_one_without(tmp_path, no_locks):
+def test_processes_with_locks_respect_lock_files(tmp_path, no_locks):
     first = Process(tmp_path / "out", "0/2", KTCONVERT_HOST="a", **no_locks)
     second = Process(tmp_path / "out", KTCONVERT_HOST="b")
     assert f"part 0/2 (process {first.process.pid} on host a)" in second.text
@@ -351,36 +352,36 @@ def test_one_with_locks_respects_one_without(tmp_path, no_locks):
     second.end()
 
 
-def test_a_killed_conversion_on_another_host(tmp_path, preloads):
+def test_a_lock_of_another_host_needs_force_unlock(tmp_path, preloads):
     source = conversion.checkpoint(tmp_path / "source")
     assert conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "whole").returncode == 0
-    output, held = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
+    output, lock_file = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
     output.parent.mkdir()
-    again = ("cpu", "-i", source, "-o", output)
+    repeat = ("cpu", "-i", source, "-o", output)
     with forks.Forks([preloads["ENOLCK"]], 1) as server:
 
-        def on(host: str, *words: str | Path) -> Any:
-            return server.run(words, tmp_path / "said", {"KTCONVERT_HOST": host})
+        def run_on(host: str, *arguments: str | Path) -> Any:
+            return server.run(arguments, tmp_path / "said", {"KTCONVERT_HOST": host})
 
         with killpoint.hold_conversion(source, output, preload=[preloads["ENOLCK"]], KTCONVERT_HOST="a") as process:
             name = f"process {process.pid} on host a "
             before = conversion.identity(output.parent)
-            for words in (again, (*again, "--force-unlock"), ("resume", output, "--force-unlock")):
-                done = on("a", *words)
+            for arguments in (repeat, (*repeat, "--force-unlock"), ("resume", output, "--force-unlock")):
+                done = run_on("a", *arguments)
                 conversion.check_refusal(done, 7, name, "wait for it or stop it")
                 assert "--force-unlock removed" not in done.stderr
-            conversion.check_refusal(on("b", *again), 7, name, str(held), "made 20", "--force-unlock")
-            assert on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
+            conversion.check_refusal(run_on("b", *repeat), 7, name, str(lock_file), "made 20", "--force-unlock")
+            assert run_on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
             assert conversion.identity(output.parent) == before
-        conversion.check_refusal(on("b", "resume", output), 7, name, str(held), "--force-unlock")
-        done = on("b", "resume", output, "--force-unlock")
+        conversion.check_refusal(run_on("b", "resume", output), 7, name, str(lock_file), "--force-unlock")
+        done = run_on("b", "resume", output, "--force-unlock")
     assert done.returncode == 0, done.stderr
-    assert f"--force-unlock removed {held} of process {process.pid} on host a, made 20" in done.stderr
+    assert f"--force-unlock removed {lock_file} of process {process.pid} on host a, made 20" in done.stderr
     assert conversion.find_differences(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_what_the_file_system_locks_cannot_be_taken_away(tmp_path):
+def test_force_unlock_cannot_remove_file_system_locks(tmp_path):
     first = Process(tmp_path / "out", KTCONVERT_HOST="a")
     name = f"process {first.process.pid} on host a is converting into it"
     with pytest.raises(OutputError, match=f"{name}.*--force-unlock cannot take it away"):
@@ -388,22 +389,22 @@ def test_what_the_file_system_locks_cannot_be_taken_away(tmp_path):
     first.end()
 
 
-def test_a_part_takes_away_what_bars_its_own_way(tmp_path, no_locks):
+def test_unlocking_a_share_removes_only_its_lock(tmp_path, no_locks):
     root = tmp_path / "out.work"
     root.mkdir()
-    for name, part in (("lock.held.part-0-of-3", "0/3"), ("lock.held.part-1-of-3", "1/3")):
-        killed = Process(tmp_path / "out", part, KTCONVERT_HOST="a", **no_locks)
+    for name, share in (("lock.held.part-0-of-3", "0/3"), ("lock.held.part-1-of-3", "1/3")):
+        killed = Process(tmp_path / "out", share, KTCONVERT_HOST="a", **no_locks)
         assert killed.holds
         killed.end(signal.SIGKILL)
         assert (root / name).exists()
     code = LIBRARY + "for taken in unlock(root, output, JobShare(1, 3)): print(taken)\n"
-    output = ran(code, tmp_path / "out", **no_locks)
+    output = run_script(code, tmp_path / "out", **no_locks)
     assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in output
     assert len(output.splitlines()) == 1
     assert conversion.names(root) == ["lock", "lock.held.part-0-of-3"]
 
 
-def test_without_any_way_to_be_alone_it_is_refused(tmp_path):
+def test_a_file_system_without_any_lock_is_refused(tmp_path):
     library = shims.build_refusing(tmp_path, "EOPNOTSUPP", "flock", "link", "renameat2")
     source = conversion.checkpoint(tmp_path / "source", layers=1)
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", env={"LD_PRELOAD": str(library)})
@@ -433,8 +434,8 @@ def test_a_link_is_no_work_directory(tmp_path):
     assert not [*(tmp_path / "elsewhere").iterdir()]
 
 
-def test_only_its_user_enters_a_work_directory(tmp_path):
-    """Those of versions that left them open, too."""
+def test_work_directories_are_private(tmp_path):
+    """Also directories of versions that left them open."""
     for name in ("new", "old"):
         root = tmp_path / f"{name}.work"
         if name == "old":

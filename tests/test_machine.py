@@ -1,4 +1,4 @@
-"""What the machine offers, read from made-up /proc and /sys trees: both cgroup versions, two sockets, nothing."""
+"""Properties of the machine, read from invented /proc and /sys trees: both cgroup versions, two sockets, nothing."""
 
 import os
 import subprocess
@@ -13,7 +13,8 @@ V2 = "30 23 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
 V1 = "35 31 0:32 {inside} /sys/fs/cgroup/{name} rw - cgroup cgroup rw,{name}\n"
 
 
-def tree(root: Path, files: dict[str, str]) -> Path:
+def write_tree(root: Path, files: dict[str, str]) -> Path:
+    """Write files below a folder."""
     for name, text in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -22,17 +23,17 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def two_sockets(root: Path) -> Path:
-    """2 sockets of 4 cores with 2 threads each; node 2 has memory only (as HBM or CXL has)."""
+    """Write 2 sockets of 4 cores with 2 threads each; node 2 has only memory (as HBM or CXL has)."""
     files = {}
     for cpu in range(16):
         files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = f"{cpu % 8},{cpu % 8 + 8}\n"
     for node, cpus in enumerate(("0-3,8-11", "4-7,12-15", "")):
         files[f"sys/devices/system/node/node{node}/cpulist"] = cpus + "\n"
-    return tree(root, files)
+    return write_tree(root, files)
 
 
 def test_hyperthreads_and_nodes_without_cpus_do_not_count(tmp_path):
-    """Hyperthreads are no cores; nodes count that have CPUs, and there is a pool for each that has a thread."""
+    """Each core counts once, each node counts if it has CPUs, and each node with a thread has a pool."""
     root = two_sockets(tmp_path)
     assert machine.physical_cores(root, range(16)) == 8 and machine.physical_cores(root, [0, 8, 1]) == 2
     assert machine.cores_with_hyperthreads(root, range(16)) == 8
@@ -44,14 +45,14 @@ def test_hyperthreads_and_nodes_without_cpus_do_not_count(tmp_path):
     assert machine.core_cpus(root, (9, 1, 12, 0)) == {0: (0, 1), 1: (12,)}
     assert machine.pool_count(root, range(16)) == 2 and machine.pool_count(root, range(4)) == 1
     quota = "sys/fs/cgroup/cpu.max"
-    tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, quota: "100000 100000\n"})
+    write_tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, quota: "100000 100000\n"})
     assert (machine.physical_cores(root, range(16)), machine.pool_count(root, range(16))) == (1, 1)
     (root / quota).write_text("150000 100000\n")
     assert (machine.physical_cores(root, range(16)), machine.pool_count(root, range(16))) == (2, 2)
 
 
 def four_nodes(root: Path, allowed: str = "0-3") -> Path:
-    """Node 1 has no memory; 2 is close to it."""
+    """Write four nodes: node 1 has no memory, and node 2 is closest to it."""
     files = {
         "proc/self/status": f"Name:\tpython\nMems_allowed:\tf\nMems_allowed_list:\t{allowed}\n",
         "sys/devices/system/node/online": "0-3\n",
@@ -62,7 +63,7 @@ def four_nodes(root: Path, allowed: str = "0-3") -> Path:
         lines = {"MemTotal": 8 << 20, "MemFree": node << 20, "Active(file)": 5, "Inactive(file)": 6, "Active(anon)": 7}
         text = "".join(f"Node {node} {name}:  {number:8} kB\n" for name, number in lines.items())
         files[f"sys/devices/system/node/node{node}/meminfo"] = text + f"Node {node} HugePages_Total:     0\n"
-    return tree(root, files)
+    return write_tree(root, files)
 
 
 def test_memory_of_nodes_is_read(tmp_path):
@@ -88,7 +89,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("files", [{}, BROKEN], ids=["empty", "broken files"])
 def test_missing_files_give_defaults(tmp_path, files):
-    tree(tmp_path, files)
+    write_tree(tmp_path, files)
     assert machine.usable_cpus(tmp_path, [0, 1, 2]) == machine.physical_cores(tmp_path, [0, 1, 2]) == 3
     assert machine.usable_cpus(tmp_path, []) == 1
     assert machine.numa_nodes(tmp_path) == machine.machine_nodes(tmp_path) == machine.memory_nodes(tmp_path) == (0,)
@@ -116,11 +117,11 @@ def test_the_tightest_cgroup_v2_level_counts(tmp_path):
     }
     files = {"proc/self/cgroup": "0::/user.slice/job\n", "proc/self/mountinfo": V2}
     files["proc/meminfo"] = f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n"
-    root = tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
+    root = write_tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
     assert machine.cpu_quota(root) == 1.5
     assert machine.usable_cpus(root, range(16)) == machine.physical_cores(root, range(16)) == 2
     assert (machine.memory_limit(root), machine.memory_total(root)) == (8 * GIB, 64 * GIB)
-    assert machine.memory_available(root) == 6 * GIB  # 8 - (7 used - 5 of it page cache)
+    assert machine.memory_available(root) == 6 * GIB  # 8 - (7 used - 5 page cache)
     assert machine.oom_kills(root) == 1
 
 
@@ -128,7 +129,7 @@ def test_the_tightest_cgroup_v2_level_counts(tmp_path):
 def test_cgroup_v1_limits_are_read(tmp_path, inside):
     own = "/docker/abc".removeprefix(inside.rstrip("/")).strip("/")
     memory, cpu = (f"sys/fs/cgroup/{name}/{own}".rstrip("/") for name in ("memory", "cpu"))
-    root = tree(
+    root = write_tree(
         tmp_path,
         {
             "proc/self/cgroup": "5:memory:/docker/abc\n4:cpu,cpuacct:/docker/abc\n0::/\n",
@@ -152,14 +153,14 @@ def test_unlimited_cgroup_v1_and_hidden_paths_have_no_limit(tmp_path):
     files["proc/self/mountinfo"] = "".join(V1.format(inside="/", name=name) for name in ("cpu", "memory"))
     group = {"memory/memory.limit_in_bytes": "9223372036854771712\n", "memory/memory.usage_in_bytes": "1\n"}
     group |= {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}
-    root = tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
+    root = write_tree(tmp_path, files | {f"sys/fs/cgroup/{name}": text for name, text in group.items()})
     assert machine.memory_limit(root) is None and machine.cpu_quota(root) is None
-    assert machine.oom_kills(root) == 77  # no counter of its own: the machine's
+    assert machine.oom_kills(root) == 77  # the machine's counter, since the cgroup has none
 
 
 def test_cpu_name_and_flags_are_read(tmp_path):
     text = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx2 avx512f\n\nprocessor\t: 1\n"
-    root = tree(tmp_path, {"proc/cpuinfo": text})
+    root = write_tree(tmp_path, {"proc/cpuinfo": text})
     assert machine.cpu_name(root) == "AMD EPYC"
     assert machine.cpu_flags(root) == {"fpu", "avx2", "avx512f"}
 
@@ -169,7 +170,7 @@ def test_mount_points_are_found(tmp_path):
     target.mkdir()
     escaped = str(target).replace(" ", r"\040")
     # A bind mount from the same file system: same device, so that os.path.ismount does not see it.
-    root = tree(tmp_path, {"proc/self/mountinfo": f"40 23 254:0 /data {escaped} rw shared:1 - ext4 /dev/vda rw\n"})
+    root = write_tree(tmp_path, {"proc/self/mountinfo": f"40 23 254:0 /data {escaped} rw shared:1 - ext4 /dev/vda rw\n"})
     link = tmp_path / "link"
     link.symlink_to(target)
     assert machine.is_mount_point(target, root) and machine.is_mount_point(link, root)
@@ -190,18 +191,18 @@ def test_host_name_and_boot_id_are_read(tmp_path, monkeypatch):
     assert machine.host() == "rack-3-node-7"
     monkeypatch.setenv("KTCONVERT_HOST", "")
     assert machine.host() == os.uname().nodename
-    root = tree(tmp_path, {"proc/sys/kernel/random/boot_id": "5f3c-9\n"})
+    root = write_tree(tmp_path, {"proc/sys/kernel/random/boot_id": "5f3c-9\n"})
     assert (machine.boot_id(root), machine.boot_id(tmp_path / "none")) == ("5f3c-9", "unknown")
 
 
-def test_live_processes_are_told_from_dead_ones():
+def test_live_and_dead_processes_are_distinguished():
     own = os.getpid()
     start = machine.process_start(own)
     assert start > 0 and machine.process_alive(own)
     assert machine.process_alive(own, start)
-    assert not machine.process_alive(own, start - 1)  # the number was another's before
+    assert not machine.process_alive(own, start - 1)  # the id belonged to an earlier process
     assert machine.process_alive(1)
-    assert not machine.process_alive(1 << 40) and not machine.process_alive(0)  # as damaged files say
+    assert not machine.process_alive(1 << 40) and not machine.process_alive(0)  # numbers from damaged files
     with subprocess.Popen(["sleep", "100"]) as child:
         assert machine.process_alive(child.pid, machine.process_start(child.pid))
         child.kill()

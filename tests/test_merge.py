@@ -1,5 +1,4 @@
-"""`ktconvert merge`: what kt-kernel's merge_cpu_weights.py gets wrong comes out right, and what is
-damaged is refused."""
+"""`ktconvert merge`: correct output where kt-kernel's merge_cpu_weights.py fails, and refusals of damaged folders."""
 
 import json
 import shutil
@@ -14,7 +13,7 @@ from rig.safetensors import Tensors, read_folder
 
 @pytest.fixture(scope="module")
 def loose(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Path:
-    """A loose folder as kt-kernel leaves it: layer folders and nothing else."""
+    """Convert to a loose folder with only layer folders, as kt-kernel writes it."""
     folder = tmp_path_factory.mktemp("loose") / "out"
     cli("cpu", "-i", example, "-o", folder, "--no-merge-safetensor")
     for file in folder.iterdir():
@@ -25,19 +24,19 @@ def loose(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) -> Tensors:
-    """The tensors that converting to safetensors directly gives."""
+    """Return the tensors of a direct conversion to safetensors."""
     folder = tmp_path_factory.mktemp("direct") / "out"
     cli("cpu", "-i", example, "-o", folder)
     return read_folder(folder)
 
 
-@pytest.mark.parametrize("most", [1, 191, 3000])
-def test_any_shard_size_holds_every_tensor_once(most, tmp_path, cli, loose, expected):
-    """kt-kernel's script writes another dtype where the folder's name has "scale" in it."""
-    cli("merge", "-i", shutil.copytree(loose, tmp_path / "my_scale_dir"), "-o", tmp_path / "out", "--max-tensors", most)
+@pytest.mark.parametrize("max_tensors", [1, 191, 3000])
+def test_shards_of_any_size_hold_each_tensor_once(max_tensors, tmp_path, cli, loose, expected):
+    """kt-kernel's script writes a different dtype if the folder's name contains "scale"."""
+    cli("merge", "-i", shutil.copytree(loose, tmp_path / "my_scale_dir"), "-o", tmp_path / "out", "--max-tensors", max_tensors)
     assert read_folder(tmp_path / "out") == expected
     shards = sorted(tmp_path.glob("out/*.safetensors"))
-    assert len(shards) == -(-192 // most)
+    assert len(shards) == -(-192 // max_tensors)
     assert shards[-1].name == f"model-{len(shards):05d}-of-{len(shards):05d}.safetensors"
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(len(t.data) for t in expected.values())
@@ -52,73 +51,74 @@ def test_config_and_tokenizer_come_from_the_original(tmp_path, cli, loose, examp
 
 
 def other_method(file: Path) -> None:
+    """Copy a file under the name of a different method."""
     shutil.copy(file, file.with_name(file.name.replace("INT4", "INT8")))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "gone": (Path.unlink, "expert 5, up_proj, NUMA slice 1"),
-    "cut off": (lambda file: file.write_bytes(b"x"), "INT4_up_5_"),
-    "of two methods": (other_method, "INT4 and INT8 files"),
-    "a part less": (lambda file: shutil.rmtree(file.parent), "NUMA slice 1"),
-    "a zero before the number": (lambda file: file.rename(file.with_name(file.name.replace("_5_", "_05_"))), "_05_"),
-    "out of its folder": (lambda file: file.rename(file.parents[1] / file.name), "INT4_up_5_"),
+    "missing": (Path.unlink, "expert 5, up_proj, NUMA slice 1"),
+    "truncated": (lambda file: file.write_bytes(b"x"), "INT4_up_5_"),
+    "two methods": (other_method, "INT4 and INT8 files"),
+    "a missing slice": (lambda file: shutil.rmtree(file.parent), "NUMA slice 1"),
+    "a leading zero": (lambda file: file.rename(file.with_name(file.name.replace("_5_", "_05_"))), "_05_"),
+    "in a wrong folder": (lambda file: file.rename(file.parents[1] / file.name), "INT4_up_5_"),
 }
 
 
-@pytest.mark.parametrize("what", DAMAGE)
-def test_what_is_missing_or_damaged_is_named(what, tmp_path, cli, loose):
-    copy, (spoil, words) = Path(shutil.copytree(loose, tmp_path / "in")), DAMAGE[what]
-    spoil(next((copy / "_layer_1" / "_numa_1").glob("INT4_up_5_*_quant_.kt")))
-    assert words in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_missing_and_damaged_files_are_named(damage, tmp_path, cli, loose):
+    copy, (apply_damage, message) = Path(shutil.copytree(loose, tmp_path / "in")), DAMAGE[damage]
+    apply_damage(next((copy / "_layer_1" / "_numa_1").glob("INT4_up_5_*_quant_.kt")))
+    assert message in cli("merge", "-i", copy, "-o", tmp_path / "out", code=5).stderr
     assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory, cli: Any, write_qwen: Any, random_experts: Any) -> tuple[Path, Path]:
-    """A model of four layers with experts and one dense layer before them, and its loose folder with a manifest."""
+def four_layers(tmp_path_factory: pytest.TempPathFactory, cli: Any, write_qwen: Any, random_experts: Any) -> tuple[Path, Path]:
+    """Return a model of four layers with experts and a dense layer before them, and its loose folder with a manifest."""
     base = tmp_path_factory.mktemp("four")
     source = write_qwen(base / "in", {n: random_experts(2, 128, 128, seed=n) for n in range(1, 5)})
     cli("cpu", "-i", source, "-o", base / "loose", "--no-merge-safetensor", "--threadpool-count", 1)
     return source, base / "loose"
 
 
-def copied(folder: Path, where: Path, manifest: bool = False) -> Path:
-    """A copy; without a manifest as kt-kernel leaves a loose folder."""
+def copy_loose(folder: Path, where: Path, manifest: bool = False) -> Path:
+    """Copy a loose folder; by default without a manifest, as kt-kernel writes it."""
 
-    def left_out(at: str, names: list[str]) -> list[str]:
-        return [] if manifest else [n for n in names if Path(at, n).is_file() and not n.endswith(".kt")]
+    def ignore_files(parent: str, names: list[str]) -> list[str]:
+        return [] if manifest else [n for n in names if Path(parent, n).is_file() and not n.endswith(".kt")]
 
-    return Path(shutil.copytree(folder, where, ignore=left_out))
+    return Path(shutil.copytree(folder, where, ignore=ignore_files))
 
 
 @pytest.mark.parametrize(
-    ("gone", "manifest", "original"),
+    ("removed", "manifest", "original"),
     [(1, True, False), (4, True, False), (1, False, True), (4, False, True), (2, False, False)],
 )
-def test_a_missing_layer_is_named(gone, manifest, original, tmp_path, cli, four):
-    """By the manifest beside them, by the original's config, or between two that are there."""
-    source, whole = four
-    loose = copied(whole, tmp_path / "loose", manifest)
-    shutil.rmtree(loose / f"_layer_{gone}")
+def test_a_missing_layer_is_named(removed, manifest, original, tmp_path, cli, four_layers):
+    """The layer is known from the manifest, from the original's config, or from its two neighbours."""
+    source, complete = four_layers
+    loose = copy_loose(complete, tmp_path / "loose", manifest)
+    shutil.rmtree(loose / f"_layer_{removed}")
     done = cli("merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else []), code=5)
-    assert f"layer {gone} is missing" in done.stderr and "--layers" in done.stderr
+    assert f"layer {removed} is missing" in done.stderr and "--layers" in done.stderr
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
-def test_layers_are_left_out_where_others_are_named(manifest, tmp_path, cli, four):
-    source, whole = four
-    loose = copied(whole, tmp_path / "loose", manifest)
+def test_layers_option_excludes_missing_layers(manifest, tmp_path, cli, four_layers):
+    source, complete = four_layers
+    loose = copy_loose(complete, tmp_path / "loose", manifest)
     shutil.rmtree(loose / "_layer_2")
-    words = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
-    assert "layer 2 has no experts here" in cli(*words, "--layers", "1-2", code=2).stderr
-    cli(*words, "--layers", "1,3")
+    arguments = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
+    assert "layer 2 has no experts here" in cli(*arguments, "--layers", "1-2", code=2).stderr
+    cli(*arguments, "--layers", "1,3")
     assert {int(name.split(".")[1]) for name in read_folder(tmp_path / "out")} == {1, 3}
     cli("verify", tmp_path / "out", "--against", source)
 
 
-def test_layers_left_out_of_the_conversion_are_not_missed(tmp_path, cli, four):
-    source, _ = four
+def test_layers_excluded_from_the_conversion_may_be_missing(tmp_path, cli, four_layers):
+    source, _ = four_layers
     options = ["--no-merge-safetensor", "--threadpool-count", 1, "--layers", "1,3"]
     cli("cpu", "-i", source, "-o", tmp_path / "loose", *options)
     cli("merge", "-i", tmp_path / "loose", "-o", tmp_path / "out", "-r", source)
@@ -126,10 +126,10 @@ def test_layers_left_out_of_the_conversion_are_not_missed(tmp_path, cli, four):
 
 
 @pytest.mark.parametrize("manifest", [True, False], ids=["ours", "kt-kernel's"])
-def test_the_original_of_another_model_is_refused(manifest, tmp_path, cli, write_qwen, random_experts, four):
+def test_the_original_of_another_model_is_refused(manifest, tmp_path, cli, write_qwen, random_experts, four_layers):
     source = write_qwen(tmp_path / "in", {n: random_experts(2, 128, 128, seed=n) for n in range(4)})
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", "--threadpool-count", 1)
-    loose = tmp_path / "loose" if manifest else copied(tmp_path / "loose", tmp_path / "bare")
+    loose = tmp_path / "loose" if manifest else copy_loose(tmp_path / "loose", tmp_path / "bare")
     original = tmp_path / "original"
     original.mkdir()
     config = json.loads((source / "config.json").read_text())
@@ -161,12 +161,12 @@ def test_folders_that_kt_kernel_does_not_read_are_refused(odd, tmp_path, cli, lo
     assert Path(odd).name in cli("verify", copy, code=6).stdout
 
 
-@pytest.mark.parametrize("what", ["widths", "experts"])
-def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
-    what, tmp_path, cli, write_qwen, random_experts, write_safetensors
+@pytest.mark.parametrize("quantity", ["widths", "experts"])
+def test_different_layers_are_merged_if_a_config_confirms_them(
+    quantity, tmp_path, cli, write_qwen, random_experts, write_safetensors
 ):
-    """`cpu` puts them into safetensors, and kt-kernel loads each layer by itself."""
-    sizes = [(2, 128), (2, 256)] if what == "widths" else [(2, 128), (3, 128)]
+    """`cpu` puts them into safetensors, and kt-kernel loads each layer separately."""
+    sizes = [(2, 128), (2, 256)] if quantity == "widths" else [(2, 128), (3, 128)]
     layers = {n: random_experts(e, 128, w, seed=n) for n, (e, w) in enumerate(sizes)}
     source = tmp_path / "in"
     config = {"moe_intermediate_size": [w for _, w in sizes], "num_experts": [e for e, _ in sizes]}
@@ -180,7 +180,7 @@ def test_layers_that_differ_are_merged_where_that_is_known_to_be_right(
     options = ["--threadpool-count", 1]
     cli("cpu", "-i", source, "-o", tmp_path / "direct", *options)
     cli("cpu", "-i", source, "-o", tmp_path / "loose", "--no-merge-safetensor", *options)
-    bare = copied(tmp_path / "loose", tmp_path / "bare")
+    bare = copy_loose(tmp_path / "loose", tmp_path / "bare")
     expected = read_folder(tmp_path / "direct")
     for at, (folder, original) in enumerate(
         ((tmp_path / "loose", []), (tmp_path / "loose", ["-r", source]), (bare, ["-r", source]))
