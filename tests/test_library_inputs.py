@@ -228,7 +228,11 @@ def make_nvfp4_stack(rng: Any, name_part: str, scale_shape: str, transposed: boo
     if transposed:
         codes, steps = codes.transpose(0, 2, 1), steps.transpose(0, 2, 1)
     name = f"{EXPERTS}.{name_part}_proj"
-    stored = {"": ("U8", codes), "_weight_scale": ("F8_E4M3", steps), "_weight_scale_2": ("F32", global_scales.reshape(shape))}
+    stored = {
+        "": ("U8", codes),
+        "_weight_scale": ("F8_E4M3", steps),
+        "_weight_scale_2": ("F32", global_scales.reshape(shape)),
+    }
     stored["_input_scale"] = ("F32", np.ones((), np.float32))
     return {f"{name}{suffix}": tensor for suffix, tensor in stored.items()}, [*values]
 
@@ -273,12 +277,18 @@ def write_stacks(
 STACKS = [
     *((make_nvfp4_stack, scale_shape, False) for scale_shape in ("", "1", "E", "E1", "E2")),
     *((make_nvfp4_stack, scale_shape, True) for scale_shape in ("", "E2")),  # Llama-4's
-    *((make_fp8_stack, scale_shape, transposed) for scale_shape in ("", "1", "E", "E1") for transposed in (False, True)),
+    *(
+        (make_fp8_stack, scale_shape, transposed)
+        for scale_shape in ("", "1", "E", "E1")
+        for transposed in (False, True)
+    ),
 ]
 
 
 @pytest.mark.parametrize(("make", "scale_shape", "transposed"), STACKS)
-def test_stacks_of_modelopt_have_the_values_of_the_formula(make: Any, scale_shape: str, transposed: bool, tmp_path: Path) -> None:
+def test_stacks_of_modelopt_have_the_values_of_the_formula(
+    make: Any, scale_shape: str, transposed: bool, tmp_path: Path
+) -> None:
     folder, values, released = write_stacks(tmp_path, make, scale_shape, transposed)
     experts, weights = read_values(folder)
     assert_equal(experts, values)
@@ -319,6 +329,7 @@ def test_the_runtime_computes_stacks_as_single_weights(transposed: bool, tmp_pat
 
 def replace_scales(suffix: str, *shape: int) -> Callable[[Stored], None]:
     """Return a change that replaces scales."""
+
     def change(tensors: Stored) -> None:
         tensors[f"{EXPERTS}.{suffix}"] = ("F32", np.full(shape, 1e-4, np.float32))
 

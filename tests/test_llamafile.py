@@ -99,7 +99,9 @@ def test_instruction_sets_give_the_same_sums(isa, kind):
     activations = floats.activations(40, k)
     exact = floats.from_bits(activations) @ decode_blocks(kind, matrix.values).T
     in_bf16 = isa == "amx" or (isa == "avx512bf16" and kind != "Q6_K")
-    tolerance = 3e-5 if not in_bf16 else 2e-3 if kind == "Q6_K" else 1e-6  # if activations are rounded, or Q6_K's weights
+    tolerance = (
+        3e-5 if not in_bf16 else 2e-3 if kind == "Q6_K" else 1e-6
+    )  # if activations are rounded, or Q6_K's weights
     for m in (1, 2, 13, 40):
         out = gemm_bf16(kind, activations[:m], codes, scales, n)
         assert np.linalg.norm(out - exact[:m]) <= tolerance * np.linalg.norm(exact[:m])

@@ -259,7 +259,7 @@ def test_shares_work_together_and_exclude_other_processes(tmp_path, system):
 
 
 def test_shares_and_an_unshared_process_exclude_each_other(tmp_path, system):
-    """Either the shares work or the process without a share, never both. On a busy machine none may work: nobody waits forever."""
+    """Either the shares work or the process without a share. On a busy machine none may work: nobody waits forever."""
     rounds = 0
     while rounds < 3:
         with ThreadPoolExecutor(4) as pool:
@@ -326,7 +326,9 @@ def test_only_locks_of_dead_processes_are_taken_over(tmp_path, no_locks):
         root = tmp_path / f"{number}.work"
         root.mkdir()
         (root / "lock").touch()
-        (root / "lock.held").write_bytes(content if isinstance(content, bytes) else json.dumps(holder | content).encode())
+        (root / "lock.held").write_bytes(
+            content if isinstance(content, bytes) else json.dumps(holder | content).encode()
+        )
         host = content.get("host", "this") if isinstance(content, dict) else "this"
         arguments += [str(tmp_path / str(number)), "localhost" if host == "localhost" else "this"]
     before = conversion.tree(tmp_path)

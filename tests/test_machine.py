@@ -170,7 +170,9 @@ def test_mount_points_are_found(tmp_path):
     target.mkdir()
     escaped = str(target).replace(" ", r"\040")
     # A bind mount from the same file system: same device, so that os.path.ismount does not see it.
-    root = write_tree(tmp_path, {"proc/self/mountinfo": f"40 23 254:0 /data {escaped} rw shared:1 - ext4 /dev/vda rw\n"})
+    root = write_tree(
+        tmp_path, {"proc/self/mountinfo": f"40 23 254:0 /data {escaped} rw shared:1 - ext4 /dev/vda rw\n"}
+    )
     link = tmp_path / "link"
     link.symlink_to(target)
     assert machine.is_mount_point(target, root) and machine.is_mount_point(link, root)

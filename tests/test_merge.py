@@ -33,7 +33,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory, cli: Any, example: Path) 
 @pytest.mark.parametrize("max_tensors", [1, 191, 3000])
 def test_shards_of_any_size_hold_each_tensor_once(max_tensors, tmp_path, cli, loose, expected):
     """kt-kernel's script writes a different dtype if the folder's name contains "scale"."""
-    cli("merge", "-i", shutil.copytree(loose, tmp_path / "my_scale_dir"), "-o", tmp_path / "out", "--max-tensors", max_tensors)
+    cli(
+        "merge",
+        "-i",
+        shutil.copytree(loose, tmp_path / "my_scale_dir"),
+        "-o",
+        tmp_path / "out",
+        "--max-tensors",
+        max_tensors,
+    )
     assert read_folder(tmp_path / "out") == expected
     shards = sorted(tmp_path.glob("out/*.safetensors"))
     assert len(shards) == -(-192 // max_tensors)
@@ -74,8 +82,10 @@ def test_missing_and_damaged_files_are_named(damage, tmp_path, cli, loose):
 
 
 @pytest.fixture(scope="module")
-def four_layers(tmp_path_factory: pytest.TempPathFactory, cli: Any, write_qwen: Any, random_experts: Any) -> tuple[Path, Path]:
-    """Return a model of four layers with experts and a dense layer before them, and its loose folder with a manifest."""
+def four_layers(
+    tmp_path_factory: pytest.TempPathFactory, cli: Any, write_qwen: Any, random_experts: Any
+) -> tuple[Path, Path]:
+    """Return a model of four layers with experts after a dense layer, and its loose folder with a manifest."""
     base = tmp_path_factory.mktemp("four")
     source = write_qwen(base / "in", {n: random_experts(2, 128, 128, seed=n) for n in range(1, 5)})
     cli("cpu", "-i", source, "-o", base / "loose", "--no-merge-safetensor", "--threadpool-count", 1)

@@ -174,6 +174,7 @@ def test_gptq_compensates_each_layer_in_its_method(
 
 def damage_shard(layer: int, **changed: str) -> Callable[[Path], None]:
     """Return a damage to the metadata of a layer's shard."""
+
     def damage(out: Path) -> None:
         path = out / f"model-{layer + 1:05d}-of-00005.safetensors"
         edit_header(path, lambda header: header["__metadata__"].update(changed))
@@ -192,7 +193,10 @@ DAMAGE = {
         "says method AMXINT4, its tensors have AMXINT8",
     ),
     "an unknown method": (damage_shard(0, method="AMXINT9"), "says method AMXINT9, its tensors have AMXINT8"),
-    "a method with different sizes": (damage_shard(3, method="BF16"), "its metadata says method BF16, its tensors have FP8"),
+    "a method with different sizes": (
+        damage_shard(3, method="BF16"),
+        "its metadata says method BF16, its tensors have FP8",
+    ),
     "a bit of a layer": (lambda out: conversion.flip_bit(out / "model-00003-of-00005.safetensors"), "its sha256 is"),
     "layers of the manifest": (damage_manifest, "the manifest says methods"),
 }

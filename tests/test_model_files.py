@@ -31,11 +31,12 @@ FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "toke
 # Replacements of a value; DELETED removes it.
 DELETED = "DELETED"
 VALUES = (None, True, 0, 1, -1, 1.5, 1e9, 10**9, 1 << 63, float("nan"), "", "x", [], [1], {}, {"a": 1}, DELETED)
-FIRST = 40  # members; of a larger object, such as a vocabulary, only the first one is changed
+MAX_CHANGED = 40  # members of an object; of larger objects, such as vocabularies, only the first member is changed
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a text."""
     path: Path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text(HELDOUT.read_text()[:3000])
     return path
@@ -63,6 +64,7 @@ def commands(model: Path, int8: Path, text: Path, out: Path) -> dict[str, tuple[
 
 
 def serve(model: Path, int8: Path) -> None:
+    """Load a model as `serve` does."""
     from ktconvert.pipeline.models.serving.server import load_application
 
     _, scheduler = load_application(loading.ModelChoice(str(model), cpu_weights=int8, threads=1))
@@ -73,12 +75,12 @@ def test_training_settings_do_not_break_any_command(model, example, packed_examp
     pytest.importorskip("llmcompressor")
     stored.configure(model, **SETTINGS)
     int8 = packed_example("int8")
-    for name, words in commands(model, int8, text, tmp_path).items():
-        done = conversion.run_in_process(*words)
+    for name, arguments in commands(model, int8, text, tmp_path).items():
+        done = conversion.run_in_process(*arguments)
         assert done.exit_code == 0, (name, done.exception)
         assert name != "verify" or "KL divergence" in done.stdout
         if name == "run":
-            assert done.stdout == conversion.run_in_process(words[0], example, *words[2:]).stdout
+            assert done.stdout == conversion.run_in_process(arguments[0], example, *arguments[2:]).stdout
     serve(model, int8)
 
 
@@ -87,11 +89,12 @@ def test_training_settings_do_not_change_gradients(setting, model, example):
     """`--scale gptq` computes gradients of the predictions by the output of each layer."""
     stored.configure(model, **{setting: SETTINGS[setting]})
     hidden = torch.randn((5, 256), generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    found, expected = (layered(each).prediction_gradients(hidden, 0) for each in (model, example))
-    assert torch.equal(found, expected) and bool(expected.any())
+    actual, expected = (load_layered(root).prediction_gradients(hidden, 0) for root in (model, example))
+    assert torch.equal(actual, expected) and bool(expected.any())
 
 
-def layered(root: Path) -> Any:
+def load_layered(root: Path) -> Any:
+    """Load a model as the calibration run does."""
     from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
     from ktconvert.layouts.checkpoints.recognition import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
@@ -124,8 +127,8 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
     assert done.exit_code == 0, done.exception
     loaded, tokenizer = loading.load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     ours = hf.load(model, cpu_weights=model, threads=1)
-    for one in (loaded, ours):
-        for layer, module in enumerate(one.model.layers):
+    for model_with_experts in (loaded, ours):
+        for layer, module in enumerate(model_with_experts.model.layers):
             assert torch.equal(module.mlp.e_score_correction_bias, biases[layer])
             assert module.mlp.gate.weight.dtype == torch.float32
     ids = tokenizer(text.read_text(), add_special_tokens=False, return_tensors="pt")["input_ids"][:, :64]
@@ -143,7 +146,7 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
     "family", ["kimi_linear", "laguna", "minimax_m3_vl_text", "step3p7", "lfm2_moe", "deepseek_v3"]
 )
 def test_router_biases_keep_their_stored_dtype(family):
-    """transformers rounds those of most of these families, and keeps those of the last in float32."""
+    """transformers rounds the biases of most of these families, and keeps those of the last in float32."""
     import transformers
     from test_families import config_of
 
@@ -154,13 +157,13 @@ def test_router_biases_keep_their_stored_dtype(family):
         pytest.skip(f"this transformers has no {family}")
     config = config_of(family, family_rows.ROWS[family])
     with torch.device("meta"):
-        made = (
+        model = (
             transformers.AutoModelForCausalLM
             if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             else transformers.AutoModelForImageTextToText
         ).from_config(config)
-    plan = made._get_dtype_plan(torch.bfloat16)
-    names = [name for name in made.state_dict() if name.endswith(hf_non_experts.BIASES)]
+    plan = model._get_dtype_plan(torch.bfloat16)
+    names = [name for name in model.state_dict() if name.endswith(hf_non_experts.BIASES)]
     assert names and all(name.split(".")[-1] in plan for name in names)
     assert {plan[name.split(".")[-1]] for name in names} == {torch.float32 if family == "deepseek_v3" else None}
 
@@ -168,21 +171,21 @@ def test_router_biases_keep_their_stored_dtype(family):
 # --- wrong values ---------------------------------------------------------------------------------
 
 
-def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def find_keys(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the keys that lead to each value; only the first value of a list or a large object."""
     items = list(node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ())
-    for key, value in items[:1] if isinstance(node, list) or len(items) > FIRST else items:
+    for key, value in items[:1] if isinstance(node, list) or len(items) > MAX_CHANGED else items:
         yield (*at, key)
-        yield from places(value, (*at, key))
+        yield from find_keys(value, (*at, key))
 
 
-def changes(example: Path) -> list[tuple[str, tuple[Any, ...], Any]]:
+def list_changes(example: Path) -> list[tuple[str, tuple[Any, ...], Any]]:
     """Return all changes: (file, keys of the value, replacement)."""
     documents = {name: json.loads((example / name).read_text()) for name in FILES}
-    return [(name, keys, value) for name in FILES for keys in places(documents[name]) for value in VALUES]
+    return [(name, keys, value) for name in FILES for keys in find_keys(documents[name]) for value in VALUES]
 
 
-def change(model: Path, example: Path, name: str, keys: tuple[Any, ...], value: Any) -> None:
+def apply_change(model: Path, example: Path, name: str, keys: tuple[Any, ...], value: Any) -> None:
     """Change one value of a file; all other files are those of the example."""
     for file in FILES:
         shutil.copyfile(example / file, model / file)
@@ -196,17 +199,17 @@ def change(model: Path, example: Path, name: str, keys: tuple[Any, ...], value: 
     (model / name).write_text(json.dumps(document))
 
 
-def refused_or_done(words: tuple[object, ...], model: Path) -> bool:
-    """Return whether a command rejects the model, in one sentence and with an exit code for wrong input."""
-    done = conversion.run_in_process(*words)
+def is_refused(arguments: tuple[object, ...], model: Path) -> bool:
+    """Return whether a command rejects the model; a rejection needs a message and an exit code for wrong input."""
+    done = conversion.run_in_process(*arguments)
     if done.exit_code == 0:
         return False
-    assert isinstance(done.exception, KtconvertError), (words[0], done.exception)
+    assert isinstance(done.exception, KtconvertError), (arguments[0], done.exception)
     assert done.exception.exit_code in (2, 3, 5) and str(done.exception)
     return True
 
 
-FIXED: list[tuple[str, str, Any, str]] = [
+WRONG_VALUES: list[tuple[str, str, Any, str]] = [
     # file, key, value, the message
     ("config.json", "hidden_size", "x", "transformers cannot load it: Validation error for field 'hidden_size': "),
     ("config.json", "num_experts_per_tok", 0, "num_experts_per_tok is 0, and a layer has 8 experts; "),
@@ -223,58 +226,60 @@ FIXED: list[tuple[str, str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "key", "value", "said"), FIXED, ids=[f"{row[1]} {row[2]}" for row in FIXED])
-def test_a_wrong_value_is_reported_with_its_file(file, key, value, said, model, example, packed_example, text):
-    change(model, example, file, (key,), value)
-    words = commands(model, packed_example("int8"), text, model.parent)
-    error = conversion.run_in_process(*words["run"]).exception
-    assert isinstance(error, InputError) and str(error).startswith(f"{model / file}: {said}"), error
+@pytest.mark.parametrize(
+    ("file", "key", "value", "message"), WRONG_VALUES, ids=[f"{row[1]} {row[2]}" for row in WRONG_VALUES]
+)
+def test_a_wrong_value_is_reported_with_its_file(file, key, value, message, model, example, packed_example, text):
+    apply_change(model, example, file, (key,), value)
+    arguments = commands(model, packed_example("int8"), text, model.parent)
+    error = conversion.run_in_process(*arguments["run"]).exception
+    assert isinstance(error, InputError) and str(error).startswith(f"{model / file}: {message}"), error
     assert "\n" not in str(error)
     if file != "generation_config.json":
-        error = conversion.run_in_process(*words["calibrate"]).exception
+        error = conversion.run_in_process(*arguments["calibrate"]).exception
         assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
 
 
 def test_load_names_tensors_with_wrong_shapes(model, example):
-    change(model, example, "config.json", ("head_dim",), 32)
-    said = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
-    with pytest.raises(InputError, match=said):
+    apply_change(model, example, "config.json", ("head_dim",), 32)
+    message = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
+    with pytest.raises(InputError, match=message):
         loading.load(loading.ModelChoice(str(model)))
 
 
 def test_an_unknown_model_type_is_unsupported(model, example, packed_example, text):
-    change(model, example, "config.json", ("model_type",), "x")
-    for name, words in commands(model, packed_example("int8"), text, model.parent).items():
+    apply_change(model, example, "config.json", ("model_type",), "x")
+    for name, arguments in commands(model, packed_example("int8"), text, model.parent).items():
         if name in ("run", "eval", "train", "calibrate"):
-            error = conversion.run_in_process(*words).exception
+            error = conversion.run_in_process(*arguments).exception
             assert isinstance(error, UnsupportedError) and "does not recognize this architecture" in str(error), error
 
 
-def test_sampled_wrong_values_are_reported_in_one_sentence(model, example, packed_example, text):
-    words, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.seeded_random()
-    for which in draw.sample(changes(example), 8):
-        change(model, example, *which)
-        refused_or_done(words, model)
+def test_sampled_wrong_values_are_reported(model, example, packed_example, text):
+    arguments, draw = commands(model, packed_example("int8"), text, model.parent)["run"], conversion.seeded_random()
+    for change in draw.sample(list_changes(example), 8):
+        apply_change(model, example, *change)
+        is_refused(arguments, model)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("command", ["run", "eval", "train", "calibrate", "serve"])
-def test_all_wrong_values_are_reported_in_one_sentence(command, model, example, packed_example, text, tmp_path):
+def test_all_wrong_values_are_reported(command, model, example, packed_example, text, tmp_path):
     """All of them for `run`, and every fifth for the other commands."""
-    int8, refused = packed_example("int8"), 0
-    found = changes(example)[:: 1 if command == "run" else 5]
-    for number, which in enumerate(found):
-        change(model, example, *which)
+    int8, refusals = packed_example("int8"), 0
+    changes = list_changes(example)[:: 1 if command == "run" else 5]
+    for number, change in enumerate(changes):
+        apply_change(model, example, *change)
         if command == "serve":
             try:
                 serve(model, int8)
             except KtconvertError:
-                refused += 1
+                refusals += 1
         else:
-            refused += refused_or_done(commands(model, int8, text, tmp_path / f"{number}")[command], model)
+            refusals += is_refused(commands(model, int8, text, tmp_path / f"{number}")[command], model)
         shutil.rmtree(tmp_path / f"{number}", ignore_errors=True)
-    print(f"{command}: {len(found)} values, {refused} refused")
-    assert len(found) > 200 and refused > len(found) / 4
+    print(f"{command}: {len(changes)} values, {refusals} refused")
+    assert len(changes) > 200 and refusals > len(changes) / 4
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -288,18 +293,20 @@ def test_load_decodes_quantized_non_expert_tensors(name, model, example, tmp_pat
     for key, tensor in read_file(example / "model.safetensors").items():
         plain[key] = quantized[key] = ("BF16", tensor.bits)
         if key.endswith("_proj.weight"):
-            parts, bits = encodings.ENCODINGS[name].make(rng, *tensor.shape)
+            stored_tensors, bits = encodings.ENCODINGS[name].make(rng, *tensor.shape)
             plain[key] = ("BF16", bits)
             del quantized[key]
-            quantized |= {key.removesuffix(".weight") + suffix: part for suffix, part in parts.items()}
+            quantized |= {
+                key.removesuffix(".weight") + suffix: tensor_part for suffix, tensor_part in stored_tensors.items()
+            }
     decoded = Path(shutil.copytree(model, tmp_path / "decoded"))
     write_file(decoded / "model.safetensors", plain, {"format": "pt"})
     write_file(model / "model.safetensors", quantized, {"format": "pt"})
     methods = {"modelopt NVFP4": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     stored.configure(model, quantization_config=methods.get(name, {"quant_method": "other"}))
 
-    def logits(root: Path, own: bool) -> Any:
-        choice = loading.ModelChoice(str(root), cpu_weights=root if own else None, threads=1)
+    def logits(root: Path, with_own_experts: bool) -> Any:
+        choice = loading.ModelChoice(str(root), cpu_weights=root if with_own_experts else None, threads=1)
         return hf.logits(loading.load(choice)[0], torch.arange(3, 20)[None])
 
     assert torch.equal(logits(model, False), logits(decoded, False))
@@ -319,8 +326,8 @@ def test_load_rejects_a_model_that_transformers_would_read_from_other_files(mode
         loading.load(choice)
 
 
-def test_load_rejects_experts_of_another_model(model, packed_example):
-    """They have equal shapes, or are the same experts in another order."""
+def test_load_rejects_experts_of_a_different_model(model, packed_example):
+    """The experts have equal shapes, or are the same experts in a different order."""
 
     def choice() -> loading.ModelChoice:
         return loading.ModelChoice(str(model), cpu_weights=packed_example("int8"), threads=1)

@@ -1,5 +1,7 @@
-"""MOE_INT4 and MOE_INT8 with `--layout plain`: the formulas and the order of kt-kernel's source, on every instruction
-set; converted, merged, rearranged, damaged, computed; bytes that no manifest calls plain stay opaque.
+"""MOE_INT4 and MOE_INT8 with `--layout plain`: formulas and order of kt-kernel's source, for each instruction set.
+
+Outputs are converted, merged, rearranged, damaged and computed; bytes without a manifest that names the layout are not
+interpreted.
 """
 
 import json
@@ -15,7 +17,7 @@ from ktconvert.layouts.encodings import amx
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant import matrix as of
+from ktconvert.native_quant import matrix as matrix_kinds
 from ktconvert.native_quant.runtime.experts import Experts
 from rig import conversion, floats, isas, reference
 from rig.files import rewrite
@@ -25,8 +27,8 @@ BITS = (4, 8)
 METHODS = ("moe_int4", "moe_int8")
 
 
-def difficult(n: int, k: int) -> Any:
-    """BF16 bits [n, k]: every magnitude, halves of both steps, zeros, and rows around the least scale."""
+def difficult_values(n: int, k: int) -> Any:
+    """Return BF16 bits [n, k]: every magnitude, halves of both steps, zeros, and rows around the smallest scale."""
     rng = np.random.default_rng(n + k)
     x = rng.standard_normal((n, k)) * 2.0 ** rng.integers(-140, 127, (n, 1))
     x[1] = rng.integers(-127, 128, k) / 2
@@ -40,16 +42,17 @@ def difficult(n: int, k: int) -> Any:
     return reference.f32_to_bf16(np.clip(x, -3.3e38, 3.3e38).astype(np.float32))
 
 
-def quantized(bits: int, values: Any) -> tuple[Any, Any]:
+def quantize(bits: int, values: Any) -> tuple[Any, Any]:
+    """Quantize by the kernel."""
     weight, scale = np.empty(values.size * bits // 8, np.uint8), np.empty(len(values), np.float32)
-    kernels.quantize_plain(bits, of.Matrix(values, of.BF16), weight, scale)
+    kernels.quantize_plain(bits, matrix_kinds.Matrix(values, matrix_kinds.BF16), weight, scale)
     return weight, scale
 
 
 @pytest.mark.parametrize("bits", BITS)
 def test_codes_round_halves_away_from_zero(bits):
-    """The formula in fractions."""
-    values = difficult(128, 128)
+    """Compares with the formula in fractions."""
+    values = difficult_values(128, 128)
     codes, scales = reference.quantize_plain(bits, values)
     x = reference.bf16_to_f32(values)
     for row, scale in enumerate(scales):
@@ -58,8 +61,8 @@ def test_codes_round_halves_away_from_zero(bits):
         step = Fraction(float(scale)) * (1 if bits == 8 else 16)
         for value, code in zip(x[row, :32], codes[row, :32], strict=True):
             q = np.float32(float(Fraction(float(value)) / step)) if step else np.float32(0)
-            away = int(abs(Fraction(float(q))) + Fraction(1, 2))
-            assert code == (away if q > 0 else -away)
+            magnitude = int(abs(Fraction(float(q))) + Fraction(1, 2))
+            assert code == (magnitude if q > 0 else -magnitude)
 
 
 @pytest.mark.parametrize("bits", BITS)
@@ -81,11 +84,11 @@ def test_the_order_equals_that_of_kt_kernel(bits):
 @pytest.mark.parametrize("bits", BITS)
 def test_every_instruction_set_equals_the_definition(bits):
     for n, k in ((128, 128), (128, 384)):
-        values = difficult(n, k)
+        values = difficult_values(n, k)
         codes, scales = reference.quantize_plain(bits, values)
         for name in isas.each():
             for stored in (values, np.asfortranarray(values)):
-                weight, scale = quantized(bits, stored)
+                weight, scale = quantize(bits, stored)
                 np.testing.assert_array_equal(weight, amx.pack_plain(bits, codes), name)
                 np.testing.assert_array_equal(scale.view(np.uint32), scales.view(np.uint32), name)
 
@@ -93,22 +96,23 @@ def test_every_instruction_set_equals_the_definition(bits):
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("bits", BITS)
 def test_non_finite_values_are_reported_with_their_position(bits):
-    values = difficult(128, 128)
+    values = difficult_values(128, 128)
     values[70, 9] = 0x7F80
     with pytest.raises(kernels.NonFinite) as caught:
-        quantized(bits, values)
+        quantize(bits, values)
     assert (caught.value.row, caught.value.column) == (70, 9)
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a source."""
     return conversion.checkpoint(tmp_path_factory.mktemp("moe") / "source", layers=2, hidden=256, width=256)
 
 
 @pytest.fixture(scope="module", params=METHODS)
-def made(request: pytest.FixtureRequest, source: Path, cli: Any) -> tuple[str, Path, Path]:
-    """A method, its output in loose files and in safetensors, both in two parts."""
-    loose, merged = (source.with_name(f"{request.param} {way}") for way in ("loose", "merged"))
+def outputs(request: pytest.FixtureRequest, source: Path, cli: Any) -> tuple[str, Path, Path]:
+    """Convert to loose files and to safetensors in two NUMA slices; return the method and both folders."""
+    loose, merged = (source.with_name(f"{request.param} {kind}") for kind in ("loose", "merged"))
     options = ("--quant-method", request.param, "--layout", "plain", "--threadpool-count", 2)
     cli("cpu", "-i", source, "-o", loose, *options, "--no-merge-safetensor")
     cli("cpu", "-i", source, "-o", merged, *options)
@@ -116,14 +120,15 @@ def made(request: pytest.FixtureRequest, source: Path, cli: Any) -> tuple[str, P
 
 
 def forward(experts: Experts) -> Any:
+    """Run a forward on fixed inputs."""
     rng = np.random.default_rng(1)
     hidden = floats.to_bits(rng.standard_normal((5, 256)))
     ids, weights = rng.integers(0, 2, (5, 2)), rng.random((5, 2)).astype(np.float32)
     return experts.forward(hidden, ids, weights)
 
 
-def test_outputs_equal_the_definition(source, made, cli):
-    method, loose, merged = made
+def test_outputs_equal_the_definition(source, outputs, cli):
+    method, loose, merged = outputs
     bits = FORMATS[method].encoding.grid.bits
     stored, weights = bits_of(read_folder(merged)), bits_of(read_folder(source))
     down = weights["model.layers.1.mlp.experts.1.down_proj.weight"].view(np.uint16)[:, 128:]
@@ -136,15 +141,15 @@ def test_outputs_equal_the_definition(source, made, cli):
     cli("merge", "-i", loose, "-o", loose.with_suffix(".one"))
     assert bits_of(read_folder(loose.with_suffix(".one"))).keys() == stored.keys()
     for folder in (loose, merged, loose.with_suffix(".one")):
-        about = json.loads(cli("inspect", folder, "--json").stdout)
-        assert (about["method"], about["numa"], about["hidden"], about["complete"]) == (method, 2, 256, True)
+        report = json.loads(cli("inspect", folder, "--json").stdout)
+        assert (report["method"], report["numa"], report["hidden"], report["complete"]) == (method, 2, 256, True)
         cli("verify", folder, "--against", source, "--run")
     cli("verify", merged, "--quant-method", "int8", code=6)
 
 
-def test_results_follow_from_the_codes(source, made):
-    """From files as from tensors, and by the arithmetic of AMXINT4 and AMXINT8."""
-    method, loose, merged = made
+def test_results_follow_from_the_codes(source, outputs):
+    """Files and tensors give equal results, close to those of AMXINT4 and AMXINT8."""
+    method, loose, merged = outputs
     weights = bits_of(read_folder(source))
     linears = [
         np.stack([weights[f"model.layers.0.mlp.experts.{e}.{p}_proj.weight"].view(np.uint16) for e in range(2)])
@@ -163,16 +168,16 @@ def test_results_follow_from_the_codes(source, made):
         expected.save(loose / "saved")
 
 
-def test_resplit_keeps_the_method(source, made, tmp_path, cli):
-    method, _, merged = made
+def test_resplit_keeps_the_method(source, outputs, tmp_path, cli):
+    method, _, merged = outputs
     cli("resplit", merged, tmp_path / "one", "--threadpool-count", 1)
     cli("verify", tmp_path / "one", "--against", source, "--run")
     assert json.loads(cli("inspect", tmp_path / "one", "--json").stdout)["method"] == method
 
 
-def test_bytes_without_a_manifest_are_opaque(made, tmp_path, cli):
-    """They may be in AOCL's order."""
-    method, *folders = made
+def test_outputs_without_a_manifest_are_not_computed(outputs, tmp_path, cli):
+    """They could be in AOCL's order."""
+    method, *folders = outputs
     for number, folder in enumerate(folders):
         bare = tmp_path / str(number)
         shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("manifest.json"))
@@ -186,8 +191,8 @@ def test_bytes_without_a_manifest_are_opaque(made, tmp_path, cli):
         Experts.load(tmp_path / "merged", 0)
 
 
-def test_an_invalid_code_is_reported_with_its_position(made, tmp_path):
-    method, loose, _ = made
+def test_an_invalid_code_is_reported_with_its_position(outputs, tmp_path):
+    method, loose, _ = outputs
     shutil.copytree(loose, tmp_path / "loose")
     file = next((tmp_path / "loose" / "_layer_0" / "_numa_1").glob(f"{method}_up_1_*_quant_.kt"))
     rewrite(file, file.read_bytes()[:-1] + b"\x88"[: method == "MOE_INT4"] + b"\x80"[method == "MOE_INT4" :])
@@ -197,18 +202,20 @@ def test_an_invalid_code_is_reported_with_its_position(made, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_only_the_plain_layout_can_be_written(method, source, tmp_path, cli):
-    def refused(code: int, *options: object) -> str:
-        said = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code).stderr
-        return said
+    def stderr_of(code: int, *options: object) -> str:
+        stderr = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, *options, code=code).stderr
+        return stderr
 
     for options in ((), ("--layout", "numa"), ("--layout", "kt")):
-        said = refused(3, *options)
-        assert "needs the order of AOCL-BLIS" in said and "AMXINT8 output of int8 runs on AMD" in said
-    assert "no matrices for fine-tuning" in refused(2, "--layout", "plain", "--save-backward-weights")
+        stderr = stderr_of(3, *options)
+        assert "needs the order of AOCL-BLIS" in stderr and "AMXINT8 output of int8 runs on AMD" in stderr
+    assert "no matrices for fine-tuning" in stderr_of(2, "--layout", "plain", "--save-backward-weights")
     assert (
         "plain is for moe_int4, moe_int8"
         in cli("cpu", "-i", source, "-o", tmp_path / "out", "--layout", "plain", code=2).stderr
     )
     small = conversion.checkpoint(tmp_path / "small", layers=1, hidden=256, width=96)
-    said = cli("cpu", "-i", small, "-o", tmp_path / "out", "--quant-method", method, "--layout", "plain", code=3).stderr
-    assert "Legal here" in said and "is not a multiple of" in said
+    stderr = cli(
+        "cpu", "-i", small, "-o", tmp_path / "out", "--quant-method", method, "--layout", "plain", code=3
+    ).stderr
+    assert "Legal here" in stderr and "is not a multiple of" in stderr

@@ -1,5 +1,7 @@
-"""`cpu` to MXFP4, FP8 and BF16, in NUMA slices and as kt-kernel's native methods read them (`--layout kt`): outputs hold the
-numbers of the definition, or those of a source that has them already; killed, resumed, damaged, computed with, refused.
+"""`cpu` to MXFP4, FP8 and BF16, in NUMA slices and as kt-kernel's native methods read them (`--layout kt`).
+
+Outputs hold the values of the definition, or those of a source that already has the format. Tests kill, resume, damage
+and compute with outputs, and check refusals.
 """
 
 import functools
@@ -33,18 +35,18 @@ from rig.safetensors import bits_of, data_start, edit_header, header_of, read_fo
 
 METHODS = ("mxfp4", "fp8", "bf16")
 KEPT = "the experts are {} already: every number stays what it is"
-Made = Callable[..., tuple[Path, str]]
+Outputs = Callable[..., tuple[Path, str]]
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In BF16."""
+    """Write a BF16 source."""
     return conversion.checkpoint(tmp_path_factory.mktemp("outputs") / "source", layers=2, hidden=256, width=256)
 
 
 @pytest.fixture(scope="module")
-def made(source: Path, cli: Any) -> Made:
-    """Its output in a method, in this many parts or for kt-kernel, and what was said; made once, only to be read."""
+def outputs(source: Path, cli: Any) -> Outputs:
+    """Return a function that converts the source once per method and options, and returns the output and stderr."""
 
     @functools.cache
     def convert(method: str, *how: object) -> tuple[Path, str]:
@@ -55,16 +57,17 @@ def made(source: Path, cli: Any) -> Made:
 
 
 NUMA1, NUMA2, KT = ("--threadpool-count", 1), ("--threadpool-count", 2), ("--layout", "kt")
-WAYS = [*((method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)), ("rawint4", KT)]
-every_way = pytest.mark.parametrize(("method", "how"), WAYS, ids=lambda p: p if isinstance(p, str) else p[1])
+LAYOUTS = [*((method, how) for method in METHODS for how in (NUMA1, NUMA2, KT)), ("rawint4", KT)]
+every_layout = pytest.mark.parametrize(("method", "how"), LAYOUTS, ids=lambda p: p if isinstance(p, str) else p[1])
 
 
-def parts_of(how: tuple[Any, ...]) -> int:
+def slice_count(how: tuple[Any, ...]) -> int:
+    """Return the number of NUMA slices of a layout."""
     return 1 if how == KT else how[1]
 
 
-def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
-    """The tensors of a linear of these BF16 values, by the definition."""
+def define_tensors(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
+    """Return the tensors of a linear of these BF16 values, by the definition."""
     if method == "rawint4":
         codes, scales = reference.quantize_groups(4, 32, bits, "signed")
         return [packed.pack_words(4, codes), np.array(bits.shape), scales]
@@ -78,8 +81,8 @@ def defined(method: str, how: tuple[Any, ...], bits: Any) -> list[Any]:
     return [floats.pack_codes(codes), fp4.exponents_to_panels(scales)]
 
 
-def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
-    """Of these tensors."""
+def tensor_names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection: str, part: int) -> list[str]:
+    """Return the names of these tensors."""
     if how != KT:
         base = f"blk.{layer}.ffn_{projection}_exps.{expert}.numa.{part}"
         return [f"{base}.codes", f"{base}.scales"][: 1 if method == "bf16" else 2]
@@ -91,43 +94,47 @@ def names(method: str, how: tuple[Any, ...], layer: int, expert: int, projection
     return [base, f"{base}_scale_inv"][: 1 if method == "bf16" else 2]
 
 
-def check(out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expected: Callable[..., Any]) -> None:
-    """Every tensor, and no other."""
+def check_tensors(out: Path, method: str, how: tuple[Any, ...], model: MoeModel, expected: Callable[..., Any]) -> None:
+    """Assert that an output has these tensors and no others."""
     tensors = bits_of(read_folder(out))
     for layer in model.layers:
         for expert in range(model.shape(layer)[0]):
             for projection in PROJECTIONS:
-                for part in Slicing(layer, *model.shape(layer)[1:], parts_of(how)).slices(expert, projection):
-                    keys = names(method, how, layer, expert, projection, part.node)
+                for part in Slicing(layer, *model.shape(layer)[1:], slice_count(how)).slices(expert, projection):
+                    keys = tensor_names(method, how, layer, expert, projection, part.node)
                     linear = part.cut(model.linear(layer, expert, projection))
                     for key, bits in zip(keys, expected(linear), strict=True):
                         assert (tensors.pop(key).view(bits.dtype) == bits).all(), key
     assert not tensors
 
 
-@every_way
-def test_output_is_the_definition(method, how, source, made, cli):
-    out, said = made(method, *how)
-    assert (KEPT.format("BF16") in said) == (method == "bf16") and "rounds twice" not in said and "int8" not in said
-    assert ("AVX2 alone" in said) == (method == "rawint4")
+@every_layout
+def test_outputs_equal_the_definition(method, how, source, outputs, cli):
+    out, stderr = outputs(method, *how)
+    assert (
+        (KEPT.format("BF16") in stderr) == (method == "bf16") and "rounds twice" not in stderr and "int8" not in stderr
+    )
+    assert ("AVX2 alone" in stderr) == (method == "rawint4")
     model = recognise(open_checkpoint(source))
-    check(out, method, how, model, lambda part: defined(method, how, reference.decode(part)))
+    check_tensors(out, method, how, model, lambda part: define_tensors(method, how, reference.decode(part)))
     name = f"{'kt_' if how == KT and method != 'rawint4' else ''}{method}"
-    options = ("--quant-method", name, "--numa", parts_of(how))
+    options = ("--quant-method", name, "--numa", slice_count(how))
     report = json.loads(cli("verify", out, "--against", source, "--full", "--json", *options).stdout)
     assert report["method"] == name.upper() and name.upper() in cli("inspect", out).stdout
     opened = measure(open_output(out))
     assert opened.shapes == dict.fromkeys((0, 1), (2, 256, 256)) and opened.fmt == FORMATS[name.upper()]
 
 
-def test_rows_of_an_output_are_decoded_alone():
+def test_single_rows_of_an_output_can_be_decoded():
     for method, form in ((method, FORMATS[method.upper()].encoding) for method in METHODS):
         bits = conversion.bf16(np.random.default_rng(2), 256, 128)
-        packed = [np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in defined(method, NUMA1, bits)]
+        packed = [
+            np.ascontiguousarray(tensor).reshape(-1).view(np.uint8) for tensor in define_tensors(method, NUMA1, bits)
+        ]
         values = form.decode(packed, 256, 128)
         exact = {
             "bf16": reference.bf16_to_f32,
-            "fp8": of_fp8,
+            "fp8": fp8_values,
             "mxfp4": lambda b: fp4.dequantize(*reference.quantize_mxfp4(b)),
         }
         assert (values == exact[method](bits)).all()
@@ -139,13 +146,14 @@ def test_rows_of_an_output_are_decoded_alone():
         assert is_zero(form, [packed[0] & signs, *packed[1:]], 256, 128)
 
 
-def of_fp8(bits: Any) -> Any:
+def fp8_values(bits: Any) -> Any:
+    """Return the values of FP8 by the definition."""
     codes, scales = reference.quantize_fp8(bits)
     return reference.E4M3[codes] * reference.repeat_blocks(scales)
 
 
-def kept(method: str, part: Matrix) -> list[Any]:
-    """The tensors of a part whose codes and scales stay what they are."""
+def keep_tensors(method: str, part: Matrix) -> list[Any]:
+    """Return the tensors of a slice whose codes and scales are kept."""
     if method == "fp8":
         (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
         scales = part.scales[row : row + n // 128, column : column + k // 128]  # type: ignore[index]
@@ -160,10 +168,10 @@ def kept(method: str, part: Matrix) -> list[Any]:
 
 
 def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
-    """Codes, -8 among them, and scales, bit for bit."""
+    """Codes, including -8, and scales are kept bit for bit."""
     folder, _ = encodings.write("ct 4", tmp_path / "model")
-    said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
-    assert KEPT.format("RAWINT4") in said and "rounds twice" not in said
+    stderr = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", "rawint4", *NUMA1).stderr
+    assert KEPT.format("RAWINT4") in stderr and "rounds twice" not in stderr
     how = ("--quant-method", "int4", "--threadpool-count", 3, "--dry-run")
     other = cli("cpu", "-i", folder, "-o", tmp_path / "x", *how)
     assert "--quant-method rawint4 keeps every number" in other.stdout + other.stderr
@@ -171,12 +179,12 @@ def test_rawint4_keeps_int4_in_groups_of_32(tmp_path, cli):
     assert made and {8, 0} <= set((next(v for k, v in made.items() if k.endswith("packed")).view(np.uint8) & 15).flat)
     for key, tensor in made.items():
         assert key.startswith("model.layers.") and (tensor == source[key]).all()
-    nothing_is_lost(tmp_path / "out", folder, cli)
+    check_unchanged_values(tmp_path / "out", folder, cli)
 
 
 @pytest.mark.parametrize("method", ["int4", "mxfp4", "rawint4"])
-def test_a_linear_of_more_codes_than_are_chosen_at_once(method, tmp_path, cli):
-    """They are packed as one linear: weight_shape of RAWINT4 has no share for some of the rows."""
+def test_large_linears_are_packed_as_one(method, tmp_path, cli):
+    """The linear is packed as a whole: weight_shape of RAWINT4 cannot be split by rows."""
     source = conversion.checkpoint(tmp_path / "source", layers=1, experts=1, hidden=1024, width=384)
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", method, "--scale", "mse", *NUMA1)
     cli("verify", tmp_path / "out", "--against", source, "--full")
@@ -190,13 +198,15 @@ SAME = {
 
 @pytest.mark.parametrize(("method", "name"), [(method, name) for method, names in SAME.items() for name in names])
 def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
-    """`verify` finds that no number was changed, and the plan says so."""
+    """`verify` finds that no value was changed, and the plan reports it."""
     folder, _ = encodings.write(name, tmp_path / "model")
     how = ("--threadpool-count", 3)
-    said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
-    assert KEPT.format(method.upper()) in said and "rounds twice" not in said and "better choice" not in said
-    check(tmp_path / "out", method, how, recognise(open_checkpoint(folder)), lambda part: kept(method, part))
-    nothing_is_lost(tmp_path / "out", folder, cli)
+    stderr = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
+    assert KEPT.format(method.upper()) in stderr and "rounds twice" not in stderr and "better choice" not in stderr
+    check_tensors(
+        tmp_path / "out", method, how, recognise(open_checkpoint(folder)), lambda part: keep_tensors(method, part)
+    )
+    check_unchanged_values(tmp_path / "out", folder, cli)
     again = ("cpu", "-i", folder, "-o", tmp_path / "x", *how, "--dry-run", "--quant-method")
     other = cli(*again, "int4")
     assert f"--quant-method {method} keeps every number" in other.stdout + other.stderr
@@ -204,19 +214,20 @@ def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
         assert "keeps every number. Leave out --scale" in cli(*again, method, "--scale", "mse", code=2).stderr
 
 
-def nothing_is_lost(out: Path, folder: Path, cli: Any) -> None:
+def check_unchanged_values(out: Path, folder: Path, cli: Any) -> None:
+    """Assert that no value of an output differs from the source."""
     report = json.loads(cli("verify", out, "--against", folder, "--full", "--json").stdout)
     assert {layer["relative_error"] for layer in report["errors"]} == {0.0}
 
 
-def test_mxfp4_of_gguf(cli, tmp_path):
+def test_mxfp4_of_gguf_keeps_its_values(cli, tmp_path):
     about = ggml.model_metadata(1, embedding_length=192, expert_feed_forward_length=128)
     folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
     held = "BF16 holds all numbers of MXFP4: every number stays"
-    for method, words in (("mxfp4", KEPT.format("MXFP4")), ("bf16", held)):
-        said = cli("cpu", "-i", folder, "-o", tmp_path / method, "--quant-method", method).stderr
-        assert words in said and "rounds twice" not in said
-        nothing_is_lost(tmp_path / method, folder, cli)
+    for method, message in (("mxfp4", KEPT.format("MXFP4")), ("bf16", held)):
+        stderr = cli("cpu", "-i", folder, "-o", tmp_path / method, "--quant-method", method).stderr
+        assert message in stderr and "rounds twice" not in stderr
+        check_unchanged_values(tmp_path / method, folder, cli)
 
 
 @pytest.mark.parametrize("name", ["FP8 of 128x64", "FP8 of 1x256", "FP8 of 256x256", "modelopt NVFP4"])
@@ -228,18 +239,23 @@ def test_other_scales_are_rounded(name, tmp_path, cli, monkeypatch):
         monkeypatch.setitem(encodings.ENCODINGS, name, encodings.Encoding("F8_E4M3", "fp8", make, config))
     folder, _ = encodings.write(name, tmp_path / "model")
     how = ("--threadpool-count", 3)
-    said = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
-    assert f"{'FP8' if method == 'fp8' else 'NVFP4'} to {method.upper()} rounds twice" in said and "already" not in said
+    stderr = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
+    assert (
+        f"{'FP8' if method == 'fp8' else 'NVFP4'} to {method.upper()} rounds twice" in stderr
+        and "already" not in stderr
+    )
     model = recognise(open_checkpoint(folder))
-    check(tmp_path / "out", method, how, model, lambda part: defined(method, how, reference.decode(part)))
+    check_tensors(
+        tmp_path / "out", method, how, model, lambda part: define_tensors(method, how, reference.decode(part))
+    )
     cli("verify", tmp_path / "out", "--against", folder, "--full")
 
 
-def test_what_is_said_of_the_layout_of_kt_kernel(source, made, cli, tmp_path):
-    """Without its manifest such an output is a checkpoint: nothing else tells it from one."""
+def test_kt_layout_is_described_in_card_and_plan(source, outputs, cli, tmp_path):
+    """Without its manifest, such an output cannot be distinguished from a checkpoint."""
     for method in METHODS:
-        out, said = made(method, *KT, *NUMA2)
-        assert "NUMA slice" not in said
+        out, stderr = outputs(method, *KT, *NUMA2)
+        assert "NUMA slice" not in stderr
         assert f"--kt-method {method.upper()} " in (out / "README.md").read_text()
         planned = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", method, *KT, "--dry-run", "--json")
         assert len(json.loads(planned.stdout.splitlines()[-1])["units"]) == 2
@@ -248,10 +264,10 @@ def test_what_is_said_of_the_layout_of_kt_kernel(source, made, cli, tmp_path):
     assert not is_output(tmp_path / "copy")
 
 
-def test_what_kt_kernel_could_do_is_not_advised(made, cli):
-    said = cli("verify", made("mxfp4", *NUMA2)[0], "--numa", 4, code=6).stderr
-    assert "; load it as MXFP4, 2 NUMA slice" in said
-    assert ", or rewrite it with `ktconvert resplit`" in said and "kt-" not in said
+def test_verify_does_not_advise_options_of_other_programs(outputs, cli):
+    stderr = cli("verify", outputs("mxfp4", *NUMA2)[0], "--numa", 4, code=6).stderr
+    assert "; load it as MXFP4, 2 NUMA slice" in stderr
+    assert ", or rewrite it with `ktconvert resplit`" in stderr and "kt-" not in stderr
 
 
 @pytest.mark.parametrize(
@@ -275,12 +291,13 @@ def test_what_kt_kernel_could_do_is_not_advised(made, cli):
         (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
     ],
 )
-def test_refusals(code, text, options, source, tmp_path, cli):
+def test_unsupported_options_are_refused(code, text, options, source, tmp_path, cli):
     done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", *options, code=code)
     assert text in done.stderr
 
 
-DAMAGE: list[tuple[str, tuple[Any, ...], int, int, bytes, str]] = [  # which tensor of a weight, where in it, to what
+# Method, options, tensor of a weight, offset, new bytes, message.
+DAMAGE: list[tuple[str, tuple[Any, ...], int, int, bytes, str]] = [
     ("mxfp4", NUMA1, 1, 40, b"\xff", "scale 40, 255, is not a number"),
     ("mxfp4", NUMA2, 1, 40, b"\xfe", "scale 40, 254, makes a number infinite"),
     ("fp8", NUMA2, 0, 0, b"\x7f", "is not a number"),
@@ -295,29 +312,29 @@ DAMAGE: list[tuple[str, tuple[Any, ...], int, int, bytes, str]] = [  # which ten
 ]
 
 
-def damaged(out: Path, key: str, at: int, to: bytes) -> None:
-    """A copy of an output with other bytes in a tensor."""
+def damage_tensor(out: Path, key: str, at: int, to: bytes) -> None:
+    """Replace bytes of a tensor in an output."""
     shard = next(path for path in out.glob("*.safetensors") if key in header_of(path))
     data, begin = bytearray(shard.read_bytes()), data_start(shard) + header_of(shard)[key]["data_offsets"][0] + at
     data[begin : begin + len(to)] = to
     rewrite(shard, bytes(data))
 
 
-@pytest.mark.parametrize(("method", "how", "which", "at", "to", "words"), DAMAGE)
-def test_damage_is_found(method, how, which, at, to, words, made, tmp_path, cli):
-    key = names(method, how, 0, 1, "up", 0)[which]
-    out = Path(shutil.copytree(made(method, *how)[0], tmp_path / "out"))
-    damaged(out, key, at, to)
-    said = cli("verify", out, code=6).stdout
-    assert f"{key} in model-" in said and words in said
+@pytest.mark.parametrize(("method", "how", "tensor", "at", "to", "message"), DAMAGE)
+def test_verify_finds_damage(method, how, tensor, at, to, message, outputs, tmp_path, cli):
+    key = tensor_names(method, how, 0, 1, "up", 0)[tensor]
+    out = Path(shutil.copytree(outputs(method, *how)[0], tmp_path / "out"))
+    damage_tensor(out, key, at, to)
+    stdout = cli("verify", out, code=6).stdout
+    assert f"{key} in model-" in stdout and message in stdout
     min(out.glob("model-*.safetensors")).unlink()
     cli("verify", out, code=6)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_computes_with_it(method, source, made, tmp_path):
-    """The same bits as with these experts packed on the spot."""
-    model, out = recognise(open_checkpoint(source)), made(method, *KT)[0]
+def test_the_runtime_computes_with_outputs(method, source, outputs, tmp_path):
+    """The results have the same bits as with these experts packed in memory."""
+    model, out = recognise(open_checkpoint(source)), outputs(method, *KT)[0]
     stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
     expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
     assert ours.method == method.upper()
@@ -326,35 +343,35 @@ def test_the_runtime_computes_with_it(method, source, made, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_runtime_refuses_what_contradicts_itself_or_is_damaged(method, made, tmp_path):
-    out = Path(shutil.copytree(made(method, *KT)[0], tmp_path / "out"))
-    shard, about = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
+def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, tmp_path):
+    out = Path(shutil.copytree(outputs(method, *KT)[0], tmp_path / "out"))
+    shard, manifest_text = min(out.glob("model-*.safetensors")), (out / "manifest.json").read_text()
     before, other = shard.read_bytes(), next(f"KT_{other.upper()}" for other in METHODS if other != method)
 
-    def refused(error: type[Exception], words: str) -> None:
-        with pytest.raises(error, match=words):
+    def check_refusal(error: type[Exception], message: str) -> None:
+        with pytest.raises(error, match=message):
             Experts.load(out, 0)
 
-    for name, value, words in (
+    for name, value, message in (
         ("method", other, f"manifest.json: says method {other}, the weights .*; convert it ag"),
         ("numa", 2, "manifest.json: says numa 2, the weights .*; convert it ag"),
         ("activation", "swiglu_limit", "manifest says activation swiglu_limit, these settings say silu; give"),
     ):
-        document = json.loads(about)
+        document = json.loads(manifest_text)
         document["model"][name] = value
         rewrite(out / "manifest.json", json.dumps(document))
-        refused(UnsupportedError, words)
-    rewrite(out / "manifest.json", about)
+        check_refusal(UnsupportedError, message)
+    rewrite(out / "manifest.json", manifest_text)
     assert Experts.load(out, 0).method == method.upper()
     for name, value in (("method", other), ("num_experts", "9"), ("hidden_size", "64")):
         edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
-        refused(UnsupportedError, rf"{shard.name}: its header says {name} {value}, .*; convert it again")
+        check_refusal(UnsupportedError, rf"{shard.name}: its header says {name} {value}, .*; convert it again")
         rewrite(shard, before)
     rewrite(shard, before[:-64])
-    refused(InputError, rf"{shard.name}: .*; convert it again")
+    check_refusal(InputError, rf"{shard.name}: .*; convert it again")
     rewrite(shard, before)
-    key = names(method, KT, 0, 1, "gate", 0)[0 if method == "bf16" else 1]
-    damaged(out, key, 0, {"mxfp4": b"\xff", "fp8": b"\0\0\xc0\x7f", "bf16": b"\xc0\x7f"}[method])
-    refused(InputError, rf"{shard.name}: tensor '{key}': .*; convert it again")
+    key = tensor_names(method, KT, 0, 1, "gate", 0)[0 if method == "bf16" else 1]
+    damage_tensor(out, key, 0, {"mxfp4": b"\xff", "fp8": b"\0\0\xc0\x7f", "bf16": b"\xc0\x7f"}[method])
+    check_refusal(InputError, rf"{shard.name}: tensor '{key}': .*; convert it again")
     shard.unlink()
-    refused(InputError, rf"names {shard.name}, which is missing; convert it again")
+    check_refusal(InputError, rf"names {shard.name}, which is missing; convert it again")

@@ -1,5 +1,6 @@
-"""Weights in panels, as BF16, FP8 and MXFP4: every kernel is the definition, the definition is the rule, and what is FP8 or
-MXFP4 already keeps its codes and scales.
+"""Weights in panels, as BF16, FP8 and MXFP4: kernels equal the definition, and the definition equals the rule.
+
+FP8 and MXFP4 sources keep their codes and scales.
 """
 
 import tracemalloc
@@ -30,8 +31,8 @@ ISAS = st.sampled_from(kernels.available_isas())
 MULTIPLES = {"BF16": 32, "FP8": 128, "MXFP4": 32}
 
 
-def packed(method: str, matrix: Matrix) -> list[Bits]:
-    """Codes [n, k] and scales (BF16: the bits alone) by the kernels."""
+def pack(method: str, matrix: Matrix) -> list[Bits]:
+    """Pack by the kernels; return codes [n, k] and scales (only the bits for BF16)."""
     n, k = matrix.shape
     if method == "BF16":
         codes: Bits = np.empty((n // 32, 32 * k), np.uint16)
@@ -46,7 +47,8 @@ def packed(method: str, matrix: Matrix) -> list[Bits]:
     return [fp4.codes_from_panels(codes), fp4.exponents_from_panels(exponents)]
 
 
-def defined(method: str, bits: Bits) -> list[Bits]:
+def pack_by_definition(method: str, bits: Bits) -> list[Bits]:
+    """Return the same by the definition."""
     return (
         [bits]
         if method == "BF16"
@@ -55,26 +57,28 @@ def defined(method: str, bits: Bits) -> list[Bits]:
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
+    """Assert that scales and codes are equal."""
     for one, other in zip(reversed(ours), reversed(theirs), strict=True):
         assert (one == other).all()
 
 
 def any_bits(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
-    """Any finite BF16 numbers, subnormal ones and -0 among them."""
+    """Draw any finite BF16 values, including subnormal ones and -0."""
     values = rng.integers(0, 1 << 16, shape, np.uint16)
     values[(values & 0x7F80) == 0x7F80] = 0x8000
     return values
 
 
-def near_each_other(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
-    """Numbers of about 20 exponents, so that codes of all kinds come out; and a block of zeros."""
+def close_values(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    """Draw values of about 20 exponents, so that all codes occur, and a block of zeros."""
     values = rng.integers(0, 1 << 7, shape, np.uint16) | rng.integers(0, 2, shape, np.uint16) << 15
     values |= (rng.integers(0, 20, shape, np.uint16) + np.uint16(rng.integers(1, 230))) << 7
     values[:128, :128] &= 0x8000
     return values
 
 
-def plain(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+def gaussian_values(shape: tuple[int, int], rng: np.random.Generator) -> Bits:
+    """Draw Gaussian values."""
     return reference.f32_to_bf16(rng.standard_normal(shape).astype(np.float32) * 0.02)
 
 
@@ -83,7 +87,7 @@ EXPONENTS = st.integers(0, 254) | st.sampled_from((0, 1, 2, 3, 4, 15, 16, 17, 25
 
 @st.composite
 def blocks(draw: st.DrawFn) -> Bits:
-    """32 BF16 values within some powers of two of the largest, with many ties of E2M1; zeros and subnormal ones."""
+    """Draw 32 BF16 values within some powers of two of the largest, with many ties of E2M1, zeros and subnormals."""
     top, spread = draw(EXPONENTS), draw(st.integers(0, 8))
     rng = np.random.default_rng(draw(st.integers(0, 1 << 20)))
     fractions = rng.choice([0, 32, 64, 96], 32) if draw(st.booleans()) else rng.integers(0, 128, 32)
@@ -94,10 +98,10 @@ def blocks(draw: st.DrawFn) -> Bits:
 
 @settings(max_examples=150)
 @given(
-    method=st.sampled_from(list(MULTIPLES)), n=st.integers(1, 5), k=st.integers(1, 5), turned=st.booleans(), isa=ISAS,
-    make=st.sampled_from((any_bits, near_each_other, plain)), data=st.data(),
+    method=st.sampled_from(list(MULTIPLES)), n=st.integers(1, 5), k=st.integers(1, 5), transposed=st.booleans(), isa=ISAS,
+    make=st.sampled_from((any_bits, close_values, gaussian_values)), data=st.data(),
 )  # fmt: skip
-def test_every_kernel_equals_the_definition(method, n, k, turned, isa, make, data):
+def test_every_kernel_equals_the_definition(method, n, k, transposed, isa, make, data):
     rng, unit = np.random.default_rng(data.draw(st.integers(0, 99))), MULTIPLES[method]
     values = make((n * unit, k * unit), rng)
     if method == "MXFP4":
@@ -107,8 +111,8 @@ def test_every_kernel_equals_the_definition(method, n, k, turned, isa, make, dat
         )
         values = np.where(rng.random((len(values), 1)) < 0.8, drawn, values)
     with isas.use(isa):
-        ours = packed(method, Matrix(values.T.copy().T if turned else values, BF16))
-    assert_same(ours, defined(method, values))
+        ours = pack(method, Matrix(values.T.copy().T if transposed else values, BF16))
+    assert_same(ours, pack_by_definition(method, values))
     assert method != "FP8" or not ((ours[0] & 0x7F) == 0x7F).any()
 
 
@@ -116,7 +120,7 @@ def test_every_kernel_equals_the_definition(method, n, k, turned, isa, make, dat
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "f32", "fp8_e4m3"])
 @pytest.mark.parametrize("grid", FLOAT_GRIDS.values(), ids=lambda grid: grid.name)
 def test_results_equal_golden_bytes(grid, kind):
-    """Red after a change to the numbers: raise the grid's version and run `make golden`."""
+    """After a change of values, raise the grid's version and run `make golden`."""
     if not (path := FOLDER / f"{grid.name}.v{grid.version}.{kind}.safetensors").exists():
         pytest.skip(f"{grid.name} has no golden file of this kind")
     tensors = bits_of(read_file(path))
@@ -124,14 +128,15 @@ def test_results_equal_golden_bytes(grid, kind):
     if "in.scales" in tensors:
         options = {"scales": tensors["in.scales"], "block": tuple(tensors["in.block"].tolist())}
     matrix = Matrix(tensors["in.values"], KINDS[kind], **options)
-    form = next(form.encoding for form in FORMATS.values() if form.encoding.grid == grid)
-    for tensor, made in zip(form.tensors(*matrix.shape), quantized(form, matrix), strict=True):
-        assert made.tobytes() == tensors[f"out.{tensor.name}"].tobytes()
+    encoding = next(fmt.encoding for fmt in FORMATS.values() if fmt.encoding.grid == grid)
+    for tensor, output in zip(encoding.tensors(*matrix.shape), quantize(encoding, matrix), strict=True):
+        assert output.tobytes() == tensors[f"out.{tensor.name}"].tobytes()
 
 
-def quantized(form: Any, matrix: Matrix) -> list[Bits]:
-    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(*matrix.shape)]
-    form.quantize(matrix, out)
+def quantize(encoding: Any, matrix: Matrix) -> list[Bits]:
+    """Quantize by an encoding."""
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(*matrix.shape)]
+    encoding.quantize(matrix, out)
     return out
 
 
@@ -143,12 +148,12 @@ def test_non_finite_numbers_are_reported_with_their_position(method, row):
     values[row, 191] = np.nan
     values[255, 3] = np.inf
     with pytest.raises(kernels.NonFinite) as raised:
-        packed(method, Matrix(values, F32))
+        pack(method, Matrix(values, F32))
     assert (raised.value.row, raised.value.column) == (row, 3 if row == 255 else 191)
 
 
 def test_each_element_has_the_documented_position():
-    """bytes.md's formulas, element by element."""
+    """Checks the formulas of bytes.md element by element."""
     n, k = 64, 96
     rng = np.random.default_rng(0)
     values = np.arange(n * k, dtype=np.uint16).reshape(n, k)
@@ -169,7 +174,7 @@ def test_each_element_has_the_documented_position():
 
 
 def test_codes_round_to_nearest_even():
-    """As torch has it, between all neighbours; and what is larger than 448 becomes that."""
+    """Equal to torch between all neighbours; values above 448 become 448."""
     torch = pytest.importorskip("torch")
     grid = E4M3[:127].astype(np.float64)
     between = (grid[1:] + grid[:-1]) / 2
@@ -179,7 +184,8 @@ def test_codes_round_to_nearest_even():
     assert reference.fp8_codes(np.array([463, 1e9, -1e9], np.float32)).tolist() == [0x7E, 0x7E, 0xFE]
 
 
-def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
+def draw_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32]]:
+    """Draw FP8 codes and scales."""
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 256, (n, k)).astype(np.uint8)
     codes[(codes & 0x7F) == 0x7F] = 0
@@ -188,79 +194,80 @@ def stored_fp8(n: int, k: int, seed: int) -> tuple[Codes, npt.NDArray[np.float32
 
 
 @settings(max_examples=30, deadline=None)
-@given(n=st.integers(1, 3), k=st.integers(1, 3), seed=st.integers(0, 9), turned=st.booleans(), isa=ISAS)
-def test_codes_and_scales_in_the_same_blocks_are_kept(n, k, seed, turned, isa):
-    codes, scales = stored_fp8(128 * (n + 1), 128 * (k + 1), seed)
-    whole = Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128))
+@given(n=st.integers(1, 3), k=st.integers(1, 3), seed=st.integers(0, 9), transposed=st.booleans(), isa=ISAS)
+def test_codes_and_scales_in_the_same_blocks_are_kept(n, k, seed, transposed, isa):
+    codes, scales = draw_fp8(128 * (n + 1), 128 * (k + 1), seed)
+    matrix = Matrix(codes.T.copy().T if transposed else codes, FP8_E4M3, scales, (128, 128))
     with isas.use(isa):
-        made = packed("FP8", whole.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)))
-    assert_same(made, (codes[128:, 128:], scales[1:, 1:]))
+        output = pack("FP8", matrix.rows(128, 128 * (n + 1)).columns(128, 128 * (k + 1)))
+    assert_same(output, (codes[128:, 128:], scales[1:, 1:]))
 
 
-def reader(out: list[Any]) -> Any:
+def make_reader(out: list[Any]) -> Any:
+    """Return a function that reads parts of tensors."""
     return lambda tensor, start=0, stop=None: out[tensor][start:stop]
 
 
-def written(matrix: Matrix) -> npt.NDArray[np.float32]:
-    """The numbers of a matrix as FP8."""
-    form = FORMATS["FP8"].encoding
-    out = quantized(form, matrix)
-    assert error_sums(form, matrix, out)[3] == 0
-    assert not any(defect(reader(out), *matrix.shape) for defect in form.defects if defect)
-    return form.decode(out, *matrix.shape)
+def write_and_decode(matrix: Matrix) -> npt.NDArray[np.float32]:
+    """Quantize a matrix to FP8; check that it keeps its values, and return them."""
+    encoding = FORMATS["FP8"].encoding
+    out = quantize(encoding, matrix)
+    assert error_sums(encoding, matrix, out)[3] == 0
+    assert not any(defect(make_reader(out), *matrix.shape) for defect in encoding.defects if defect)
+    return encoding.decode(out, *matrix.shape)
 
 
 def test_nonpositive_scales_keep_all_values():
-    codes, scales = stored_fp8(256, 256, 1)
+    codes, scales = draw_fp8(256, 256, 1)
     scales[0, 1], scales[1, 0], scales[1, 1] = 0, -2.5, -0.0
-    numbers = written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+    numbers = write_and_decode(Matrix(codes, FP8_E4M3, scales, (128, 128)))
     expected = E4M3[codes] * reference.repeat_blocks(scales)
     assert (numbers.view(np.uint32) == expected.view(np.uint32)).all()
 
 
 def test_kept_values_must_be_finite():
-    codes, scales = stored_fp8(256, 256, 1)
+    codes, scales = draw_fp8(256, 256, 1)
     scales[1, 1] = 3e38
     codes[128:, 128:] = 0
     codes[200, 255] = 0x40
     with pytest.raises(kernels.NonFinite) as raised:
-        written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+        write_and_decode(Matrix(codes, FP8_E4M3, scales, (128, 128)))
     assert (raised.value.row, raised.value.column) == (200, 255)
     codes[200, 255] = 0x38  # 1
-    written(Matrix(codes, FP8_E4M3, scales, (128, 128)))
+    write_and_decode(Matrix(codes, FP8_E4M3, scales, (128, 128)))
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
 def test_scales_that_cause_infinity_are_rejected(name):
-    """Only with the codes of their own block, here the second of the second row."""
-    codes, scales = stored_fp8(256, 384, 1)
-    form = FORMATS[name].encoding
-    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(256, 384)]
+    """A scale is rejected only because of the codes in its own block, here the second block of the second row."""
+    codes, scales = draw_fp8(256, 384, 1)
+    encoding = FORMATS[name].encoding
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(256, 384)]
     codes[128:, 128:256] &= 0x87  # below 1
-    form.quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
-    held, (_, defect), read = out[1].view(np.float32), form.defects, reader(out)
+    encoding.quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
+    scales_of_output, (_, defect), read = out[1].view(np.float32), encoding.defects, make_reader(out)
     assert not defect(read, 256, 384)
-    held[4] = 3e38
+    scales_of_output[4] = 3e38
     assert not defect(read, 256, 384)
-    held[5] = 3e38
+    scales_of_output[5] = 3e38
     assert defect(read, 256, 384) == "scale 5, 3e+38, makes a number infinite"
 
 
 @pytest.mark.parametrize("name", ["FP8", "KT_FP8"])
 def test_unusual_scales_need_memory_for_a_few_rows(name):
-    form, (n, k) = FORMATS[name].encoding, (1024, 1024)
-    codes, scales = stored_fp8(n, k, 1)
+    encoding, (n, k) = FORMATS[name].encoding, (1024, 1024)
+    codes, scales = draw_fp8(n, k, 1)
     codes[:128, :128] = 0x38  # 1
     scales[0, 0], scales[1, 1], scales[2, 2] = 3e38, -1, 0
     matrix = Matrix(codes, FP8_E4M3, scales, (128, 128))
-    out = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
-    form.quantize(matrix, out)
-    peak = peak_memory(lambda: form.quantize(matrix, out))
+    out = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(n, k)]
+    encoding.quantize(matrix, out)
+    peak = peak_memory(lambda: encoding.quantize(matrix, out))
     assert peak < 2 * ROWS * k + (16 << 10)  # what a plan counts, and Python's objects
 
 
 def peak_memory(run: Callable[[], object]) -> int:
-    """Bytes that Python allocates at most meanwhile."""
+    """Return the peak number of bytes that Python allocates during a call."""
     tracemalloc.start()
     try:
         run()
@@ -270,18 +277,18 @@ def peak_memory(run: Callable[[], object]) -> int:
 
 
 def test_mxfp4_needs_memory_for_a_few_rows():
-    """What is in panels meanwhile does not grow with the linear, and a number that is not finite is named by its row."""
-    form, values = fp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
-    out = quantized(form, Matrix(values, BF16))
-    peak = peak_memory(lambda: form.quantize(Matrix(values, BF16), out))
+    """The intermediate panels do not grow with the linear, and a value that is not finite is reported with its row."""
+    encoding, values = fp4.ROWS, np.full((4096, 256), 0x3F80, np.uint16)
+    out = quantize(encoding, Matrix(values, BF16))
+    peak = peak_memory(lambda: encoding.quantize(Matrix(values, BF16), out))
     assert peak < 2 * fp4.ROWS_AT_A_TIME * 256
     values[300, 7] = 0x7FC0
     with pytest.raises(kernels.NonFinite, match="row 300, column 7"):
-        form.quantize(Matrix(values, BF16), out)
+        encoding.quantize(Matrix(values, BF16), out)
 
 
-def stored_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
-    """Codes [n, k] and exponents [n, k/32] as safetensors or ggml store them."""
+def store_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
+    """Return codes [n, k] and exponents [n, k/32] as safetensors or ggml store them."""
     n, k = codes.shape
     if kind == "fp4":
         return Matrix(codes[:, ::2] | codes[:, 1::2] << 4, FP4_E2M1, e8m0(exponents), (1, 32))
@@ -304,42 +311,49 @@ def test_codes_and_exponents_are_kept(kind, seed, rows, columns, isa):
     exponents[7], exponents[9] = 0, 254
     limit = np.repeat(np.select([exponents < 253, exponents == 253], [7, 5], 3), 32, axis=1)
     codes = np.minimum(codes & 7, limit).astype(np.uint8) | codes & 8
-    matrix = stored_mxfp4(kind, codes, exponents).rows(*rows).columns(*columns)
+    matrix = store_mxfp4(kind, codes, exponents).rows(*rows).columns(*columns)
     expected = codes[slice(*rows), slice(*columns)], exponents[slice(*rows), columns[0] // 32 : columns[1] // 32]
     with isas.use(isa):
-        assert_same(packed("MXFP4", matrix), expected)
+        assert_same(pack("MXFP4", matrix), expected)
     assert (reference.bf16_to_f32(kernels.decode(matrix)) == fp4.dequantize(*expected)).all()
 
 
-def kept_nan(turned: bool) -> list[Bits]:
-    codes, scales = stored_fp8(256, 256, 0)
+def pack_nan(transposed: bool) -> list[Bits]:
+    """Pack kept FP8 codes with a NaN."""
+    codes, scales = draw_fp8(256, 256, 0)
     codes[130, 77] = 0xFF
-    return packed("FP8", Matrix(codes.T.copy().T if turned else codes, FP8_E4M3, scales, (128, 128)))
+    return pack("FP8", Matrix(codes.T.copy().T if transposed else codes, FP8_E4M3, scales, (128, 128)))
 
 
-def infinite(kind: str, code: int, exponent: int) -> list[Bits]:
+def pack_overflow(kind: str, code: int, exponent: int) -> list[Bits]:
+    """Pack kept MXFP4 codes of which one overflows."""
     codes, exponents = np.zeros((256, 96), np.uint8), np.full((256, 3), 120, np.uint8)
     codes[130, 77], exponents[130, 2] = code, exponent
-    return packed("MXFP4", stored_mxfp4(kind, codes, exponents))
+    return pack("MXFP4", store_mxfp4(kind, codes, exponents))
 
 
-def codes_alone(nan: int) -> None:
+def reorder_nan(nan: int) -> None:
+    """Reorder FP8 codes with a NaN."""
     values = np.zeros((256, 96), np.uint8)
     values[130, 77] = nan
     kernels.reorder_fp8(values, np.empty((8, 32 * 96), np.uint8))
 
 
 @pytest.mark.parametrize(
-    ("call", "how"),
+    ("call", "arguments"),
     [
-        *((kept_nan, (turned,)) for turned in (False, True)),
-        *((infinite, (kind, *at)) for kind in ("fp4", "ggml") for at in ((6, 253), (15, 253), (4, 254), (12, 254))),
-        *((codes_alone, (nan,)) for nan in (0x7F, 0xFF)),
+        *((pack_nan, (transposed,)) for transposed in (False, True)),
+        *(
+            (pack_overflow, (kind, *at))
+            for kind in ("fp4", "ggml")
+            for at in ((6, 253), (15, 253), (4, 254), (12, 254))
+        ),
+        *((reorder_nan, (nan,)) for nan in (0x7F, 0xFF)),
     ],
 )
-def test_kept_codes_must_be_finite(call, how):
+def test_kept_codes_must_be_finite(call, arguments):
     with pytest.raises(kernels.NonFinite) as raised:
-        call(*how)
+        call(*arguments)
     assert (raised.value.row, raised.value.column) == (130, 77)
 
 
@@ -351,7 +365,7 @@ def test_kept_codes_must_be_finite(call, how):
     rest=st.booleans(),
 )
 def test_codes_without_scales_are_put_into_panels(n, k, start, isa, rest):
-    """Also columns of a wider matrix, from any address on."""
+    """Also columns of a wider matrix, at any address."""
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)
@@ -362,9 +376,9 @@ def test_codes_without_scales_are_put_into_panels(n, k, start, isa, rest):
 
 @pytest.mark.parametrize(("group", "factor"), [(16, 1), (32, 3)])
 def test_other_scales_are_rounded(group, factor):
-    """NVFP4 has the codes, and scales that MXFP4 has not."""
+    """NVFP4 has the codes of MXFP4, but scales that MXFP4 lacks."""
     rng = np.random.default_rng(2)
     codes = rng.integers(0, 256, (64, 64), np.uint8)
     scales = (2.0 ** rng.integers(-9, -3, (64, 128 // group)) * factor).astype(np.float32)
     matrix = Matrix(codes, FP4_E2M1, scales, (1, group))
-    assert_same(packed("MXFP4", matrix), reference.quantize_mxfp4(reference.decode(matrix)))
+    assert_same(pack("MXFP4", matrix), reference.quantize_mxfp4(reference.decode(matrix)))

@@ -1,4 +1,4 @@
-"""--part R/N: processes that share the units of a conversion, without any engine."""
+"""--part R/N: processes that share the units of a conversion, without an executor."""
 
 import shutil
 import subprocess
@@ -13,7 +13,7 @@ from ktconvert.pipeline.engine.paths import locate
 from rig import conversion, killpoint
 from rig.bench import CONVERSIONS, SHARD
 
-PARTED = [name for name in CONVERSIONS if CONVERSIONS[name][0] != "merge"]
+SHAREABLE = [name for name in CONVERSIONS if CONVERSIONS[name][0] != "merge"]
 
 
 SLURM = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1-5:2
@@ -34,8 +34,8 @@ SLURM = {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3"}  # --array=1
         ("env", SLURM, ""),
     ],
 )
-def test_a_part_is_a_number_of_a_count(text, environment, expected):
-    """Given, or by the environment; "" is refused."""
+def test_shares_are_parsed(text, environment, expected):
+    """The share is given or read from the environment; invalid shares ("" here) are refused."""
     if expected:
         part = parse_share(text, environment)
         assert str(part) == expected == f"{part.number}/{part.count}"
@@ -44,34 +44,46 @@ def test_a_part_is_a_number_of_a_count(text, environment, expected):
             parse_share(text, environment)
 
 
-@pytest.mark.parametrize("which", PARTED)
-def test_three_parts_at_once_make_what_one_process_makes(bench, which):
+@pytest.mark.parametrize("name", SHAREABLE)
+def test_three_shares_make_the_same_output_as_one_process(bench, name):
     fresh = bench.base / "fresh"
-    command, *rest = CONVERSIONS[which]
+    command, *rest = CONVERSIONS[name]
     assert bench.run(command, "-i", bench.source, "-o", fresh, *rest).returncode == 0
-    line = [sys.executable, "-m", "ktconvert.pipeline.cli", command, "-i", bench.source, "-o", bench.output, *rest]
-    parts = [subprocess.Popen([*line, "--part", f"{n}/3"], stderr=subprocess.PIPE, text=True) for n in range(3)]
-    said = [part.communicate(timeout=300)[1] for part in parts]
-    assert [part.returncode for part in parts] == [0, 0, 0], said
-    assert any("`ktconvert resume " in text for text in said) and not bench.output.exists()
+    share_command = [
+        sys.executable,
+        "-m",
+        "ktconvert.pipeline.cli",
+        command,
+        "-i",
+        bench.source,
+        "-o",
+        bench.output,
+        *rest,
+    ]
+    shares = [
+        subprocess.Popen([*share_command, "--part", f"{n}/3"], stderr=subprocess.PIPE, text=True) for n in range(3)
+    ]
+    messages = [share.communicate(timeout=300)[1] for share in shares]
+    assert [share.returncode for share in shares] == [0, 0, 0], messages
+    assert any("`ktconvert resume " in text for text in messages) and not bench.output.exists()
     assert bench.run("resume", bench.output).returncode == 0
     bench.check_output(conversion.tree(fresh))
 
 
-def test_a_missing_part_is_named_and_can_be_made_later(bench):
+def test_a_missing_share_is_named_and_can_run_later(bench):
     expected = bench.convert_fresh()
     for part in ("0/3", "2/3"):
         assert bench.cpu("--part", part).returncode == 0
     for _ in range(2):
-        refused = bench.run("resume", bench.output)
-        assert refused.returncode == 7
-        assert "1 of 3 units are missing (layer-001), those of --part 1/3" in refused.stderr
+        result = bench.run("resume", bench.output)
+        assert result.returncode == 7
+        assert "1 of 3 units are missing (layer-001), those of --part 1/3" in result.stderr
     assert bench.cpu("--part", "1/3").returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
     bench.check_output(expected)
 
 
-def test_a_bit_that_flipped_in_what_a_part_made(bench):
+def test_a_flipped_bit_of_a_share_is_repaired(bench):
     expected = bench.convert_fresh()
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
@@ -82,14 +94,14 @@ def test_a_bit_that_flipped_in_what_a_part_made(bench):
     bench.check_output(expected)
 
 
-def test_a_plan_shows_what_parts_have_made(bench):
+def test_a_plan_lists_units_made_by_shares(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
-    said = bench.run("resume", bench.output, "--dry-run").stderr
-    assert "3 units, 1 to run" in said and said.count("(made, to be recorded)") == 2
+    stderr = bench.run("resume", bench.output, "--dry-run").stderr
+    assert "3 units, 1 to run" in stderr and stderr.count("(made, to be recorded)") == 2
 
 
 @pytest.mark.parametrize("how", [("resume", "--verify-inputs"), ("cpu", "--overwrite")])
-def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench, how):
+def test_units_of_an_edited_input_are_made_again(bench, how):
     for part in ("0/2", "1/2"):
         assert bench.cpu("--part", part).returncode == 0
     conversion.flip_bit(bench.source / SHARD)
@@ -100,25 +112,25 @@ def test_what_parts_made_of_an_input_that_was_edited_is_made_again(bench, how):
     assert conversion.find_differences(conversion.tree(bench.output), bench.convert_fresh(*how[1:])) == []
 
 
-def test_any_other_count_goes_on(bench):
-    """What no part has made can be made here."""
+def test_a_different_count_keeps_finished_units(bench):
+    """Units that no share has made can be made here."""
     expected = bench.convert_fresh()
     assert bench.cpu("--part", "0/3").returncode == 0
-    made = {attempt.name for attempt in attempts.read(locate(bench.output))}
+    finished = {attempt.name for attempt in attempts.read(locate(bench.output))}
     assert bench.cpu("--part", "0/2").returncode == 0
-    assert {attempt.name for attempt in attempts.read(locate(bench.output))} > made
+    assert {attempt.name for attempt in attempts.read(locate(bench.output))} > finished
     assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
     bench.check_output(expected)
 
 
-def test_parts_add_to_layers_that_were_there(bench):
+def test_shares_add_to_existing_layers(bench):
     expected = {}
-    for which in ("alone", "parts"):
+    for way in ("one process", "shares"):
         assert bench.cpu("--no-merge-safetensor", "--layers", "0").returncode == 0
         for name in ("manifest.json", "config.json", "README.md"):
             (bench.output / name).unlink()
         more = ("--no-merge-safetensor", "--resume-layer", "1")
-        if which == "alone":
+        if way == "one process":
             assert bench.cpu(*more).returncode == 0
             expected = conversion.tree(bench.output)
             shutil.rmtree(bench.output)
@@ -130,17 +142,17 @@ def test_parts_add_to_layers_that_were_there(bench):
     bench.check_output(expected)
 
 
-def test_a_chain_has_no_parts(example, tmp_path, cli):
+def test_a_chain_cannot_be_shared(example, tmp_path, cli):
     text = tmp_path / "text.txt"
     text.write_text("one two three four five six seven eight nine ten\n" * 50)
     calibration = ("--dataset", text, "--num-calibration-samples", "2", "--max-sequence-length", "16", "--force-cpu")
     where = ("-i", example, "-o", tmp_path / "out")
-    refused = cli("cpu", *where, "--scale", "gptq", *calibration, "--part", "0/2", code=2)
-    assert "give --executor instead of --part" in refused.stderr
+    result = cli("cpu", *where, "--scale", "gptq", *calibration, "--part", "0/2", code=2)
+    assert "give --executor instead of --part" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_other_options_are_refused(bench):
+def test_shares_need_equal_options(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
     other = bench.cpu("--part", "1/2", "--quant-method", "int8")
     assert other.returncode == 7 and "--quant-method was int4, is int8" in other.stderr
@@ -149,7 +161,7 @@ def test_other_options_are_refused(bench):
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
-def test_a_part_that_is_killed_anywhere_is_made_again(bench, step):
+def test_a_share_killed_at_any_call_can_be_repeated(bench, step):
     expected = bench.convert_fresh()
     assert bench.cpu("--part", "1/2").returncode == 0
     n = 0
@@ -168,7 +180,7 @@ def test_a_part_that_is_killed_anywhere_is_made_again(bench, step):
     bench.check_output(expected)
 
 
-def test_attempts_that_cannot_be_understood_are_made_again(bench):
+def test_damaged_attempts_are_made_again(bench):
     expected = bench.convert_fresh()
     assert bench.cpu("--part", "0/2").returncode == 0
     records = sorted((bench.work / "attempts").glob("*.json"))

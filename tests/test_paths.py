@@ -1,4 +1,4 @@
-"""Every option and argument that names a path: an empty one is refused, and never taken for the current directory."""
+"""All options and arguments that name a path: an empty path is refused, and not taken for the current directory."""
 
 from pathlib import Path
 
@@ -14,32 +14,33 @@ FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "
 FILL |= {"dataset": "b"}
 
 
-def command(name: str) -> click.Command:
-    found = group.get_command(click.Context(group), name)
-    assert found is not None
-    return found
+def get_command(name: str) -> click.Command:
+    """Return a command."""
+    command = group.get_command(click.Context(group), name)
+    assert command is not None
+    return command
 
 
-def words(name: str, wrong: click.Parameter, typed: str) -> list[str]:
-    """A command with all that it needs, and this for one parameter."""
-    line = [name]
-    for each in command(name).params:
-        if each.required or each.name == wrong.name:
-            value = typed if each.name == wrong.name else FILL[each.name or ""]
-            line += [value] if isinstance(each, click.Argument) else [each.opts[-1], value]
-    return line
+def make_arguments(name: str, parameter: click.Parameter, text: str) -> list[str]:
+    """Return a command with all required arguments, and this value for one parameter."""
+    arguments = [name]
+    for other in get_command(name).params:
+        if other.required or other.name == parameter.name:
+            value = text if other.name == parameter.name else FILL[other.name or ""]
+            arguments += [value] if isinstance(other, click.Argument) else [other.opts[-1], value]
+    return arguments
 
 
-EVERY = [(name, parameter) for name in COMMANDS for parameter in command(name).params]
-PATHS = [(name, each) for name, each in EVERY if isinstance(each.type, FilePath | PathOrHubId)]
-TEXTS = [(n, each) for n, each in EVERY if each.type.name == "text" and not isinstance(each.type, PathOrHubId)]
+PARAMETERS = [(name, parameter) for name in COMMANDS for parameter in get_command(name).params]
+PATHS = [(name, each) for name, each in PARAMETERS if isinstance(each.type, FilePath | PathOrHubId)]
+TEXTS = [(n, each) for n, each in PARAMETERS if each.type.name == "text" and not isinstance(each.type, PathOrHubId)]
 
 
 def test_path_options_exist_in_every_command():
     assert {name for name, _ in PATHS} == set(COMMANDS) - {"version"}
 
 
-# what is typed -> what is said of it
+# Invalid paths, and their messages.
 NO_PATHS = {
     "": "is empty; give a path",
     "~nobody-here/x": "without a home directory",
@@ -52,25 +53,25 @@ NO_PATHS = {
 def test_invalid_paths_are_refused(name, wrong, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    done = run_in_process(*words(name, wrong, typed))
+    done = run_in_process(*make_arguments(name, wrong, typed))
     assert done.exit_code == 2 and NO_PATHS[typed] in done.output.replace("\n", " "), done.output
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
 
 
 def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
-    """Any file may be called so; what is no path, is written into JSON or given to a tokenizer."""
+    """File names may have any bytes, but texts are written into JSON or given to a tokenizer."""
     monkeypatch.chdir(tmp_path)
     for name, text in TEXTS:
-        done = run_in_process(*words(name, text, "a\udcff"))
+        done = run_in_process(*make_arguments(name, text, "a\udcff"))
         assert (done.exit_code, "is not UTF-8 text" in done.output) == (2, True), (name, text, done.exception)
 
 
-NOWHERE = [("resume /", 7), ("status /", 7), ("inspect /", 5), ("verify /", 3), ("inspect .work", 5)]
-NOWHERE += [("cpu -i EXAMPLE -o /", 2), ("dequantize -i EXAMPLE -o /", 2), ("cpu -i EXAMPLE -o missing/..", 7)]
-NOWHERE += [("gpu -i EXAMPLE -o / --quant-method RTN", 2), ("verify .work", 3)]
+WITHOUT_FOLDER = [("resume /", 7), ("status /", 7), ("inspect /", 5), ("verify /", 3), ("inspect .work", 5)]
+WITHOUT_FOLDER += [("cpu -i EXAMPLE -o /", 2), ("dequantize -i EXAMPLE -o /", 2), ("cpu -i EXAMPLE -o missing/..", 7)]
+WITHOUT_FOLDER += [("gpu -i EXAMPLE -o / --quant-method RTN", 2), ("verify .work", 3)]
 
 
-@pytest.mark.parametrize(("line", "code"), NOWHERE)
+@pytest.mark.parametrize(("line", "code"), WITHOUT_FOLDER)
 def test_output_needs_a_folder_for_its_work_directory(line, code, example, tmp_path, monkeypatch):
     (tmp_path / "here" / ".work").mkdir(parents=True)
     (tmp_path / "here" / ".work" / "plan.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""Regular expressions that come from files: the same matches as `re`, a limit on size and time, and one sentence."""
+"""Regular expressions from files: the same matches as `re`, limits of size and time, and clear messages."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_patterns_match_as_re_does(text: str) -> None:
     "text",
     ["(", "*", "a{99999999999999999999}", "a{100000000}", "((a{1000}){1000}){1000}", "a{" + "9" * 5000 + "}", "(" * 2000 + ")" * 2000, "a" * 20000],
 )  # fmt: skip
-def test_what_is_no_pattern_or_too_large_is_refused_by_the_file(text: str) -> None:
+def test_invalid_and_large_patterns_are_refused(text: str) -> None:
     start = time.process_time()
     with pytest.raises(InputError, match=r"^config\.json: .*(no regular expression|too large)") as caught:
         patterns.compile(text, FILE)
@@ -49,8 +49,8 @@ def test_a_match_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         patterns.compile(r"(?:(?:.|..)*?)*[!#]", FILE).match(NAME * 4)
 
 
-def test_the_patterns_of_a_file_have_a_time_limit_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each match ends soon, but all of many names and patterns take too long."""
+def test_all_patterns_of_a_file_share_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each match is short, but matching many names and patterns takes too long."""
     monkeypatch.setattr(patterns, "SLACK", 0.01)
     monkeypatch.setattr(patterns, "PER_MATCH", 0)
     one, other = patterns.compile_all([r".*\.mlp\.gate$", r".*\.mlp\.(gate|router)$"], FILE)
