@@ -6,8 +6,8 @@ import copy
 from pathlib import Path
 from typing import Self
 
-# What to do about a file that is damaged, about one that the user may not read, about something that is missing or does
-# not fit, which may be so in the release itself.
+# Remedies: for a damaged file; for a file that the user may not read; for missing or mismatched tensors, which may be
+# an error of the release itself.
 REMEDY = "download that file again"
 PERMISSION = "change its permissions, so that you can read it"
 INCOMPLETE = "check that the download is complete, or use another release"

@@ -16,9 +16,9 @@ from typing import Any
 from ktconvert.layouts.errors import InputError
 
 LONGEST = 10_000  # characters of a pattern
-LARGEST = 100_000  # elements of a compiled pattern: `regex` repeats what a count repeats, 4 µs and 300 bytes each
+LARGEST = 100_000  # elements of a compiled pattern: `regex` unrolls repeat counts, at 4 µs and 300 bytes per element
 ONE_MATCH = 1.0  # seconds
-PER_MATCH, SLACK = 100e-6, 3.0  # seconds that all patterns of a file may take together: for each match, and besides
+PER_MATCH, SLACK = 100e-6, 3.0  # seconds for all patterns of a file together: per match, and in addition
 
 # Patterns as in most lists: literals, numbers between dots, and up to three ".*". A match of a short name takes at most
 # length^3 steps, so it needs no time limit, which costs up to 10 times as much as the match.
@@ -93,7 +93,7 @@ def _compile(text: str, path: Path | str) -> Any:
         return regex.compile(text, regex.VERSION0, cache_pattern=False)
     except Exception as error:  # regex.error, RecursionError, ValueError ...: parsing strange text
         reason = error if isinstance(error, regex.error) else type(error).__name__
-        what = f"{_short(text)} is no regular expression ({reason})"
+        what = f"{_short(text)} is not a regular expression ({reason})"
         raise InputError(what, "correct it", path=path) from None
 
 

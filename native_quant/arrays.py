@@ -10,7 +10,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 Bool = npt.NDArray[np.bool_]
 U8 = npt.NDArray[np.uint8]
-Bytes = U8  # of stored tensors
+Bytes = U8  # bytes of stored tensors
 I8 = npt.NDArray[np.int8]
 U16 = npt.NDArray[np.uint16]
 I32 = npt.NDArray[np.int32]

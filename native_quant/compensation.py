@@ -19,7 +19,7 @@ from ktconvert.native_quant.kernels import FLOAT32, INT8, PANEL_ROWS, pointer_to
 from ktconvert.native_quant.machine import unbind_thread
 
 MAX_COLUMNS: int = lib.KTQ_GPTQ_COLUMNS
-_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}  # types to which values are rounded
+_RESULTS: dict[str, int] = {"bf16": lib.KTQ_BF16, "f32": lib.KTQ_F32}  # types of rounded values
 
 
 class CodeRange(NamedTuple):
@@ -113,7 +113,7 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
     """
     _require_codes(code_range, threads)
     if codes.ndim != 2 or not codes.size or scale.ndim != 2 or not scale.shape[1] or codes.shape[1] % scale.shape[1]:
-        raise ValueError(f"codes {codes.shape} do not fall into groups of scales {scale.shape}")
+        raise ValueError(f"codes {codes.shape} do not divide into groups with scales {scale.shape}")
     n, k = codes.shape
     metric = pointer_to("hessian", hessian, FLOAT32, (k, k), writable=False)
     diagonal = ffi.from_buffer("float[]", np.ascontiguousarray(np.diagonal(hessian)))
@@ -138,7 +138,7 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
 def _require_codes(code_range: CodeRange, threads: int) -> None:
     least, most, precision = code_range
     if not -128 <= least <= 0 <= most <= 127:
-        raise ValueError(f"code_range must hold 0 and lie in -128 to 127, not {least} to {most}")
+        raise ValueError(f"code_range must contain 0 and be within -128 to 127, not {least} to {most}")
     if not 0 <= precision <= 7:
         raise ValueError(f"precision must be 0 to 7, not {precision}")
     if threads < 1:

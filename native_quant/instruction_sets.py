@@ -22,7 +22,7 @@ KERNELS: tuple[tuple[str, str], ...] = tuple(
     for row in takewhile(lambda row: lib.ktq_kernel_isa(row) >= 0, count())
 )
 
-COMPILER: str = _text(lib.ktq_compiler())  # that built the extension
+COMPILER: str = _text(lib.ktq_compiler())  # compiler of the extension
 
 _environment_read = False
 _environment_lock = threading.Lock()
@@ -52,7 +52,7 @@ def _set_isa(name: str | None, where: str) -> None:
     if name is not None and name not in ISAS:
         raise ValueError(f"{where}'{name}' is not a known instruction set: {choice}")
     if lib.ktq_set_isa(-1 if name is None else ISAS.index(name)) != lib.KTQ_OK:
-        raise ValueError(f"{where}this machine does not offer '{name}': {choice}")
+        raise ValueError(f"{where}this machine does not support '{name}': {choice}")
 
 
 # kt-kernel's names of our instruction sets, in KT_KERNEL_CPU_VARIANT and __cpu_variant__. Like kt-kernel, we ignore
@@ -83,7 +83,7 @@ def read_environment() -> None:
                 _set_isa(variant, "KT_KERNEL_CPU_VARIANT: ")
             _environment_read = True
             if os.environ.get("KTCONVERT_DEBUG") == "1":
-                source = "KTCONVERT_ISA" if name else "KT_KERNEL_CPU_VARIANT" if variant else "the best there is"
+                source = "KTCONVERT_ISA" if name else "KT_KERNEL_CPU_VARIANT" if variant else "the best available"
                 used, offered = ISAS[lib.ktq_isa()], ", ".join(available_isas())
                 print(f"ktconvert: computes with {used} ({source}) of {offered}", file=sys.stderr)
 

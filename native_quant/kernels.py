@@ -161,7 +161,7 @@ def pack_codes(bits: int, codes: I8, weight: U8) -> None:
     (n, k), (row_stride, column_stride) = codes.shape, codes.strides
     _check_size(bits, n, k)
     if column_stride != 1 or row_stride < 0:
-        raise ValueError(f"each row of codes must be contiguous, and none before another, not strides {codes.strides}")
+        raise ValueError(f"each row of codes must be contiguous, in ascending order, not strides {codes.strides}")
     packed = pointer_to("weight", weight, UINT8, (n * k * bits // 8,))
     if np.may_share_memory(codes, weight):
         raise ValueError("codes and weight must not share memory")

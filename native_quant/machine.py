@@ -25,8 +25,7 @@ UNLIMITED = 1 << 60
 
 # ---- CPUs -----------------------------------------------------------------------------------------------------------
 
-# The CPUs of the first thread when ktconvert is imported: those that the process was started with (taskset, numactl, a
-# cpuset).
+# The CPUs of the first thread when ktconvert is imported, as set for the process by taskset, numactl or a cpuset.
 _CPUS_AT_IMPORT = frozenset(os.sched_getaffinity(os.getpid()))
 # If one of these is set, GNU OpenMP (which torch uses) binds the thread that loads it to its first place.
 _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
@@ -263,13 +262,13 @@ def process_alive(pid: int, start: int = 0, root: Path = ROOT) -> bool:
 
     start: its `process_start`, or 0 if unknown. A process with a different start time only reuses its number.
     """
-    if not 0 < pid < 1 << 31:  # no process has such a number; a damaged file may
+    if not 0 < pid < 1 << 31:  # not a valid process number; it may come from a damaged file
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # a process of a different user
         pass
     state = _process_state(pid, root)
     return not state or (state[0] not in "ZX" and start in (0, process_start(pid, root)))

@@ -13,7 +13,7 @@ from ktconvert.native_quant.arrays import F32 as Floats
 from ktconvert.native_quant.arrays import I32, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error, read_environment
 
-DECODED_COLUMNS = 1 << 20  # columns that a decoder in Python decodes at a time: 4 MiB of float32
+DECODED_COLUMNS = 1 << 20  # columns per step of a decoder in Python: 4 MiB of float32
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ktconvert.native_quant.instruction_sets import raise_error
 MODES = ("default", "preferred", "bind", "interleave", "local", "preferred-many", "weighted-interleave")
 PLACEMENT_DENIED = (
     "This process may not choose the NUMA nodes of its memory (mbind: {reason}; containers forbid it by default): "
-    "weights lie where they fall, and some are read from another node, which is slower. Allow it with "
+    "some weights will be on the wrong node, and slower to read. Allow it with "
     "docker run --cap-add SYS_NICE, or with the capability SYS_NICE in Kubernetes."
 )
 
@@ -34,7 +34,7 @@ def read_policy() -> Policy:
     """Return the memory policy of the calling thread, "default" if none is set. Raises OSError if denied."""
     mode, words = ffi.new("int *"), ffi.new("uint64_t[]", lib.KTQ_NODE_WORDS)
     _raise_system_error(lib.ktq_memory_policy(mode, words))
-    number = mode[0] & 0xFF  # higher bits are flags of how nodes are counted
+    number = mode[0] & 0xFF  # higher bits are flags
     nodes = frozenset(node for node in range(64 * len(words)) if words[node // 64] >> node % 64 & 1)
     return Policy(MODES[number] if number < len(MODES) else f"number {number}", nodes)
 

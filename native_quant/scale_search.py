@@ -74,7 +74,7 @@ def _search(kernel: Callable[..., int], grid: int, multiple: int, bf16: U16, imp
             vectors = ffi.from_buffer("float[]", np.empty(lib.KTQ_VECTOR_FLOATS * k, np.float32))
         diagonal = np.ascontiguousarray(np.diagonal(importance) if importance.ndim == 2 else importance)
         if not (diagonal >= 0).all() or not np.isfinite(importance).all():
-            raise ValueError("importance must be finite, and nowhere negative")
+            raise ValueError("importance must be finite and not negative")
         weights = ffi.from_buffer("float[]", diagonal)
     codes, rows = np.empty((n, k), np.int8), ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
     inputs = n, k, rows, row_stride, weights, moments, moments_stride

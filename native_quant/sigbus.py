@@ -12,7 +12,7 @@ def guard_sigbus(message: str, exit_code: int = 5) -> None:
     """Let an unreadable page of a registered file end the process with a message of at most 500 bytes; %s: the file."""
     text = message if message.endswith("\n") else message + "\n"
     if text.count("%s") != 1:
-        raise ValueError("the message must hold %s once, for the name of the file")
+        raise ValueError("the message must contain %s once, for the name of the file")
     raise_error(lib.ktq_guard_sigbus(text.encode(), exit_code))
 
 

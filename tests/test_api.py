@@ -30,11 +30,11 @@ def test_every_name_is_documented() -> None:
 
 
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="there is no command 'convert': choose one of cpu, "):
+    with pytest.raises(ValueError, match="unknown command 'convert'; choose one of cpu, "):
         ktconvert.plan("convert")
     with pytest.raises(ValueError, match="there is no option ouput"):
         ktconvert.plan("cpu", input="model", ouput="out")
-    with pytest.raises(ValueError, match="there is no method 'int3': choose one of "):
+    with pytest.raises(ValueError, match="unknown method 'int3'; choose one of "):
         ktconvert.verify(tmp_path, quant_method="int3")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ktconvert.nothing  # noqa: B018

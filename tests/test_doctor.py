@@ -91,7 +91,7 @@ def test_measuring_keeps_the_file_size_limit(tmp_path: Path, limit: int) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, **limited)
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("False\n")  # nothing heavy is imported
     assert f"file_size_limit={limit}" in done.stdout
-    assert ("there is no room for a measurement" in done.stdout) == (limit < 4 << 20)
+    assert ("not enough space for a measurement" in done.stdout) == (limit < 4 << 20)
     assert list(tmp_path.iterdir()) == []
     disk = measure_disk(tmp_path / "absent")
     assert disk.write_speed is None and disk.problem == "No such file or directory" and disk.free > 0

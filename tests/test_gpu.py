@@ -249,9 +249,9 @@ def test_zero_experts_are_reported_and_infinite_values_refused(
     [
         ((192, 128), (), 3, "hidden size 192"),
         ((128, 96), (), 3, "expert width 96"),
-        ((128, 768), ("--tp-size", "4"), 3, "768 cannot be cut into 4 tensor-parallel ranks"),
-        ((128, 128), ("--ignore-patterns", "lm_head", "re:.*experts.*"), 2, "would leave out the routed expert"),
-        ((128, 128), ("--ignore_patterns", "re:("), 2, "is no regular expression"),
+        ((128, 768), ("--tp-size", "4"), 3, "768 cannot be split into 4 tensor-parallel ranks"),
+        ((128, 128), ("--ignore-patterns", "lm_head", "re:.*experts.*"), 2, "would exclude the routed expert"),
+        ((128, 128), ("--ignore_patterns", "re:("), 2, "is not a regular expression"),
         ((128, 128), ("--torch-dtype", "float16"), 3, "BF16"),
         ((128, 128), (), 5, "config.json"),  # no loader can read the output without it
     ],
@@ -313,7 +313,7 @@ def test_verify_detects_damaged_tensors(change: Change, messages: tuple[str, ...
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("ignore",), ["lm_head"], "not named in the ignore list"),
+        (("ignore",), ["lm_head"], "missing from the ignore list"),
         (("config_groups", "group_0", "weights", "actorder"), "static", "config_groups"),
         (("config_groups", "group_0", "targets"), ["re:.*experts.*"], "config_groups"),
     ],

@@ -120,7 +120,10 @@ def test_buffers_contain_the_weights_of_the_runtime(tmp_path: Path) -> None:
         ((1, 2), "expert_id is 2, and layer 0 has experts 0 to 1"),
         ((1, -1), "expert_id is -1"),
         ((0, 0), "gpu_tp_count is 0"),
-        ((3, 0), r"gpu_tp_count is 3, but the intermediate size, 256, must be a multiple of it times 128 for FP8"),
+        (
+            (3, 0),
+            r"gpu_tp_count is 3, but the intermediate size, 256, must be a multiple of gpu_tp_count times 128 for FP8",
+        ),
         ((4, 0), "gpu_tp_count is 4"),
     ],
 )

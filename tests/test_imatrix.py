@@ -215,8 +215,8 @@ def test_additional_layers_are_refused_unless_optional(tmp_path):
 BAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("NaN", lambda t: t["blk.3.ffn_up_exps.weight.in_sum2"].__setitem__((2, 1), np.nan), "expert 2, column 1"),
     ("negative", lambda t: t["blk.3.ffn_up_exps.weight.in_sum2"].__setitem__((0, 7), -1), "-1.0 as a sum"),
-    ("half a token", lambda t: t["blk.4.ffn_up_exps.weight.counts"].__setitem__(0, 0.5), "no numbers of tokens"),
-    ("infinite", lambda t: t["blk.4.ffn_up_exps.weight.counts"].__setitem__(0, np.inf), "no numbers of tokens"),
+    ("half a token", lambda t: t["blk.4.ffn_up_exps.weight.counts"].__setitem__(0, 0.5), "not numbers of tokens"),
+    ("infinite", lambda t: t["blk.4.ffn_up_exps.weight.counts"].__setitem__(0, np.inf), "not numbers of tokens"),
     ("no counts", lambda t: t.pop("blk.4.ffn_up_exps.weight.counts"), "not both in_sum2 and counts"),
     ("no sums", lambda t: t.pop("blk.4.ffn_up_exps.weight.in_sum2"), "not both in_sum2 and counts"),
     ("no up", lambda t: [t.pop(f"blk.4.ffn_up_exps.weight.{x}") for x in ("in_sum2", "counts")], "layer 4, up"),

@@ -138,11 +138,11 @@ BYTES = ("I8", np.zeros(8, np.int8))
 # Names of tensors, loose files and split files that imply more layers, experts or files than fit into memory.
 HUGE = {
     "blk.0.ffn_up_exps.65535.numa.1023.weight": "imply 67108864 slices of experts; most of them are missing, or a name",
-    "blk.0.ffn_up_exps.0.numa.99999999999.weight": "no model has a layer, an expert or a NUMA slice of this number",
-    "blk.0.ffn_up_exps.99999999999.numa.0.weight": "no model has a layer, an expert or a NUMA slice of this number",
-    "blk.99999999999.ffn_up_exps.0.numa.0.weight": "no model has a layer, an expert or a NUMA slice of this number",
+    "blk.0.ffn_up_exps.0.numa.99999999999.weight": "no model has a layer, expert or NUMA slice with this number",
+    "blk.0.ffn_up_exps.99999999999.numa.0.weight": "no model has a layer, expert or NUMA slice with this number",
+    "blk.99999999999.ffn_up_exps.0.numa.0.weight": "no model has a layer, expert or NUMA slice with this number",
     "_layer_0/_numa_1023/INT4_down_65535_8Byte_quant_.kt": "imply 67108864 slices of experts",
-    "_layer_99999999999/_numa_99999999999/INT4_down_0_8Byte_quant_.kt": "no model has a layer, an expert or",
+    "_layer_99999999999/_numa_99999999999/INT4_down_0_8Byte_quant_.kt": "no model has a layer, expert or",
     "model.layers.999999998.mlp.experts.0.gate_proj.weight": "is of layer 999999998, and no model has more than 10000",
     "m-{:05d}-of-99999.gguf": "m-00100-of-99999.gguf: missing, one of 99999 files",
 }

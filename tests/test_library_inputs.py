@@ -196,7 +196,7 @@ def test_autoround_weights_may_have_different_bits(tmp_path: Path) -> None:
     ("name", "packing", "more", "message"),
     [
         ("gptq 4", "auto_round:llm_compressor", {}, r"qweight': packed or integer \(I32\) is not an input yet"),
-        ("gptq 4 v1", "auto_round:exllamav2", {}, "no config says whether it holds zero points less one"),
+        ("gptq 4 v1", "auto_round:exllamav2", {}, "no config states whether its zero points are stored minus one"),
         ("ct MXFP4", "auto_round:llm_compressor", {"data_type": "mx_int"}, r"are integers \(MXINT4\), which are not"),
     ],
 )

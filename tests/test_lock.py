@@ -386,7 +386,7 @@ def test_a_lock_of_another_host_needs_force_unlock(tmp_path, preloads):
 def test_force_unlock_cannot_remove_file_system_locks(tmp_path):
     first = Process(tmp_path / "out", KTCONVERT_HOST="a")
     name = f"process {first.process.pid} on host a is converting into it"
-    with pytest.raises(OutputError, match=f"{name}.*--force-unlock cannot take it away"):
+    with pytest.raises(OutputError, match=f"{name}.*--force-unlock cannot remove it"):
         unlock(tmp_path / "out.work", tmp_path / "out")
     first.end()
 
@@ -423,7 +423,7 @@ def test_links_in_a_work_directory_are_refused(tmp_path, name):
     (root / name).unlink(missing_ok=True)
     folders = name in ("partial", "attempts", "store", "out")
     (root / name).symlink_to(victim if folders else victim / "a")
-    with pytest.raises(OutputError, match=rf"out\.work/{name}: is a link where ktconvert expects its own"):
+    with pytest.raises(OutputError, match=rf"out\.work/{name}: is a link, not ktconvert's own"):
         acquire(root, output)
     assert (victim / "a").read_text() == "precious"
 
@@ -431,7 +431,7 @@ def test_links_in_a_work_directory_are_refused(tmp_path, name):
 def test_a_link_is_no_work_directory(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "out.work").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(OutputError, match=r"out\.work: is a link, and ktconvert works in a folder of its own"):
+    with pytest.raises(OutputError, match=r"out\.work: is a link, but ktconvert needs its own folder"):
         acquire(tmp_path / "out.work", tmp_path / "out")
     assert not [*(tmp_path / "elsewhere").iterdir()]
 

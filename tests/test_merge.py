@@ -167,7 +167,7 @@ def test_folders_that_kt_kernel_does_not_read_are_refused(odd, tmp_path, cli, lo
     origin = copy / "_layer_1" / "_numa_0" if "numa" in odd else copy / "_layer_1"
     shutil.copytree(origin, copy / odd)
     done = cli("merge", "-i", copy, "-o", tmp_path / "out", code=5)
-    assert f"{odd}: not a name that kt-kernel reads" in done.stderr
+    assert f"{odd}: kt-kernel does not read this name" in done.stderr
     assert Path(odd).name in cli("verify", copy, code=6).stdout
 
 

@@ -212,8 +212,8 @@ def is_refused(arguments: tuple[object, ...], model: Path) -> bool:
 WRONG_VALUES: list[tuple[str, str, Any, str]] = [
     # file, key, value, the message
     ("config.json", "hidden_size", "x", "transformers cannot load it: Validation error for field 'hidden_size': "),
-    ("config.json", "num_experts_per_tok", 0, "num_experts_per_tok is 0, and a layer has 8 experts; "),
-    ("config.json", "num_experts_per_tok", 99, "num_experts_per_tok is 99, and a layer has 8 experts; "),
+    ("config.json", "num_experts_per_tok", 0, "num_experts_per_tok is 0, but a layer has 8 experts; "),
+    ("config.json", "num_experts_per_tok", 99, "num_experts_per_tok is 99, but a layer has 8 experts; "),
     ("config.json", "num_hidden_layers", 10**9, "num_hidden_layers is 1000000000, which is more than"),
     ("config.json", "head_dim", 10**9, "head_dim is 1000000000, which is more than the stored tensors have; "),
     ("config.json", "head_dim", 0, "transformers cannot build the model that it describes: "),

@@ -240,14 +240,14 @@ def test_invalid_scales_are_counted(output, example, tmp_path):
 def test_refusals_come_before_any_work(output, statistics, tmp_path):
     page, old = tmp_path / "r.html", f"an older page, {publish.MARK}"
     page.write_text("my own page")
-    assert f"{page}: lies there already" in refused(OutputError, output, "--report", page)
+    assert f"{page}: exists, and ktconvert did not write it" in refused(OutputError, output, "--report", page)
     assert "--text is the same file" in refused(UsageError, output, "--text", page, "--report", page)
     assert page.read_text() == "my own page"
     page.write_text(old)
     (tmp_path / "folder.html").mkdir()
     assert "ends in .html" in refused(UsageError, output, "--report", tmp_path / "r.txt")
     assert "no directory" in refused(UsageError, output, "--report", tmp_path / "none" / "r.html")
-    assert "no file can be written" in refused(UsageError, output, "--report", tmp_path / "folder.html")
+    assert "not writable" in refused(UsageError, output, "--report", tmp_path / "folder.html")
     assert "--statistics without --report" in refused(UsageError, output, "--statistics", statistics)
     with_page = (output, "--report", page, "--statistics")
     assert "counts.safetensors" in refused(InputError, *with_page, tmp_path / "none")

@@ -91,7 +91,7 @@ def test_tiny_temperature_and_too_many_threads_are_clamped(example):
     options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
     done = call(example, "--prompt", "import os", *options)
     assert done.exit_code == 0, done.exception
-    assert "note: --threads 4000000000000000000 is lowered to " in done.stderr
+    assert "note: --threads 4000000000000000000 is capped at " in done.stderr
 
 
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])

@@ -286,7 +286,7 @@ MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
     ("rows", {hot_experts.MASK_NAME: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
     ("columns", {hot_experts.MASK_NAME: ones(2, 9)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
     ("key", {"mask": ones(2, 8)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
-    ("bytes", lambda whole: whole[:-1] + b"\x02", "holds bytes that are neither 0 nor 1"),
+    ("bytes", lambda whole: whole[:-1] + b"\x02", "contains bytes other than 0 and 1"),
 ]
 
 
@@ -326,7 +326,7 @@ def test_options_that_do_not_go_together(spoken_by, options, kind, why):
 
 
 def test_options_of_the_config(spoken_by):
-    with pytest.raises(UsageError, match="choose experts of it with gpu_experts_mask or num_gpu_experts"):
+    with pytest.raises(UsageError, match="select experts with gpu_experts_mask or num_gpu_experts"):
         KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts=spoken_by["w4"])
     with pytest.raises(UsageError, match="-1 experts cannot be hot"):
         KTConvertConfig(cpu_weights=spoken_by["int8"], num_gpu_experts=-1)
@@ -346,14 +346,16 @@ def test_checkpoints_of_another_kind(case, tmp_path, spoken_by):
     floats = config | {"format": "float-quantized"}
     model = copied(case, tmp_path / "model")
     stored.configure(model, quantization_config=floats)
-    with pytest.raises(UnsupportedError, match=r"is quantized itself \(compressed-tensors\)"):
+    with pytest.raises(UnsupportedError, match=r"is quantized \(compressed-tensors\)"):
         transformers.AutoModelForCausalLM.from_pretrained(model, quantization_config=KTConvertConfig(case.cold))
     stored.configure(model, quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedError, match="is not an input yet"):
         HotWeights(model)
     config["config_groups"]["group_0"]["weights"]["symmetric"] = False
     stored.configure(model, quantization_config=config)
-    with pytest.raises(InputError, match=r"weight_packed' has zero points by its config, but .*zero_point is missing"):
+    with pytest.raises(
+        InputError, match=r"weight_packed' has zero points according to its config, but .*zero_point is missing"
+    ):
         HotWeights(model)
 
 
@@ -382,7 +384,9 @@ def test_packed_weights_beside_the_experts(case, tmp_path, example):
     for path in model.glob("*.safetensors"):
         path.chmod(0o644)
         edit_file(path, pack)
-    sentence = rf"{re.escape(str(model))}: is quantized beyond its routed experts \({re.escape(name)}_packed\)"
+    sentence = (
+        rf"{re.escape(str(model))}: has quantized weights besides its routed experts \({re.escape(name)}_packed\)"
+    )
     error = call(model, "--cpu-weights", case.cold, "--prompt", "x").exception
     assert isinstance(error, InputError | UnsupportedError) and name in str(error)  # the index still has its name
     with pytest.raises(UnsupportedError, match=sentence):
@@ -398,7 +402,7 @@ def test_experts_that_torch_computes_take_no_adapter(case):
     )
     assert "experts" not in str(attention.peft_config["default"].target_modules)
     with pytest.raises(
-        UnsupportedError, match="experts that torch computes take no adapter; load the model without gpu"
+        UnsupportedError, match="experts on the GPU do not support adapters; load the model without gpu"
     ):
         peft.get_peft_model(
             load(case.packed, case.cold, gpu_experts_mask=mask), peft.LoraConfig(target_modules=["experts"])

@@ -89,7 +89,7 @@ WRONG = [
     ({"num_experts": 16}, "num_experts 8 by its byte counts, not 16"),
     ({"hidden": 512}, "hidden_size 256 by its byte counts, not 512"),
     ({"intermediate": 128}, "moe_intermediate_size 256 by its byte counts, not 128"),
-    ({"layer": 7}, "holds no layer 7; it has layers 0-1"),
+    ({"layer": 7}, "has no layer 7, but layers 0-1"),
 ]
 
 
@@ -137,7 +137,7 @@ HARMS: list[tuple[Callable[[Path], object], str, str]] = [
     ),
     (leave_a_gap, "merged", r"layer 0 cannot be read \(model-00001"),
     (shorten_a_file_and_its_name, "loose", "expert 2, down_proj, NUMA slice 0, weight: holds 32704 bytes, not 32768"),
-    (lambda out: shorten(min((out / "_layer_0" / "_numa_1").iterdir())), "loose", "bytes where its name says"),
+    (lambda out: shorten(min((out / "_layer_0" / "_numa_1").iterdir())), "loose", "bytes, but its name states"),
 ]
 
 

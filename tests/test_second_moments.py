@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "NaN": (one("gate_up", at(7)(np.nan)), "not finite"),
     "infinite": (one("down", at(0, 7)(np.inf)), "not finite"),
     "negative weight": (one("down", at(0, 0)(-1.0)), "-1.0 as the sum of squares of column 0"),
-    "no sum of x xT": (one("gate_up", at(1)(1e30)), "exceeds the bound of its diagonal"),
+    "not a sum of x xT": (one("gate_up", at(1)(1e30)), "exceeds the bound of its diagonal"),
     "negative count": (one("counts", at(0)(-1)), "negative numbers"),
     "another layer's": (swapped, "of layer 0, not of layer 1"),
     "another shape": (other_shape, "needs F32 of shape"),

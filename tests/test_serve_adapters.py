@@ -219,7 +219,9 @@ def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):
     assert NamedPath().convert(f"{folder}/", None, None) == ("lr=2e-4", folder)
 
 
-CHANGES = "changes the model's own weights, with which others are answered; save it as plain LoRA"
+CHANGES = (
+    "changes the model's own weights, which requests without this adapter use, too; save the adapter as plain LoRA"
+)
 
 
 @pytest.mark.filterwarnings("ignore:Unexpected keyword")  # IA3 gets arguments of LoRA
@@ -229,8 +231,8 @@ CHANGES = "changes the model's own weights, with which others are answered; save
         ({"target_modules": ["q_proj"], "bias": "all"}, {}, f"its bias {CHANGES}"),
         ({"target_modules": ["q_proj"]}, {"init_lora_weights": "pissa"}, f"its init_lora_weights {CHANGES}"),
         ({"target_modules": ["q_proj"]}, {"layer_replication": [[0, 2], [1, 2]]}, "which ktconvert does not compute"),
-        ({"target_modules": ["q_proj"]}, {"peft_type": "IA3"}, "it is no LoRA"),
-        ({"target_modules": ["experts"]}, {"r": 8}, "adapter_config.json says that their rank is 8"),
+        ({"target_modules": ["q_proj"]}, {"peft_type": "IA3"}, "not a LoRA adapter"),
+        ({"target_modules": ["experts"]}, {"r": 8}, "their rank in adapter_config.json is 8"),
         ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "v_proj"]}, adapter_loading.LACKS_TENSORS),
         ({"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj"]}, "which its settings do not name"),
     ],
@@ -248,5 +250,5 @@ def test_load_rejects_prompt_tuning(example, int8, tmp_path):
     """PEFT puts trained prompts before the input, not into the model."""
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     peft.get_peft_model(loading.load(chosen(example, int8))[0], tuning).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"adapter_config.json: it is no LoRA"):
+    with pytest.raises(UnsupportedError, match=r"adapter_config.json: not a LoRA adapter"):
         loading.load(chosen(example, int8, adapter=tmp_path))

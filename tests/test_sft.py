@@ -259,7 +259,9 @@ def test_unsupported_methods_and_settings_are_rejected() -> None:
         if method in SFT_WEIGHTS:
             assert wrapper(method).method == method
         else:
-            with pytest.raises(NotImplementedError, match=f"'{method}' is a name that kt-kernel lists and cannot"):
+            with pytest.raises(
+                NotImplementedError, match=f"'{method}' is a name in kt-kernel's list that kt-kernel cannot"
+            ):
                 wrapper(method)
     with pytest.raises(NotImplementedError, match="full_weight_grad"):
         wrapper("AMXBF16_SFT", full_weight_grad=True)

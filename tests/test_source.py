@@ -302,7 +302,7 @@ SETS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "a later save, and shards gone": (
         lambda root: (save(root / SINGLE, "a"), shard(root, 1).unlink(), shard(root, 2).unlink()),
         [SINGLE],
-        f"model.safetensors is read, as in transformers; {INDEX} is left aside",
+        f"model.safetensors is read, as in transformers; {INDEX} is ignored",
     ),
     "an index that names it": (
         lambda root: (save(root / SINGLE, "d"), edit_index(root, d=SINGLE)),
@@ -312,14 +312,14 @@ SETS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
     "a damaged index": (
         lambda root: (save(root / SINGLE, "a"), (root / INDEX).write_text("{")),
         [SINGLE],
-        f"model.safetensors is read, as in transformers; {FIRST} (and 2 more) is left aside",
+        f"model.safetensors is read, as in transformers; {FIRST} (and 2 more) is ignored",
     ),
     "another precision": (lambda root: save(root / "model.fp16.safetensors", "a"), [FIRST, SECOND], f"{FIRST} (and 1 "),
     "a name that is no file here": (lambda root: name_weights(root, "none; these are experts"), [FIRST, SECOND], ""),
     "named by config.json": (
         lambda root: (save(root / SINGLE, "a"), name_weights(root, SECOND)),
         [SECOND],
-        f"{SECOND} is read, as in transformers; {FIRST} (and 2 more) is left aside",
+        f"{SECOND} is read, as in transformers; {FIRST} (and 2 more) is ignored",
     ),
 }
 
@@ -401,7 +401,7 @@ LIES: dict[str, list[bytes]] = {
         encode({"a": tensor([1], 1, 2)}, b"xy"),
     ],
     "cut short": [encode({"a": tensor([4], 0, 4)}, b"xyz")],
-    "longer than its header says": [encode({"a": tensor([2], 0, 2)}, b"xyz"), encode({}, b"x")],
+    "longer than its header states": [encode({"a": tensor([2], 0, 2)}, b"xyz"), encode({}, b"x")],
     "__metadata__": [encode({"__metadata__": about}) for about in ({"a": 1}, [])],
 }
 

@@ -99,7 +99,7 @@ def test_unsupported_settings_are_rejected(toy, layers):
 def test_weights_without_a_row_are_rejected(layers):
     with pytest.raises(UnsupportedError, match="a scale for each 256 x 256, which no method of this runtime computes"):
         Experts.load(layers[2], 0)
-    with pytest.raises(ValueError, match="Unknown method 'FP8_PERTENSOR'"):
+    with pytest.raises(ValueError, match="unknown method 'FP8_PERTENSOR'"):
         KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(layers[2]), 512, method=TOY.name)
 
 

@@ -87,7 +87,7 @@ def test_a_newer_version_causes_a_warning(cli, tmp_path):
     nowhere = tmp_path / "nowhere"
     done = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
     warning, error = done.stderr.splitlines()
-    assert warning.startswith(f"warning: transformers 10.0 is newer than what ktconvert was tested with, {TESTED}; if ")
+    assert warning.startswith(f"warning: transformers 10.0 is newer than the tested versions, {TESTED}; if ")
     assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id"
 
 

@@ -177,10 +177,10 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a loose file cut off": ("int8-loose", lambda o: _cut(weight_file(o)), "where its name says"),
     "a shard cut off": ("int8-merged", lambda o: rewrite(o / FIRST, (o / FIRST).read_bytes()[:400_000]), FIRST),
     "a shard cut off in its header": ("int8-merged", lambda o: rewrite(o / FIRST, b"short"), FIRST),
-    "another name": ("int4-merged", lambda o: ((o / INDEX).unlink(), edit_header(o / FIRST, lambda h: h.update({OTHER_NAME: h.pop(MISNAMED)}))), "not a name that kt-kernel reads"),
+    "another name": ("int4-merged", lambda o: ((o / INDEX).unlink(), edit_header(o / FIRST, lambda h: h.update({OTHER_NAME: h.pop(MISNAMED)}))), "kt-kernel does not read this name"),
     "no shard": ("int4-merged", lambda o: (o / FIRST).unlink(), f"{INDEX} names {FIRST}, which is missing"),
     "no loose file": ("int4-loose", lambda o: weight_file(o, "INT4_gate_7_*_scale_.kt").unlink(), "layer 1, expert 7, gate_proj, NUMA slice 1, scale"),
-    "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 holds no .kt files"),
+    "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 contains no .kt files"),
     "no tensor": ("int4-merged", _lose_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA slice 1, scale)"),
     # kt-kernel's merge script writes F32 if "scale" is in its path
     "another dtype": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="F32", shape=[128 * 256 // 8]), f"{MISNAMED} in {FIRST} is F32"),
@@ -525,7 +525,7 @@ def test_worker_with_different_files_is_refused(source, workers, tmp_path, cli):
     (mine / "model-00001-of-00003.safetensors").unlink()
     order = replace(order, version=item_checks.tool_version())
     check = lambda _: None  # noqa: E731  # not a function of a module: it cannot travel
-    with pytest.raises(KtconvertError, match="the executor has lost it"):
+    with pytest.raises(KtconvertError, match="lost by the executor"):
         list(item_checks.check_on_workers(workers, check, "hashes", [1], [1]))
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert isinstance(failure, InputError)

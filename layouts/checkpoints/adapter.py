@@ -36,7 +36,7 @@ DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 # --- settings -------------------------------------------------------------------------------------
 
 RUN, SERVE, MERGE = "run", "serve", "merge-adapter"  # RUN: `eval` as well
-# What init_lora_weights may be everywhere. Other values change the model's own weights.
+# Values of init_lora_weights that leave the model's own weights as they are.
 KEEPING_BASE = (True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -46,7 +46,7 @@ class Setting(NamedTuple):
     default: Any
     kind: Any
     uses: Collection[str]
-    plain: Collection[Any] = ()  # values that everything computes, beside the default
+    plain: Collection[Any] = ()  # values besides the default that all commands compute
 
     def is_plain(self, value: Any) -> bool:
         """Return whether a value is equivalent to the default, or supported by every use."""
@@ -66,7 +66,7 @@ ALL, UNFOLDED, ALONE, NONE = (RUN, SERVE, MERGE), (RUN, SERVE), (RUN,), ()
 
 # Every field of LoraConfig of the newest PEFT that is supported; tests compare them with those of the installed one.
 SETTINGS: Mapping[str, Setting | Harmless] = {
-    # what is added to which modules
+    # the matrices, and the modules that get them
     "r": Setting(8, Rank, ALL),
     "lora_alpha": Setting(8, Finite, ALL),
     "use_rslora": Setting(False, bool, ALL),
@@ -77,14 +77,14 @@ SETTINGS: Mapping[str, Setting | Harmless] = {
     "exclude_modules": Setting(None, Names, ALL),
     "layers_to_transform": Setting(None, list[int] | int | None, ALL),
     "layers_pattern": Setting(None, Names, ALL),
-    # what is computed beside B A x
+    # terms in addition to B A x
     "use_dora": Setting(False, bool, UNFOLDED),
     "lora_bias": Setting(False, bool, UNFOLDED),
     "modules_to_save": Setting(None, list[str] | None, UNFOLDED),
     "trainable_token_indices": Setting(None, list[int] | dict[str, list[int]] | None, UNFOLDED),
     "ensure_weight_tying": Setting(False, bool, UNFOLDED),
     "fan_in_fan_out": Setting(False, bool, UNFOLDED),
-    # what changes the model's own weights
+    # changes of the model's own weights
     "bias": Setting("none", Literal["none", "all", "lora_only"], ALONE),
     "init_lora_weights": Setting(True, bool | str, ALONE, KEEPING_BASE),
     "loftq_config": Setting({}, dict[str, Any] | None, ALL),  # used by init_lora_weights "loftq", which is ALONE
@@ -198,11 +198,11 @@ def read_settings(folder: Path, use: str) -> Settings:
         config = documents.parse(file.read_bytes())
         documents.require_plain(config)
     except ValueError as error:
-        raise InputError(f"is no configuration of LoRA ({error})", AGAIN, path=file) from error
+        raise InputError(f"not a LoRA configuration ({error})", AGAIN, path=file) from error
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise InputError("is no configuration of LoRA (it has no peft_type)", AGAIN, path=file)
+        raise InputError("not a LoRA configuration (it has no peft_type)", AGAIN, path=file)
     if config.pop("peft_type") != "LORA":
-        raise UnsupportedError("it is no LoRA", "give an adapter of PEFT's LoraConfig", path=file)
+        raise UnsupportedError("not a LoRA adapter", "give an adapter of PEFT's LoraConfig", path=file)
     for name, value in config.items():
         setting = SETTINGS.get(name, UNKNOWN)
         if value is None or isinstance(setting, Harmless):
@@ -215,11 +215,11 @@ def read_settings(folder: Path, use: str) -> Settings:
             values[name] = documents.as_type(value, setting.kind)
         except msgspec.ValidationError as error:
             raise InputError(f"its {name} is {_short(value)} ({error})", AGAIN, path=file) from error
-    for name in ("modules_to_save", "layers_pattern"):  # which PEFT takes for regular expressions
+    for name in ("modules_to_save", "layers_pattern"):  # PEFT treats them as regular expressions
         given = values.get(name) or ()
         for text in [given] if isinstance(given, str) else given:
             if not re.fullmatch(r"[\w.]+", text):
-                raise InputError(f"its {name} has {_short(text)}, which is no name of modules", AGAIN, path=file)
+                raise InputError(f"its {name} has {_short(text)}, which is not a module name", AGAIN, path=file)
     return Settings(file, values)
 
 
@@ -228,14 +228,14 @@ UNKNOWN = Setting(None, Any, NONE)
 
 def _refuse(name: str, value: Any, use: str, setting: Setting) -> UnsupportedError:
     if setting is UNKNOWN:
-        what = f"its {_short(name)} is {_short(value)}, a setting of a newer PEFT or of another program"
-        return UnsupportedError(f"{what}, which may change what the adapter computes", "save it as plain LoRA")
+        what = f"its {_short(name)} is {_short(value)}, which is a setting of a newer PEFT or a different program"
+        return UnsupportedError(f"{what} and may change the results", "save the adapter as plain LoRA")
     if not setting.uses:
         remedy = "train an adapter without it, or use this one with PEFT"
         return UnsupportedError(f"its {name} is {_short(value)}, which ktconvert does not compute", remedy)
     if use == SERVE:
-        what = f"its {name} changes the model's own weights, with which others are answered"
-        return UnsupportedError(what, "save it as plain LoRA")
+        what = f"its {name} changes the model's own weights, which requests without this adapter use, too"
+        return UnsupportedError(what, "save the adapter as plain LoRA")
     remedy = "use the adapter with `ktconvert run`, or merge it with PEFT"
     return UnsupportedError(f"its {name} is {_short(value)}, which merge-adapter does not fold into weights", remedy)
 
@@ -303,13 +303,13 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
         if match is not None and info.dtype in DTYPES and len(info.shape) == 2:
             found.setdefault(match["module"], {})[match["side"]] = info
         elif not others:
-            what = f"({info.dtype} {list(info.shape)}) is no matrix of plain LoRA"
+            what = f"({info.dtype} {list(info.shape)}) is not a matrix of plain LoRA"
             raise UnsupportedError.from_tensor(info.name, what, "use the adapter with `ktconvert run`", file)
     pairs = {}
     for module, sides in found.items():
         if len(sides) < 2:
             missing = f"{module}.lora_{'B' if 'A' in sides else 'A'}.weight"
-            raise InputError(f"has no tensor {missing!r}, which goes with the other matrix", AGAIN, path=file)
+            raise InputError(f"lacks tensor {missing!r} of a pair of matrices", AGAIN, path=file)
         pairs[module] = Pair(sides["A"], sides["B"], _names(module, found, settings))
         _require_rank(pairs[module], settings, file)
     _require_numbers(pairs, file)
@@ -334,7 +334,7 @@ def _require_rank(pair: Pair, settings: Settings, file: Path) -> None:
     a, b, rank = pair.a.shape[0], pair.b.shape[1], settings.rank(*pair.names)
     stacked = OF_STACK.fullmatch(pair.names[0].rpartition(".")[0]) is not None
     if a != b or not a or (a % rank if stacked else a != rank):
-        what = f"and {pair.b.name} is {list(pair.b.shape)}, and {CONFIG} says that their rank is {rank}"
+        what = f"and {pair.b.name} is {list(pair.b.shape)}, but their rank in {CONFIG} is {rank}"
         raise InputError.from_tensor(pair.a.name, f"is {list(pair.a.shape)}, {what}", AGAIN, file)
 
 
@@ -346,7 +346,7 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
     for name, found in numbers.items():
         if found != set(range(len(found))):
             missing = next(number for number in range(len(found)) if number not in found)
-            what = f"has matrices of {name} for {len(found)} experts up to {max(found)}, but none for expert {missing}"
+            what = f"has matrices of {name} for {len(found)} experts up to {max(found)}, but not for expert {missing}"
             raise InputError(what, AGAIN, path=file)
 
 
@@ -359,7 +359,7 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
     deltas: dict[str, Delta] = {}
     for module, (a, b, names) in read_pairs(folder, settings).items():
         if not settings.name_module(module):
-            raise InputError.from_tensor(a.name, f"is of a module that {CONFIG} does not name", AGAIN, file)
+            raise InputError.from_tensor(a.name, f"belongs to a module that {CONFIG} does not name", AGAIN, file)
         rank, scaling, rows = settings.rank(*names), settings.scale_factor(*names), b.shape[0]
         experts, _, parameter = names[0].rpartition(".")
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):

@@ -24,7 +24,7 @@ from ktconvert.layouts.errors import InputError
 
 STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
 LISTS = ("matches", "layers", "experts", "width", "hidden")
-NO_KEYS = ("refusal", "shares", "decides", "router_scale")  # fields of a row that a file does not give
+NO_KEYS = ("refusal", "shares", "decides", "router_scale")  # fields of a row that are not in files
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
@@ -46,15 +46,15 @@ def _parse(text: str) -> Arch:
     _require_known_keys(tree, known, "")
     name = tree.pop("name", None)
     if not isinstance(name, str) or not name:
-        raise InputError("name must be given, as text")
+        raise InputError("name is missing, or not a string")
     stored = tree.pop("stored", None)
     if not isinstance(stored, list) or not stored:
-        raise InputError("needs at least one [[stored]] table that says where the experts are")
+        raise InputError("needs at least one [[stored]] table with the names of the experts' tensors")
     row: dict[str, Any] = {"matches": (), "decides": "activation" in tree}
     for key, value in tree.items():
         if key in LISTS:
             if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
-                raise InputError(f"{key} must be a list of texts")
+                raise InputError(f"{key} must be a list of strings")
             row[key] = tuple(value)
         elif not isinstance(value, str) or value not in CHOICES.get(key, (value,)):
             allowed = f"one of {', '.join(CHOICES[key])}" if key in CHOICES else "text"
@@ -93,7 +93,7 @@ def _template(matrix: str, value: Any, with_expert: bool) -> str:
     except (ValueError, TypeError):
         good = False
     if not good or ("{prefix}" in value and not value.startswith("{prefix}")):
-        want_name = f"a tensor name with {shown} between dots, {{prefix}} only in front"
+        want_name = f"a tensor name with {shown} between dots; {{prefix}} may only be in front"
         raise InputError(f"stored.{matrix} must be {want_name}")
     return str(value)
 

@@ -9,19 +9,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-# What may stand before "layers." in a tensor's name; {prefix} in a template is any one of these.
+# Prefixes of "layers." in tensor names. {prefix} in a template stands for any of them.
 PREFIXES = (
     *("", "model.", "language_model.model.", "model.language_model."),
     *("backbone.", "language.model.", "thinker.model.", "model.llm."),
 )
 
-# Config keys: the first that exists counts; a dot goes into a nested object.
+# Config keys: the first existing one counts. A dot separates the keys of nested objects.
 NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")
-DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # families whose config has one width for all
+DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # for families with one width for dense layers and experts
 HIDDEN = ("routed_expert_hidden_size", "hidden_size", "dim")
-# No model has more layers, or experts in a layer: a file that names more is damaged, and a list of all fills memory.
+# No model has more layers, or more experts in a layer. A file with more is damaged, and listing them fills the memory.
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1 << 16
 
 
@@ -102,7 +102,7 @@ class Arch:
     refusal: str | None = None
 
 
-# What an expert computes before down_proj. Only the first is what kt-kernel's AMXINT4 and AMXINT8 compute.
+# Functions of experts before down_proj. kt-kernel's AMXINT4 and AMXINT8 compute only the first.
 # Kimi-K3's situ, with the betas 4 and 25 of its config.json: SituAndMul of its modeling_kimi_linear.py, as torchtitan's
 # tests of kimi_k3 quote it, and pull request 67 of sgl-project/DeepGEMM.
 ACTIVATIONS = {
@@ -114,9 +114,8 @@ ACTIVATIONS = {
     "swiglu_softcap": "softcap(gate) * sigmoid(gate) * softcap(up)",
     "situ": "4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)",
 }
-UP_IS_A_FACTOR = ("silu", "gelu", "relu")  # where scaling up scales the product
-# What config.json calls it (hidden_act) -> what that may be, first of a row that has silu: gpt-oss and others say silu,
-# and clamp.
+UP_IS_A_FACTOR = ("silu", "gelu", "relu")  # scaling up_proj scales the product
+# hidden_act in config.json -> possible activations. gpt-oss and others write silu, and clamp.
 _SILU = ("silu", "swiglu_limit", "swiglu_oai", "swiglu_softcap")
 HIDDEN_ACTS = {
     **dict.fromkeys(("silu", "swish", "swiglu"), _SILU),
@@ -126,7 +125,7 @@ HIDDEN_ACTS = {
     "relu": ("relu",),
     "situ": ("situ",),
 }
-HIDDEN_ACT = ("hidden_act", "hidden_activation", "activation_function")  # config keys of it
+HIDDEN_ACT = ("hidden_act", "hidden_activation", "activation_function")  # its config keys
 
 
 def _make_separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Separate:
@@ -156,7 +155,7 @@ BARE = (_make_separate(""), _make_fused(""))
 BARE_W = (_make_separate("", *W132),)
 _moe = "{prefix}layers.{layer}.moe."
 MOE = (Stacked(f"{_moe}gate_proj.weight", f"{_moe}up_proj.weight", f"{_moe}down_proj.weight"),)
-# A GGUF's, whatever the family: llama.cpp's converter brings all of them into this form. It cut experts apart once.
+# GGUF: llama.cpp's converter stores all families like this. Early versions stored each expert by itself.
 _blk = "blk.{layer}.ffn_"
 GGUF_STYLES: tuple[Style, ...] = (
     Stacked(f"{_blk}gate_exps.weight", f"{_blk}up_exps.weight", f"{_blk}down_exps.weight", fixed=True),
@@ -164,11 +163,11 @@ GGUF_STYLES: tuple[Style, ...] = (
     Separate(f"{_blk}gate.{{expert}}.weight", f"{_blk}up.{{expert}}.weight", f"{_blk}down.{{expert}}.weight"),
 )
 
-DEEPSEEK2 = ("deepseek2",)  # what llama.cpp calls the architecture of many families
+DEEPSEEK2 = ("deepseek2",)  # llama.cpp's architecture of many families
 NATIVE_MXFP4 = "serve the original checkpoint with kt-kernel's MXFP4 method, which clamps as this model does"
-NATIVE_MXFP8 = "serve the original checkpoint with kt-kernel's MXFP8 method, which knows this activation"
+NATIVE_MXFP8 = "serve the original checkpoint with kt-kernel's MXFP8 method, which supports this activation"
 NATIVE_FP8 = "serve an FP8 release with kt-kernel's FP8 method, which can clamp, or keep these experts on the GPU"
-ELSEWHERE = "no method of kt-kernel has it; keep these experts on the GPU, or use llama.cpp"
+ELSEWHERE = "no method of kt-kernel supports it; keep these experts on the GPU, or use llama.cpp"
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),

@@ -70,7 +70,7 @@ def moe_layers(config: Config) -> list[int] | None:
     return [layer for layer in range(min(limit[1], archs.MOST_LAYERS)) if _find_dense_key(config, layer) is None]
 
 
-# What a weight file states, under config.json's name -> the keys of a config.json that may hold the same number.
+# Numbers in the header of a weight file, by config.json's name -> keys of config.json that may have the same number.
 SAME: Mapping[str, tuple[str, ...]] = {
     "hidden_size": archs.HIDDEN[1:],
     "routed_expert_hidden_size": archs.HIDDEN[:1],
@@ -89,23 +89,23 @@ def find_contradiction(config: Config, header_config: Config, arch: Arch) -> str
     own = family(header_config)
     if own is not None and (other := find_other_family(config, own.name)) is not None:
         header = f"general.architecture = {header_config['model_type'].removeprefix(PREFIX)}, {own.name}"
-        return f"config.json is of {other}, and the weights' own header says {header}"
+        return f"config.json belongs to {other}, but the header of the weights has {header}"
     limit, blocks = cfg.number(config, arch.layers), cfg.number(header_config, archs.NUM_LAYERS)
     mtp = cfg.number(config, ("num_nextn_predict_layers",))
     if limit and blocks and blocks[1] not in (limit[1], limit[1] + (mtp[1] if mtp else 0)):
-        header = f"the weights are of {blocks[1]} layers by their own header"
-        return f"config.json says {limit[0]} = {limit[1]}, and {header}"
+        header = f"the header of the weights has {blocks[1]} layers"
+        return f"config.json has {limit[0]} = {limit[1]}, but {header}"
     for name, keys in SAME.items():
         number = header_config.get(name)
         said = {key: n[1] for key in keys if (n := cfg.find(config, (key,))) is not None and type(n[1]) is int}
         if type(number) is int and said and number not in said.values():
             key = next(iter(said))
-            return f"config.json says {key} = {said[key]}, and the weights' own header {KEYS[name]} = {number}"
+            return f"config.json has {key} = {said[key]}, but the header of the weights has {KEYS[name]} = {number}"
     acts = [cfg.find(each, archs.HIDDEN_ACT) for each in (config, header_config)]
     if acts[0] and acts[1]:
         one, two = ({*archs.HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
         if not one & two:
-            return f"config.json says {acts[0][0]} = {acts[0][1]}, and the weights' own header {acts[1][1]}"
+            return f"config.json has {acts[0][0]} = {acts[0][1]}, but the header of the weights has {acts[1][1]}"
     return None
 
 
@@ -126,9 +126,9 @@ def layer_problems(config: Config, layers: Iterable[int]) -> Iterator[str]:
     limit = num_layers(config)
     for layer in layers:
         if limit is not None and layer >= limit[1]:
-            yield f"config.json says {limit[0]} = {limit[1]}, and layer {layer} has experts here"
+            yield f"config.json has {limit[0]} = {limit[1]}, but layer {layer} has experts"
         elif (key := _find_dense_key(config, layer)) is not None:
-            yield f"config.json says by {key} that layer {layer} is dense, and it has experts here"
+            yield f"layer {layer} is dense according to {key} in config.json, but has experts"
 
 
 def size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[str]:
@@ -138,7 +138,7 @@ def size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[str]:
         for what, size in zip(claims, shape, strict=True):
             claim = claims[what]
             if claim is not None and size and claim[1] != size:
-                yield f"config.json says {claim[0]} = {claim[1]}, layer {layer} has {what} {size}"
+                yield f"config.json has {claim[0]} = {claim[1]}, but layer {layer} has {what} {size}"
 
 
 def sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:

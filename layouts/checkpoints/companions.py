@@ -50,13 +50,10 @@ def require_copyable(root: Path, name: str) -> None:
     except (OSError, RuntimeError) as error:  # RuntimeError: a circle of links
         reason = error.strerror if isinstance(error, OSError) else error
         remedy = PERMISSION if isinstance(error, PermissionError) else REMEDY
-        raise InputError(
-            f"{path}: cannot be read ({reason}), and would be copied beside the weights; {remedy}"
-        ) from None
+        raise InputError(f"{path}: cannot be read ({reason}) and therefore not copied; {remedy}") from None
     model = real.parent.parent
     is_blob = real.parent.name == "blobs" and model.name.startswith("models--") and (model / "snapshots").is_dir()
     if not real.is_relative_to(root.resolve()) and not is_blob:
         raise InputError(
-            f"{path}: is a link to {real}, outside the checkpoint, and is not followed; "
-            "put a copy of the file in its place."
+            f"{path}: links to {real}, outside the checkpoint, and is not followed; replace it with a copy of the file."
         )

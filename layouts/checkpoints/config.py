@@ -10,19 +10,19 @@ from typing import Any
 
 from ktconvert.layouts.tensors import TensorInfo
 
-# The names that config.json has for the number of experts per token.
+# Keys of config.json for the number of experts per token.
 TOPK = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"),
     *("top_k_experts", "experts_per_token", "moe_k"),
 )
 USUAL_TOPK = 8
-# Keys of dimensions and of numbers of layers. Up to WIDE and DEEP no time is lost; larger ones are compared with the
-# stored tensors. Packed words hold up to 8 values, and gate and up may be one tensor.
+# Keys of dimensions and of numbers of layers. Values up to WIDE and DEEP cost no time; larger ones are compared with
+# the stored tensors. Packed words hold up to 8 values, and gate and up may be one tensor.
 SIZE = re.compile(r"(^|_)(size|dim|heads|layers|experts|rank|depth)$")
 LAYERS = re.compile(r"(^|_)(layers|depth)$")
-NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")  # in a tensor's name
+NUMBER = re.compile(r"(?:^|\.)(\d+)(?=\.)")  # in tensor names
 WIDE, DEEP, PACKED = 1 << 20, 1000, 16
-# Where multimodal models keep the language model's configuration.
+# Keys under which multimodal models have the configuration of the language model.
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
@@ -63,7 +63,7 @@ def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple
     recorded = number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
-    return min(USUAL_TOPK, experts), "assumed: config.json does not say"
+    return min(USUAL_TOPK, experts), "assumed; not in config.json"
 
 
 def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
@@ -78,7 +78,7 @@ def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
     most = max(value, default=0) if isinstance(value, list) and all(type(n) is int for n in value) else value
     if type(most) is not int or 0 < most <= experts:
         return None
-    return f"{key} is {most}, and a layer has {experts} experts; give the number with which the model was trained"
+    return f"{key} is {most}, but a layer has {experts} experts; set the number with which the model was trained"
 
 
 def large_sizes(config: Mapping[str, Any]) -> list[tuple[str, int]]:
@@ -136,19 +136,19 @@ class Quantization:
     mxint: bool = False
 
 
-QUANT_METHOD = "kt_amx"  # of our own outputs for the CPU, whatever their experts are stored in
-QUANTIZE_CONFIG = "quantize_config.json"  # where AutoGPTQ and GPTQModel write it, some of them nowhere else
-# Field of Quantization -> its key there.
+QUANT_METHOD = "kt_amx"  # in our own outputs for the CPU, of all formats
+QUANTIZE_CONFIG = "quantize_config.json"  # AutoGPTQ and GPTQModel write it, some versions only this file
+# Field of Quantization -> its key in QUANTIZE_CONFIG.
 KEYS = {"method": "quant_method", "format": "checkpoint_format"}
 KEYS |= {"bits": "bits", "groups": "group_size", "symmetric": "sym", "ordered": "desc_act"}
 QUANTIZATIONS = ("quantization_config", "compression_config")  # keys of config.json
 AUTO_ROUND = "auto_round"
-# What AutoRound's packing_format says after "auto_round:" -> the method and format whose tensors it stores.
+# AutoRound's packing_format, after "auto_round:" -> method and format of the stored tensors.
 PACKINGS = {
     **dict.fromkeys(("auto_gptq", "gptq"), ("gptq", "gptq")),
     **dict.fromkeys(("", "gptqmodel"), ("gptq", "gptq_v2")),
     **dict.fromkeys(("auto_awq", "awq"), ("awq", "gemm")),
-    **dict.fromkeys(("exllamav2", "tritonv2", "triton"), ("gptq", "")),  # of early versions
+    **dict.fromkeys(("exllamav2", "tritonv2", "triton"), ("gptq", "")),  # early versions
 }
 WIDEST = 8  # bits of integer codes; layers of more bits are not quantized
 
@@ -205,7 +205,7 @@ def merge_quantization_files(declared: Quantization, other_file: dict[str, Any])
         one, other = getattr(declared, name), getattr(said, name)
         if one and other and one != other:
             two = [each if isinstance(each, str) else " and ".join(map(json.dumps, each)) for each in (other, one)]
-            raise ValueError(f"says {key} {two[0]}, and config.json says {two[1]}")
+            raise ValueError(f"has {key} {two[0]}, but config.json has {two[1]}")
     return replace(declared, **{name: getattr(declared, name) or getattr(said, name) for name in KEYS})
 
 
@@ -214,7 +214,7 @@ def _method(quant: dict[str, Any]) -> tuple[str, str]:
     method = str(quant.get("quant_method") or "")
     if method.removeprefix("intel/").replace("-", "_") != AUTO_ROUND:
         return method, ""
-    early = str(quant.get("backend") or "").lower()  # of early versions; now it says who computes
+    early = str(quant.get("backend") or "").lower()  # in early versions; now it is the runtime
     packing = str(quant.get("packing_format") or (early if early.startswith(AUTO_ROUND) else f"{AUTO_ROUND}:gptq"))
     first, kind, *_ = *packing.lower().split(":"), ""
     return PACKINGS.get(kind, (method, "")) if first == AUTO_ROUND else (method, "")

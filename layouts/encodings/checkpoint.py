@@ -17,11 +17,11 @@ from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix
 from ktconvert.quantizers.reference import e8m0
 
-Tensors = Mapping[str, TensorInfo]  # the tensors that one weight is stored in, by role, in the order of the row
+Tensors = Mapping[str, TensorInfo]  # role -> tensor, for all tensors of a weight, in the order of the row
 FLOATS = ("F32", "BF16", "F16")
-E8M0 = ("F8_E8M0", "U8")  # as which E8M0 scales are stored
-STACK_SCALE = "{s}_weight_scale"  # modelopt's, of a stack of experts, whose name has no ".weight"
-GATE_UP = "gate_up"  # in the name of a stack that holds gate, then up
+E8M0 = ("F8_E8M0", "U8")  # dtypes of E8M0 scales
+STACK_SCALE = "{s}_weight_scale"  # modelopt's scale of a stack of experts; the stack's name has no ".weight"
+GATE_UP = "gate_up"  # in the name of a stack of gate and up
 
 
 @dataclass(frozen=True)
@@ -181,4 +181,4 @@ def count_whole_scales(values: TensorInfo, scale: TensorInfo, shape: tuple[int, 
 
 def absent_tensor(codes: TensorInfo, what: str, name: str) -> InputError:
     """Return the error for a zero-point or order tensor that the config requires and the file lacks."""
-    return bad_tensor(codes.name, f"has {what} by its config, but {name} is missing")
+    return bad_tensor(codes.name, f"has {what} according to its config, but {name} is missing")

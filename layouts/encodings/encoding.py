@@ -17,9 +17,9 @@ from ktconvert.quantizers.reference import bf16_to_f32, e8m0
 
 Rows = slice | npt.NDArray[np.intp]
 
-ZERO_ROWS = 32  # that are decoded at a time, until a number is not zero
-# Codes of 0 and -0 give at most so many different bytes (two codes of 4 bits): more in the beginning of the codes prove
-# at once that there are other numbers.
+ZERO_ROWS = 32  # rows to decode at a time, until a number is not zero
+# Codes of 0 and -0 have at most ZERO_BYTES different bytes (two codes of 4 bits each). More of them in the first
+# BEGINNING bytes prove that other numbers exist, without decoding.
 ZERO_BYTES, BEGINNING = 4, 256
 
 
@@ -38,7 +38,7 @@ class SourceExperts(Protocol):
     def moe_layers(self) -> Mapping[int, Any]: ...
 
 
-# (read, n, k) -> what is wrong with the numbers of one tensor, "" if nothing.
+# (read, n, k) -> the defect in the numbers of one tensor; "" if there is none.
 Defect = Callable[[Read, int, int], str]
 
 

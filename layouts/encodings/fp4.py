@@ -40,7 +40,7 @@ from ktconvert.quantizers.reference import E2M1, e8m0, nvfp4
 # --- in checkpoints -------------------------------------------------------------------------------
 
 GROUP, NVFP4_GROUP = 32, 16  # columns that share a scale
-FACTOR, DIVISOR = "factor", "divisor"  # roles of NVFP4's scale for all
+FACTOR, DIVISOR = "factor", "divisor"  # roles of NVFP4's scale of a whole weight
 WHOLE = {FACTOR: ("{t}_scale_2", f"{STACK_SCALE}_2"), DIVISOR: ("{t}_global_scale",)}
 
 
@@ -79,7 +79,7 @@ def _make_row(
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes, want = tensors[role], "a matrix of bytes or a stack of such"
         if quantization.mxint and not whole:
-            what = ": by config.json codes with E8M0 scales are integers (MXINT4), which are not an input"
+            what = ": config.json declares integers with E8M0 scales (MXINT4), which are unsupported"
             raise UnsupportedError.from_tensor(codes.name, what, "use the model's BF16 or FP8 (E4M3) release")
         if role == "blocks":
             want = f"blocks of {GROUP // 2} bytes, [rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack"
@@ -164,10 +164,10 @@ IN_CHECKPOINTS = (
 
 # --- as we write it: MXFP4 ------------------------------------------------------------------------
 
-ROWS_AT_A_TIME = 128  # that lie in panels while they are written row after row
-CODE_BYTES = panels.ROWS // 2  # of a panel, for each column
+ROWS_AT_A_TIME = 128  # rows to reorder at a time
+CODE_BYTES = panels.ROWS // 2  # bytes of codes of a panel, for each column
 BLOCK = CODE_BYTES * GROUP
-NIBBLES = np.zeros(256, np.uint8)  # codes as quantizers choose them, as bytes -> codes of E2M1
+NIBBLES = np.zeros(256, np.uint8)  # a quantizer's code, as a byte -> code of E2M1
 NIBBLES[np.rint(2 * E2M1).astype(np.int8).view(np.uint8)[::-1]] = np.arange(16)[::-1]  # 0, and not -0
 
 

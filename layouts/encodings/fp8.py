@@ -36,8 +36,8 @@ from ktconvert.quantizers.reference import E4M3, f32_to_bf16
 
 # --- in checkpoints -------------------------------------------------------------------------------
 
-DEFAULT_BLOCK = (128, 128)  # where no config names one: every block-scaled release so far
-MX_BLOCK = (1, 32)  # of OCP Microscaling Formats 1.0
+DEFAULT_BLOCK = (128, 128)  # unless a config names another; correct for every block-scaled release so far
+MX_BLOCK = (1, 32)  # OCP Microscaling Formats 1.0
 
 Grid = tuple[tuple[int, int], tuple[int, int]]
 
@@ -64,7 +64,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
     channels = (1, columns) if input_major else (rows, 1)
     if shape == (2,) != channels[:1] and GATE_UP in weight.name:
         if input_major is None:
-            what = f"has 2 scales for each {weight.name!r}; nothing tells whether gate and up are rows or columns"
+            what = f"has 2 scales for each {weight.name!r}; whether gate and up are rows or columns is unknown"
             raise UnsupportedError.from_tensor(scale.name, what, "use the model's BF16 release")
         halves = (1, 2) if input_major else (2, 1)
         if rows % halves[0] == columns % halves[1] == 0:
@@ -76,7 +76,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
     sizes = [*(blocks or [DEFAULT_BLOCK]), *([MX_BLOCK[::-1] if input_major else MX_BLOCK] if powers else [])]
     named = [(b, (-(-rows // b[0]), -(-columns // b[1]))) for b in sizes]
     whole = [((rows, columns), (1, 1)), ((1, columns), (rows, 1)), ((rows, 1), (1, columns))]
-    # A name in _inv is the block form: where the config names the block, nothing else will do.
+    # A name in _inv means blocks: if the config names the block, only it fits.
     readings = named if blocks and scale.name.endswith("_inv") else [*named, *whole]
     for block, fits in readings:
         if len(shape) == 2 and tuple(shape) == fits:
@@ -87,7 +87,7 @@ def grid(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]
 
 
 def _misfit(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
-    named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, as no config names another"
+    named = " or ".join(f"{r}x{c}" for r, c in blocks) or "128x128, the default"
     fit = f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)}"
     remedy = "check weight_block_size in config.json, or use another release"
     return bad_tensor(scale.name, f"{fit} in blocks of {named}", remedy)
@@ -129,7 +129,7 @@ def _matrix_without_scales(
     return Matrix(values, FP8_E4M3, np.ones((1, 1), np.float32), (n, k))
 
 
-# No row of the table: a scale that is missing elsewhere was lost.
+# Not a row of the table: in other cases a missing scale is an error.
 UNSCALED = CheckpointEncoding(
     "F8_E4M3 without scales", "FP8 without scales", {"weight": ("{t}",)}, ("F8_E4M3",), FP8_E4M3, _matrix_without_scales
 )
@@ -170,14 +170,14 @@ IN_CHECKPOINTS = (_make_row("F8_E4M3", "FP8", False, "fp8"), _make_row("MXFP8", 
 # --- as we write it -------------------------------------------------------------------------------
 
 BLOCK = 128
-LARGE_SCALE = np.float32(7e35)  # from a little above it on, 448 times the scale is infinite
+LARGE_SCALE = np.float32(7e35)  # 448 times a scale slightly above it is infinite
 NAN = 0x7F  # the code, without its sign
-SOURCES = ("F8_E4M3", "MXFP8")  # encodings of checkpoints that may have such blocks
+SOURCES = ("F8_E4M3", "MXFP8")  # encodings in checkpoints that may have such blocks
 
 
 def decode_codes(codes: Bytes, scales: F32) -> F32:
     """Return the numbers of codes [n, k] with the scales [n, k/128] of their rows: float32, rounded once."""
-    with np.errstate(all="ignore"):  # of a damaged output
+    with np.errstate(all="ignore"):  # a damaged output may overflow
         numbers: F32 = E4M3[codes] * scales.repeat(BLOCK, axis=1)
     return numbers
 
@@ -289,7 +289,7 @@ def _bad_scale(order: int) -> Defect:
         wrong = ~(np.isfinite(scales) & (scales > 0))
         if wrong.any():
             return f"scale {int(np.argmax(wrong))} is {scales[wrong][0]}"
-        width = max(k, BLOCK)  # of a damaged shape
+        width = max(k, BLOCK)  # the shape may be damaged
         for index in map(int, np.flatnonzero(scales > LARGE_SCALE)):
             row, column = (BLOCK * at for at in divmod(index, width // BLOCK))
             starts = range(row * width + column * order, (row + BLOCK) * width, order * width)

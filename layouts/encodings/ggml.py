@@ -15,7 +15,7 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 
-# Those that gguf-py dequantizes, less those that are plain numbers.
+# Types that gguf-py dequantizes, without plain numbers.
 DEQUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4"),
     *("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
@@ -51,7 +51,7 @@ def _make_decoder(name: str) -> Any:
             ) from error
 
         blocks = np.ascontiguousarray(matrix.values)
-        with np.errstate(all="ignore"):  # scales that are no numbers are found in the result
+        with np.errstate(all="ignore"):  # checks of the result find scales that are not numbers
             values: F32 = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
         return values[:, matrix.skip : matrix.skip + matrix.shape[1]]
 

@@ -20,9 +20,9 @@ from ktconvert.native_quant.matrix import INT4, Matrix
 from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, SIGNED_GRIDS, Grid, differences, packed
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
-METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # what config.json calls them
-SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order in which they lie in a shard
-CHUNK = 1 << 14  # bytes of codes that are read at a time
+METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # names in config.json
+SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order of a shard
+CHUNK = 1 << 14  # bytes of codes per read
 
 
 def _tensors(grid: Grid, n: int, k: int) -> tuple[TensorInfo, ...]:
@@ -75,7 +75,7 @@ def make_encoding(grid: Grid, rounding: str) -> Encoding:
 
 def all_zeros(bits: int) -> Defect:
     """Return the check for codes that would compute nothing."""
-    zero = 0x88 if bits == 4 else 0x80  # a byte of codes 0
+    zero = 0x88 if bits == 4 else 0x80  # a byte whose codes are 0
 
     def defect(read: Read, n: int, k: int) -> str:
         """Check that codes are not all zeros, unless the scales say that the source's were."""
@@ -83,14 +83,14 @@ def all_zeros(bits: int) -> Defect:
         if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
             return ""
         is_empty = (read(2).view("<u2") == packed.EMPTY_SCALE).all()
-        return "" if is_empty else "it is all zeros: its expert would compute nothing"
+        return "" if is_empty else "all codes are 0: the expert would compute nothing"
 
     return defect
 
 
 def bad_shape(read: Read, n: int, k: int) -> str:
     stored = read(1).view("<i8").tolist()
-    return "" if stored == [n, k] else f"weight_shape says {' x '.join(map(str, stored))}"
+    return "" if stored == [n, k] else f"weight_shape is {' x '.join(map(str, stored))}"
 
 
 def _bad_scale(read: Read, n: int, k: int) -> str:

@@ -24,9 +24,9 @@ from ktconvert.native_quant.arrays import F32, I32
 from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix
 from ktconvert.quantizers import packed
 
-PACKER, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"  # what config.json calls them
+PACKER, GPTQ, AWQ = "compressed-tensors", "gptq", "awq"  # names in config.json
 FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
-GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json that store what GEMM does
+GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json with the order of GEMM
 NAMES = {"qweight": ("{s}.qweight",), "scales": ("{s}.scales",), "qzeros": ("{s}.qzeros",), "g_idx": ("{s}.g_idx",)}
 BETTER = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
 
@@ -77,14 +77,14 @@ def _require_matrix(codes: TensorInfo) -> None:
 def _require_shape(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int, ...]) -> None:
     """Raise InputError for a tensor beside the codes that is not I32 of this shape."""
     if info is not None and (info.dtype, info.shape) != ("I32", shape):
-        needed = f"by {codes.name!r} and its scales it must be I32 of shape {list(shape)}"
+        needed = f"{codes.name!r} and its scales require I32 of shape {list(shape)}"
         what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
         raise bad_tensor(info.name, what)
 
 
 # --- pack-quantized -------------------------------------------------------------------------------
 
-WORD_BITS = {"I32": 32, "U8": 8}  # of an item of weight_packed, by its dtype
+WORD_BITS = {"I32": 32, "U8": 8}  # dtype of weight_packed -> bits of an item
 WIDTHS = ((4, INT4), (8, INT8))
 
 
@@ -120,7 +120,7 @@ def _make_pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
         group = _group_of_words(tensors, n, k, quantization)
         about, zeros = tensors["shape"], tensors.get("zero_point")
         if (recorded := np.array(source.view(about)).tolist()) != [n, k]:
-            what = f"says {recorded}, its codes are for {[n, k]}"
+            what = f"is {recorded}, but the codes are for {[n, k]}"
             raise bad_tensor(about.name, what, path=source.path(about))
         codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
         scales = read_scales(source, tensors["scale"], (n, k // group))
@@ -153,7 +153,7 @@ def narrow_to_weight(source: TensorSource, tensors: Tensors, quantization: Quant
     bits = [width for width in named if -(-columns * width // WORD_BITS[codes.dtype]) == codes.shape[1]]
     if len(bits) != 1:
         widths = " or ".join(map(str, named))
-        what = f"says {columns} columns, and {codes.name!r} of shape {list(codes.shape)} has others with {widths} bits"
+        what = f"is for {columns} columns, but {codes.name!r} of shape {list(codes.shape)} with {widths} bits is not"
         remedy = "check num_bits in config.json, or download both again"
         raise bad_tensor(about.name, what, remedy, source.path(about))
     return replace(quantization, bits=tuple(bits))
@@ -184,7 +184,7 @@ def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
     def shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes, width = tensors["qweight"], _width(tensors, quantization)
         if quantization.format and quantization.format not in FORMATS:
-            what = f": checkpoint_format {quantization.format!r} of GPTQ is not an input; {BETTER}"
+            what = f": checkpoint_format {quantization.format!r} of GPTQ is unsupported; {BETTER}"
             raise UnsupportedError.from_tensor(codes.name, what)
         _require_matrix(codes)
         if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
@@ -192,7 +192,7 @@ def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
             what = f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {named} bits"
             raise bad_tensor(codes.name, what, "check bits in config.json, or use another release")
         if width != bits:
-            raise UnsupportedError.from_tensor(codes.name, f": GPTQ with {width:g} bits is not an input; {BETTER}")
+            raise UnsupportedError.from_tensor(codes.name, f": GPTQ with {width:g} bits is unsupported; {BETTER}")
         return codes.shape[1], codes.shape[0] * 32 // bits
 
     def fit(tensors: Tensors, quantization: Quantization, input_major: bool | None) -> tuple[object, ...]:
@@ -242,9 +242,9 @@ def _read_zeros(source: TensorSource, stored: TensorInfo, bits: int, n: int, qua
 
 def _explain_unknown_format(zeros: TensorInfo) -> str:
     return (
-        f"tensor {zeros.name!r}: no config says whether it holds zero points less one or as they are, and the weights "
-        'differ; write {"checkpoint_format": "gptq"} (less one: AutoGPTQ, and most files) or {"checkpoint_format": '
-        f'"gptq_v2"}} (as they are) to {QUANTIZE_CONFIG} beside the weights'
+        f"tensor {zeros.name!r}: no config states whether its zero points are stored minus one; write "
+        '{"checkpoint_format": "gptq"} (minus one: AutoGPTQ, and most files) or {"checkpoint_format": '
+        f'"gptq_v2"}} (unchanged) to {QUANTIZE_CONFIG} beside the weights'
     )
 
 
@@ -285,13 +285,13 @@ def _awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
     _require_matrix(codes)
     version = quantization.format
     if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
-        version = "gemv"  # whose scales are [n, groups]
+        version = "gemv"  # its scales are [n, groups]
     if version not in GEMM:
-        what = f": the order of AWQ's version {version!r} is not an input; {BETTER}"
+        what = f": the order of AWQ's version {version!r} is unsupported; {BETTER}"
         raise UnsupportedError.from_tensor(codes.name, what)
     if quantization.bits and 4 not in quantization.bits:
         named = ", ".join(map(str, quantization.bits))
-        raise UnsupportedError.from_tensor(codes.name, f": AWQ with {named} bits is not an input; {BETTER}")
+        raise UnsupportedError.from_tensor(codes.name, f": AWQ with {named} bits is unsupported; {BETTER}")
     return 8 * codes.shape[1], codes.shape[0]
 
 

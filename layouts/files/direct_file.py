@@ -19,7 +19,7 @@ from ktconvert.layouts.files.shards import ALIGNMENT
 from ktconvert.native_quant.arrays import U16, Bytes
 
 STAGING_BYTES = 4 << 20
-# Why there is no space -> what to do. The same command goes on where it stopped, or begins where nothing had begun.
+# Reason for the lack of space -> remedy. The same command then resumes, or starts if nothing was written.
 FULL = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space or ask for a larger quota",
@@ -81,7 +81,7 @@ class DirectFile:
         view, done = memoryview(data.data), 0
         with explain_full_disk(self.path):
             while done < len(view):
-                direct = self._direct  # before the write: another thread may give it up meanwhile
+                direct = self._direct  # read before the write: another thread may turn it off meanwhile
                 try:
                     done += os.pwrite(self._fd, view[done:], offset + done)
                 except OSError as error:
@@ -144,7 +144,7 @@ class DirectFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        fd, self._fd = self._fd, -1  # a late write_at must not reach a file that gets the number next
+        fd, self._fd = self._fd, -1  # a late write_at must not reach a file that reuses the number
         if fd >= 0:
             os.close(fd)
 
@@ -176,7 +176,7 @@ class RowFile:
                 reserve_space(self._fd, size)
         if os.fstat(self._fd).st_size != size:
             os.close(self._fd)
-            raise InputError(f"{path}: has another size than {count} rows of {width}; remove it and resume.")
+            raise InputError(f"{path}: its size is not that of {count} rows of {width}; remove it and resume.")
 
     def read(self, start: int, stop: int) -> U16:
         """Return rows start..stop-1, uint16 [stop - start, width]."""

@@ -10,10 +10,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 Kind = TypeVar("Kind")
-# No count, size or position of ours lies beyond these, and no time. JSON allows any.
+# Limits of our counts, sizes, positions and times. JSON allows larger numbers.
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # since the epoch, or that something took
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # since the epoch, or a duration
 
 
 def read(data: bytes, kind: type[Kind]) -> Kind:
@@ -39,8 +39,8 @@ def encode_indented(document: msgspec.Struct) -> bytes:
     return msgspec.json.format(msgspec.json.encode(document, order="sorted"), indent=2) + b"\n"
 
 
-# Held where msgspec may meet a type for the first time: 0.22 ends in a segmentation fault where a thread uses the
-# description of a type that another thread is still making.
+# Held while msgspec may see a type for the first time: msgspec 0.22 ends with a segmentation fault if a thread uses a
+# type's description while another thread creates it.
 _describing = threading.Lock()
 
 

@@ -77,7 +77,7 @@ def _map(path: Path, size: int) -> Mapping:
     try:
         with path.open("rb") as f:
             if os.fstat(f.fileno()).st_size != size:
-                raise InputError(f"{path}: its size changed since it was opened; start again")
+                raise InputError(f"{path}: its size changed after it was opened; start again")
             return Mapping(f.fileno(), size, prot=mmap.PROT_READ, flags=mmap.MAP_SHARED)
     except OSError as e:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -15,11 +15,11 @@ from pathlib import Path
 from ktconvert.layouts.errors import InputError, OutputError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explain_full_disk, readable_mode, umask
 
-WORK_FOLDER = ".ktconvert"  # folder in an output where an unfinished conversion works
+WORK_FOLDER = ".ktconvert"  # work folder of an unfinished conversion, in its output
 REMOVALS = 10  # tries
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
-MARK = "written by ktconvert, which may replace it"  # in the metadata of the single files that commands write
-MARKED = 64 << 10  # bytes at either end of a file that are searched for it
+MARK = "written by ktconvert, which may replace it"  # in the metadata of single files that commands write
+MARKED = 64 << 10  # bytes at either end of a file that may contain it
 RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
 AT_FDCWD = -100
 
@@ -76,7 +76,7 @@ def copy_file(source: Path, path: Path) -> tuple[int, str]:
                 target.append(chunk)
                 left -= len(chunk)
             if left:
-                raise InputError(f"{source}: became shorter while it was copied; put the old file back and resume.")
+                raise InputError(f"{source}: became shorter while it was copied; restore the old file and resume.")
             return size, target.close()
 
 
@@ -124,7 +124,7 @@ def publish_new(partial: Path, final: Path) -> bool:
     """
     try:
         os.link(partial, final)
-    except FileExistsError:  # by our own call, if a network file system had to repeat it
+    except FileExistsError:  # made by our own call, if a network file system repeated it
         with contextlib.suppress(FileNotFoundError):
             return partial.samefile(final)
         return False
@@ -136,8 +136,8 @@ def publish_new(partial: Path, final: Path) -> bool:
             if code == errno.EEXIST:
                 return False
             raise OutputError(
-                f"{final}: cannot be made by one process alone, since this file system has no locks, no hard links and "
-                f"no renames that do not replace ({os.strerror(code)}); choose another one."
+                f"{final}: this file system has no locks, hard links or renames without replacement, so that several "
+                f"processes could write the file ({os.strerror(code)}); choose a different file system."
             ) from error
     sync_folder(final.parent)
     return True
@@ -152,7 +152,7 @@ def require_replaceable(path: Path) -> None:
             file.seek(max(0, path.stat().st_size - MARKED))
             if MARK.encode() in head or MARK.encode() in file.read():
                 return
-    raise OutputError(f"{path}: lies there already, and ktconvert did not write it; move it away or give another name.")
+    raise OutputError(f"{path}: exists, and ktconvert did not write it; move it away or choose a different name.")
 
 
 def write_marked_file(path: Path, data: bytes) -> None:

@@ -53,7 +53,7 @@ def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
     for name, keys, nbytes in shards:
         total += nbytes
         weight_map.update(dict.fromkeys(keys, name))
-    # As json.dumps(..., indent=2) has it, which is slow: it is not done in C.
+    # The text of json.dumps(..., indent=2), which is slow because it does not use C.
     names = json.dumps(dict(sorted(weight_map.items())), separators=(",\n    ", ": "))[1:-1]
     weights = "{\n    " + names + "\n  }" if names else "{}"
     return f'{{\n  "metadata": {{\n    "total_size": {total}\n  }},\n  "weight_map": {weights}\n}}\n'.encode()

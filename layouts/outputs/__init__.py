@@ -18,20 +18,20 @@ from ktconvert.layouts.outputs.slices import Slicing
 
 PER_ROW = "AMXINT4 has one scale per output row and may cost accuracy: if it matters, compare with --quant-method int8"
 UNTRIED = (
-    "the order is that of kt-kernel's build for aarch64 with KML by its source: its wheel has no MOE methods, so that "
-    "it was not tried"
+    "the order follows the source code of kt-kernel's build for aarch64 with KML; it is untested, because kt-kernel's "
+    "wheel has no MOE methods"
 )
 MOE_SIZES = (
-    f"{UNTRIED}; by that source, it takes hidden sizes in multiples of 1024 and widths per part in multiples of 256"
+    f"{UNTRIED}. That build requires hidden sizes in multiples of 1024, and widths per NUMA slice in multiples of 256"
 )
 BACKWARD_ALONE = (
     "only the backward matrices are written; kt-kernel takes the BF16 experts themselves from the checkpoint, and "
-    "0.7.2 does not load a folder of these files alone"
+    "0.7.2 does not load a folder that contains only these files"
 )
 
 WITHOUT_VNNI = (
-    "kt-kernel 0.7.2 computes RAWINT4 on a CPU with AVX-512 or AVX-VNNI; with AVX2 alone it ends with a segmentation "
-    "fault"
+    "kt-kernel 0.7.2 computes RAWINT4 on a CPU with AVX-512 or AVX-VNNI; if the CPU has only AVX2, it ends with "
+    "a segmentation fault"
 )
 
 
@@ -69,9 +69,9 @@ FORMATS: dict[str, Format] = {
     )
 }
 
-LAYOUTS = (NUMA.layout, NATIVE.layout, PLAIN.layout)  # of `cpu`
+LAYOUTS = (NUMA.layout, NATIVE.layout, PLAIN.layout)  # values of --layout of `cpu`
 
-# Methods whose bytes only the library that wrote them knows, unless a manifest of ours says that they are plain.
+# Methods whose byte order depends on the library that wrote them, unless our manifest declares the plain order.
 OPAQUE = frozenset(fmt.name for fmt in FORMATS.values() if fmt.arrangement is PLAIN)
 # The prefix of loose files -> kt-kernel's name of the method.
 LOOSE_METHODS = {fmt.loose: fmt.name for fmt in FORMATS.values() if fmt.loose}

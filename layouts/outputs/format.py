@@ -132,7 +132,9 @@ class Format:
 
     def apply_settings(self, settings: Mapping[str, object]) -> Format:
         """Return this format with the encoding that a command's settings, or a manifest's facts, select."""
-        values = tuple(settings.get(name) for name in self.settings)  # of a manifest: of any type, so never a key
+        values = tuple(
+            settings.get(name) for name in self.settings
+        )  # values from a manifest may have any type, so never use them as keys
         chosen = (encoding for of, encoding in self.variants.items() if of == values)
         return replace(self, encoding=next(chosen, self.encoding))
 
@@ -163,7 +165,7 @@ def one_or_all(values: Iterable[int]) -> int | list[int]:
     return distinct[0] if len(distinct) == 1 else distinct
 
 
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # NUMA nodes that machines have
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # usual numbers of NUMA nodes
 
 
 def illegal_reason(fmt: Format, shapes: Iterable[tuple[int, int]], numa: int) -> str | None:

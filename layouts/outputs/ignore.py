@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs.linear_names import USUAL, linears
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.patterns import Pattern, compile_all
 
-# What kt-kernel's convert_gpu_weights.py names by default.
+# Default patterns of kt-kernel's convert_gpu_weights.py.
 USUAL_PATTERNS = (
     "lm_head",
     r"re:.*\.mlp\.gate$",
@@ -31,7 +31,7 @@ USUAL_PATTERNS = (
     r"re:.*\.linear_attn\..*$",
 )
 OPTION = "--ignore-patterns"
-CLASSES = ("Linear", "Module")  # what a quantized module is, besides its name
+CLASSES = ("Linear", "Module")  # class names that match a quantized module
 
 
 class IgnoreList:
@@ -90,13 +90,13 @@ def check_ignore(model: MoeModel, ignored: IgnoreList) -> None:
     named = ((projection, name) for layer in model.layers for _, projection, name, _, _ in linears(model, layer))
     for name in _loader_names(named):
         if (pattern := ignored.find(name)) is not None:
-            what = f"{pattern!r} would leave out the routed expert {name}, and loaders need all of them"
+            what = f"{pattern!r} would exclude the routed expert {name}, but loaders need all of them"
             raise UsageError(f"{OPTION}: {what}; remove it or make it narrower")
     missed = [n for n in non_expert_linears(model) if ignored.find(n) is None]
     if missed:
         shown = next((n for n in missed if ROUTER.search(f"{n}.")), missed[0])
         what = "the router" if ROUTER.search(f"{shown}.") else "the module"
-        raise UsageError(f"the ignore list leaves out {what} {shown}, which a loader would take for quantized; add it")
+        raise UsageError(f"the ignore list lacks {what} {shown}, so that loaders would treat it as quantized; add it")
 
 
 def _loader_names(named: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -125,14 +125,14 @@ def check_config(output: Output, config_for: Callable[[Sequence[str]], dict[str,
             yield f"quantization_config: {key} is {about.get(key)}, must be {expected.get(key)}"
     for scope, inner in output.config.items():
         if isinstance(inner, dict):
-            yield from (f"config.json holds a {key} in {scope}" for key in CONFIG_KEYS if key in inner)
+            yield from (f"config.json contains a {key} in {scope}" for key in CONFIG_KEYS if key in inner)
     try:
         yield from list(_find_wrong_patterns(output, IgnoreList(ignored, "the ignore list")))
     except InputError as error:
         yield str(error)
     for name, stored in output.others.items():
         if stored.dtype.startswith("F8") or name.endswith("_scale_inv"):
-            yield f"{name} in {stored.file} is FP8 as in the source: loaders would take it without its scales"
+            yield f"{name} in {stored.file} is FP8 as in the source: loaders would ignore its scales"
 
 
 def _find_wrong_patterns(output: Output, ignored: IgnoreList) -> Iterator[str]:
@@ -141,11 +141,11 @@ def _find_wrong_patterns(output: Output, ignored: IgnoreList) -> Iterator[str]:
     )
     hits = ((ignored.find(name), name) for name in _loader_names(linears))
     if (hit := next(((pattern, name) for pattern, name in hits if pattern is not None), None)) is not None:
-        yield f"the ignore list's {hit[0]!r} hits {hit[1]}, which is quantized"
+        yield f"the ignore list's {hit[0]!r} matches {hit[1]}, which is quantized"
     for name, stored in output.others.items():
         module, _, last = name.rpartition(".")
         if last == "weight" and len(stored.shape) == 2 and ignored.find(module) is None:
-            yield f"{module} is not quantized, and not named in the ignore list"
+            yield f"{module} is not quantized, but missing from the ignore list"
 
 
 def _pattern(name: str) -> str:

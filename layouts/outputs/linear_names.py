@@ -16,7 +16,7 @@ from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId, slice_shape
 from ktconvert.layouts.tensors import PROJECTIONS
 
-# For experts that the source stores together and whose family has no known names for single ones.
+# Names of experts that the source stores together, if their family has no known names for single experts.
 USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 TEMPLATES: Final = "linear_names"  # the manifest's fact that holds one template for each projection
 
@@ -116,7 +116,7 @@ class LinearNames:
 
     def explain_stray(self, name: str) -> str | None:
         is_stray = not self.native and name.endswith(f".{self.suffixes[0]}")
-        return "quantized, but no routed expert's" if is_stray else None
+        return "quantized, but not part of a routed expert" if is_stray else None
 
     def describe(self, slice_id: SliceId, suffix: str) -> str:
         return f"layer {slice_id.layer}, expert {slice_id.expert}, {slice_id.projection}_proj: {suffix}"
@@ -144,10 +144,10 @@ def explain_not_rawint4(facts: OutputFacts) -> str | None:
     names = facts[TEMPLATES]
     if names in RAWINT4_NAMES:
         return None
-    return f"it looks for {RAWINT4_NAMES[0]['gate']}, and they are {names['gate']} here"
+    return f"it looks for {RAWINT4_NAMES[0]['gate']}, but they are named {names['gate']}"
 
 
-NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # by encoding: what kt-kernel's loaders look for; all others: DEEPSEEK
+NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # encoding -> the names that kt-kernel's loaders look for; default: DEEPSEEK
 
 
 def _names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:

@@ -13,7 +13,7 @@ FILE = re.compile(
     r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>0|[1-9][0-9]*)"
     r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<what>quant|scale)_\.kt"
 )
-SUFFIXES = {"weight": "quant", "scale": "scale"}  # a tensor's suffix -> its word in the names of files
+SUFFIXES = {"weight": "quant", "scale": "scale"}  # suffix of a tensor -> its word in file names
 LAYER = re.compile(r"_layer_(0|[1-9][0-9]*)")
 NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
@@ -48,5 +48,5 @@ def require_plain_numbers(root: Path) -> None:
     """Raise InputError for a folder such as _layer_01 or _numa_x, which kt-kernel never opens."""
     for folder in sorted((*root.glob("_layer_*"), *root.glob("_layer_*/_numa_*"))):
         if folder.is_dir() and not (LAYER.fullmatch(folder.name) or NUMA.fullmatch(folder.name)):
-            what = "not a name that kt-kernel reads (no zeros before a number)"
+            what = "kt-kernel does not read this name (it has zeros before a number)"
             raise InputError(f"{folder}: {what}; rename the folder, or convert again.")

@@ -91,7 +91,7 @@ def _choose_format(
         sizes = (
             _sizes_by_majority(fmt, kinds, layers) if fmt.forward else _sizes_from_products(fmt, kinds, layers, hidden)
         )
-        # Formats that share names may fit in other sizes: then the dtype counts.
+        # Formats with the same names may fit with different sizes: then the dtype decides.
         agreeing = sum(n for kind, n in kinds.items() if (kind.suffix, kind.dtype) == (weight.name, weight.dtype))
         candidates.append((_count_fitting(fmt, kinds, sizes), agreeing, fmt, sizes))
     fitting, _, best, sizes = max(candidates, key=lambda candidate: candidate[:2])
@@ -106,8 +106,8 @@ def formats_by_names(output: Output) -> tuple[Format, ...]:
     """
     named = tuple(FORMATS[method].apply_settings(output.facts) for method in output.methods)
     called = {LOOSE_METHODS.get(prefix) for prefix in output.prefixes}
-    alone = tuple(fmt for fmt in named if not fmt.forward and called == {fmt.name})
-    return alone or tuple(fmt for fmt in named if fmt.forward)
+    backward_only = tuple(fmt for fmt in named if not fmt.forward and called == {fmt.name})
+    return backward_only or tuple(fmt for fmt in named if fmt.forward)
 
 
 def _sizes_by_majority(fmt: Format, kinds: Mapping[TensorKind, int], layers: list[int]) -> dict[int, tuple[int, int]]:

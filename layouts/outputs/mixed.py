@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 
 NAME = "MIXED"
-NOT_KT = numa.SUFFIXES[1]  # how the names of tensors end
+NOT_KT = numa.SUFFIXES[1]  # suffixes of tensor names
 
 
 def can_be_mixed(fmt: Format) -> bool:

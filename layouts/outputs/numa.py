@@ -20,7 +20,7 @@ KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
     r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<suffix>\w+)"
 )
-SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's, and others
+SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's suffixes, and those of all other formats
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class NumaNames:
         return SliceId(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]
 
     def explain_stray(self, name: str) -> str | None:
-        return "not a name that kt-kernel reads" if "ffn_" in name and "_exps" in name else None
+        return "kt-kernel does not read this name" if "ffn_" in name and "_exps" in name else None
 
     def describe(self, slice_id: SliceId, suffix: str) -> str:
         backward = "backward " if slice_id.backward else ""
@@ -65,8 +65,8 @@ def _arrangement(layout: str, is_trusted: Callable[[OutputFacts], bool], on_requ
 
 
 NUMA = _arrangement("numa", has_numa_count)
-# kt-kernel's MOE_INT4 and MOE_INT8 have the names of AMXINT4 and AMXINT8, and two orders of which only this one is
-# known: a manifest has to name it.
+# kt-kernel's MOE_INT4 and MOE_INT8 have the names of AMXINT4 and AMXINT8, and two orders. Only this one is known, and
+# only a manifest tells which it is.
 PLAIN = _arrangement("plain", lambda facts: has_numa_count(facts) and facts.get("layout") == "plain", on_request=True)
 
 

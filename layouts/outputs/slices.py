@@ -21,7 +21,7 @@ from ktconvert.quantizers import Matrix
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
-MOST_NUMA_NODES = 1 << 10  # that Linux supports
+MOST_NUMA_NODES = 1 << 10  # limit of Linux
 
 
 class SliceId(NamedTuple):

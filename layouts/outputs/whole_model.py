@@ -51,7 +51,7 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
 
 DESCRIPTION = Description(cards.WHOLE_MODEL, config_entries, check_config)
 
-RANKS = (1, 2, 4, 8, 16)  # numbers of tensor-parallel ranks that notes name
+RANKS = (1, 2, 4, 8, 16)  # numbers of tensor-parallel ranks in notes
 
 
 def _names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
@@ -86,21 +86,22 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
             if size % group:
                 smaller = next((f"give --group-size {other}, " for other in GROUP_SIZES if size % other == 0), "")
                 raise UnsupportedError(
-                    f"{fmt.name} has groups of {group} columns, which do not divide the {what} {size} of this model; "
+                    f"{fmt.name} has groups of {group} columns, but the {what} {size} of this model is not a multiple; "
                     f"{smaller}convert it with `ktconvert cpu`, or serve its experts in BF16"
                 )
         fits = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
         for ranks in tensor_parallel:
             if ranks < 1 or width % (ranks * group):
-                what = f"cannot be cut into {ranks} tensor-parallel ranks of whole groups of {group}"
+                what = f"cannot be split into {ranks} tensor-parallel ranks with whole groups of {group}"
                 raise UnsupportedError(f"the expert width {width} {what}; choose one of {fits}")
             if hidden % 128 or width // ranks % multiple:
                 notes[
                     "Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "
-                    f"width per rank in multiples of {multiple}: {hidden} and {width // ranks} take a slower one."
+                    f"width per rank in multiples of {multiple}; for {hidden} and {width // ranks}, they use a "
+                    "slower one."
                 ] = None
         notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {fits}."] = None
     if model.activation != "silu" or model.weights_on != "output":
         usual = "silu(gate) * up with routing weights on the output only"
-        notes[f"Marlin computes {usual}; these experts need another kernel."] = None
+        notes[f"Marlin computes {usual}; these experts need a different kernel."] = None
     return tuple(notes)

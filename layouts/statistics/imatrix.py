@@ -30,7 +30,7 @@ from ktconvert.native_quant.arrays import F32, I64
 Shapes = Mapping[int, tuple[int, int, int]]  # layer -> (E, H, I): experts, hidden size, expert width
 
 SUMS, COUNTS = ".in_sum2", ".counts"
-# A weight of all experts of a layer; in older models, of one expert.
+# The weight of all experts of a layer, or in older models of one expert.
 WEIGHT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)(?:_exps|\.(\d{1,6}))\.weight")
 WEIGHT_NAMES = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}  # projection -> names in files
 USE_OWN = "use the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
@@ -76,7 +76,7 @@ class Imatrix:
     size: int
     mtime_ns: int
     sums: Mapping[tuple[int, str], Sums]
-    manifest_key: ClassVar[str] = "imatrix"  # of its sha256
+    manifest_key: ClassVar[str] = "imatrix"  # key of its sha256
 
     def memory_bytes(self, threads: int) -> int:
         """Return the memory for `threads` readers: a linear's values as bytes, as numbers, and divided."""
@@ -124,7 +124,9 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collec
         layers = {layer for layer, _, _ in weights}
         if shapes.keys() - layers or layers - shapes.keys() - set(optional_layers):
             where, needed = format_ranges(sorted(layers)), format_ranges(sorted(shapes))
-            raise InputError(f"{path}: has experts in layers {where}, but {model} in layers {needed}; {USE_OWN}")
+            raise InputError(
+                f"{path}: has experts in layers {where}, but {model} has them in layers {needed}; {USE_OWN}"
+            )
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
@@ -148,7 +150,7 @@ def _select_records(
                     f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {USE_OWN}"
                 )
             return [record for record in each if record is not None]
-    raise InputError(f"{what} layer {layer}, {projection}, for its {experts} experts, as {model} has them; {USE_OWN}")
+    raise InputError(f"{what} layer {layer}, {projection}, which has {experts} experts in {model}; {USE_OWN}")
 
 
 def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns: int, whose: str) -> Sums:
@@ -159,7 +161,7 @@ def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns
         if record.shape not in (None, (each, columns)) or record.values != each * columns:
             own_shape = "{} experts of {} columns".format(*record.shape) if record.shape else f"{record.values} values"
             needed = f"{whose} has {each} experts of {columns} columns"
-            raise InputError(f"{path}: {record.name} has {own_shape}, and {needed}; {USE_OWN}")
+            raise InputError(f"{path}: {record.name} has {own_shape}, but {needed}; {USE_OWN}")
         values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
         wrong = ~(np.isfinite(values) & (values >= 0))
         if wrong.any():
@@ -174,7 +176,7 @@ def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns
         else:
             tokens = np.frombuffer(_read(fd, record.counts.start, record.counts.nbytes, path), "<f4")
             if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
-                what = f"has {tokens.tolist()[:4]}, which are no numbers of tokens"
+                what = f"has {tokens.tolist()[:4]}, which are not numbers of tokens"
                 raise bad_tensor(record.counts.name, what, REMEDY, path)
             counts[own] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
@@ -205,7 +207,7 @@ def _read_gguf_records(path: Path) -> dict[str, Record]:
         values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
         if not values or values // columns * 4 != counts.nbytes:
             what = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
-            raise bad_tensor(sums.name, f"{what} do not belong together", REMEDY, path)
+            raise bad_tensor(sums.name, f"{what} do not match", REMEDY, path)
         records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
     return records
 
@@ -283,7 +285,7 @@ def write_imatrix(
     chunks      number of sequences of chunk_size tokens that the model processed
     Raises InputError for sums that are not finite, ResourceError when the disk is full.
     """
-    layers = sorted(shapes, key=lambda layer: f"{layer}.")  # as llama.cpp: by name
+    layers = sorted(shapes, key=lambda layer: f"{layer}.")  # by name, as in llama.cpp
     infos, offset = [], 0
     for layer in layers:
         experts, hidden, width = shapes[layer]

@@ -26,9 +26,9 @@ from ktconvert.layouts.statistics.imatrix import Shapes
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I64
 
-DAMPING = 0.1  # of the mean of the diagonal, added to it, for inputs that calibration did not see
-PER_COLUMN = 130  # numbers for each column that the search keeps beside the matrix
-CACHED = 2  # layers whose matrix of gate and up stays in memory: as many as units run at once
+DAMPING = 0.1  # fraction of the diagonal's mean that is added to it, for inputs that calibration did not see
+PER_COLUMN = 130  # numbers per column that the search keeps in addition to the matrix
+CACHED = 2  # layers whose matrix of gate and up stays in memory: the number of concurrent units
 TOLERANCE = np.float32(1.001)  # factor by which a float32 sum may exceed its bound
 REMEDY = "write them again with `ktconvert calibrate --second-moments`"
 
@@ -102,7 +102,7 @@ class LayerFile:
         roots = np.sqrt(diagonal)
         for row, root in enumerate(roots):
             if (np.abs(matrix[row]) > TOLERANCE * root * roots).any():
-                raise InputError(f"{what} is no sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}")
+                raise InputError(f"{what} is not a sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}")
         matrix[np.diag_indices(k)] += np.float32(DAMPING * math.fsum(diagonal.tolist()) / k)
         return matrix
 
@@ -118,7 +118,7 @@ class SecondMoments:
     path: Path
     sha256: str
     layers: Mapping[int, LayerFile]
-    manifest_key: ClassVar[str] = "second_moments"  # of the sha256
+    manifest_key: ClassVar[str] = "second_moments"  # key of the sha256
     _cached: dict[int, F32] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 

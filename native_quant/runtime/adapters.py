@@ -34,7 +34,9 @@ class Projection(torch.nn.Module):
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
-        self.weight = torch.empty(0, dtype=torch.bfloat16, device=CPU)  # tells PEFT where its tensors belong
+        self.weight = torch.empty(
+            0, dtype=torch.bfloat16, device=CPU
+        )  # PEFT creates its tensors on this device, with this dtype
 
     def extra_repr(self) -> str:
         return f"{self.experts} x [{self.out_features}, {self.in_features}]"
@@ -91,7 +93,7 @@ def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
         return LayerAdapter(lora, adapters[0].scaling, adapters[0].dropout)
     if torch.is_grad_enabled():
         return _join(children, by_projection)
-    # Zeros and scaled copies take longer to make than a token takes to compute.
+    # Making zeros and scaled copies takes longer than computing a token.
     cache: dict[Any, tuple[Any, LayerAdapter]] = module.__dict__.setdefault("_joined", {})
     key = tuple((id(adapter.a), id(adapter.b), adapter.scaling) for adapter in adapters)
     versions = tuple((one.a._version, one.b._version, len(each)) for each in by_projection for one in each)

@@ -24,8 +24,8 @@ from ktconvert.native_quant.runtime.experts import Experts
 STREAMS = (1, 2, 4)
 LEAST_RUNS, MOST_RUNS = 3, 1000
 SECONDS = 1.0  # time for each figure
-SLICE = 64 << 20  # bytes that each thread reads in a round: milliseconds, so that some rounds avoid other load
-CACHES = 4  # the memory that is read has this many times the size of the last-level cache
+SLICE = 64 << 20  # bytes that each thread reads per round: this takes milliseconds, so that some rounds are undisturbed
+CACHES = 4  # size of the memory to read, in last-level caches
 
 
 def read_memory(block: Array, streams: int) -> int:

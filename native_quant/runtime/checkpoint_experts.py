@@ -71,7 +71,7 @@ class CheckpointExperts(ExpertSource):
             self._require_activation(layer, self.select_rows(layer)["gate"], self.swiglu(layer))
 
     def require_readable(self, layer: int) -> None:
-        pass  # see damage
+        pass  # checked when the checkpoint was opened
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         """Yield gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
@@ -88,7 +88,7 @@ class CheckpointExperts(ExpertSource):
         with _advise_conversion(self.path):
             model = self.model
             if layer not in model.moe_layers:
-                has = f"holds no experts in layer {layer}, but in {format_ranges(self.layers)}"
+                has = f"has no experts in layer {layer}; it has them in {format_ranges(self.layers)}"
                 raise UnsupportedError(f"{self.path}: {has}; give one of these.")
             rows = self.select_rows(layer, required.method)
             method = rows["gate"]
@@ -111,7 +111,7 @@ class CheckpointExperts(ExpertSource):
                         rows[projection].write_slice(StoredSlice(numa_slice.cut(linear), model.source, tensors), out)
                     except kernels.NonFinite as bad:
                         where = f"row {bad.row} of NUMA slice {numa_slice.node} of expert {expert}"
-                        what, path = f": {where} holds a number that is not finite", model.source.path(stored.values)
+                        what, path = f": {where} contains a number that is not finite", model.source.path(stored.values)
                         raise bad_tensor(stored.values.name, what, path=path) from None
 
                 return write
@@ -135,8 +135,8 @@ class CheckpointExperts(ExpertSource):
             name = matching["gate"].name
             which = f"method {name} computes, not {required}; give method {name}, or convert with `ktconvert cpu`."
         else:
-            neither = f", {required} neither" if required else ""
-            which = f"no method of this runtime computes{neither}; convert the model with `ktconvert cpu`."
+            named = f", and neither does {required}" if required else ""
+            which = f"no method of this runtime computes{named}; convert the model with `ktconvert cpu`."
         raise UnsupportedError(f"{self.path}: the experts of layer {layer} are {stored}, which {which}")
 
     def _require_activation(self, layer: int, method: Method, swiglu: Swiglu) -> None:
@@ -146,20 +146,20 @@ class CheckpointExperts(ExpertSource):
         what, remedy = "", "keep them on the GPU"
         recorded, given = _read_native_output(self.path) or {}, swiglu.activation
         if configured is None and recorded.get("activation", given) != given:
-            differ = f"its manifest says activation {recorded['activation']}, these settings say {given}"
-            remedy = "give swiglu_limit and swiglu_alpha as config.json of the model has them"
+            differ = f"its manifest has activation {recorded['activation']}, but these settings {given}"
+            remedy = "set swiglu_limit and swiglu_alpha to the values in the model's config.json"
             raise UnsupportedError(f"{self.path}: {differ}; {remedy}.")
         if model.weights_on != "output":
             what = "multiply routing weights with their input"
         elif model.activation == "swiglu_oai":
             if configured != swiglu:
                 what = f"compute {ACTIVATIONS[model.activation]}"
-                remedy = f"give {configured}" if configured and ALPHA in method.swiglu else remedy
+                remedy = f"set {configured}" if configured and ALPHA in method.swiglu else remedy
         elif model.activation not in ("silu", "swiglu_limit"):
             what = f"compute {ACTIVATIONS[model.activation]}"
         elif configured is not None and configured != swiglu:
             what = f"clamp gate and up to {configured.limit}" if configured.limit else "clamp nothing"
-            remedy = f"give {configured}" if LIMIT in method.swiglu else remedy
+            remedy = f"set {configured}" if LIMIT in method.swiglu else remedy
         if what:
             raise UnsupportedError(
                 f"{self.path}: the experts of layer {layer} {what}; method {method.name} computes silu(gate) * up with "
@@ -251,7 +251,7 @@ def open_checkpoint_experts(path: Path) -> CheckpointExperts:
     """Open a checkpoint. Reads its headers again only if a file has changed."""
     if not path.exists():
         raise InputError(f"{path}: does not exist; give a directory of experts or a GGUF file.")
-    place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may lead to any name
+    place = path.resolve() if path.is_dir() else path.parent.resolve() / path.name  # a link may point to any name
     with _advise_conversion(path):
         return CheckpointExperts(path, _open_model(place, directory_state(path)))
 

@@ -89,8 +89,8 @@ class ConvertedExperts(ExpertSource):
         assert measured.fmt is not None
         if layer not in measured.shapes:
             self.require_readable(layer)
-            has = f"holds no layer {layer}; it has layers {format_ranges(list(measured.shapes)) or 'none'}"
-            raise UnsupportedError(f"{self.path}: {has}. Give one of these, or convert again with it.")
+            has = f"has no layer {layer}, but layers {format_ranges(list(measured.shapes)) or 'none'}"
+            raise UnsupportedError(f"{self.path}: {has}; use one of these, or convert again with this layer.")
         count, h, i = measured.shapes[layer]
         fmt = measured.fmt.layer_format(layer)
         required.check(self.path, layer, "byte counts", (count, h, i), fmt.name)
@@ -126,7 +126,7 @@ class ConvertedExperts(ExpertSource):
         """Raise UnsupportedError if the manifest's method or number of NUMA slices contradict the byte counts."""
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
-                what = f"says {name} {recorded}, the weights beside it have {actual}"
+                what = f"has {name} {recorded}, but the weights beside it have {actual}"
                 raise UnsupportedError(f"{self.output.root / manifest.NAME}: {what}; {AGAIN}.")
 
     def require_metadata(self, layer: int, swiglu: Swiglu) -> None:
@@ -149,9 +149,9 @@ class ConvertedExperts(ExpertSource):
             wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
             if wrong is not None:
                 settings = wrong == "activation" and _supports_limit(measured.method_of(layer))
-                give = "give swiglu_limit and swiglu_alpha as config.json of the model has them."
-                said = f"its {'model' if output.loose else 'header'} says {wrong} {metadata[wrong]}"
-                what = f"{said}, its bytes and this runtime say {actual[wrong]}"
+                give = "set swiglu_limit and swiglu_alpha to the values in the model's config.json."
+                recorded = f"its {'model' if output.loose else 'header'} has {wrong} {metadata[wrong]}"
+                what = f"{recorded}, but its bytes and this runtime {actual[wrong]}"
                 raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
 
     def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
@@ -159,8 +159,8 @@ class ConvertedExperts(ExpertSource):
         configured = read_swiglu(self.output.config, activation, layer)
         if configured in (None, swiglu) or not _supports_limit(self.measured.method_of(layer)):
             return configured == swiglu
-        what = f"the experts of layer {layer} have {configured} by config.json, not {swiglu}"
-        raise UnsupportedError(f"{self.output.root}: {what}; give what config.json says.")
+        what = f"the experts of layer {layer} have {configured} according to config.json, not {swiglu}"
+        raise UnsupportedError(f"{self.output.root}: {what}; use the values of config.json.")
 
     def _find_tensors(
         self, fmt: Format, slicing: Slicing, experts: int
@@ -177,9 +177,10 @@ class ConvertedExperts(ExpertSource):
                     raise InputError(f"{output.root}: {described} is missing{because}; {AGAIN}.")
                 where = f"{output.root / stored.file}: {described}"
                 if stored.nbytes != size or stored.file in output.damaged:
-                    why = output.damaged.get(stored.file) or f"holds {stored.nbytes} bytes, not {size}"
+                    why = output.damaged.get(stored.file) or f"contains {stored.nbytes} bytes, not {size}"
                     raise InputError(f"{where}: {why}; {AGAIN}.")
-                # kt-kernel's scripts give flat tensors of AMXINT4 and AMXINT8 other dtypes, and do not look at them.
+                # kt-kernel's scripts write flat tensors of AMXINT4 and AMXINT8 with different dtypes, and do not check
+                # them.
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
                     raise InputError(f"{where} is {here}, must be {required}; {AGAIN}.")
@@ -246,6 +247,8 @@ def _open(path: Path, state: frozenset[FileStatus]) -> ConvertedExperts:
 def open_converted(path: Path) -> ConvertedExperts:
     """Open a converted directory. Reads it again only if a file has changed."""
     if not path.is_dir():
-        raise UnsupportedError(f"{path}: is no directory; give one of `ktconvert cpu` or kt-kernel, or a GGUF file.")
+        raise UnsupportedError(
+            f"{path}: not a directory; give an output of `ktconvert cpu` or kt-kernel, or a GGUF file."
+        )
     source = _open(path.resolve(), directory_state(path))
     return source if source.path == path else replace(source, path=path)

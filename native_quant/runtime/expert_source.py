@@ -42,8 +42,8 @@ class Requirements:
         required = (method and self.method, self.num_experts, self.hidden, self.intermediate)
         for name, value, actual in zip(names, required, (method, *shape), strict=True):
             if value is not None and value != actual:
-                has = f"layer {layer} has {name} {actual} by its {evidence}, not {value}"
-                raise UnsupportedError(f"{path}: {has}; give this model's directory, or {name}={actual}.")
+                has = f"layer {layer} has {name} {actual} according to its {evidence}, not {value}"
+                raise UnsupportedError(f"{path}: {has}; use this model's directory, or {name}={actual}.")
 
 
 class ExpertSource(ABC):

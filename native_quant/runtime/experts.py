@@ -58,7 +58,7 @@ class Experts:
         self.num_experts, self.hidden, self.intermediate = packed.experts, slicing.hidden, slicing.intermediate
         self.parts, self.nbytes = slicing.numa, packed.nbytes
         self.pool, self.exact = pool or get_shared_pool(), exact
-        self.source: Path | None = None  # the directory or file of the weights
+        self.source: Path | None = None  # directory or file of the weights
         self.order = _resolve_order(order, packed.experts)  # expert -> expert in the file
         table = _address_table(packed, self.order)
         transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
@@ -104,7 +104,7 @@ class Experts:
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         if memory not in MEMORY:
-            raise ValueError(f"memory is one of {', '.join(MEMORY)}, not '{memory}'")
+            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, not '{memory}'")
         swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or get_shared_pool(), Path(path)
         required = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu, transposed)
         packed = open_experts(path).load(layer, pool, required)
@@ -182,7 +182,7 @@ class Experts:
         Raises ValueError for too many experts per token.
         """
         if topk > lib.KTQ_MOST_TOPK:
-            raise ValueError(f"{topk} experts per token are more than a forward takes, {lib.KTQ_MOST_TOPK}")
+            raise ValueError(f"{topk} experts per token exceed the limit of {lib.KTQ_MOST_TOPK}")
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
@@ -212,7 +212,7 @@ class Experts:
         fmt = FORMATS.get(packed.method)
         if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:
             raise UnsupportedError(
-                f"{packed.method} has no loose files of memory's order; convert with `ktconvert cpu`."
+                f"{packed.method} has no loose files in the order of its memory; convert with `ktconvert cpu`."
             )
         publish.make_folder(root)
         final = root / loose.layer_folder(self.layer)
@@ -250,7 +250,7 @@ class Experts:
         raise TypeError(
             f"the experts of layer {self.layer} of {self.source or 'a model in memory'} cannot be pickled (pickle, "
             "torch.save, spawned processes): their weights are memory of this process; save the path of their "
-            "directory, and load them from it again with Experts.load, or the model with from_pretrained"
+            "directory, and load them with Experts.load, or the model with from_pretrained"
         )
 
     def __enter__(self) -> Experts:
@@ -292,7 +292,7 @@ class Experts:
         )
         if strict_ids and (outside := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
             token, column = outside[0].tolist()
-            what = f"is {ids[token, column]}, and layer {self.layer} has experts 0 to {self.num_experts - 1}"
+            what = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
             raise ValueError(f"ids[{token}, {column}] {what}; without strict_ids it adds nothing to token {token}")
         return self.make_call(tokens, ids.shape[1], *addresses)
 

@@ -28,14 +28,14 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
     layouts = experts.packed.rows["gate"].row_layouts
     if not layouts:
         able = ", ".join(sorted(method.name for method in METHODS.values() if method.row_layouts))
-        why = f"holds weights as no GPU kernel reads them (those of {able} can be written)"
+        why = f"stores weights that no GPU kernel reads (supported: {able})"
         remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
         raise NotImplementedError(f"method={experts.method!r} {why}: {remedy}")
     if not 0 <= expert < experts.num_experts:
         raise ValueError(f"expert_id is {expert}, and layer {experts.layer} has experts 0 to {experts.num_experts - 1}")
     multiple = max(panels.ROWS, *(layout.columns for layout in layouts))
     if ranks < 1 or experts.intermediate % (ranks * multiple):
-        needed = f"must be a multiple of it times {multiple} for {experts.method}"
+        needed = f"must be a multiple of gpu_tp_count times {multiple} for {experts.method}"
         raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {needed}")
     used = ("weight", "scale")[: len(layouts)]
     for name, addresses in zip(BUFFERS, buffers, strict=True):

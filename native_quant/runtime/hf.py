@@ -61,8 +61,8 @@ class KTConvertConfig(QuantizationConfigMixin):
     ) -> None:
         hot_experts.check_choice(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
-            remedy = "choose experts of it with gpu_experts_mask or num_gpu_experts"
-            raise UsageError(f"gpu_experts names a checkpoint; {remedy}")
+            remedy = "select experts with gpu_experts_mask or num_gpu_experts"
+            raise UsageError(f"gpu_experts is set, but no experts are selected; {remedy}")
         self.quant_method = quant_method  # type: ignore[assignment]
         self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
         self.exact, self.threads, self.memory = exact, threads, memory
@@ -79,7 +79,7 @@ class KTConvertQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: KTConvertConfig
-    _save_remedy = "`ktconvert cpu --non-experts keep` converts the original model into one directory with everything"
+    _save_remedy = "`ktconvert cpu --non-experts keep` converts the original model into one directory with all weights"
     _dequantizer: Any = None  # transformers' own quantizer, which dequantizes non-expert tensors
 
     def _process_model_before_weight_loading(
@@ -93,7 +93,7 @@ class KTConvertQuantizer(HfQuantizer):
         settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
         if root is None:
-            raise UsageError("the model is not loaded from files; name a directory with its experts as cpu_weights")
+            raise UsageError("the model is not loaded from files; set cpu_weights to a directory with its experts")
         modules = find_experts(model, open_experts(root).swiglu)
         if folder is not None:
             hf_non_experts.require_unpacked(folder, checkpoint_files or (), model, modules)
@@ -119,7 +119,7 @@ class KTConvertQuantizer(HfQuantizer):
             adapters.add_projections(ours, names, (module.num_experts, module.hidden, module.intermediate))
             setattr(block, name, ours)
             if next(block.parameters(recurse=False), None) is None:
-                block._is_hf_initialized = True  # the initialization of some families would reach into the experts
+                block._is_hf_initialized = True  # some families would otherwise initialize the experts
             for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
                 _make_first_attribute(model.get_submodule(name.removeprefix(".")), ours.experts)
         base = f"{model.base_model_prefix}."  # an optional prefix of names in the checkpoint
@@ -139,7 +139,7 @@ class KTConvertQuantizer(HfQuantizer):
         where = self.quantization_config.gpu_experts
         root = folder if where is None else Path(where).expanduser()
         if root is None:
-            raise UsageError("the model is not loaded from files; pass the hot experts' checkpoint as gpu_experts")
+            raise UsageError("the model is not loaded from files; set gpu_experts to the hot experts' checkpoint")
         source = HotWeights(root)
         for module in modules:
             source.require_layer(module.layer, (module.num_experts, module.hidden, module.intermediate))
@@ -153,7 +153,7 @@ class KTConvertQuantizer(HfQuantizer):
             source.require_readable(missing[0])
             layers = ", ".join(map(str, missing))
             raise UnsupportedError(
-                f"{root}: holds no experts of layer {layers}, which {model_class} has; convert all layers"
+                f"{root}: has no experts of layer {layers}, but {model_class} has; convert all layers"
             )
         loaded: dict[int, Experts] = {}
         options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
@@ -175,7 +175,7 @@ class KTConvertQuantizer(HfQuantizer):
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Raise NotImplementedError; called by model.dequantize."""
         remedy = "load the original model without KTConvertConfig"
-        raise NotImplementedError(f"experts stay as they were converted; {remedy}")
+        raise NotImplementedError(f"converted experts cannot be dequantized; {remedy}")
 
     @property
     def is_trainable(self) -> bool:
@@ -183,7 +183,7 @@ class KTConvertQuantizer(HfQuantizer):
         return True
 
 
-FIRST_ATTRIBUTE = "_some_experts"  # of modules that have converted experts below them (_make_first_attribute)
+FIRST_ATTRIBUTE = "_some_experts"  # attribute of modules above converted experts (_make_first_attribute)
 # Settings of the computation that do not depend on the directory of the experts: fields of KTConvertConfig.
 OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 

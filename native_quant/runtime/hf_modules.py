@@ -51,7 +51,7 @@ class RoutedExperts(torch.nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._register()  # a copy of a model shares the weights and has a handle of its own
+        self._register()  # a copy of a model shares the weights, but has its own handle
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -153,7 +153,7 @@ def find_experts(
         import transformers
 
         raise UnsupportedError(
-            f"{model_class}: transformers {transformers.__version__} builds no routed experts in it that could be "
+            f"{model_class}: transformers {transformers.__version__} builds no routed experts that could be "
             "replaced (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without "
             "cpu_weights, or without trust_remote_code if the model brings classes of its own"
         )
@@ -169,7 +169,7 @@ def find_experts(
         for differs, why in REFUSALS:
             if differs(module, swiglu):
                 raise UnsupportedError(
-                    f"{model_class}: {name} ({type(module).__name__}) {why}, and these experts compute {ours} with"
+                    f"{model_class}: {name} ({type(module).__name__}) {why}, but these experts compute {ours} with"
                     " the routing weights on the output; load it without cpu_weights"
                 )
     return [ExpertModule(name, layer, *_sizes(one), hasattr(one, "identity_expert")) for layer, name, one in found]
@@ -207,7 +207,7 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
         lambda module, swiglu: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
         f"is not called with {', '.join(ARGUMENTS)}",
     ),
-    (_differs_in_activation, "has another activation"),
+    (_differs_in_activation, "has a different activation"),
 )
 
 
@@ -217,9 +217,9 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
 # handle is a tensor, so that layers that are compiled one by one share their code.
 
 NUMBER_BYTES = 8  # the handle begins with the number
-PADDED = 256  # bytes of a handle, or a multiple
+PADDED = 256  # the size of a handle is a multiple of it, in bytes
 NO_GRADIENT = (
-    "no gradient goes through hot experts ({name}): to train, load the model without num_gpu_experts; to compute "
+    "hot experts have no gradients ({name}): to train, load the model without num_gpu_experts; to compute "
     "without gradients, call it under torch.no_grad() or torch.inference_mode()"
 )
 _registered: weakref.WeakValueDictionary[tuple[str, int], RoutedExperts] = weakref.WeakValueDictionary()
@@ -248,7 +248,9 @@ def _find_by_handle(handle: torch.Tensor) -> RoutedExperts:
     same_name = (experts for (other, _), experts in _registered.items() if other == name)
     experts = _registered.get((name, number)) or next(same_name, None)
     if experts is None:
-        raise RuntimeError(f"no experts are loaded as {name!r} in this process; load their model first, and keep it")
+        raise RuntimeError(
+            f"no experts are loaded as {name!r} in this process; load their model first, and keep a reference to it"
+        )
     return experts
 
 

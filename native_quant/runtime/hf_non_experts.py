@@ -35,8 +35,8 @@ FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of weights that are not quantiz
 BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 NAME = "ktconvert"  # quant_method of KTConvertConfig
 PACKED = "_packed"  # suffix of compressed-tensors for the name of a weight
-# Methods of config.json that do not quantize non-expert tensors: none, ours, and experts packed for the GPU, for which
-# there is require_unpacked.
+# Methods of config.json that do not quantize non-expert tensors: none, ours, and experts packed for the GPU, which
+# require_unpacked checks.
 EXPERTS_ONLY = ("", NAME, QUANT_METHOD, METHOD)
 FP8 = "fp8"  # quant_method in config.json of E4M3 with a scale per block
 
@@ -66,8 +66,10 @@ def require_complete(
         raise UnsupportedError(_advise_original(root, "holds only routed experts"))
     packed = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
     if packed is not None:
-        what = f"{packed.name} is quantized itself ({packed.dtype}), and only routed experts can be"
-        raise UnsupportedError(f"{root}: {what}; convert what `ktconvert dequantize` writes of the original checkpoint")
+        what = f"{packed.name} is quantized ({packed.dtype}), but only routed experts may be"
+        raise UnsupportedError(
+            f"{root}: {what}; run `ktconvert dequantize` on the original checkpoint, and convert its output"
+        )
     names = [entry.name for entry in entries]
     missing = sorted(list_checkpoint_names(model, modules) - convert_names(model, names, renamings))
     if missing:
@@ -94,7 +96,7 @@ def convert_names(model: Any, names: Iterable[str], renamings: Sequence[WeightRe
         target, pattern = rename_source_key(name, renaming, converters, model.base_model_prefix, known)
         targets.add(target)
         for converter in converters:
-            if pattern in converter.source_patterns:  # one tensor may become several
+            if pattern in converter.source_patterns:  # a converter may split a tensor
                 one, *others = converter.target_patterns
                 targets.update(target.replace(one, other) for other in others)
     return targets
@@ -128,9 +130,9 @@ def require_combinable(config: Any, model: str) -> None:
         own = getattr(part, "quantization_config", None) or {}
         own = own if isinstance(own, dict) else own.to_dict()
         if own.get("quant_method") == METHOD and own.get("format") != FORMAT:
-            which = "only routed experts that `ktconvert gpu` packed can be combined with others"
-            remedy = f"give what `ktconvert dequantize {model} BF16` writes, with the same CPU weights"
-            raise UnsupportedError(f"{model}: is quantized itself ({METHOD}), and {which}; {remedy}")
+            which = "only a model that `ktconvert gpu` packed can be used with CPU weights"
+            remedy = f"use the output of `ktconvert dequantize {model} BF16` with the same CPU weights"
+            raise UnsupportedError(f"{model}: is quantized ({METHOD}), and {which}; {remedy}")
 
 
 def make_dequantizer(root: Path) -> Any:
@@ -149,8 +151,8 @@ def make_dequantizer(root: Path) -> Any:
         non_experts = find_non_expert_tensors(source, experts, quantization).tensors
         packed = next((name for name, stored in non_experts.items() if isinstance(stored, Weight)), None)
     if packed is not None:
-        what = f"{packed} is quantized itself ({quantization.method}), and only routed experts and FP8 can be"
-        remedy = f"give what `ktconvert dequantize {root} BF16` writes, with {root} as cpu_weights"
+        what = f"{packed} is quantized ({quantization.method}), but only routed experts and FP8 weights may be"
+        remedy = f"use the output of `ktconvert dequantize {root} BF16`, with {root} as cpu_weights"
         raise UnsupportedError(f"{root}: {what}; {remedy}")
     return None
 
@@ -163,8 +165,8 @@ def require_unpacked(root: Path, files: Iterable[str], model: Any, modules: Sequ
     unpacked_names = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
     packed = list_checkpoint_names(model, modules) & convert_names(model, unpacked_names, ())
     if packed:
-        what = f"is quantized beyond its routed experts ({min(packed)}{PACKED}), and only these combine with others"
-        remedy = f"give a model that `ktconvert gpu` made, or what `ktconvert dequantize {root} BF16` writes"
+        what = f"has quantized weights besides its routed experts ({min(packed)}{PACKED}), which is unsupported"
+        remedy = f"use an output of `ktconvert gpu`, or that of `ktconvert dequantize {root} BF16`"
         raise UnsupportedError(f"{root}: {what}; {remedy}")
 
 
@@ -203,5 +205,5 @@ def _casts(kind: type) -> bool:
     """Return whether a class of routers computes with a matrix of any dtype."""
     try:
         return CASTS.search(inspect.getsource(kind)) is not None
-    except (OSError, TypeError):  # there is no source
+    except (OSError, TypeError):  # no source code is available
         return False

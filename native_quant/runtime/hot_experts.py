@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Mask = Bool  # [experts] of a layer, or [layers, experts]
 REMEDY = "choose fewer hot experts"
-MASK_NAME = "gpu_experts_mask"  # of the tensor in a file
-MASK_FORM = f"a safetensors file with a tensor {MASK_NAME!r}, bool [decoder layers, experts], is needed"
+MASK_NAME = "gpu_experts_mask"  # the tensor's name in a file
+MASK_FORM = f"a safetensors file with a tensor {MASK_NAME!r}, bool [decoder layers, experts], is required"
 MAX_SCALE = 2.0**120  # a larger scale could give a weight that BF16 cannot hold
 
 
@@ -44,7 +44,7 @@ MAX_SCALE = 2.0**120  # a larger scale could give a weight that BF16 cannot hold
 def check_choice(mask: object, count: int | None) -> None:
     """Raise UsageError for a mask together with a count, and for a count below 0."""
     if mask is not None and count is not None:
-        raise UsageError("a mask of experts and a number of experts both say which experts are hot; give one of them")
+        raise UsageError("a mask of experts and a number of experts exclude each other; give one of them")
     if count is not None and count < 0:
         raise UsageError(f"{count} experts cannot be hot; give a number from 0 to the experts of a layer")
 
@@ -53,7 +53,7 @@ def read_mask(path: Path) -> Mask:
     """Read the mask [layers, experts] of a file. Raises InputError for a damaged file or a missing tensor."""
     values = read_matrix(path, MASK_NAME, "BOOL", MASK_FORM)
     if (values > 1).any():
-        raise InputError(f"{path}: {MASK_NAME!r} holds bytes that are neither 0 nor 1; {MASK_FORM}")
+        raise InputError(f"{path}: {MASK_NAME!r} contains bytes other than 0 and 1; {MASK_FORM}")
     return values.astype(np.bool_)
 
 
@@ -85,11 +85,11 @@ def masks_by_layer(
     table: Array = read_mask(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
     shape = list(table.shape)
     if table.dtype != np.bool_ or table.ndim != 2:
-        raise InputError(f"{where}: is {table.dtype} of shape {shape}; bool [decoder layers, experts] is needed")
+        raise InputError(f"{where}: is {table.dtype} of shape {shape}; must be bool [decoder layers, experts]")
     for layer, total in experts.items():
         if table.shape != (layers, total):
             has = f"{layers} decoder layers, and layer {layer} has {total} experts"
-            needed = f"a mask of shape {[layers, total]} is needed"
+            needed = f"use a mask of shape {[layers, total]}"
             raise InputError(f"{where}: has shape {shape}, but the model has {has}; {needed}")
     return {layer: table[layer].copy() for layer in experts}
 
@@ -149,11 +149,13 @@ class HotWeights:
     def require_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
         """Raise UnsupportedError if a layer is missing, or if its sizes E, H, I differ from the loaded model's."""
         e, h, i = self.model.shape(layer) if layer in self.model.layers else (0, 0, 0)
-        what = f"layer {layer} has {e} experts of hidden size {h} and width {i}, the model {{}} of {{}} and {{}}"
+        what = (
+            f"layer {layer} has {e} experts of hidden size {h} and width {i}, but the model has {{}} of {{}} and {{}}"
+        )
         if not e:
-            what = f"holds no experts of layer {layer}, which the model has"
+            what = f"has no experts of layer {layer}, but the model has"
         if (e, h, i) != shape:
-            raise UnsupportedError(f"{self.root}: {what.format(*shape)}; give a checkpoint of this model")
+            raise UnsupportedError(f"{self.root}: {what.format(*shape)}; use a checkpoint of this model")
 
     def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
         """Return int8 codes [n, k] and float32 scales [n, groups], or BF16 bits [n, k] and None. Raises InputError."""
@@ -168,8 +170,8 @@ class HotWeights:
         largest = float(np.max(np.abs(linear.scales)))
         if largest > MAX_SCALE:
             scale = self.model.weight(layer, expert, projection).tensors["scale"]
-            what = f"tensor {scale.name!r} holds {largest}, more than BF16 weights can have"
-            raise InputError(f"{self._source.path(scale)}: {what}; make this checkpoint again")
+            what = f"tensor {scale.name!r} contains {largest}, too large for BF16 weights"
+            raise InputError(f"{self._source.path(scale)}: {what}; create this checkpoint again")
         return values, linear.scales
 
 
@@ -190,7 +192,7 @@ class HotExperts:
         return len(self.weights)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HotExperts:
-        return self  # nobody writes to them
+        return self  # never modified
 
     def forward(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's hot experts, in the order of their numbers: float32 [T, H].

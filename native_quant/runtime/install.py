@@ -35,11 +35,11 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
 PROVIDED = {
     "kt_kernel": (
         ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"),
-        "kt_kernel is provided by ktconvert here and has no {!r} (docs/how-to/replace-kt-kernel.md lists what it has)",
+        "kt_kernel is provided by ktconvert and has no {!r} (docs/how-to/replace-kt-kernel.md lists its names)",
     ),
     EXTENSION: (
         ("__cpu_variant__",),
-        "kt_kernel is provided by ktconvert here: it has no C++ extension with {!r}; use KTMoEWrapper",
+        "kt_kernel is provided by ktconvert, without a C++ extension with {!r}; use KTMoEWrapper",
     ),
 }
 
@@ -75,7 +75,7 @@ def install_as_kt_kernel() -> None:
     for each in (module, extension):
         each.__spec__ = ModuleSpec(each.__name__, None, origin="ktconvert")
     sys.modules["kt_kernel"] = module
-    if real is not None and real.origin is not None:  # None: any folder of that name
+    if real is not None and real.origin is not None:  # None if any folder has that name
         module.__dict__.update(__path__=real.submodule_search_locations, __file__=real.origin)
     else:
         module.__path__ = []

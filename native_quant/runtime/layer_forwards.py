@@ -61,7 +61,7 @@ class DeferredExperts(NamedTuple):
     job: Job
     pool: Pool
     out: torch.Tensor
-    device: torch.device  # of the layer's input
+    device: torch.device  # device of the layer's input
 
 
 class Model:
@@ -111,8 +111,8 @@ class ModelMember:
         deferred = self.model.pending.pop(self.layer - 1, None)
         if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
             here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"
-            what = f"was called with {here}, but layer {self.layer - 1} deferred experts of {before} to it"
-            raise ValueError(f"layer {self.layer} {what}; call the layers one after the other with the same tokens")
+            what = f"was called with {here}, but layer {self.layer - 1} deferred experts of {before}"
+            raise ValueError(f"layer {self.layer} {what}; call the layers in order, with the same tokens")
         return deferred
 
     def store_deferred(self, deferred: DeferredExperts) -> None:
@@ -123,9 +123,9 @@ class ModelMember:
                 self._has_next = self.layer + 1 in _layers(self.model, list(self._members.values()))
             if not self._has_next:
                 warnings.warn(
-                    f"layer {self.layer} of {self.path} defers experts, and its model has no layer {self.layer + 1} "
-                    "that would add them: they are left out. Give the last layer max_deferred_experts_per_token=0, and "
-                    "create the layers of a model in their order.",
+                    f"layer {self.layer} of {self.path} defers experts, but its model has no layer {self.layer + 1} "
+                    "to add them: they are lost. Give the last layer max_deferred_experts_per_token=0, and "
+                    "create the layers of a model in order.",
                     stacklevel=4,
                 )
 
@@ -144,7 +144,7 @@ class ModelMember:
             chosen = next((model for model in models if not layers & _layers(model, members)), None) or Model()
             for member in group:
                 member._model = chosen
-                chosen.pending.pop(member.layer, None)  # of the wrapper that it replaces
+                chosen.pending.pop(member.layer, None)  # from the wrapper that it replaces
 
     @classmethod
     def clear(cls) -> None:
@@ -239,7 +239,7 @@ class CpuForward:
         (job, previous, out), self._submitted = self._submitted, None
         job.wait()
         if previous is not None:
-            previous.job.wait()  # ended before ours; raises its error, if any
+            previous.job.wait()  # it ended before our job; raises its error, if any
         return _match_input(out, hidden_states)
 
     def _prepare(
@@ -290,7 +290,7 @@ class StreamForward:
 
     def __init__(self, layer: WrappedLayer) -> None:
         self._layer = layer
-        self._set = layer.member.layer % DEPTH  # which of the two sets this layer uses
+        self._set = layer.member.layer % DEPTH  # index of this layer's set of buffers
         self._jobs: weakref.WeakKeyDictionary[Buffers, dict[str, Job]] = weakref.WeakKeyDictionary()
         self._submitted: tuple[Job, Buffers] | None = None
         self._device: torch.device | None = None
@@ -315,7 +315,7 @@ class StreamForward:
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         layer, own_set, next_set = self._layer, self._set, (self._set + 1) % DEPTH
         check_shapes(layer, hidden, ids, weights)
-        layer.experts.packed.check_reads()  # errors of forwards that nobody waited for
+        layer.experts.packed.check_reads()  # raises errors of earlier forwards without a wait
         tokens, topk = hidden.shape[:-1].numel(), ids.shape[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device

@@ -321,10 +321,11 @@ def check_swiglu(method: str, swiglu: Swiglu) -> None:
         if value != 0.0 and name not in METHODS[method].swiglu:
             able = ", ".join(sorted(other.name for other in METHODS.values() if name in other.swiglu))
             raise ValueError(
-                f"{name}={value} must be 0 for method={method!r}: only {able} can have it in place of silu(gate) * up."
+                f"{name}={value} must be 0 for method={method!r}: only {able} can compute it instead of silu(gate) * "
+                "up."
             )
         if not 0.0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a number from 0 on, not {value}")
+            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
 
 
 # --- kt-kernel 0.7.2's names ---------------------------------------------------------------------
@@ -355,13 +356,13 @@ SFT_WEIGHTS = {
 def check_method(mode: str, method: str, swiglu: Swiglu) -> None:
     """Raise ValueError for arguments that kt-kernel rejects, too, NotImplementedError for those that only we reject."""
     if mode not in ("inference", "sft"):
-        raise ValueError(f"Unknown mode: {mode!r}. There are 'inference' and 'sft'.")
+        raise ValueError(f"unknown mode {mode!r}; choose 'inference' or 'sft'.")
     known = (*METHODS, *UNSUPPORTED) if mode == "inference" else SFT_METHODS
     if method not in known:
-        raise ValueError(f"Unknown method {method!r} for mode {mode!r}. There are {', '.join(sorted(known))}.")
+        raise ValueError(f"unknown method {method!r} for mode {mode!r}; choose one of {', '.join(sorted(known))}.")
     if mode == "sft":
         if method not in SFT_WEIGHTS:
-            what = f"method={method!r} is a name that kt-kernel lists and cannot construct"
+            what = f"method={method!r} is a name in kt-kernel's list that kt-kernel cannot construct"
             raise NotImplementedError(f"{what}: ktconvert trains {', '.join(SFT_WEIGHTS)}.")
         if any(swiglu):
             raise NotImplementedError(
@@ -370,5 +371,5 @@ def check_method(mode: str, method: str, swiglu: Swiglu) -> None:
         return
     if method not in METHODS:
         what = f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}"
-        raise NotImplementedError(f"{what}. Convert with `ktconvert cpu --quant-method int4` or another.")
+        raise NotImplementedError(f"{what}; convert with `ktconvert cpu --quant-method int4`, for example.")
     check_swiglu(method, swiglu)

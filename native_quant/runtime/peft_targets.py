@@ -13,8 +13,8 @@ from ktconvert.native_quant.runtime.adapters import DEFAULT_NAMES
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
 EXPERTS = "experts"
-STACKED = (GATE_UP, DOWN)  # transformers' own parameters, which PEFT targets in an unconverted model
-NO_MATCH = "target_modules {!r} matches no module of this model; name one that it has"
+STACKED = (GATE_UP, DOWN)  # transformers' parameters, which are PEFT's targets in an unconverted model
+NO_MATCH = "target_modules {!r} matches no module of this model; use the name of one of its modules"
 
 
 class Targets(NamedTuple):
@@ -64,7 +64,7 @@ def separate_targets(config: Any, model: Any, experts: Mapping[str, RoutedExpert
         modules.update(f"{at}.{part}" for at in ([EXPERTS] if everywhere else layers) for part in parts)
     if stacked:
         config.target_parameters = set(config.target_parameters) - stacked or None
-        config.target_modules = config.target_modules or set()  # None would mean PEFT's own choice
+        config.target_modules = config.target_modules or set()  # with None, PEFT would choose
     every = {f"{at}.{name}": (at, name) for at in experts for name in projections}
     names += every
     targeted = {own: parts for own, parts in every.items() if is_named(own, modules)}
@@ -84,7 +84,9 @@ def resolve_patterns(config: Any, model: Any) -> None:
     parameters = [name for name, _ in model.named_parameters()]
     names = [name for name, _ in model.named_modules() if name] + parameters
     stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
-    old_names = {f"{at}.{name}" for at in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")}  # of transformers 4
+    old_names = {
+        f"{at}.{name}" for at in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")
+    }  # names of transformers 4
     if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
         found = _match_names(config.target_modules, {*names, *old_names}, {})
         if not found:
@@ -134,7 +136,9 @@ def _resolve_patterns(
         else:
             each = {found.find((one, own), default) for one in _expert_names(at, experts[at], name)}
             if len(each) > 1:
-                raise UnsupportedError(f"its {setting} differs between the experts of {at}; train with one for all")
+                raise UnsupportedError(
+                    f"its {setting} differs between the experts of {at}; train with the same value for all"
+                )
             (value,) = each
         if value != found.find([own], default):
             exact[own] = value

@@ -53,13 +53,13 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **other: Any) -> None:
         """Add an adapter. Raises UnsupportedError for settings that need the weights, and for a bad rank."""
         if not 0 < r <= (most := min(self.in_features, self.out_features, lib.KTQ_MOST_RANK)):
-            raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the most for this model")
+            raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the limit for this model")
         if config.lora_bias or config.fan_in_fan_out:
-            raise UnsupportedError("experts of ktconvert take LoRA without lora_bias and fan_in_fan_out")
+            raise UnsupportedError("converted experts support LoRA only without lora_bias and fan_in_fan_out")
         plain = config.init_lora_weights in (True, False, "gaussian")
         if not plain or self.resolve_lora_variant(config=config) is not None:
             supported = "ktconvert supports plain LoRA with init_lora_weights True, False or 'gaussian'"
-            raise UnsupportedError(f"these settings need the weights of experts, which are packed; {supported}")
+            raise UnsupportedError(f"these settings require the unpacked weights of experts; {supported}")
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
@@ -90,8 +90,8 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
 
     def merge(self, *_: Any, **__: Any) -> NoReturn:
         raise UnsupportedError(
-            "packed experts cannot take up an adapter: `ktconvert merge-adapter` folds it into the BF16 checkpoint, "
-            "from which `ktconvert cpu` converts again"
+            "an adapter cannot be merged into packed experts; merge it into the BF16 checkpoint with "
+            "`ktconvert merge-adapter`, and convert again with `ktconvert cpu`"
         )
 
 
@@ -106,8 +106,8 @@ class Tuner(LoraModel):  # type: ignore[misc]
             config = self.peft_config[adapter_name]
             projections = next(iter(experts.values())).projections
             if set(config.modules_to_save or ()) & {EXPERTS, *projections, *STACKED}:
-                remedy = "take experts out of modules_to_save, and name them among target_modules"
-                raise UnsupportedError(f"the weights of experts are packed, and no gradient changes them: {remedy}")
+                remedy = "move experts from modules_to_save to target_modules"
+                raise UnsupportedError(f"the weights of experts are packed and cannot be trained; {remedy}")
             self._targets = separate_targets(config, model, experts)
             if any(name.split(".")[-1] in projections for name in self._targets.modules):
                 _require_adaptable(experts.values())
@@ -117,7 +117,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
         """Return the config with the targets that inject_adapter withheld from PEFT's conversion."""
         if self._experts:
             names = peft_config.target_modules
-            if isinstance(names, str):  # all-linear, for a family that PEFT does not know
+            if isinstance(names, str):  # all-linear, for a family unknown to PEFT
                 names = _linear_names(self.model)
             if names is not None or self._targets.modules:
                 peft_config.target_modules = {*(names or ()), *self._targets.modules}
@@ -203,7 +203,7 @@ def _require_adaptable(experts: Iterable[RoutedExperts]) -> None:
     for module in experts:
         if module.hot is not None:
             remedy = "load the model without gpu_experts_mask"
-            raise UnsupportedError(f"experts that torch computes take no adapter; {remedy}")
+            raise UnsupportedError(f"experts on the GPU do not support adapters; {remedy}")
         require_trainable(module.experts)
 
 
@@ -237,7 +237,9 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
             continue
         at = match["at"].removeprefix(PREFIX)
         if at not in layers:
-            raise InputError(f"the adapter has tensors of {at}, and the model no experts there; it is of another model")
+            raise InputError(
+                f"the adapter has tensors of {at}, where the model has no experts; use an adapter of this model"
+            )
         if match.re is ONE_EXPERT:
             matrices.setdefault((at, match["name"], match["side"]), {})[int(match["expert"])] = tensor
         else:
@@ -246,11 +248,11 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
     for own, each in matrices.items():
         if sorted(each) != list(range(len(each))) or len({matrix.shape for matrix in each.values()}) > 1:
             what = ".".join(own)
-            raise InputError(f"the adapter lacks {what} of some experts, or it has several sizes; save it again")
+            raise InputError(f"the adapter lacks {what} of some experts, or its sizes differ; save the adapter again")
         found[own] = torch.stack([each[expert] for expert in range(len(each))])
     known = {(at, name) for at, layer in layers.items() for name in layer.adapted}
     if others := [".".join(own) for own, tensor in found.items() if own[:2] not in known and tensor.any()]:
-        raise InputError(f"the adapter has {others[0]}, which its settings do not name; save it again")
+        raise InputError(f"the adapter has {others[0]}, which its settings do not name; save the adapter again")
     for at, name in sorted(known):
         for side in ("lora_A", "lora_B"):
             mine = getattr(layers[at].adapted[name], side)[adapter]
@@ -260,7 +262,7 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
             if given is None or given.shape != mine.shape:
                 what = "lacks it" if given is None else f"has {list(given.shape)}"
                 raise InputError(
-                    f"the adapter is not one of this model: {at}.{name}.{side} is {list(mine.shape)}, and the adapter "
+                    f"the adapter does not fit this model: {at}.{name}.{side} is {list(mine.shape)}, but the adapter "
                     f"{what}"
                 )
             rest[f"{PREFIX}{at}.{name}.{side}"] = given
@@ -277,10 +279,13 @@ def _split(
     """
     side, adapted = match["side"], layer.adapted
     if not adapted:
-        raise InputError(f"the adapter has tensors of {at}, which its settings do not name; save it again")
+        raise InputError(f"the adapter has tensors of {at}, which its settings do not name; save the adapter again")
     experts, a_side = next(iter(adapted.values())).base_layer.experts, side == "lora_A"
     if tensor.shape[0 if a_side else 1] % experts:
-        raise InputError(f"the adapter is not one of this model: {at}.{side} is {list(tensor.shape)}, of other experts")
+        raise InputError(
+            f"the adapter does not fit this model: {at}.{side} is {list(tensor.shape)}, for a different number of "
+            "experts"
+        )
     if a_side:
         whole = tensor.reshape(experts, -1, tensor.shape[-1])
     else:
@@ -298,6 +303,6 @@ def _split(
         else:
             first, second = whole.chunk(2, 1)
             if first[..., cut:].any() or second[..., :cut].any():
-                raise InputError(f"the adapter is not one of this model: {at}.{side} has the rank {rank}, not {ranks}")
+                raise InputError(f"the adapter does not fit this model: {at}.{side} has rank {rank}, not {ranks}")
             first, second = first[..., :cut], second[..., cut:]
     return {layer.gate: first.contiguous(), layer.up: second.contiguous()}

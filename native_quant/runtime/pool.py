@@ -53,7 +53,9 @@ class Pool:
         return self  # copies of its users share the threads
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a pool cannot be pickled: its threads belong to this process; create one in the other process")
+        raise TypeError(
+            "a pool cannot be pickled: its threads belong to this process; create a pool in the other process"
+        )
 
     def __del__(self) -> None:
         if hasattr(self, "pointer"):
@@ -71,7 +73,7 @@ def parse_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
     except TypeError:
         numbers = ()
     if not numbers or not set(numbers) <= set(usable) or len(set(numbers)) < len(numbers):
-        these = f"numbers of NUMA nodes with CPUs that this process may use, each once: some of {list(usable)}"
+        these = f"distinct NUMA nodes with CPUs that this process may use, from {list(usable)}"
         raise ValueError(f"numa_nodes must be {these}, not {nodes!r}")
     return numbers
 
@@ -95,7 +97,7 @@ def assign_cpus(
         if len(counts) != len(nodes):
             raise ValueError(f"{len(counts)} counts of threads for {len(nodes)} NUMA nodes")
     if sum(counts) > lib.KTQ_POOL_THREADS:
-        raise ValueError(f"{sum(counts)} threads are more than a pool can have, {lib.KTQ_POOL_THREADS}")
+        raise ValueError(f"{sum(counts)} threads exceed the limit of a pool, {lib.KTQ_POOL_THREADS}")
     if not counts or min(counts) < 1:
         raise ValueError(f"a pool needs at least one NUMA node and a thread for each, not {len(nodes)} and {threads}")
     all_cpus = frozenset[int]().union(*cpus.values())

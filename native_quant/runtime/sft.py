@@ -69,11 +69,13 @@ class GradientWindow:
         are_buffers = [gradient is buffer for gradient, buffer in gradients]
         if any(gradient is not None and gradient is not buffer for gradient, buffer in gradients):
             raise RuntimeError(
-                f"layer {self.layer}: another tensor is in .grad of a parameter of LoRA, whose gradients are in the "
-                "buffers of init_lora_weights; set .grad to None after the optimizer's step (zero_grad)"
+                f"layer {self.layer}: .grad of a LoRA parameter is not the buffer that init_lora_weights got for its "
+                "gradient; set .grad to None after the optimizer's step (zero_grad)"
             )
         if len(set(are_buffers)) > 1:
-            raise RuntimeError(f"layer {self.layer}: .grad is None for some parameters of LoRA: clear all, or none")
+            raise RuntimeError(
+                f"layer {self.layer}: .grad is None for some LoRA parameters; clear all of them, or none"
+            )
         return bool(are_buffers) and are_buffers[0]
 
     def publish(self, gradients: Lora) -> None:
@@ -176,7 +178,7 @@ class SftMoEWrapper:
     ) -> None:
         """Pack gate, up [E, I, H] and down [E, H, I] into threadpool_count NUMA slices; slot p has expert map[p]."""
         if self._weights_method.name == "RAWINT4":
-            raise ValueError(f"method={self.method!r} takes packed weights: call load_rawint4_weights")
+            raise ValueError(f"method={self.method!r} requires packed weights; call load_rawint4_weights")
         gate, up, down = weights.to_bf16_bits(self._shapes, gate_proj, up_proj, down_proj)
         options = self._weights_method, self.layer_idx, self.threadpool_count, self._pool
         packed = weights.pack(gate, up, down, *options, transposed=bool(self._transposed))

@@ -32,7 +32,7 @@ Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
 # Relative L2 distance from the reference: of an expert's outputs, of a panel of rows over all experts, of a token.
 BOUND, BOUND_BF16 = 0.25, 0.05
 PANEL = 32  # rows that kernels compute together
-IMPLAUSIBLE = 1 << 16  # an expert has a damaged scale if its largest output is this many times that of the others
+IMPLAUSIBLE = 1 << 16  # an expert whose largest output is this many times that of the other experts has a damaged scale
 INPUTS = 2  # random hidden states; each goes through every expert
 
 
@@ -81,7 +81,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
             f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
         }
         for what, errors in distances.items():
-            problems += [f"{where}: {what.format(at)} is {errors[at]:.2g} away from the reference, more than {bound}"
+            problems += [f"{where}: {what.format(at)} is {errors[at]:.2g} away from the reference, above {bound}"
                          for at in np.flatnonzero(~(errors <= bound))]  # fmt: skip
         error[mode] = float(distances["expert {}"].max())
     return Smoke(layer, packed.experts, INPUTS * (len(alone) + len(together)), error, bound, tuple(problems))

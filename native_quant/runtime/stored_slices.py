@@ -82,7 +82,7 @@ def write_nvfp4(stored: StoredSlice, out: Sequence[Bytes]) -> None:
     _write_nibbles(linear, out[0])
     groups, whole = fp4.read_two_scales(stored.source, tensors)
     scales = _cut_grid(groups, linear, fp4.NVFP4_GROUP)
-    scale = whole[linear.origin[0] % len(whole)]  # equal in all rows of gate, and in all rows of up
+    scale = whole[linear.origin[0] % len(whole)]  # the same in all rows of gate, and in all rows of up
     out_panels = out[1].reshape(count, NVFP4_HEADER + 2 * k)
     out_panels[:, :4] = (scale if fp4.FACTOR in tensors else 1 / scale).view(np.uint8)
     in_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
@@ -94,9 +94,9 @@ def write_integers(stored: StoredSlice, out: Sequence[Bytes]) -> None:
     (n, k), group = linear.shape, linear.block[1]
     count = n // panels.ROWS
     if linear.zeros is not None and (linear.zeros != 8).any():
-        raise _tensor_error(stored, "qzeros", "zero points other than 8, though no config says sym: false")
+        raise _tensor_error(stored, "qzeros", "zero points other than 8, but no config has sym: false")
     if linear.group_of is not None:
-        raise _tensor_error(stored, "g_idx", "an order of columns, though no config says desc_act: true")
+        raise _tensor_error(stored, "g_idx", "an order of columns, but no config has desc_act: true")
     fp8.require_finite(linear)
     _write_nibbles(linear, out[0])
     np.bitwise_xor(out[0], 0x88, out=out[0])  # offset binary to two's complement

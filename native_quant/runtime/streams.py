@@ -18,7 +18,7 @@ import torch
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.pool import Job
 
-DEPTH = 2  # layers alternate between two sets of buffers: deferred experts may still run during the next layer
+DEPTH = 2  # sets of buffers, which layers use in turn: deferred experts may still run during the next layer
 # The addresses of two functions of ktq.h.
 SUBMIT, WAIT = (int(ffi.cast("uintptr_t", ffi.addressof(lib, f"ktq_job_{name}"))) for name in ("submit", "wait"))
 

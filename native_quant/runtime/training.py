@@ -213,7 +213,7 @@ def check_lora(experts: Experts, lora: Lora) -> None:
         if tuple(tensor.shape) != shape or not 1 <= rank <= most:
             raise ValueError(
                 f"LoRA of layer {experts.layer}: {name} must be {list(shape)} with a rank of 1 to {most}, not "
-                f"{list(tensor.shape)}; use an adapter of this model, or another rank"
+                f"{list(tensor.shape)}; use an adapter of this model, or a different rank"
             )
         if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.gate_a.dtype:
             what = f"{name} is {tensor.dtype}; all six must be BF16 or float32"
@@ -224,7 +224,7 @@ def require_trainable(experts: Experts) -> None:
     """Raise UnsupportedError for experts whose computation has no gradient in this runtime."""
     if not experts.trainable:
         raise UnsupportedError(
-            f"layer {experts.layer}: there are no gradients of experts in {experts.packed.description}, or with a "
+            f"layer {experts.layer}: gradients are unsupported for experts in {experts.packed.description}, or with a "
             "swiglu_limit; convert the model with `ktconvert cpu`, or call it under torch.no_grad()"
         )
 

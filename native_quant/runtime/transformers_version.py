@@ -34,7 +34,7 @@ def explain_too_old() -> str | None:
 def explain_too_new() -> str | None:
     """Return a message with a remedy in case of errors if the installed transformers is untested, else None."""
     installed, minor = _read_version()
-    caution = f"is newer than what ktconvert was tested with, {TESTED}; if the model does not load, or writes nonsense,"
+    caution = f"is newer than the tested versions, {TESTED}; if the model does not load, or generates nonsense,"
     return f"transformers {installed} {caution} {REMEDY}" if minor > NEWEST else None
 
 

@@ -81,7 +81,7 @@ class LayerWeights:
         each = (data for stored in self.arrays.values() for data in stored)
         if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in each):
             what = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
-            raise InputError(f"{file}: {what}; put the file back or check the disk, then load the model again.")
+            raise InputError(f"{file}: {what}; restore the file or check the disk, then load the model again.")
 
 
 Shape = tuple[int, ...]
@@ -114,7 +114,7 @@ def pack(
     """
     encoding = method.encoding
     if encoding is None:
-        raise ValueError(f"nothing packs BF16 numbers into {method.name}: load a checkpoint that holds it")
+        raise ValueError(f"BF16 numbers cannot be packed into {method.name}; load a checkpoint of this method")
     for name, array in (("gate", gate), ("up", up), ("down", down)):
         if array.dtype != np.uint16 or array.ndim != 3:
             actual = f"{array.dtype} {array.shape}"
@@ -218,7 +218,7 @@ def run_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: i
             for future in futures:
                 future.result()
         finally:
-            remaining.clear()  # after an interrupt
+            remaining.clear()  # no thread starts further items, also after an interrupt
     if failures:
         raise min(failures, key=lambda failure: failure[0])[1]
 
@@ -255,8 +255,8 @@ def warn_of_shortages(
     """Warn once if blocks will be placed on nodes of the pool that have too little memory for their slices."""
     if (shortages := placement.describe_shortages(slice_bytes, nodes, available)) and binds_memory():
         _warn_once(
-            f"{where}: not all of it fits the NUMA nodes of its threads ({shortages}): the rest lies on other nodes "
-            "and is read more slowly. Free memory there, or convert with another --threadpool-count."
+            f"{where}: too large for the NUMA nodes of its threads ({shortages}); the rest is on other nodes, "
+            "and slower to read. Free memory there, or convert with a different --threadpool-count."
         )
 
 

@@ -25,7 +25,7 @@ from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
 from ktconvert.native_quant.runtime.swiglu import Swiglu
 
-# Default of arguments that have none in kt-kernel; only gpu_experts_mask may be omitted.
+# Default value of arguments that are required in kt-kernel; only gpu_experts_mask may be omitted.
 _OMITTED: Any = object()
 
 
@@ -138,8 +138,8 @@ class KTMoEWrapper:
         Raises ktconvert.layouts.errors.*, with file and remedy, if the files do not match the arguments.
         """
         if self.cpu_save:
-            remedy = "to load, leave it out, and to convert a checkpoint run `ktconvert cpu`"
-            raise ValueError(f"cpu_save=True writes what load_weights_from_tensors packs; {remedy}")
+            remedy = "leave it out to load weights, or run `ktconvert cpu` to convert a checkpoint"
+            raise ValueError(f"cpu_save=True is only for load_weights_from_tensors; {remedy}")
         experts = Experts.load(
             self.weight_path,
             self.layer_idx,
@@ -168,7 +168,7 @@ class KTMoEWrapper:
         kt-kernel does.
         """
         if METHODS[self.method].encoding is None:
-            remedy = "call load_weights, or pack the tensors with method='FP8' or another"
+            remedy = "call load_weights, or pack the tensors with a different method, such as 'FP8'"
             raise NotImplementedError(f"method={self.method!r} is read from checkpoints only: {remedy}")
         shapes = weights.projection_shapes(self.num_experts, self.hidden_size, self.moe_intermediate_size)
         experts = Experts.from_bf16(
@@ -291,7 +291,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of either mode. Raises TypeError, ValueError, NotImplementedError."""
     names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
     if missing := [name for name in names if arguments[name] is _OMITTED]:
-        raise TypeError(f"KTMoEWrapper needs {', '.join(missing)} as well")
+        raise TypeError(f"KTMoEWrapper also requires {', '.join(missing)}")
     swiglu = Swiglu(arguments["swiglu_limit"], arguments["swiglu_alpha"])
     methods.check_method(arguments["mode"], arguments["method"], swiglu)
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])

@@ -82,7 +82,7 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
     from ktconvert.pipeline.plans import commands
 
     if command not in commands.COMMANDS:
-        raise ValueError(f"there is no command {command!r}: choose one of {', '.join(commands.COMMANDS)}")
+        raise ValueError(f"unknown command {command!r}; choose one of {', '.join(commands.COMMANDS)}")
     return commands.make_plans(commands.make_options(command, **options))
 
 
@@ -129,7 +129,7 @@ def verify(
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
     if quant_method is not None and quant_method not in METHODS:
-        raise ValueError(f"there is no method {quant_method!r}: choose one of {', '.join(METHODS)}")
+        raise ValueError(f"unknown method {quant_method!r}; choose one of {', '.join(METHODS)}")
     options = VerifyOptions(
         output=Path(output).expanduser().absolute(),
         against=None if against is None else str(against),

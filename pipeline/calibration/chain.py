@@ -146,8 +146,8 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
         raise InputError(f"{source.companion_root / 'config.json'}: {why}")
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
-            f"{model.source.root}: its experts compute something else than silu(gate) * up with routing weights on the "
-            f"output, which cannot be calibrated yet; {alternative}."
+            f"{model.source.root}: its experts do not compute silu(gate) * "
+            f"up with routing weights on the output, which cannot be calibrated yet; {alternative}."
         )
 
 
@@ -227,7 +227,7 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     if (last := int(ids.max())) >= (count := lm.model.get_input_embeddings().weight.shape[0]):
         raise InputError(
             f"{lm.source.root}: its tokenizer produces token {last} for {options.dataset}, but the model has {count} "
-            "tokens; put the right tokenizer files beside config.json."
+            "tokens; put the model's tokenizer files beside config.json."
         )
     if paths.handover is not None:
         with RowFile(paths.handover, len(ids), lm.hidden, new=True) as hidden_states:

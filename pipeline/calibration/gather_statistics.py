@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 F64 = npt.NDArray[np.float64]
 NAME, CHAIN_VERSION = "calibrate", 1
 VERSION = 1
-ALTERNATIVE = "use a published importance matrix of it"  # advice for a model that cannot be calibrated
+ALTERNATIVE = "use a published importance matrix of this model"  # advice for a model that cannot be calibrated
 # Keys of the closing units.
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))
 

@@ -29,7 +29,7 @@ from ktconvert.quantizers.reference import F32, e8m0_exponents
 if TYPE_CHECKING:
     import torch
 
-Scales = npt.NDArray[Any]  # as Encoding.scales returns them
+Scales = npt.NDArray[Any]  # the scales that Encoding.scales returns
 WriteLinear = Callable[[int, str, PackedSlices], None]
 # (expert, projection, importance of its columns [k] or None if its inputs are unknown) -> the linear, rounded to
 # nearest. Raises InputError for a value that is not finite.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import torch
 
 
-Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: of gate and up, and of down
+Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: for gate and up, and for down
 
 
 class GatheredGroup(NamedTuple):
@@ -100,7 +100,7 @@ def run_expert_layer(
     Raises ValueError if several visitors replace weights, InputError and VerificationError as LayeredModel does.
     """
     if sum(visitor.replaces_weights for visitor in visitors) > 1:
-        raise ValueError("more than one visitor replaces weights; give each a run of its own")
+        raise ValueError("more than one visitor replaces weights; use one run for each")
     specs = list_specs(visitors)
     with run.lm.load_layer(run.layer), ExitStack() as files:
         run.lm.require_causal(run.layer)
@@ -325,7 +325,7 @@ def _add_expert_outputs(
                     continue
                 token_weights = routing_weights[tokens, choice, None].to(device)
                 tokens = tokens.to(device)
-                # The matrix library computes a single row in a different way, with different bits than the same row
+                # The matrix library computes a single row differently, with different bits than the same row
                 # among others.
                 own_x = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
                 out = torch.nn.functional.linear(run.down_inputs(own_x, own), own.down)[: len(tokens)]

@@ -24,10 +24,10 @@ from ktconvert.pipeline.models.loading import read_tensor
 if TYPE_CHECKING:
     import torch
 
-PROBE_TOKENS = 9  # of the sequence that tests causality
+PROBE_TOKENS = 9  # length of the sequence that tests causality
 # A layer's routed experts: (hidden [T, H], ids [T, k], weights [T, k]) -> [T, H].
 RoutedExperts = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor"], "torch.Tensor"]
-CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a layer, without the hidden states
+CallArguments = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a layer, without the hidden states
 Bits = npt.NDArray[np.uint16]
 
 
@@ -88,7 +88,7 @@ class LayeredModel:
             if getattr(level, "quantization_config", None) is not None:
                 del level.quantization_config
         options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
-        # Buffers stay real.
+        # Buffers keep their contents.
         with self._explain_errors(pretrained.BUILD), init_empty_weights(include_buffers=False):
             self.model = pretrained.auto_class(config).from_config(config, **options).eval()
         expert_modules = find_experts(self.model)

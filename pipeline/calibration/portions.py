@@ -24,7 +24,7 @@ from ktconvert.pipeline.engine.units import MakePortions, Portion, Unit, Written
 if TYPE_CHECKING:
     import torch
 
-EXPERTS = 4  # of a portion: few, for many workers; several, because each portion reads all rows
+EXPERTS = 4  # experts of a portion: few, so that many workers get one; several, because each portion reads all rows
 # Files in the layer's folder: the experts' inputs, and everything else that workers need.
 ROWS_FILE, SETTINGS_FILE = "inputs", "given"
 TensorTree = Mapping[str, Any]  # tensors, numbers and strings, nested in lists, tuples and mappings

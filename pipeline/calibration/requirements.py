@@ -27,20 +27,20 @@ GPTQ_MODULES = (*CALIBRATE_MODULES, "llmcompressor", "compressed_tensors")
 # Packages whose versions can change bytes: of statistics, and of GPTQ.
 CALIBRATE_PACKAGES = ("torch", "transformers")
 GPTQ_PACKAGES = (*CALIBRATE_PACKAGES, "llmcompressor", "compressed-tensors")
-GROUP_BYTES = 1 << 30  # for the experts that are in memory at a time, with Hessians and working copies, on a CPU
-GPU_SHARE = 4  # such a group takes this fraction (1/4) of a GPU's memory
+GROUP_BYTES = 1 << 30  # on a CPU, for the experts in memory at a time, with Hessians and working copies
+GPU_SHARE = 4  # fraction of a GPU's memory for such a group: 1/4
 
 GIB = 1 << 30
 HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number
 LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
-CUDA = 3 * GIB // 2  # on the card beside tensors: CUDA, its kernels, what its allocator cannot use; not measured
+CUDA = 3 * GIB // 2  # on the card besides tensors: CUDA, its kernels, unusable rest of its allocator; not measured
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
 SCORE = HALF + 2 * FLOAT
-GRADIENT_TOKENS = 8192  # for which gradients are computed, evenly spread over all tokens
-TOKENS_AT_ONCE = 256  # of them, whose predictions are in memory together
-BLOCK = 128  # columns that GPTQ quantizes before it corrects the remaining ones
-MATRICES = 16  # of that width, that it holds at a time
-ROWS = 8  # rows of H and of all heads together that a sequence holds at a time, in BF16: q, k, v, rotations, residual
+GRADIENT_TOKENS = 8192  # tokens with gradients, evenly spread over all tokens
+TOKENS_AT_ONCE = 256  # tokens with predictions in memory at the same time
+BLOCK = 128  # columns that GPTQ quantizes before it corrects the remaining columns
+MATRICES = 16  # blocks of this width in memory at the same time
+ROWS = 8  # rows of H and of all heads in memory for a sequence, in BF16: q, k, v, rotations, residual
 
 CARDS = (24, 48, 80)  # GiB
 # kt-kernel's own advice for GPTQ: the largest share of a card for weights, by the smallest card size it is valid for.
@@ -181,7 +181,7 @@ def estimate_footprint(shape: CalibrationShape) -> Footprint:
     squares = (shape.experts + group) * (h + i) * DOUBLE if shape.statistics or not shape.quantizes else 0
     tall = 2 * i * shape.quantizes  # gate and up of an expert are quantized as one matrix
     working = max(scratch_bytes(tall, h), scratch_bytes(h, i)) if shape.quantizes else 0
-    working += 2 * max(h, i) ** 2 * FLOAT if shape.moments else 0  # halved, and as it is stored
+    working += 2 * max(h, i) ** 2 * FLOAT if shape.moments else 0  # halved, and as stored
     # Fisher information: about the layer's outputs, with its factor, and about each expert's gate and up; gradients.
     information = shape.fisher * (2 * h * h + group * (2 * i) ** 2) * FLOAT
     working += shape.fisher * 4 * FLOAT * max(h, 2 * i) ** 2
@@ -201,11 +201,11 @@ def estimate_footprint(shape: CalibrationShape) -> Footprint:
     quantizing = held + hessians + information + squares + max(working, sequence + added)
     peak = max(attention, quantizing)
     hidden_states = tokens * h * HALF
-    routing = tokens * shape.top_k * (ID + FLOAT)  # of all tokens, in main memory
+    routing = tokens * shape.top_k * (ID + FLOAT)  # for all tokens, in main memory
     # Sent to workers: the router's choices, the shared Hessian, Fisher information; returned for each expert: its
     # values and codes, or its sums.
     sent = routing + shared * (shape.calibrate != "routed") + shape.fisher * h * h * FLOAT
-    returned = 3 * h * i * (8 * HALF + shape.bits + 1) // 8 * shape.quantizes  # at most a bit of scales for a weight
+    returned = 3 * h * i * (8 * HALF + shape.bits + 1) // 8 * shape.quantizes  # at most one bit of scales per weight
     returned += (h + i) * DOUBLE * (squares > 0) + i * i * FLOAT * shape.moments
     moved_to_card = shape.other_bytes + group * expert + sequence  # through main memory
     return Footprint(
@@ -293,7 +293,7 @@ def describe_footprint(shape: CalibrationShape, cards: Sequence[int] = CARDS) ->
     if not shape.has_hessians:
         statistics = f"the sums of squares of their inputs are {size(needed.squares)}"
     group = min(shape.experts_at_once, shape.experts)
-    count = "one by one" if group == 1 else f"{group} at a time"
+    count = "one at a time" if group == 1 else f"{group} at a time"
     sentences = [
         f"{what} keeps {size(needed.disk)} of activations on disk while it runs: "
         f"{shape.samples} samples of {shape.length} tokens are {size(needed.hidden_states)} at the input of each layer",
@@ -303,7 +303,7 @@ def describe_footprint(shape: CalibrationShape, cards: Sequence[int] = CARDS) ->
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
     fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
     small = [f"{card} GiB" for card, limit in limits.items() if not limit]
-    takes = "it takes" if shape.on_gpu else "on a GPU it would take"
+    takes = "it needs" if shape.on_gpu else "on a GPU it would need"
     sentences.append(f"{takes} {size(on_gpu.gpu)} of the card's memory")
     if fitting:
         rest = "activations and Hessians" if shape.quantizes else "activations"

@@ -39,7 +39,7 @@ COMMANDS: Mapping[str, str] = {
     "version": "Show versions, the build, and instruction sets.",
 }
 
-# The commands in conversion.py; every other command has a module of its name.
+# The commands in conversion.py; every other command has a module with its name.
 CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "merge-adapter", "resplit", "resume")
 MAX_MESSAGE = 1000  # characters
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
@@ -152,9 +152,9 @@ def main() -> None:
         error.show(usage)
         _fail(error.format_message(), 2, usage.getvalue().rstrip())
     except KeyboardInterrupt:
-        click.echo(err=True)  # after the terminal's ^C
+        click.echo(err=True)  # the line of the terminal's ^C
         _fail("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output is gone
+    except BrokenPipeError:  # the reader of our output has ended
         _discard(sys.stdout)
         sys.exit(141)
     except MemoryError:
@@ -185,7 +185,7 @@ def _open_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # opens the lowest free number: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is this one
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
     terminal.install()
 
@@ -198,7 +198,7 @@ def _reset_signals() -> None:
 
 def _fail(message: str, code: int, text: str | None = None) -> None:
     """Exit with a code, a text on stderr (default: the message in one line), and with --json an event."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # a signal that arrives now must not print a traceback
+    for number in (signal.SIGINT, signal.SIGTERM):  # a signal must not print a traceback from here on
         signal.signal(number, lambda caught, _: os._exit(128 + caught))
     message = one_line(message)
     if "--json" in map(normalize_token, sys.argv):

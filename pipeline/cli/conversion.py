@@ -209,7 +209,7 @@ def resume_conversion(options: ResumeOptions) -> None:
                 remove_work_directory(paths)
             return report_nothing_to_do(options.output, reporter)
         raise OutputError(
-            f"{options.output}: no conversion into it was begun; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
+            f"{options.output}: not an unfinished conversion; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
             "`dequantize`, `merge`, `merge-adapter`, `resplit` or `train`."
         )
     if saved.command == TRAIN:
@@ -287,7 +287,7 @@ def require_compatible(plans: Sequence[Plan], workers: Workers, share: JobShare 
     for plan in plans if share is not None else ():
         require_independent_units(plan)
     if share is not None and uses_workers(workers):
-        raise UsageError(f"--part and --executor {workers.executor} both divide the work; give one of the two.")
+        raise UsageError(f"--part and --executor {workers.executor} both divide the work; give one of them.")
 
 
 def run_plans(

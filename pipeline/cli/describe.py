@@ -37,7 +37,7 @@ from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure
 from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
 
-EXPLAINED = (1, 2, 4, 8)  # numbers of NUMA slices whose refusal is explained; few machines have others
+EXPLAINED = (1, 2, 4, 8)  # numbers of NUMA slices to explain if they are impossible; few machines have different ones
 DEFAULT_SLICES = 2  # of `ktconvert cpu`
 
 
@@ -61,7 +61,7 @@ def describe_path(
     if not unfinished and not is_output(path):
         return _describe_checkpoint(where, revision, arch_file, columns=columns)
     if columns:
-        raise UsageError(f"{path}: --columns is only for checkpoints that are not converted yet; leave it out.")
+        raise UsageError(f"{path}: --columns is only for unconverted checkpoints; leave it out.")
     return _describe_conversion(paths) if unfinished else _describe_output(path, reporter)
 
 

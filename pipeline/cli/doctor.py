@@ -34,7 +34,7 @@ XCR0 = (("AVX", 0x06), ("AVX-512", 0xE6), ("AMX", 0x60000))
 SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP = 158, 0x1021
 
 PROBE_BYTES, PROBE_SECONDS, BLOCK = 256 << 20, 5.0, 4 << 20
-LOW_DISK = 100 * 10**9  # bytes: less cannot hold a large model's experts
+LOW_DISK = 100 * 10**9  # bytes: too little for a large model's experts
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ def measure_disk(folder: Path) -> Disk:
     """Measure the disk of a folder with an unlinked file: write at most 256 MiB (or 5 s), fsync, free the space."""
     free, limit = machine.disk_free(folder), machine.file_size_limit()
     budget = min(PROBE_BYTES, free // 2, limit or PROBE_BYTES) // BLOCK * BLOCK
-    speed, direct, problem = None, False, None if budget else "there is no room for a measurement"
+    speed, direct, problem = None, False, None if budget else "not enough space for a measurement"
     for want_direct in (True, False) if budget else ():  # not every file system supports O_DIRECT
         try:
             speed, direct, problem = _write_speed(folder, budget, want_direct), want_direct, None
@@ -178,11 +178,11 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
     name = folder / f".ktconvert-doctor-{os.getpid()}"
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
-        name.unlink()  # at once, so that nothing stays behind if we are interrupted
-        if direct:  # not in open(): if that fails, the file stays behind
+        name.unlink()  # at once, so that an interrupt leaves no file
+        if direct:  # not in open(), which may fail and leave the file
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as O_DIRECT requires
-            block[:] = os.urandom(BLOCK)  # random: file systems that compress gain nothing
+            block[:] = os.urandom(BLOCK)  # random, so that compressing file systems gain nothing
             begin, done = time.perf_counter(), 0
             while done < budget and time.perf_counter() - begin < PROBE_SECONDS:
                 done += os.write(fd, block)
@@ -220,7 +220,7 @@ def warnings(f: MachineReport) -> Iterator[str]:
     if len(f.memory_nodes) > 1 and f.memory_policy not in (None, "default"):
         yield (
             f"This process has a memory policy ({f.memory_policy}; numactl or a launcher set it), which decides the"
-            " NUMA nodes of weights: without one, each slice is on the node of its threads."
+            " NUMA nodes of weights: without it, each slice is on the node of its threads."
         )
     if f.disk.free < LOW_DISK:
         yield (
@@ -247,8 +247,11 @@ def machine_rows(this: MachineReport) -> list[tuple[str, str]]:
         ("NUMA nodes", f"{len(this.numa_nodes)} ({', '.join(map(str, this.numa_nodes))})"),
         ("instruction sets", f"{', '.join(this.isas) or 'none'}; in use: {this.isa or 'none'}"),
         ("methods", ", ".join(this.methods) or "none"),
-        ("CPUID", " ".join(this.features) or "none that we use"),
-        ("XCR0", ", ".join(saved) or ("none that we use" if this.xcr0 is not None else "not reported by the kernel")),
+        ("CPUID", " ".join(this.features) or "none that ktconvert uses"),
+        (
+            "XCR0",
+            ", ".join(saved) or ("none that ktconvert uses" if this.xcr0 is not None else "not reported by the kernel"),
+        ),
         ("AMX", amx),
         ("memory", f"{size(this.memory_total)}, {size(this.memory_available)} available"),
         ("cgroup limit", size(this.memory_limit) if this.memory_limit is not None else "none"),

@@ -19,7 +19,7 @@ from ktconvert.pipeline.engine.threads import fit_threads
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.report.text import join_values, plural, size
 
-LISTED = 12  # units shown at either end of a long list
+LISTED = 12  # units to show at either end of a long list
 
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False, with_workers: bool = False) -> None:

@@ -38,7 +38,7 @@ def inspect(options: InspectOptions) -> None:
     refused = document.get("refused") if "dequantize" not in document else None
     if options.as_json:
         click.echo(json.dumps(document))
-        if refused is not None:  # the object holds the reason: an error event would repeat it
+        if refused is not None:  # the object contains the reason: an error event would repeat it
             click.echo(f"ktconvert: {refused}", err=True)
             sys.exit(UnsupportedError.exit_code)
         return

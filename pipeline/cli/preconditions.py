@@ -26,7 +26,7 @@ def limit_threads(option: str, requested: int, reporter: Reporter) -> int:
     """Return a number of threads, capped at the CPUs of this process; a note reports that."""
     allowed = machine.usable_cpus()
     if requested > allowed:
-        reporter.note(f"{option} {requested} is lowered to the {plural(allowed, 'CPU')} that this process may use")
+        reporter.note(f"{option} {requested} is capped at the {plural(allowed, 'CPU')} available to this process")
     return min(requested, allowed)
 
 
@@ -45,11 +45,11 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
         return
     place = Path(os.path.realpath(path.expanduser()))
     if endings and path.suffix.lower() not in endings:
-        raise UsageError(f"{option} {path}: give a file that ends in {' or '.join(endings)}.")
+        raise UsageError(f"{option} {path}: give a file with the ending {' or '.join(endings)}.")
     if not place.parent.is_dir():
-        raise UsageError(f"{option} {path}: there is no directory {place.parent}; create it first.")
+        raise UsageError(f"{option} {path}: directory {place.parent} does not exist; create it first.")
     if place.is_dir() or not os.access(place.parent, os.W_OK):
-        raise UsageError(f"{option} {path}: no file can be written there; choose another path.")
+        raise UsageError(f"{option} {path}: not writable; choose a different path.")
     context = click.get_current_context()
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
@@ -58,7 +58,7 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
         other = Path(value).expanduser()
         if os.path.realpath(other) == str(place) or (place.exists() and other.exists() and other.samefile(place)):
             name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
-            raise UsageError(f"{option} {path}: {name} is the same file; choose another path.")
+            raise UsageError(f"{option} {path}: {name} is the same file; choose a different path.")
     publish.require_replaceable(place)
 
 
@@ -83,8 +83,8 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
     except ValueError as error:
         raise UsageError(str(error)) from error
     sigbus.guard_sigbus(
-        "ktconvert: %s: became shorter or unreadable while it was being read; "
-        f"put the file back or check the disk, then run {again}.",
+        "ktconvert: %s: became shorter or unreadable while it was being read; restore the file or check the disk, "
+        f"then run {again}.",
         InputError.exit_code,
     )
 

@@ -34,7 +34,7 @@ def run(options: RunOptions) -> None:
       ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts           by transformers, to compare
     """
     if options.torch_experts and options.cpu_weights is not None:
-        raise UsageError("--torch-experts lets transformers compute the experts: leave out --cpu-weights.")
+        raise UsageError("--torch-experts and --cpu-weights exclude each other; leave out one of them.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
     from ktconvert.pipeline.models import generating, loading, pretrained
@@ -86,7 +86,7 @@ def _read_lines() -> Iterator[str]:
     while True:
         try:
             line = input("> " if interactive else "")
-            line.encode()  # in some locales Python accepts any byte
+            line.encode()  # some locales make Python accept any byte
         except EOFError:
             return
         except UnicodeError as error:

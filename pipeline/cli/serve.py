@@ -34,8 +34,8 @@ def serve(options: ServeOptions) -> None:
     adapters = adapter_loading.adapters_by_name(options.adapters, options.model_name or choice.model)
     key = authentication.read_api_key(file)
     if file is not None and authentication.is_readable_by_others(file):
-        reporter.warn(f"{file}: other users of this machine can read the API key: chmod 600 {file}")
+        reporter.warn(f"{file}: other users of this machine can read the API key; run chmod 600 {file}")
     if key is None and not authentication.is_loopback(options.host):
-        reporter.warn(f"--host {options.host} lets other machines ask, and none has to send a key: give --api-key-file")
+        reporter.warn(f"--host {options.host} accepts requests from other machines without a key; give --api-key-file")
     more = {"name": options.model_name, "key": key, "adapters": adapters}
     listen(loading.with_own_experts(choice), options.host, options.port, **more)

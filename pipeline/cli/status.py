@@ -28,7 +28,7 @@ from ktconvert.pipeline.options.queries import StatusOptions
 from ktconvert.pipeline.report.terminal import raw_stream
 from ktconvert.pipeline.report.text import duration, format_table, plural, size
 
-LISTED = 12  # units that are listed
+LISTED = 12  # units to list
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"
 INTERVAL = 2.0  # seconds between two reads with --watch
 
@@ -85,14 +85,14 @@ def read_status(output: Path) -> dict[str, Any]:
         if saved is None:
             if output.is_dir() and manifest.read(output) is not None:
                 return {"output": str(output), "state": FINISHED}
-            raise OutputError(f"{output}: no conversion into it was begun.")
+            raise OutputError(f"{output}: contains no conversion; start one.")
         try:
             document = _read_work_directory(paths, saved)
         except FileNotFoundError:
             if paths.plan.exists():
                 raise
             continue
-        if paths.plan.exists():  # else the conversion ended meanwhile, and the document may be incomplete
+        if paths.plan.exists():  # otherwise the conversion ended meanwhile, and the document may be incomplete
             return document
 
 
@@ -135,7 +135,7 @@ def _add_result(by: dict[str, dict[str, float]], host: str, result: Result, seco
     entry = by.setdefault(host, {"units": 0, "bytes": 0, "seconds": 0.0})
     entry["units"] += 1
     entry["bytes"] += sum(file.nbytes for file in result.files)
-    entry["seconds"] = round(entry["seconds"] + max(0.0, seconds), 3)  # clocks go wrong
+    entry["seconds"] = round(entry["seconds"] + max(0.0, seconds), 3)  # clocks may be wrong
 
 
 def _find_running_units(tried: list[Attempt], run: tuple[Run, dict[str, Start]] | None) -> list[dict[str, Any]]:

@@ -115,7 +115,9 @@ def _rename(paths: Paths, may_replace: bool) -> None:
                 raise
             if not may_replace:
                 remedy = "move it away and resume, or run the same command with --overwrite"
-                raise OutputError(f"{output}: something was put there while the conversion ran; {remedy}.") from error
+                raise OutputError(
+                    f"{output}: a different file or folder appeared during the conversion; {remedy}."
+                ) from error
             publish.exchange(paths.assembly, output, aside=paths.old)
     publish.sync_folder(output.parent)
 
@@ -156,13 +158,13 @@ def require_free_side_output(plan: Plan, finished: Finished, may_replace: bool) 
     for path in (plan.options.output, locate(plan.options.output).root):
         other = Path(os.path.realpath(path))
         if folder.is_relative_to(other) or other.is_relative_to(folder):
-            raise UsageError(f"{side_output.folder} is, contains or lies in {path}; choose another folder for it.")
+            raise UsageError(f"{side_output.folder} and {path} overlap; choose a different folder for statistics.")
     if os.path.lexists(side_output.folder) and not (may_replace or _has_side_output(plan, finished)):
         raise OutputError(
-            f"{side_output.folder} exists already; choose another folder, or give --overwrite to replace it."
+            f"{side_output.folder} exists already; choose a different folder, or replace it with --overwrite."
         )
     if not folder.parent.is_dir():
-        raise UsageError(f"{side_output.folder}: its parent folder does not exist; make it first.")
+        raise UsageError(f"{side_output.folder}: its parent folder does not exist; create it first.")
 
 
 def require_side_output(plan: Plan) -> None:
@@ -170,8 +172,8 @@ def require_side_output(plan: Plan) -> None:
     side_output = plan.side_output
     if side_output is not None and not all((side_output.folder / unit.final).is_file() for unit in plan.side_units):
         raise OutputError(
-            f"{plan.options.output} is finished, but {side_output.folder} does not have what was gathered with it; "
-            "give the folder that has it, or start over with --overwrite."
+            f"{plan.options.output} is finished, but {side_output.folder} does not contain its statistics; give the "
+            "folder that does, or start over with --overwrite."
         )
 
 
@@ -180,7 +182,7 @@ def publish_side_output(plan: Plan, work: WorkDir) -> None:
     if (side_output := plan.side_output) is None:
         return
     partial = side_output.partial
-    publish.remove_tree(partial)  # of a run that was killed
+    publish.remove_tree(partial)  # left by a killed run
     if _has_side_output(plan, work.finished):
         return
     with explain_full_disk(partial):
@@ -191,7 +193,7 @@ def publish_side_output(plan: Plan, work: WorkDir) -> None:
     if os.path.lexists(side_output.folder):
         if not work.may_replace:
             raise OutputError(
-                f"{side_output.folder}: something was put there while the conversion ran; move it away and resume."
+                f"{side_output.folder}: a different folder appeared during the conversion; move it away and resume."
             )
         publish.exchange(partial, side_output.folder, aside=partial.with_name(f"{partial.name}.old"))
         publish.remove_tree(partial)

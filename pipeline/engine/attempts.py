@@ -98,7 +98,7 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 def begin(paths: Paths, item: Unit[Any] | Portion, run: str) -> Attempt:
     """Record a new attempt of this process, so that other processes see it."""
     own = Holder.this()
-    # A random part, since a restarted container may give a process the same host name and number again.
+    # The random part distinguishes processes of a restarted container, which may have the same host name and number.
     suffix = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{secrets.token_hex(4)}"
     attempt = Attempt(
         name=f"{item.stored_name}.{suffix}",
@@ -158,7 +158,7 @@ def remove_dead_files(paths: Paths) -> None:
     """Remove files of this host's unfinished attempts whose process died; keep the records, which count as deaths."""
     for attempt in read(paths):
         if attempt.ended is None and attempt.is_dead():
-            with contextlib.suppress(FileNotFoundError):  # another process does the same
+            with contextlib.suppress(FileNotFoundError):  # another process removes files, too
                 publish.remove_tree(paths.partial / attempt.name)
 
 
@@ -214,7 +214,7 @@ def explain_death(paths: Paths, attempt: Attempt) -> str:
     if trace:
         return trace.splitlines()[0].removeprefix("Fatal Python error: ")
     if attempt.process.host == machine.host() and kills and attempt.oom_kills is not None and kills > attempt.oom_kills:
-        return "the kernel killed a process for memory since then: give each worker fewer threads or more memory"
+        return "the kernel has killed a process for memory since; give each worker fewer threads or more memory"
     return "no traceback; it was probably killed (SIGKILL, or out of memory)"
 
 

@@ -37,7 +37,7 @@ def open_backend(name: str, note: Callable[[str], None], timeout: float | None =
     kind, _, where = name.partition(":")
     if kind == THREADS:
         if where and not (where.isdecimal() and 0 < int(where) < 1 << 31):
-            raise UsageError(f"--executor threads:{where}: give a number of threads.")
+            raise UsageError(f"--executor threads:{where}: not a number of threads; give one.")
         yield Backend(threads=int(where) if where else None)
         return
     with dask_executor.connect(where, note, timeout or dask_executor.TIMEOUT) as executor:

@@ -22,10 +22,10 @@ from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.report.text import duration
 
-UNIT = {"unit": 1}  # resource of Dask that a worker offers once for each unit that it may make at a time
+UNIT = {"unit": 1}  # Dask resource of workers: the number of units that a worker may make at the same time
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
-TIMEOUT = 3600.0  # default of --executor-timeout: seconds that tasks wait without any worker
-SILENT_SECONDS = 30.0  # silence of workers after which a note is given; they send a heartbeat every few seconds
+TIMEOUT = 3600.0  # default of --executor-timeout: seconds to wait while there are no workers
+SILENT_SECONDS = 30.0  # seconds without a heartbeat until a note; workers send one every few seconds
 POLL_SECONDS = 1.0
 LOCAL = "local"
 MAX_LOCAL_WORKERS = 1024
@@ -102,14 +102,13 @@ def _explain(error: BaseException) -> BaseException:
     from distributed import KilledWorker
 
     if isinstance(error, CancelledError):
-        return ConnectionError("Dask's scheduler does not answer any more")
+        return ConnectionError("Dask's scheduler no longer answers")
     if isinstance(error, ModuleNotFoundError):
-        return KtconvertError(f"a worker lacks what it needs ({error}); install the same ktconvert on every host.")
+        return KtconvertError(f"a worker lacks a module ({error}); install the same ktconvert on every host.")
     if not isinstance(error, KilledWorker):
         return error
     return WorkerLostError(
-        f"the workers that were to make it ended again and again, the last one at {error.last_worker.address}; see "
-        "what they wrote to their standard error."
+        f"its workers ended repeatedly, the last one at {error.last_worker.address}; see their standard error."
     )
 
 
@@ -149,7 +148,7 @@ def connect(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -
         executor = DaskExecutor(client)
         executor.update_heartbeat()
         if executor.last_heartbeat is None:
-            note(f"no worker offers to make units yet; {_advice(timeout)}")
+            note(f"waiting for workers; {_advice(timeout)}")
         ended = threading.Event()
         stack.callback(ended.set)
         threading.Thread(target=_poll_heartbeat, args=(executor, ended), daemon=True).start()
@@ -176,18 +175,16 @@ def _watch_workers(executor: DaskExecutor, note: Callable[[str], None], timeout:
             last, silent, reported = executor.last_heartbeat, 0.0, False
         silent = silent + POLL_SECONDS if executor.count_pending() else 0.0
         if silent >= timeout:
-            executor.fail_all(
-                TimeoutError(f"nothing was heard of any worker for {duration(silent)}, --executor-timeout")
-            )
+            executor.fail_all(TimeoutError(f"no worker has answered for {duration(silent)} (--executor-timeout)"))
         elif silent >= min(SILENT_SECONDS, timeout / 2) and not reported:
             reported = True
-            note(f"nothing was heard of any worker for {duration(silent)}; {_advice(timeout - silent)}")
+            note(f"no worker has answered for {duration(silent)}; {_advice(timeout - silent)}")
 
 
 def _advice(seconds: float) -> str:
     return (
-        f"start one on each host: {START}. Without any, the command ends in {duration(seconds)} (--executor-timeout); "
-        "what is finished stays, and `ktconvert resume` goes on"
+        f"start one on each host: {START}. Otherwise the command ends in {duration(seconds)} (--executor-timeout); "
+        "finished units are kept, run `ktconvert resume` to continue"
     )
 
 
@@ -201,7 +198,7 @@ def _silence_loggers() -> None:
 @contextlib.contextmanager
 def _block_ctrl_c() -> Iterator[None]:
     """Block SIGINT for processes that are started inside, since a terminal sends Ctrl-C to all processes."""
-    resource_tracker.ensure_running()  # otherwise the first process starts it, and unblocks signals
+    resource_tracker.ensure_running()  # otherwise the first process starts it and unblocks signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -229,16 +226,18 @@ def _client(connect: Callable[..., Any], where: str) -> Any:
         path = Path(where).expanduser()
         if not path.is_file():
             raise UsageError(
-                f"--executor dask:{where}: there is no such file; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or "
-                "the file that `dask scheduler --scheduler-file` writes."
+                f"--executor dask:{where}: file not found; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or the "
+                "file of `dask scheduler --scheduler-file`."
             )
         try:
             address = documents.read(path.read_bytes(), _SchedulerFile).address
         except ValueError as error:
-            problem = f"is not what `dask scheduler --scheduler-file` writes ({error})"
-            raise UsageError(f"--executor dask:{where}: {problem}; give its file.") from error
+            problem = f"not a file of `dask scheduler --scheduler-file` ({error})"
+            raise UsageError(f"--executor dask:{where}: {problem}; give the scheduler's file.") from error
     try:
         return connect(address)
     except (OSError, TimeoutError, ValueError, TypeError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
-        raise KtconvertError(f"--executor dask:{where}: no Dask scheduler answers there ({why[0]}).") from error
+        raise KtconvertError(
+            f"--executor dask:{where}: no Dask scheduler answers ({why[0]}); start it first."
+        ) from error

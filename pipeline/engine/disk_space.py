@@ -68,22 +68,22 @@ def _require_below(limit: int, plan: Plan, units: Iterable[Unit[Any]], paths: Pa
     """Raise ResourceError if a shard or a companion would be larger than the limit on file sizes (bytes)."""
     if limit < SLACK:
         raise ResourceError(
-            f"{paths.root}: the file size limit of {size(limit)} (ulimit -f) is below {size(SLACK)}, which headers, "
-            "index and manifest may take; raise it."
+            f"{paths.root}: the file size limit of {size(limit)} (ulimit -f) is below the {size(SLACK)} for headers, "
+            "index and manifest; raise it."
         )
     largest = max((unit.bytes_out for unit in units if not unit.folder), default=0)
     if largest + SLACK > limit:
         flag = plan.options.shard_limit_flag
         smaller = "" if flag is None else f" or set {flag} lower"
         raise ResourceError(
-            f"{paths.root}: a file of {size(largest)}, with {size(SLACK)} to spare for its header, is over the file "
-            f"size limit of {size(limit)} (ulimit -f); raise it{smaller}."
+            f"{paths.root}: a file of {size(largest)}, with {size(SLACK)} for its header, exceeds the file size "
+            f"limit of {size(limit)} (ulimit -f); raise it{smaller}."
         )
     for _, path in plan.companions:
         if path.stat().st_size > limit:
             raise ResourceError(
-                f"{path}: {size(path.stat().st_size)} are over the file size limit of {size(limit)} (ulimit -f), and "
-                "it is copied beside the weights; raise the limit."
+                f"{path}: {size(path.stat().st_size)} to copy exceed the file size limit of {size(limit)} (ulimit "
+                "-f); raise it."
             )
 
 
@@ -94,10 +94,10 @@ def disk_needed(plan: Plan, units: Iterable[Unit[Any]], *, with_workers: bool = 
     scratch = plan.needs.scratch_bytes + (plan.needs.portion_bytes if with_workers else 0)
     return {
         "of finished files": sum(unit.bytes_out + unit.side_bytes for unit in units),
-        "of files that exist only meanwhile": scratch if has_chain else 0,
+        "of temporary files": scratch if has_chain else 0,
         "of companion files": plan.companion_bytes,
         "of files for another folder": sum(unit.bytes_out for unit in plan.side_units),
-        "to spare for headers, index, manifest and journal": SLACK,
+        "for headers, index, manifest and journal": SLACK,
     }
 
 

@@ -75,7 +75,7 @@ def execute(
     with contextlib.ExitStack() as stack:
         works: list[tuple[Plan, WorkDir]] = []
         for plan, work in zip(unfinished, _lock_all(unfinished, stack), strict=True):
-            if _is_finished(plan, overwrite):  # by a process that had the lock until now
+            if _is_finished(plan, overwrite):  # by the process that had the lock before
                 work.remove()
                 existing.report_nothing_to_do(plan.options.output, reporter)
             else:
@@ -135,7 +135,7 @@ def _schedule_workers(
         (chain_runner,) = stack.enter_context(
             open_thread_runners([work], reporter, threads, units, runner.make_portions)
         )
-        chain_runner.limit = runner.limit  # one unit of the chain is in flight, besides units of workers
+        chain_runner.limit = runner.limit  # one unit of the chain is in flight, in addition to units of workers
     return _schedule(plan, work, reporter, remaining, runner, chain_runner)
 
 
@@ -210,7 +210,7 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
     dropped, touched = existing.compare_plans(plan, old, overwrite or afresh) if old is not None else (False, [])
     if dropped:
         if not afresh:
-            reporter.note("the unfinished conversion with other options or input is dropped, as --overwrite says")
+            reporter.note("--overwrite drops the unfinished conversion with different options or input")
         work.drop()
         old = None
     work.may_replace = overwrite or bool(old and old.overwrite)
@@ -218,7 +218,7 @@ def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) 
         units = plan.units_reading(touched)
         for unit in units:
             work.forget(unit)
-        reporter.note(f"{', '.join(touched[:3])} was modified since: {len(units)} units that read it are made again")
+        reporter.note(f"{', '.join(touched[:3])} was modified; {len(units)} units that read it are converted again")
     if old != (document := plan.document(work.may_replace)):
         save_plan(work.paths, document)
 
@@ -259,7 +259,7 @@ def adopt_units(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool 
             publish_unit(plan, work, reporter, unit, as_finished_unit(work.paths, attempt))
 
 
-# A finished unit to adopt: its name, its files, and a function that discards it.
+# A finished unit to adopt: its name, its files, and a function to discard it.
 _Finished = tuple[str, Sequence[FileRecord], Callable[[], None]]
 
 
@@ -267,7 +267,7 @@ def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Repo
     total = sum(nbytes for _, files, _ in finished for _, nbytes, _ in files)
     if not any(files for _, files, _ in finished):
         return
-    reporter.say(f"hashing what was finished before: {len(finished)} units, {size(total)}")
+    reporter.say(f"hashing finished files: {len(finished)} units, {size(total)}")
 
     def is_damaged(file: FileRecord) -> bool:
         good = has_content(*file)
@@ -275,12 +275,14 @@ def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Repo
         return not good
 
     with ThreadPoolExecutor(threads, "hash", unbind_thread) as pool:
-        checks = [pool.map(is_damaged, files) for _, files, _ in finished]  # all at once: most units have one file
+        checks = [
+            pool.map(is_damaged, files) for _, files, _ in finished
+        ]  # all together, since most units have one file
         damaged = [[*check] for check in checks]
     for (unit, files, discard), results in zip(finished, damaged, strict=True):
         if any(results):
             path = files[results.index(True)][0]
-            reporter.warn(f"{unit} is made again: {path} is not what was written there (its SHA-256); check the disk.")
+            reporter.warn(f"{unit} is converted again: the SHA-256 of {path} has changed; check the disk.")
             discard()
 
 
@@ -292,7 +294,7 @@ def _list_store(plan: Plan, work: WorkDir) -> list[_Finished]:
         files = [(store / unit.stored_name / w.path, w.nbytes, w.sha256) for w in record.result.files]
         for w in record.chain_files:
             file = (store / w.path, w.nbytes, w.sha256)
-            if w.path == unit.handover_name:  # without it the unit counts, and the chain begins again before it
+            if w.path == unit.handover_name:  # without it the unit is kept, and the chain restarts before it
                 finished.append((unit.name, [file], file[0].unlink))
             elif w.path == unit.side_name:
                 files.append(file)

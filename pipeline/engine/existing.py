@@ -27,7 +27,7 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
 IGNORED = {WORK_FOLDER, "lost+found"}
-NAMED = 5  # files that a message names
+NAMED = 5  # files to name in a message
 
 
 class _Header(msgspec.Struct):
@@ -42,7 +42,7 @@ def read_plan(paths: Paths) -> SavedPlan | None:
         header = documents.read(data, _Header)
         if header.version != FORMAT:
             raise OutputError(
-                f"{paths.plan}: written by another ktconvert ({header.tool_version}); finish it with that one."
+                f"{paths.plan}: written by a different ktconvert ({header.tool_version}); finish it with that version."
             )
         return documents.read(data, SavedPlan)
     except FileNotFoundError:
@@ -79,9 +79,9 @@ def unit_states(plan: Plan, paths: Paths) -> list[Status]:
 
     def state(unit: Unit[Any]) -> Status:
         done = why_finished(paths, finished, unit) or (
-            "made, to be recorded" if unit.fingerprint in attempted else None
+            "made, not yet recorded" if unit.fingerprint in attempted else None
         )
-        missing = "made from other inputs or options" if unit.name in stale else "not made yet"
+        missing = "made from different inputs or options" if unit.name in stale else "not made yet"
         return Status(unit, done is not None, done or missing)
 
     return [state(unit) for unit in plan.units]
@@ -95,7 +95,7 @@ def predict_states(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
     dropped, touched = compare_plans(plan, old, overwrite or has_no_units(paths))
     again = plan.units_reading(touched)
     return [
-        replace(state, done=False, reason="dropped, as --overwrite says" if dropped else "its input was modified")
+        replace(state, done=False, reason="dropped because of --overwrite" if dropped else "its input was modified")
         if state.done and (dropped or state.unit in again)
         else state
         for state in states
@@ -110,7 +110,7 @@ def is_finished(plan: Plan, overwrite: bool) -> bool:
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
     if not output.is_dir():
         if overwrite:
-            require_replaceable(plan)  # the side output
+            require_replaceable(plan)  # folder of the side output
         return False
     own = locate(output)
     old = read_plan(own)
@@ -129,12 +129,14 @@ def is_finished(plan: Plan, overwrite: bool) -> bool:
         damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
         if damaged:
             remedy = "convert again with --overwrite"
-            raise VerificationError(f"{output} is finished, but {damaged[0]} is missing or has another size; {remedy}.")
+            raise VerificationError(
+                f"{output} is finished, but {damaged[0]} is missing or has a different size; {remedy}."
+            )
         return True
     foreign = [p.name for p in output.iterdir() if p.name not in IGNORED]
     if foreign and not plan.extends_output and not (own.inside and old is not None):
-        remedy = "choose another --output, or --overwrite --delete-others to replace it"
-        raise OutputError(f"{output} is not empty and holds no output of ktconvert (it has {foreign[0]}); {remedy}.")
+        remedy = "choose a different --output, or replace it with --overwrite --delete-others"
+        raise OutputError(f"{output} contains {foreign[0]} and is not an output of ktconvert; {remedy}.")
     if plan.extends_output:
         _require_no_clash(plan)
     return False
@@ -173,7 +175,7 @@ def _require_no_clash(plan: Plan) -> None:
         if os.path.lexists(own) and not (
             name in copies and own.is_file() and filecmp.cmp(own, copies[name], shallow=False)
         ):
-            raise OutputError(f"{own}: the conversion has a file of that name, too; move it away.")
+            raise OutputError(f"{own}: the conversion writes a file with this name; move it away.")
 
 
 def _read_assembled_inode(paths: Paths) -> int | None:
@@ -188,8 +190,8 @@ def guard_inputs(plan: Plan) -> None:
     for folder in folders:
         for place in written:
             if _is_in(_real(place), folder):
-                remedy = "the input is never written to: choose another folder"
-                raise UsageError(f"{place} is or lies inside {folder}, which is read; {remedy}.")
+                remedy = "choose a different folder, since the input is never written to"
+                raise UsageError(f"{place} is part of the input {folder}; {remedy}.")
     removed = [*written, locate(options.output).root, *(() if side_output is None else (side_output.partial,))]
     removed = [place for place in removed if place.exists()]
     if not removed:
@@ -199,8 +201,8 @@ def guard_inputs(plan: Plan) -> None:
             if _is_in(folder, place):
                 really = "" if folder in (path, path.parent) else f", really in {folder},"
                 raise UsageError(
-                    f"{path}{really} is read, and {place} is or contains it, which this run replaces or works in; the "
-                    "input is never written to: choose another output."
+                    f"{path}{really} is an input inside {place}, which this run would write to; choose a different "
+                    "output."
                 )
 
 
@@ -242,8 +244,10 @@ def compare_plans(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, lis
     require_same_settings(plan.options.output, old, plan)
     require_same_source(plan.options.output, old.source, plan)
     if touched and not plan.options.verify_inputs:
-        problem = f"{', '.join(touched[:3])} was modified since the conversion began (same size and header)"
-        remedy = "run again with --verify-inputs to convert what came from it once more, or --overwrite to start over"
+        problem = f"{', '.join(touched[:3])} was modified after the conversion began (with the same size and header)"
+        remedy = (
+            "run again with --verify-inputs to convert the units that read it again, or with --overwrite to start over"
+        )
         raise InputError(f"{plan.options.input}: {problem}; {remedy}.")
     return False, touched
 
@@ -262,8 +266,8 @@ def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -
             differing.append(f"{plan.options.flag_of(name)} was {before}, is {after}")
     if differing:
         raise OutputError(
-            f"{output} was made with other options: {'; '.join(differing)}. Give the old values, choose another "
-            "--output, or start over with --overwrite."
+            f"{output} was made with different options ({'; '.join(differing)}); use the old values, choose a "
+            "different --output, or start over with --overwrite."
         )
 
 
@@ -271,7 +275,7 @@ def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], lis
     """Return the differences between the old input files and the plan's, and the files that were only touched since."""
     before = {f.name: f for f in old}
     now = {f.name: f for f in plan.source}
-    differences = [f"{name} is gone" for name in before if name not in now] + [
+    differences = [f"{name} is missing" for name in before if name not in now] + [
         f"{name} is new" for name in now if name not in before
     ]
     touched = []
@@ -291,8 +295,8 @@ def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], lis
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:
     differences, _ = compare_files(old, plan)
     if differences:
-        problem = f"{'; '.join(differences[:5])}. Put the old input back, or start over with --overwrite"
-        raise InputError(f"{plan.options.input} is not the input that {output} was begun with: {problem}.")
+        problem = f"{'; '.join(differences[:5])}; restore the old input, or start over with --overwrite"
+        raise InputError(f"{plan.options.input} is not the input of {output}: {problem}.")
 
 
 @dataclass(frozen=True)
@@ -309,14 +313,14 @@ class ReplacedFolder:
 
     def __str__(self) -> str:
         count, nbytes = self.listed
-        ours = [f"{plural(count, 'file')} ({size(nbytes)}) of the output that lies there"] if count else []
+        ours = [f"{plural(count, 'file')} ({size(nbytes)}) of the existing output"] if count else []
         return f"{self.folder}: {', and '.join([*ours, *([self.describe_others()] if self.others else [])])}"
 
     def describe_others(self) -> str:
         names = [*self.others][:NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
-        return f"{plural(len(self.others), 'file')} ({total}) that no manifest lists: {', '.join(names)}{more}"
+        return f"{plural(len(self.others), 'file')} ({total}) missing from its manifest: {', '.join(names)}{more}"
 
     def document(self) -> dict[str, object]:
         """Return the JSON object for --json."""

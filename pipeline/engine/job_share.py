@@ -24,12 +24,12 @@ from ktconvert.pipeline.engine.units import FinishedUnit, Stage, Unit
 from ktconvert.pipeline.engine.worker import OpenPlan, make_attempt
 from ktconvert.pipeline.report.progress import Reporter
 
-# Environment variables that number the processes of a job: number of this one, count, first number, step.
+# Environment variables with numbers of a job's processes: of this process, count, first number, step.
 ENVIRONMENT = (
     ("RANK", "WORLD_SIZE", None, None),
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
 )
-NAMED = 6  # units that a message names
+NAMED = 6  # units to name in a message
 
 
 def parse_share(text: str, environ: Mapping[str, str]) -> JobShare:
@@ -39,7 +39,9 @@ def parse_share(text: str, environ: Mapping[str, str]) -> JobShare:
         raise UsageError(f"--part {text}: give R/N, from 0/N to N-1/N, or env.")
     share = JobShare(int(given[0]), int(given[1]))
     if share.number >= share.count:
-        raise UsageError(f"--part {text}: there is no part {share}; they count from 0/{share.count}.")
+        raise UsageError(
+            f"--part {text}: out of range; job shares are 0/{share.count} to {share.count - 1}/{share.count}."
+        )
     return share
 
 
@@ -50,7 +52,10 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
                 begin, every = (int(environ.get(name or "", default)) for name, default in ((first, "0"), (step, "1")))
                 return str((int(environ[number]) - begin) // every), environ[count]
             except (ValueError, ZeroDivisionError):
-                raise UsageError(f"--part env: {number}={environ[number]} of {count}={environ[count]}?") from None
+                raise UsageError(
+                    f"--part env: {number}={environ[number]} is out of range for {count}={environ[count]}; correct "
+                    "them."
+                ) from None
     names = " or ".join(f"{number} and {count}" for number, count, *_ in ENVIRONMENT)
     raise UsageError(f"--part env: neither {names} is set; give R/N.")
 
@@ -79,8 +84,11 @@ def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bo
         remaining, units = find_missing_units(plan, paths), len(plan.units)
         finished = units - len(remaining)
         reporter.event("part", part=str(share), made=len(mine), there=finished, units=units)
-        then = "" if remaining else f": `ktconvert resume {paths.output}` puts the output together"
-        reporter.say(f"part {share}: {len(mine)} units made; {finished} of {units} units of all parts are there{then}")
+        then = "" if remaining else f"; run `ktconvert resume {paths.output}` to assemble the output"
+        reporter.say(
+            f"job share {share}: {len(mine)} units made; {finished} of {units} units of all job shares are "
+            f"finished{then}"
+        )
     finally:
         held.release()
 
@@ -99,8 +107,8 @@ def require_all_shares(plan: Plan, paths: Paths) -> None:
     numbers = sorted({number % count for number, unit in enumerate(plan.units) if unit in set(missing)})
     names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
     parts = ", ".join(f"{number}/{count}" for number in numbers)
-    problem = f"{len(missing)} of {len(plan.units)} units are missing ({names}), those of --part {parts}"
-    remedy = f"let these be finished, or make them here with `ktconvert resume {paths.output} --executor threads`"
+    problem = f"{len(missing)} of {len(plan.units)} units are missing ({names}), from --part {parts}"
+    remedy = f"finish these, or make them here with `ktconvert resume {paths.output} --executor threads`"
     raise OutputError(f"{paths.output}: {problem}; {remedy}.")
 
 
@@ -113,7 +121,7 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
             os.link(aside, paths.plan)
         except FileExistsError:
             pass
-        except OSError:  # no hard links: all processes write the same settings
+        except OSError:  # no hard links are needed: all processes write the same settings
             aside.replace(paths.plan)
         publish.sync_folder(paths.root)
         aside.unlink(missing_ok=True)
@@ -121,10 +129,10 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
     assert old is not None
     dropped, touched = compare_plans(plan, old, overwrite)
     if dropped:
-        why = f"other parts may rely on them; remove {paths.root} to start over"
-        raise OutputError(f"{paths.output}: was begun with other options or input, and {why}.")
+        why = f"other job shares may depend on them; remove {paths.root} to start over"
+        raise OutputError(f"{paths.output}: was begun with different options or input, and {why}.")
     if touched:
-        problem = f"{', '.join(touched[:3])} was modified since the conversion began"
+        problem = f"{', '.join(touched[:3])} was modified after the conversion began"
         remedy = f"remove {paths.root} to start over"
         raise InputError(f"{plan.options.input}: {problem}; {remedy}.")
 

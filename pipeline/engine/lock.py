@@ -30,10 +30,10 @@ OURS = {"token", "plan.json", "journal.jsonl", *FOLDERS}
 NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
 SHARE_NAME = re.compile(r"lock(\.held)?\.part-(\d+)-of-(\d+)")
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-PATIENCE = 1.0  # seconds for a single process to see our job share and give way
-NAMED = 4  # number of processes that a message names
-LONGEST = 1024  # bytes of a lock file that are read
-UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # host names that several machines may have
+PATIENCE = 1.0  # seconds that a single process needs to see our job share and yield
+NAMED = 4  # processes to name in a message
+LONGEST = 1024  # bytes to read of a lock file
+UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # host names that several machines may share
 
 Holders = list[tuple[Path, bytes]]  # locks, each with its content
 
@@ -144,7 +144,7 @@ def acquire(root: Path, output: Path, share: JobShare | None = None) -> Lock:
 def require_ours(root: Path) -> None:
     """Raise OutputError if `root` exists and is not a work directory."""
     if root.is_symlink():
-        raise OutputError("is a link, and ktconvert works in a folder of its own", ELSEWHERE, path=root)
+        raise OutputError("is a link, but ktconvert needs its own folder", ELSEWHERE, path=root)
     try:
         names = {path.name for path in root.iterdir()} if root.is_dir() else set()
     except PermissionError:
@@ -152,8 +152,8 @@ def require_ours(root: Path) -> None:
     locks = {name for name in names if NAMES.fullmatch(name)}
     foreign = [name for name in names - OURS - locks if not name.startswith(".nfs")]
     if foreign or (names and not locks) or (root.exists() and not root.is_dir()):
-        remedy = "move it away or choose another --output"
-        raise OutputError(f"{root}: ktconvert works in a folder of this name, and something else lies there; {remedy}.")
+        remedy = "move it away or choose a different --output"
+        raise OutputError(f"{root}: not a work folder of ktconvert, which uses this name; {remedy}.")
 
 
 def unlock(root: Path, output: Path, share: JobShare | None = None) -> list[str]:
@@ -170,14 +170,14 @@ def unlock(root: Path, output: Path, share: JobShare | None = None) -> list[str]
     except BlockingIOError as error:
         busy = _busy_sentence(output, _holders(root, error, share))
         raise OutputError(
-            f"{busy} The file system itself keeps the lock until that process ends: --force-unlock cannot take it away."
+            f"{busy} The file system keeps this lock until that process ends; --force-unlock cannot remove it."
         ) from error
     finally:
         lock.release()
     for path, _ in _find_blocking_locks(lock, share):
         since = _lock_time(path)
         if (content := _remove_lock(path, lock.own)) is not None:
-            removed.append(f"{path} of {_describe_holder(path, content)}, made {since}")
+            removed.append(f"{path} of {_describe_holder(path, content)}, from {since}")
     return removed
 
 
@@ -356,6 +356,6 @@ def _refusal_sentence(output: Path, holders: Holders) -> str:
     if not unknown:
         return _busy_sentence(output, holders)
     return (
-        f"{_busy_sentence(output, holders)} Its lock is the file {unknown[0]}, made {_lock_time(unknown[0])}; whether "
-        "that process still runs cannot be told from here: if it has ended, add --force-unlock."
+        f"{_busy_sentence(output, holders)} Its lock is {unknown[0]}, from {_lock_time(unknown[0])}. That process "
+        "may have ended on its host; if so, add --force-unlock."
     )

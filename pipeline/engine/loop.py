@@ -27,7 +27,7 @@ from ktconvert.pipeline.engine.units import HANDOVER, FinishedUnit, Stage, Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.report.progress import Reporter
 
-SIGNAL_DELAY = 0.05  # seconds; Python runs signal handlers in the main thread, which waits here
+SIGNAL_DELAY = 0.05  # seconds; the main thread waits here, and Python runs signal handlers in it
 
 
 class Interrupted(Exception):
@@ -79,11 +79,11 @@ def record_run(work: WorkDir) -> Iterator[None]:
         why = str(error)
         raise
     finally:
-        with contextlib.suppress(ResourceError):  # the disk may be full, which was reported already
+        with contextlib.suppress(ResourceError):  # the disk may be full, which has been reported
             work.journal.append(End(why=why))
 
 
-Remaining = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units to make one after the other, with their stage
+Remaining = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units to make in this order, with their stage
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
     total = sum(unit.bytes_in for unit in every)
     done = (len(every) - len(to_make), len(every))
     reporter.begin(total, total - sum(unit.bytes_in for unit in to_make), units=done)
-    # Units that read one layer follow one another, since the page cache then holds its weights.
+    # Units that read the same layer follow each other, while its weights are in the page cache.
     merged = heapq.merge(*(output.sequences() for output in outputs), key=lambda each: each[:2])
     waiting = deque(sequence for _, _, sequence in merged)
     try:
@@ -174,7 +174,7 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
                     output.poll()
             with contextlib.suppress(queue.Empty):
                 future = ended.get(timeout=SIGNAL_DELAY)
-                if future not in in_flight:  # withdrawn
+                if future not in in_flight:  # cancelled
                     continue
                 sequence = in_flight.pop(future)
                 try:
@@ -188,7 +188,7 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
                 except BaseException as error:
                     failures.append(error)
                     if isinstance(error, WorkerLostError):  # the other units may take hours
-                        reporter.warn(f"{error} All other units are made first.")
+                        reporter.warn(f"{error} The other units continue.")
                     continue
                 if sequence.units[1:]:
                     waiting.appendleft(replace(sequence, units=sequence.units[1:]))
@@ -239,7 +239,9 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
         require_unchanged(plan)
     stored = work.paths.store / unit.stored_name
     if unit.folder:
-        publish.remove_tree(stored)  # of a run that was killed before it recorded it; a rename replaces no folder
+        publish.remove_tree(
+            stored
+        )  # left by a run that was killed before it recorded the folder; renaming cannot replace a folder
     if (chain := finished.chain) is not None:
         publish.remove_tree(chain.scratch)
         if chain.side is not None:

@@ -14,10 +14,10 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.native_quant import machine
 
-WORK_SUFFIX = ".work"  # ending of the name of a work directory beside an output
-FOLDERS = {"partial", "attempts", "store", "out", "old"}  # in a work directory; everything else there is a file
+WORK_SUFFIX = ".work"  # suffix of a work directory beside an output
+FOLDERS = {"partial", "attempts", "store", "out", "old"}  # folders in a work directory; all other entries are files
 PRIVATE = 0o700  # mode of a work directory
-ELSEWHERE = "choose another --output"
+ELSEWHERE = "choose a different --output"
 FileRecord = tuple[Path, int, str]  # a file with its recorded bytes and sha256
 
 
@@ -46,12 +46,12 @@ class Paths:
 
     plan = Below("plan.json")  # options and identity of the input, complete
     journal = Below("journal.jsonl")  # one line per event
-    partial = Below("partial")  # unfinished files; emptied at every start, but for attempts that may count
+    partial = Below("partial")  # unfinished files; emptied at every start, except for attempts that may be adopted
     attempts = Below("attempts")  # one record per attempt at a unit in another process (attempts.py)
-    token = Below("token")  # name of the coordinator's run; workers compare it to see that this is the same folder
+    token = Below("token")  # name of the coordinator's run; workers compare it to recognize the folder
     store = Below("store")  # finished units, named by their fingerprints
-    assembly = Below("out")  # the output while it is put together
-    old = Below("old")  # the old output, where two folders cannot be swapped in one step
+    assembly = Below("out")  # the output while it is assembled
+    old = Below("old")  # the old output, if the file system cannot swap two folders in one step
 
     @property
     def finals(self) -> tuple[Path, ...]:
@@ -63,7 +63,7 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
     """Return the paths of the conversion into an output. adopt: the output holds folders that stay in it."""
     output = output.absolute()
     inside = Paths(output, output / WORK_FOLDER, inside=True)
-    if not output.name:  # nothing can be beside the root folder
+    if not output.name:  # the root folder has no siblings
         return inside
     outside = Paths(output, output.with_name(output.name + WORK_SUFFIX), inside=False)
     for begun in (inside, outside):
@@ -130,7 +130,7 @@ def _is_own(fd: int) -> bool:
     owner = os.fstat(fd).st_uid
     if owner == os.geteuid():
         return True
-    name = f"lock.held.{secrets.token_hex(8)}"  # a name of ours, should this process be killed here
+    name = f"lock.held.{secrets.token_hex(8)}"  # a recognizable name, in case this process is killed here
     try:
         probe = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=fd)
     except OSError:
@@ -144,21 +144,21 @@ def _is_own(fd: int) -> bool:
 
 def refuse_owner(root: Path) -> OutputError:
     """Return the error for a work directory of another user."""
-    problem = f"is a work directory of user {root.lstat().st_uid}, and this is user {os.geteuid()}"
-    return OutputError(problem, "work as that user, or choose another --output", path=root)
+    problem = f"is a work directory of user {root.lstat().st_uid}, but this is user {os.geteuid()}"
+    return OutputError(problem, "run as that user, or choose a different --output", path=root)
 
 
 def _require_no_links(root: Path, fd: int) -> None:
     """Raise OutputError for a link, or another user's entry, in place of our own folders and files."""
     owner = os.fstat(fd).st_uid
-    for name in set(os.listdir(fd)) - {"old"}:  # the old output, which is only removed
+    for name in set(os.listdir(fd)) - {"old"}:  # the old output; it is only removed
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
             is_right = stat.S_ISDIR(status.st_mode) if name in FOLDERS else stat.S_ISREG(status.st_mode)
             if not is_right and not name.startswith(".nfs"):
                 kind = "a link" if stat.S_ISLNK(status.st_mode) else "something else"
-                problem = f"is {kind} where ktconvert expects its own {'folder' if name in FOLDERS else 'file'}"
-                raise OutputError(problem, f"see who put it there, or {ELSEWHERE}", path=root / name)
+                problem = f"is {kind}, not ktconvert's own {'folder' if name in FOLDERS else 'file'}"
+                raise OutputError(problem, f"find out who created it, or {ELSEWHERE}", path=root / name)
             if status.st_uid != owner:
-                problem = f"belongs to user {status.st_uid}, and the work directory to user {owner}"
-                raise OutputError(problem, f"see who put it there, or {ELSEWHERE}", path=root / name)
+                problem = f"belongs to user {status.st_uid}, but the work directory to user {owner}"
+                raise OutputError(problem, f"find out who created it, or {ELSEWHERE}", path=root / name)

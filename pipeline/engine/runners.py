@@ -40,7 +40,7 @@ from ktconvert.pipeline.engine.worker import DEATHS, Conversion, Reopen, Task, r
 from ktconvert.pipeline.report.progress import Reporter
 
 Result = TypeVar("Result")
-POLL_SECONDS = 1.0  # time between two readings of the records of attempts
+POLL_SECONDS = 1.0  # seconds between readings of attempts' records
 
 
 class Runner:
@@ -125,7 +125,7 @@ def _make_unit(work: WorkDir, context: Context, prefix: str, stage: Stage[Any], 
 
 def _chain_paths(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> ChainPaths:
     position = stage.units.index(unit)
-    # The name is random, because a worker of a dead run may wake up and must not find a file that is being written.
+    # The name is random, so that a worker of a dead run that wakes up finds no file of this run.
     store, scratch = work.paths.store, work.paths.partial / f"{unit.name}.{secrets.token_hex(4)}"
     scratch.mkdir()
     earlier = stage.units[:position]
@@ -148,7 +148,7 @@ class ExecutorRunner(Runner):
     `threads` threads each (None: the CPUs that they may use).
     """
 
-    limit = sys.maxsize  # free workers take the next unit; their number is unknown here
+    limit = sys.maxsize  # free workers take the next unit; their number is unknown
 
     def __init__(
         self, work: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
@@ -156,7 +156,7 @@ class ExecutorRunner(Runner):
         self._work, self._reporter, self._executor = work, reporter, executor
         self._run = work.new_token()
         self._conversion = Conversion(str(work.paths.output), self._run, tool_version(), reopen, threads)
-        self._known: dict[str, Attempt] = {}  # attempts of this run, without results, which may be long
+        self._known: dict[str, Attempt] = {}  # attempts of this run; without results, which may be long
         self._ended: set[str] = set()
         self._retries: Counter[str] = Counter()
         self._polled = 0.0
@@ -210,7 +210,7 @@ class ExecutorRunner(Runner):
         try:
             attempt: Attempt = result_of(future, item.name, f"`ktconvert resume {self._work.paths.output}`")
         except WorkerLostError as error:
-            by_executor = future.exception() is not None  # otherwise a worker counted the deaths
+            by_executor = future.exception() is not None  # otherwise a worker has counted the deaths
             if by_executor and self._retries[item.fingerprint] < DEATHS:
                 self._retries[item.fingerprint] += 1
                 return None
@@ -268,15 +268,15 @@ class ExecutorRunner(Runner):
 def result_of(future: Future[Result | KtconvertError], task: str, remedy: str) -> Result:
     """Return the result of a task, which `task` names. Raise its failure, or KtconvertError if the executor lost it."""
     try:
-        error = future.exception()  # not result(): it would mix up Ctrl-C here with what a worker raised
+        error = future.exception()  # not result(), which would confuse Ctrl-C here with an error of a worker
     except CancelledError as cancelled:
         error = cancelled
     if isinstance(error, KtconvertError):
         raise error
     if error is not None:
         raise KtconvertError(
-            f"{task}: the executor has lost it ({type(error).__name__}: {error}); see that its workers and its "
-            f"scheduler run, then {remedy}."
+            f"{task}: lost by the executor ({type(error).__name__}: {error}); check its workers and scheduler, then "
+            f"{remedy}."
         ) from error
     result = future.result()
     if isinstance(result, KtconvertError):
@@ -288,9 +288,9 @@ def as_finished_unit(paths: Paths, attempt: Attempt) -> FinishedUnit:
     """Return a finished attempt as a unit to be published. Raise ResourceError if its files are not visible here."""
     if not attempt.is_whole(paths):
         raise ResourceError(
-            f"{paths.partial / attempt.name}: {attempt.worker} has made it, and it cannot be seen here in full; "
-            "see that the file systems of both hosts are the same one, then resume."
+            f"{paths.partial / attempt.name}: written by {attempt.worker}, but incomplete here; mount the same file "
+            "system on both hosts, then resume."
         )
     assert attempt.ended is not None
-    seconds = max(0.0, attempt.ended - attempt.began)  # clocks may differ
+    seconds = max(0.0, attempt.ended - attempt.began)  # clocks of hosts may differ
     return FinishedUnit(paths.partial / attempt.name, attempt.require_result(), seconds, attempt.process_fields)

@@ -20,8 +20,8 @@ from ktconvert.pipeline.report.text import size
 Item = TypeVar("Item")
 Slot = TypeVar("Slot")
 Result = TypeVar("Result")
-WAITING = 2  # packing threads beyond those asked for, since about so many wait for the disk at any time
-UNITS_AT_ONCE = 2  # units in flight: while one is hashed in file order, the next is already being packed
+WAITING = 2  # packing threads beyond the requested number, since about as many wait for the disk
+UNITS_AT_ONCE = 2  # units in flight: one is hashed in file order while the next is packed
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:
     """Return the number of threads asked for, or as many as fit into memory. Raise ResourceError if none fits."""
 
-    def peak(count: int) -> int:  # outputs made together have no more units in flight than one
+    def peak(count: int) -> int:  # outputs that are made together have no more units in flight than a single output
         return max(plan.hooks.peak_memory(count) for plan in plans)
 
     execution = plans[0].options.execution

@@ -17,9 +17,9 @@ from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Number
 from ktconvert.pipeline.report.progress import Reporter
 
-HANDOVER = ".handed_on"  # ending of the file that a unit writes for the next unit of its chain
-SIDE = ".side"  # ending of a second file of a unit, for later units of its chain
-WEIGHTS = ".safetensors"  # ending of a unit's own file
+HANDOVER = ".handed_on"  # suffix of a unit's file for the next unit of its chain
+SIDE = ".side"  # suffix of a unit's second file, for later units of its chain
+WEIGHTS = ".safetensors"  # suffix of a unit's own file
 Work = TypeVar("Work")
 
 
@@ -195,8 +195,8 @@ class FinishedUnit:
     chain_files: tuple[Written, ...] = ()
 
 
-# Lets workers make all portions of a unit at the same time, and yields them in order, finished. Their files exist until
-# the last one is consumed.
+# Has workers make all portions of a unit at the same time, and yields the finished portions in order. Their files exist
+# until the last portion is consumed.
 MakePortions = Callable[[Sequence[Portion]], Generator[FinishedUnit, None, None]]
 
 

@@ -118,12 +118,12 @@ def remove(paths: Paths, held: lock.Lock) -> None:
     publish.remove_tree(paths.plan)
     for path in (paths.attempts, paths.partial):
         publish.remove_tree(paths.old)
-        if path.is_dir():  # a worker that only seemed dead may still write there
+        if path.is_dir():  # a worker that seemed dead may still write to it
             path.rename(paths.old)
     for name in sorted(lock.OURS):
         publish.remove_tree(paths.root / name)
     held.remove()
-    # Another process may be waiting for the lock, and NFS keeps files that are open.
+    # Another process may be waiting for the lock, and NFS keeps open files.
     with contextlib.suppress(OSError):
         paths.root.rmdir()
 
@@ -143,7 +143,7 @@ def why_finished(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) ->
     for w in record.result.files:
         if has_size(stored / w.path, w.nbytes):
             continue
-        reason = "finished, in place"
+        reason = "finished, in the output"
         placed = [folder / unit.final / w.path for folder in paths.finals]
         present = (path for path in placed if has_size(path, w.nbytes))
         if not any(_has_content(path, w.nbytes, w.sha256, path.stat().st_mtime_ns) for path in present):

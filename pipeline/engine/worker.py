@@ -26,10 +26,10 @@ from ktconvert.pipeline.engine.threads import fit_threads, make_packing_pool, wi
 from ktconvert.pipeline.engine.units import Context, Portion, Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
 
-DEATHS = 3  # attempts at a unit that may die in a run
+DEATHS = 3  # deaths of attempts at a unit until the run fails
 
-# (output, tuning of this machine) -> the plan that was saved there, built again. It is a function of a module, so that
-# any executor can pickle it.
+# (output, tuning of this machine) -> the output's saved plan, built again. It is a module-level function, so that any
+# executor can pickle it.
 Reopen = Callable[[Path, Mapping[str, Any]], Plan]
 
 
@@ -81,7 +81,7 @@ def failure_of(error: Exception) -> KtconvertError:
     if isinstance(error, OSError):
         kind = ResourceError if error.errno in (*FULL, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
-    if isinstance(error, WorkerLostError):  # of other processes
+    if isinstance(error, WorkerLostError):  # exit codes of other processes
         return error
     kind = type(error) if isinstance(error, KtconvertError) else KtconvertError
     return kind(f"host {machine.host()}: {error}")
@@ -103,8 +103,8 @@ class OpenPlan:
                 if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
                     return stage, unit
         raise OutputError(
-            f"{self.paths.plan}: {task.stage}.{task.key} is another unit here than where the conversion runs; install "
-            "the same ktconvert on all hosts, and see that they read the same files."
+            f"{self.paths.plan}: {task.stage}.{task.key} differs between this host and the host of the conversion; "
+            "install the same ktconvert on all hosts, with the same input files."
         )
 
 
@@ -117,7 +117,8 @@ def require_same_version(version: str) -> None:
     """Raise OutputError if the coordinator's ktconvert differs, UsageError for a KTCONVERT_ISA that this host lacks."""
     if version != tool_version():
         raise OutputError(
-            f"ktconvert {tool_version()} is installed here, {version} where the command runs; install the same one."
+            f"ktconvert {tool_version()} is installed here, but {version} on the host of the command; install the "
+            "same version."
         )
     try:
         kernels.isa()
@@ -125,7 +126,7 @@ def require_same_version(version: str) -> None:
         raise UsageError(str(error)) from error
 
 
-OPEN = 4  # plans that a worker keeps open, since outputs that are made together take turns
+OPEN = 4  # open plans of a worker: outputs that are made together take turns
 
 _opening = threading.Lock()
 
@@ -139,12 +140,13 @@ def _open_plan(conversion: Conversion) -> OpenPlan:
         token = paths.token.read_text(errors="replace")
     except OSError as error:
         raise OutputError(
-            f"{paths.root}: cannot be read here ({error.strerror}); every host needs the file system of --output at "
+            f"{paths.root}: cannot be read on this host ({error.strerror}); every host needs the file system of "
+            "--output at "
             "the same path."
         ) from error
     if token != conversion.run:
         raise OutputError(
-            f"{paths.root}: is not the folder of this conversion, or is that of another run by now; every host needs "
+            f"{paths.root}: not the folder of this conversion, or not anymore; every host needs "
             "the file system of --output at the same path."
         )
     attempts.remove_dead_files(paths)
@@ -175,15 +177,16 @@ def make_attempt(
                 return attempt
             attempts.forget(paths, attempt)
             reporter.warn(
-                f"{item.name} is made again: {attempt.name} is not what {attempt.worker} wrote; check the disk."
+                f"{item.name} is converted again: {attempt.name} changed after {attempt.worker} wrote it; check the "
+                "disk."
             )
     dead = [attempt for attempt in earlier if attempt.run == run and attempt.ended is None]
     if len(dead) >= DEATHS:
         raise WorkerLostError(
-            f"{item.name}: {len(dead)} processes that made it ended or stopped answering, the last one on "
+            f"{item.name}: {len(dead)} processes ended or stopped answering while they made it, the last one on "
             f"{dead[-1].worker}: {attempts.explain_death(paths, dead[-1])}."
         )
-    require_unchanged(opened.plan)  # reading a file that became shorter would end the process
+    require_unchanged(opened.plan)  # reading a truncated file would end the process
     attempt = attempts.begin(paths, item, run)
     try:
         with attempts.record_traceback(paths, attempt):
@@ -191,7 +194,7 @@ def make_attempt(
             if portion is None:
                 result = stage.run(unit, path, Context(opened.pool, opened.window, reporter))
             else:
-                assert stage.run_portion is not None  # it made the portions
+                assert stage.run_portion is not None  # this worker made the portions
                 result = stage.run_portion(unit, portion, path)
         require_unchanged(opened.plan)
     except (KtconvertError, OSError, MemoryError) as error:

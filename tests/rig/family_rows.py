@@ -54,7 +54,7 @@ def _rope(*sections: int) -> Settings:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
-ACTIVATION = "has another activation"
+ACTIVATION = "has a different activation"
 INPUT = "is not called with hidden_states, top_k_index, top_k_weights"
 NO_MODULE = "builds no routed experts in it that could be replaced"
 STRAY = "is among the experts but is not one of their weights"

@@ -19,4 +19,4 @@ GGUF = Container(
     input_type="gguf",
     experts_only=True,
 )
-CONTAINERS: tuple[Container, ...] = (SAFETENSORS, GGUF)  # of files of several kinds in a directory, the first are read
+CONTAINERS: tuple[Container, ...] = (SAFETENSORS, GGUF)  # the first is read if a directory has several kinds

@@ -81,7 +81,7 @@ def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_re
     Raises InputError if it is missing, not a regular file, or a Git LFS pointer.
     """
     try:
-        # O_NONBLOCK: a pipe in a checkpoint's place must not hang us; it is refused below.
+        # O_NONBLOCK: opening a pipe must not hang; it is rejected below.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as e:
         raise unreadable_file(path, e, "cannot be opened") from None
@@ -101,7 +101,7 @@ def read_unchanged(path: Path, suffix: str, start: int, count: int, size: int, m
     with open_regular_file(path, suffix) as (fd, status):
         data = read_at(fd, start, count, path)
         if (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or len(data) != count:
-            raise InputError(f"{path}: changed while it was being read; put the old file back and resume.")
+            raise InputError(f"{path}: changed while it was being read; restore the old file and resume.")
     return data
 
 

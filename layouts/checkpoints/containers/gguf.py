@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.containers.container import Header, Selection
 from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file
 from ktconvert.layouts.tensors import TensorInfo
 
-# Before general.architecture, whose names are llama.cpp's, in model_type and in the table of architectures.
+# Prefix of llama.cpp's names (general.architecture) in model_type and in the table of architectures.
 PREFIX = "gguf:"
 # Key of config.json -> key of the metadata, after "{architecture}.".
 KEYS = {
@@ -60,7 +60,7 @@ class GgmlType:
     nbytes: int
 
 
-# By the number that a file holds. What is missing was taken back by ggml, or is not known here.
+# By their numbers in files. ggml withdrew some of the missing numbers; others are unknown to us.
 GGML_TYPES = {
     number: GgmlType(name, columns, nbytes)
     for number, name, columns, nbytes in (
@@ -82,17 +82,17 @@ GGML_TYPES = {
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-MAX_HEADER = 1 << 28  # bytes; those of the largest vocabularies are a tenth of it
+MAX_HEADER = 1 << 28  # bytes; the largest vocabularies need a tenth of it
 MAX_NAME = 1000  # bytes; ggml's own limit is 64, and messages quote names in full
 MAX_RANK = 4
-KEPT_TEXT = 4096  # bytes of a text, and
-KEPT_ITEMS = 4096  # items of an array, above which it is not kept: no such value is needed here
+KEPT_TEXT = 4096  # bytes of a string, and
+KEPT_ITEMS = 4096  # items of an array; larger values are dropped, since none is needed
 MAX_ALIGNMENT = 1 << 20
-CHUNK = 1 << 20  # bytes that are read at a time
+CHUNK = 1 << 20  # bytes per read
 
-TEXT, ARRAY = 8, 9  # types of values; the others are numbers, in the notation of struct:
+TEXT, ARRAY = 8, 9  # types of values; all others are numbers, in struct's notation:
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-NESTED = 4  # arrays in arrays; none is known
+NESTED = 4  # depth of arrays in arrays; no file is known to have any
 LENGTH = struct.Struct("<Q")
 
 
@@ -126,7 +126,8 @@ class _Cursor:
 
     def __init__(self, fd: int, size: int, path: Path) -> None:
         self.fd, self.size, self.path = fd, size, path
-        self._chunk, self._start, self._at = b"", 0, 0  # bytes of the file, from where; position among them, or beyond
+        # Buffered bytes, their offset in the file, and the position in them or after them.
+        self._chunk, self._start, self._at = b"", 0, 0
 
     @property
     def position(self) -> int:
@@ -153,7 +154,7 @@ class _Cursor:
         """
         count: int = self.number("Q")
         if count > most or count * each > self.size - self.position:
-            raise self.fault(f"the header has {count} {what}, which a file of {self.size} bytes cannot hold")
+            raise self.fault(f"the header claims {count} {what}, too many for a file of {self.size} bytes")
         return count
 
     def skip(self, count: int) -> None:
@@ -195,11 +196,11 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
         remedy = "use the little-endian one, or convert it with gguf-py"
         raise InputError("a big-endian GGUF file", remedy, path=cursor.path)
     if magic != MAGIC:
-        raise cursor.fault(f"does not begin as a GGUF file but with {magic!r}")
+        raise cursor.fault(f"begins with {magic!r}, not like a GGUF file")
     if version not in VERSIONS:
-        what = f"GGUF version {version} is not an input, only {' and '.join(map(str, VERSIONS))}"
+        what = f"GGUF version {version} is unsupported; supported: {' and '.join(map(str, VERSIONS))}"
         raise UnsupportedError(what, "use a newer release of the file", path=cursor.path)
-    # A tensor: its name's length, rank, type, place. A pair: its key's length, type, a byte.
+    # Least sizes. A tensor: length of its name, rank, type, offset. A pair: length of its key, type, one byte.
     return cursor.length("tensors", 1 << 32, 24), cursor.length("key-value pairs", 1 << 32, 13)
 
 
@@ -236,7 +237,7 @@ def _read_value(cursor: _Cursor, key: str, kind: int, depth: int = 0) -> Any:
         raise cursor.fault(too_deep if kind == ARRAY else f"key {key!r} has a value of unknown type {kind}")
     inner: int = cursor.number("I")
     if inner == TEXT:
-        return cursor.skip_texts(cursor.length(f"texts in {key!r}", cursor.size, LENGTH.size))
+        return cursor.skip_texts(cursor.length(f"strings in {key!r}", cursor.size, LENGTH.size))
     if inner in NUMBERS:
         width = struct.calcsize(f"<{NUMBERS[inner]}")
         count = cursor.length(f"numbers in {key!r}", cursor.size, width)
@@ -253,7 +254,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name = _read_text(cursor, "a tensor's name", MAX_NAME)
     rank = cursor.number("I")
     if rank > MAX_RANK:
-        raise cursor.fault(f"tensor {name!r} has {rank} dimensions, and ggml {MAX_RANK} at most")
+        raise cursor.fault(f"tensor {name!r} has {rank} dimensions, more than ggml's {MAX_RANK}")
     shape = struct.unpack(f"<{rank}Q", cursor.take(8 * rank))[::-1]
     if math.prod(shape) >= 1 << 63:
         raise cursor.fault(f"tensor {name!r} of shape {list(shape)} is larger than any file")
@@ -272,11 +273,13 @@ def _place_tensors(
             raise cursor.fault(f"tensor {name!r} appears twice")
         seen.add(name)
         if offset % alignment:
-            raise cursor.fault(f"tensor {name!r} begins at byte {offset} of the data, no multiple of {alignment}")
+            raise cursor.fault(
+                f"tensor {name!r} begins at byte {offset} of the data, which is not a multiple of {alignment}"
+            )
         if offset < at:
             raise cursor.fault(f"tensor {name!r} overlaps {before!r}")
         known = GGML_TYPES.get(kind)
-        if known is None:  # an error only if the tensor is needed: then no encoding reads it
+        if known is None:  # not an error yet: no encoding reads it, if the tensor is needed at all
             following = ordered[number + 1][3] if number + 1 < len(ordered) else max(offset, cursor.size - first)
             nbytes, dtype = following - offset, f"ggml type {kind}"
         else:
@@ -287,15 +290,15 @@ def _place_tensors(
             nbytes, dtype = math.prod(shape) // known.columns * known.nbytes, known.name
         at, before = offset + nbytes, name
         if first + at > cursor.size:
-            raise cursor.fault(f"cut short: tensor {name!r} ends at byte {first + at}, and the file has {cursor.size}")
+            raise cursor.fault(f"truncated: tensor {name!r} ends at byte {first + at}, but the file has {cursor.size}")
         yield TensorInfo(name, dtype, shape, nbytes, file, first + offset)
 
 
-# --- which files make up a checkpoint: one, or all of a split, as llama.cpp's gguf-split names them ---------------
+# --- the files of a checkpoint: one, or all of a split, as llama.cpp's gguf-split names them -----------------------
 
 SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 COUNT = "split.count"
-# Beside a model's weights: a vision or audio encoder, and statistics for quantizing.
+# GGUF files that are not a model: vision or audio encoders, and importance matrices.
 OTHER = re.compile(r"mmproj|imatrix", re.I)
 
 
@@ -343,8 +346,8 @@ def check_split(root: Path, names: Sequence[str], headers: Sequence[Header]) -> 
     for number, (name, header) in enumerate(zip(names, headers, strict=True)):
         for key, value in ((COUNT, len(names)), ("split.no", number), ("split.tensors.count", tensors)):
             recorded = header.metadata.get(key, "missing" if key == COUNT and len(names) > 1 else str(value))
-            merged = key == COUNT and recorded == "0" and len(names) == 1  # what gguf-split --merge leaves
+            merged = key == COUNT and recorded == "0" and len(names) == 1  # written by gguf-split --merge
             if recorded != str(value) and not merged:
-                what = f"{key} is {recorded}, but by the files' names and tensors it should be {value}"
-                remedy = f"files of a split must keep their names and lie in one directory, else {REMEDY}"
+                what = f"{key} is {recorded}, but file names and tensors require {value}"
+                remedy = f"put all files of the split into one directory under their original names, or {REMEDY}"
                 raise InputError(what, remedy, path=root / name)

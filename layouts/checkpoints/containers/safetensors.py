@@ -62,7 +62,7 @@ def read_header(path: Path, file: str = "") -> Header:
     return Header(entries, metadata, status.st_size, status.st_mtime_ns, hashlib.sha256(raw).hexdigest())
 
 
-MOST_NUMBERS = 1 << 22  # of a matrix of layers and experts
+MOST_NUMBERS = 1 << 22  # in a matrix of layers and experts
 
 
 def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
@@ -73,11 +73,11 @@ def read_matrix(path: Path, name: str, dtype: str, form: str) -> Array:
     entries = {entry.name: entry for entry in read_header(path).entries}
     entry = entries.get(name)
     if entry is None:
-        raise InputError(f"{path}: holds {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {form}")
+        raise InputError(f"{path}: contains {', '.join(map(repr, sorted(entries)[:3])) or 'no tensor'}; {form}")
     if entry.dtype != dtype or len(entry.shape) != 2:
         raise InputError(f"{path}: {name!r} is {entry.dtype} of shape {list(entry.shape)}; {form}")
     if math.prod(entry.shape) > MOST_NUMBERS:  # sparse files can be of any size
-        raise InputError(f"{path}: {name!r} is of shape {list(entry.shape)}, more than any model has; {form}")
+        raise InputError(f"{path}: {name!r} is of shape {list(entry.shape)}, larger than any model; {form}")
     data = np.fromfile(path, np.uint8, entry.nbytes, offset=entry.start)
     if len(data) != entry.nbytes:
         raise InputError(f"{path}: became shorter while it was being read; {REMEDY}")
@@ -108,8 +108,8 @@ def parse_header(
             raise bad_tensor(entry.name, f"at byte {entry.start - data_start} {fault}", REMEDY, where)
         at += entry.nbytes
     if at != data_start + data_size:
-        what = "cut short" if at > data_start + data_size else "longer than its header says"
-        raise bad_file(where, f"{what} ({data_size} bytes of weights, header names {at - data_start})")
+        what = "truncated" if at > data_start + data_size else "longer than its header states"
+        raise bad_file(where, f"{what} ({data_size} bytes of weights, {at - data_start} in the header)")
     return tuple(entries), metadata
 
 
@@ -119,7 +119,7 @@ def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> Ten
     except UnicodeEncodeError:
         raise bad_file(where, f"tensor name {name[:200]!r} is not valid text") from None
     if len(name) > MAX_NAME:
-        raise bad_file(where, f"a tensor's name has {len(name)} characters ({name[:80]!r}…)")
+        raise bad_file(where, f"a tensor name has {len(name)} characters ({name[:80]!r}…)")
 
     def fail(what: str) -> InputError:
         return bad_tensor(name, f": {what}", REMEDY, where)
@@ -169,7 +169,7 @@ def _short(e: BaseException) -> str:
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PART = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})\.safetensors")
-# Names of Grok-2's files and of those that DeepSeek's scripts write: each holds a slice of every tensor, for one GPU.
+# Files of Grok-2 and of DeepSeek's scripts. Each contains a slice of every tensor, for one GPU.
 SLICE = re.compile(r".*-TP-\d+\.safetensors|model\d+-mp(?!1\.)\d+\.safetensors")
 
 
@@ -183,8 +183,8 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
     if slices := [f for f in present if SLICE.fullmatch(f)]:
-        what = f"holds slices of tensors, one file for each GPU ({slices[0]}), which are not an input"
-        raise UnsupportedError(f"{root}: {what}; use a release whose tensors are whole, or a GGUF")
+        what = f"contains slices of tensors, one file for each GPU ({slices[0]}), which is unsupported"
+        raise UnsupportedError(f"{root}: {what}; use a release with whole tensors, or a GGUF")
     if named is None and INDEX not in indexes and SINGLE not in present and len(indexes) > 1:
         remedy = f"copy the one to convert to {INDEX}, which loaders read"
         raise InputError(f"{root}: several indexes ({', '.join(indexes)}); {remedy}")
@@ -203,7 +203,7 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
         return _selection([decider], decider, [f for f in (*present, *indexes) if f != decider])
     if not present:
         return None
-    # Mistral releases hold the same weights twice, as model-* and as consolidated*.
+    # Mistral releases contain the same weights twice, as model-* and as consolidated*.
     main = [f for f in present if not f.startswith("consolidated")] or present
     _require_all_shards(root, main)
     return _selection(main, "", [f for f in present if f not in main])
@@ -214,8 +214,8 @@ def _selection(
 ) -> Selection:
     note = ""
     if ignored:
-        by = f", as {decider} says" if index is not None else ", as in transformers" if decider else ""
-        note = f"{_and_more(names)} is read{by}; {_and_more(ignored)} is left aside"
+        by = f", following {decider}" if index is not None else ", as in transformers" if decider else ""
+        note = f"{_and_more(names)} is read{by}; {_and_more(ignored)} is ignored"
     return Selection(names, index, tuple(ignored), decider, note)
 
 
