@@ -48,7 +48,7 @@ ROW_GRIDS = _table(
     Grid("int8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
 )
 
-# The same ranges, rounded otherwise (numerics.md, section 2c), for kt-kernel's MOE_INT4 and MOE_INT8.
+# The same ranges, rounded differently (numerics.md, section 2c), for kt-kernel's MOE_INT4 and MOE_INT8.
 MOE_GRIDS = _table(*(replace(grid, name=f"moe_{grid.name}", version=1) for grid in ROW_GRIDS.values()))
 
 # Scales for groups of columns (numerics.md, section 6), for weights on a GPU; named as in kt-kernel's --quant-type.
@@ -56,16 +56,16 @@ GROUP_GRIDS = _table(
     Grid("W4A16", bits=4, low=-8, high=7, group=128, scales="BF16", version=1),
     Grid("W8A16", bits=8, low=-128, high=127, group=128, scales="BF16", version=1),
 )
-GROUP_SIZES = (128, 64, 32)  # the columns that may share a scale there; the grids have the first
+GROUP_SIZES = (128, 64, 32)  # columns that may share a scale; the grids above have the first number
 
 # Scales of either sign for groups of columns (numerics.md, section 6b), for kt-kernel's RAWINT4 on a CPU.
 SIGNED_GRIDS = _table(Grid("rawint4", bits=4, low=-8, high=7, group=32, scales="BF16", version=1))
 
-# Floating-point numbers (numerics.md, section 9), for the CPU runtime. E2M1 is halves of -12..12 with two significant
-# bits; of fp8, low..high are numbers.
+# Floating-point numbers (numerics.md, section 9), for the CPU runtime. E2M1: halves of -12..12 with two significant
+# bits. fp8: low..high are numbers.
 FLOAT_GRIDS = _table(
     Grid("mxfp4", bits=4, low=-12, high=12, group=32, scales="U8", version=1, step=0.5, precision=2),
     Grid("fp8", bits=8, low=-448, high=448, group=128, scales="F32", version=1),
     Grid("bf16", bits=16, low=0, high=0, group=None, scales="", version=1),
 )
-MXFP4_EXPONENTS = (1, 252)  # that are chosen: the largest number, 6 * 2^(252 - 127), is finite
+MXFP4_EXPONENTS = (1, 252)  # range of exponents to choose from: the largest number, 6 * 2^(252 - 127), is finite

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 2
-SWEEPS = 4  # over all codes: most of those that move do so in the first two
-UNREACHED = 1e30  # in place of a scale that is 0: all codes become 0
-DIRECTIONS = 64  # by which the cost of new scales is estimated: it is 18 % off, which leaves 97 % of the gain
+SWEEPS = 4  # sweeps over all codes; most codes that change do so in the first two
+UNREACHED = 1e30  # replaces scales of 0: all codes become 0
+DIRECTIONS = 64  # random directions to estimate the cost of new scales: the error is 18 %, which keeps 97 % of the gain
 
 
 class CodesAndScales(NamedTuple):
@@ -89,7 +89,7 @@ def _round(
     else:
         values, gradient = _compensate(weight, metric, scale, grid)
     if not bool(torch.isfinite(gradient.sum())):
-        raise gptq.NotFinite("what GPTQ leaves of its errors is not finite")
+        raise gptq.NotFinite("the remaining errors of GPTQ are not finite")
     return CodesAndScales(gptq.codes(values, scale, grid.code_range), scale), gradient
 
 

@@ -11,14 +11,14 @@ from ktconvert.native_quant.arrays import F32, F64, U16
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers.reference import bf16_to_f32
 
-ROWS = 64  # decoded at a time, so that memory stays small
-CHUNK = 1 << 14  # numbers in float64 at a time, so that they stay in the cache
+ROWS = 64  # rows to decode at a time, to save memory
+CHUNK = 1 << 14  # numbers in float64 at a time, which fit the cache
 
 
 def decode_finite(matrix: Matrix) -> U16:
     """Return a linear as BF16 bits, uint16 [n, k]. Raise kernels.NonFinite for a value that is NaN or infinite."""
     bf16 = kernels.decode(matrix)
-    if bf16.max() >= 0xFF80 or bf16.view(np.int16).max() >= 0x7F80:  # of either sign
+    if bf16.max() >= 0xFF80 or bf16.view(np.int16).max() >= 0x7F80:  # NaN and infinities of either sign
         wrong = (bf16 & 0x7FFF) >= 0x7F80
         row, column = np.unravel_index(int(np.argmax(wrong)), wrong.shape)
         raise kernels.NonFinite(int(row), int(column))

@@ -15,8 +15,8 @@ from ktconvert.quantizers.reference import bf16_to_f32
 
 VERSION = 1
 THRESHOLD = 0.5  # spread of the columns above which an expert is equalized
-LEAST, MOST = 64, 190  # exponent fields of BF16 that values keep to: sums of their squares are normal float32 numbers
-ROWS = 64  # that are computed at a time, in the cache
+LEAST, MOST = 64, 190  # range of BF16 exponent fields: sums of squares of such values are normal float32 numbers
+ROWS = 64  # rows to compute at a time, which fit the cache
 
 Exponents = I8
 
@@ -41,7 +41,7 @@ def center_and_spread(levels: F64) -> tuple[float, float]:
     if not finite.size:
         return 0.0, 0.0
     center = float(np.median(finite))
-    return center, math.sqrt(math.fsum(np.square(finite - center)) / finite.size)  # in no order that may change
+    return center, math.sqrt(math.fsum(np.square(finite - center)) / finite.size)  # independent of the order
 
 
 def exponents(up: U16, down: U16) -> Exponents | None:

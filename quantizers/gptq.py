@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 1
-BLOCK = 128  # columns between two corrections of all that is left, llmcompressor's default
+BLOCK = 128  # columns between two corrections of all remaining columns; llmcompressor's default
 
 
 class NotFinite(ValueError):
@@ -54,7 +54,7 @@ class Hessian:
 
         self.batches += 1
         if len(inputs):
-            # The root before the product: the library's bits.
+            # Take the root before the product, as the library does, for the same bits.
             x = math.sqrt(2) * inputs.t().to(self.sum.device, torch.float32)
             if shares is not None:
                 x *= shares.to(x)
@@ -105,8 +105,7 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
     torch.linalg.cholesky_ex(h, check_errors=False, out=(h, info))
     if not info.item():
         torch.cholesky_inverse(h, out=h)
-        # Of a Hessian that is all but singular, the inverse may have no factor either, where the library ends in an
-        # error.
+        # The inverse of an almost singular Hessian may have no factor, either; the library ends with an error.
         torch.linalg.cholesky_ex(h, upper=True, check_errors=False, out=(h, info))
     fell_back = bool(info.item())
     if fell_back:
@@ -142,7 +141,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
         _compensate_block(Block(work, inverse, scale.index_select(1, group_of[block]), value, error), code_range)
         columns[:, block] = value
         losses += error.square().sum(1) / 2
-        # A batch of one: the matrix library may take another path for a plain product, which gives other bits.
+        # A batch of one: for a plain product, the matrix library may use a different method with different bits.
         columns[:, left] -= torch.bmm(error[None], factor.upper[None, block, left])[0]
     loss = float(losses.sum())
     if not math.isfinite(loss):
@@ -185,8 +184,8 @@ def _replace_zeros(scale: torch.Tensor, k: int) -> torch.Tensor:
     return torch.where(scale == 0, 1, scale)
 
 
-KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scales -> what the kernel calls it
-LIBRARY_BITS = {CodeRange(-8, 7): 4, CodeRange(-128, 127): 8}  # ranges that compressed-tensors has a name for
+KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scales -> its name in the kernel
+LIBRARY_BITS = {CodeRange(-8, 7): 4, CodeRange(-128, 127): 8}  # ranges with a name in compressed-tensors
 
 
 class Block(NamedTuple):

@@ -13,7 +13,7 @@ from ktconvert.native_quant.arrays import F32, I8, I32, U8, U16, Array
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers.reference import bf16_to_f32
 
-EMPTY_SCALE = np.uint16(0x3C00)  # 2^-7 in BF16, of a group whose scale would be 0
+EMPTY_SCALE = np.uint16(0x3C00)  # 2^-7 in BF16, for a group whose scale would be 0
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble p of a word, from the low bits up, is number AWQ_ORDER[p] of its 8
 BITS = {"int4": 4, "int8": 8, "int8_signed": 8, "int4_words": 4, "int8_words": 8, "int4_awq": 4}
 

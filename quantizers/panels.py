@@ -7,10 +7,10 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-ROWS = 32  # of a panel
-COLUMNS = 32  # of a block
+ROWS = 32  # rows of a panel
+COLUMNS = 32  # columns of a block
 HALF = ROWS // 2
-BLOCK_ROWS = 256  # of kt-kernel's order
+BLOCK_ROWS = 256  # in kt-kernel's order
 BLOCK_COLUMNS = 1792
 
 Item = TypeVar("Item", bound=np.generic)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 2
-ROWS = 32  # rows that are rounded together, each as if it were alone: fewer are better, and take longer
-BLOCK = 256  # rows whose errors the rows after them take into account with one product
+ROWS = 32  # rows to round together, ignoring each other: fewer rows give less error, and take longer
+BLOCK = 256  # rows whose errors one product passes to the later rows
 DAMPENING = 0.1  # fraction of the mean of F's diagonal that is added to it: F is an estimate
 FOLLOWING = 0.05  # the same, for each layer that follows
 
@@ -70,7 +70,7 @@ def factorize(information: torch.Tensor) -> Rows:
 
     diagonal = information.diagonal()
     if not bool(torch.isfinite(diagonal).all()):
-        raise gptq.NotFinite("what predictions feel of its outputs is not finite")
+        raise gptq.NotFinite("the Fisher information of its outputs is not finite")
     rising = torch.argsort(diagonal)
     metric = _dampen(information)[rising][:, rising]
     lower, info = torch.linalg.cholesky_ex(metric)

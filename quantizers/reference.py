@@ -11,9 +11,9 @@ import numpy as np
 from ktconvert.native_quant.arrays import F32 as F32
 from ktconvert.native_quant.arrays import U8, U16
 
-# What the codes of FP4 E2M1 stand for: sign, 2 exponent bits with bias 1, 1 fraction bit.
+# Values of the codes of FP4 E2M1: sign, 2 exponent bits with bias 1, 1 fraction bit.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-# And of FP8 E4M3: sign, 4 exponent bits with bias 7, 3 fraction bits; no infinities, and 0x7f is NaN.
+# Values of the codes of FP8 E4M3: sign, 4 exponent bits with bias 7, 3 fraction bits; no infinities, and 0x7f is NaN.
 _e, _f = np.divmod(np.arange(127), 8)
 _magnitudes = np.append(np.where(_e == 0, _f * 2.0**-9, (8 + _f) * 2.0 ** (_e - 10)), np.nan)
 E4M3: F32 = np.concatenate([_magnitudes, -_magnitudes]).astype(np.float32)
@@ -50,5 +50,5 @@ def e8m0_exponents(numbers: F32) -> U8:
 def nvfp4(scales: U8, tensor_scale: F32, divides: bool) -> F32:
     """Return the scales of groups in float32: E4M3 codes times (or divided by) the scale of the whole tensor."""
     each: F32 = E4M3.take(scales)
-    with np.errstate(all="ignore"):  # what is not finite is refused by its reader
+    with np.errstate(all="ignore"):  # readers reject values that are not finite
         return (np.divide if divides else np.multiply)(each, tensor_scale, out=each)

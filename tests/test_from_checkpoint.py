@@ -139,7 +139,7 @@ def rename_tensors(tensors: Tensors, change: Callable[[str], str]) -> Tensors:
 
 CONTRADICTIONS = [
     ({"method": "AMXINT4"}, "layer 0 are BF16, which method BF16 computes, not AMXINT4; give"),
-    ({"layer": 3}, "holds no experts in layer 3, but in 0; give one of these"),
+    ({"layer": 3}, "has no experts in layer 3, but in 0; give one of these"),
     ({"parts": 3}, r"3 NUMA slices: .* 256 does not divide by 3. Legal .*: 1, 2, 4, 8\."),
     ({"num_experts": 4}, "num_experts 2 by its tensors, not 4"),
 ]
@@ -323,7 +323,7 @@ def assert_same_forward(experts: Experts, exact: Experts) -> None:
 def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
     layer = native.read("BF16_default")
     path = layer.write(tmp_path)
-    with pytest.raises(UnsupportedError, match="holds no experts in layer 1"):
+    with pytest.raises(UnsupportedError, match="has no experts in layer 1"):
         Experts.load(path, 1)
     moved = rename_tensors(layer.tensors, lambda name: name.replace("layers.0", "layers.1"))
     again = layer.write(tmp_path / "b", moved) / "model.safetensors"

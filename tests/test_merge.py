@@ -201,4 +201,4 @@ def test_different_layers_are_merged_if_a_config_confirms_them(
         cli("verify", out, "--against", source)
     done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
     assert "layers differ in experts x hidden size x expert width" in done.stderr
-    assert "neither a manifest.json nor --original-path" in done.stderr
+    assert "neither manifest.json nor --original-path" in done.stderr

@@ -344,6 +344,6 @@ def test_load_rejects_experts_of_a_different_model(model, packed_example):
 
     edit_file(model / "model.safetensors", rotate)
     with pytest.raises(
-        InputError, match=f"int8-T1: expert 0 of layer 1 is not that of {model}; give what was converted"
+        InputError, match=f"int8-T1: expert 0 of layer 1 differs from that of {model}; give experts that were converted"
     ):
         loading.load(choice())

@@ -43,7 +43,7 @@ def test_path_options_exist_in_every_command():
 # Invalid paths, and their messages.
 NO_PATHS = {
     "": "is empty; give a path",
-    "~nobody-here/x": "without a home directory",
+    "~nobody-here/x": "in the home directory of an unknown user",
     "loop": "a loop of symbolic links",
 }
 

@@ -131,7 +131,7 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
 REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
     ((), UsageError, "either --prompt TEXT or --chat"),
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
-    (("--prompt", ""), InputError, "the prompt holds no token"),
+    (("--prompt", ""), InputError, "the prompt contains no tokens"),
     (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: is no directory"),
 ]
 
@@ -151,12 +151,12 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
 
     nothing = tmp_path / "nothing"
     refused(nothing, "no such directory; give a model's directory or its hub id")
-    refused(weights, "holds converted experts, no model; give the original model")
+    refused(weights, "contains converted experts, not a model; give the original model")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     error = call(tmp_path / "m.gguf", "--prompt", "x").exception
     assert isinstance(error, UnsupportedError) and "give the model's safetensors release" in str(error)
     nothing.mkdir()
-    refused(nothing, "has no config.json; put the model's own there")
+    refused(nothing, "has no config.json; copy the model's file into the directory")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(example / name, nothing)
     refused(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")

@@ -305,11 +305,11 @@ def test_masks_that_do_not_fit_or_are_damaged(spoken_by, content, why, tmp_path)
 
 INT8 = ("--cpu-weights", "{int8}")
 REFUSED: list[tuple[tuple[str, ...], type[KtconvertError], str]] = [
-    (("--num-gpu-experts", "2"), UsageError, "experts that --cpu-weights does not compute; give --cpu-weights as well"),
+    (("--num-gpu-experts", "2"), UsageError, "experts that --cpu-weights does not compute; also give --cpu-weights"),
     (
         ("--gpu-experts-mask", "{mask}"),
         UsageError,
-        "experts that --cpu-weights does not compute; give --cpu-weights as well",
+        "experts that --cpu-weights does not compute; also give --cpu-weights",
     ),
     ((*INT8, "--num-gpu-experts", "2", "--gpu-experts-mask", "{mask}"), UsageError, "give one of them"),
     ((*INT8, "--num-gpu-experts", "9"), UsageError, "layer 0 has 8; give at most 8"),

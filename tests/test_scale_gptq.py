@@ -204,7 +204,7 @@ def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tm
         (("--quant-method", "fp8"), 2, "--scale gptq is for --quant-method int4, int8"),
         (("--imatrix", "x.gguf"), 2, "are for --scale imatrix, not gptq"),
         (("--dataset", "nowhere.jsonl"), 5, "nowhere.jsonl"),
-        (("-i", "{gguf}"), 3, "GGUF is no input of --scale gptq"),
+        (("-i", "{gguf}"), 3, "--scale gptq does not support GGUF"),
     ],
 )
 def test_refused(options, code, words, example, tmp_path, cli):

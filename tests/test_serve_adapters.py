@@ -191,14 +191,14 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
     """In one sentence, before anything is loaded."""
     both, twice = folders["both"], shutil.copytree(folders["both"], tmp_path / "both")
     cases: list[tuple[tuple[Any, ...], int, str]] = [
-        ((both, twice), 2, f"--adapter {twice}: another adapter is called both, too; give it another name"),
-        ((f"a={both}", f"a={twice}"), 2, "another adapter is called a, too"),
+        ((both, twice), 2, f"--adapter {twice}: a different adapter is also named both; choose a different name"),
+        ((f"a={both}", f"a={twice}"), 2, "a different adapter is also named a"),
         ((f"{BASE}={both}",), 2, f"--adapter {both}: the model is called {BASE}, too"),
         ((f"a={tmp_path / 'nowhere'}",), 5, "nowhere: has no adapter_config.json; give the directory of an adapter"),
         (("a=",), 2, "is empty; give a path"),
         ((f"={both}",), 2, "has no name; give NAME=PATH"),
         (("/",), 2, "has no name; give NAME=PATH"),
-        (("a=~nobody-here/x",), 2, "without a home directory"),
+        (("a=~nobody-here/x",), 2, "in the home directory of an unknown user"),
     ]
     for given, code, why in cases:
         adapters = [word for each in given for word in ("--adapter", each)]

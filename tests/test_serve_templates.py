@@ -89,7 +89,7 @@ def test_an_endless_template_does_not_block_other_clients(example, tmp_path, mon
         refused = boom.result()
     assert refused.status_code == 400
     message = refused.json()["error"]["message"]
-    assert message.startswith("messages: the model's chat template refuses this: it takes more than 1 seconds")
+    assert message.startswith("messages: the model's chat template rejects this: it takes more than 1 seconds")
     held_up._control.close()
 
 

@@ -83,7 +83,7 @@ def test_it_is_another_conversion(source, output, tmp_path, ktconvert):
 def test_the_plan_says_what_it_would_gain(source, tmp_path, ktconvert):
     for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
-        assert ("--scale mse makes the same files with less error" in done.stderr) is said
+        assert ("--scale mse reduces the error in files of the same size" in done.stderr) is said
 
 
 if __name__ == "__main__":

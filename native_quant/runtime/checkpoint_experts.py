@@ -88,7 +88,7 @@ class CheckpointExperts(ExpertSource):
         with _advise_conversion(self.path):
             model = self.model
             if layer not in model.moe_layers:
-                has = f"has no experts in layer {layer}; it has them in {format_ranges(self.layers)}"
+                has = f"has no experts in layer {layer}, but in {format_ranges(self.layers)}"
                 raise UnsupportedError(f"{self.path}: {has}; give one of these.")
             rows = self.select_rows(layer, required.method)
             method = rows["gate"]

@@ -94,10 +94,10 @@ def disk_needed(plan: Plan, units: Iterable[Unit[Any]], *, with_workers: bool = 
     scratch = plan.needs.scratch_bytes + (plan.needs.portion_bytes if with_workers else 0)
     return {
         "of finished files": sum(unit.bytes_out + unit.side_bytes for unit in units),
-        "of temporary files": scratch if has_chain else 0,
+        "of files that exist only meanwhile": scratch if has_chain else 0,
         "of companion files": plan.companion_bytes,
         "of files for another folder": sum(unit.bytes_out for unit in plan.side_units),
-        "for headers, index, manifest and journal": SLACK,
+        "to spare for headers, index, manifest and journal": SLACK,
     }
 
 

@@ -97,8 +97,10 @@ def adapters_by_name(adapters: Iterable[tuple[str, Path]], model_name: str) -> d
     folders: dict[str, Path] = {}
     for name, folder in adapters:
         if name == model_name or name in folders:
-            other = "the model" if name == model_name else "another adapter"
-            raise UsageError(f"--adapter {folder}: {other} is called {name}, too; give it another name: NAME={folder}.")
+            other = "the model" if name == model_name else "a different adapter"
+            raise UsageError(
+                f"--adapter {folder}: {other} is also named {name}; choose a different name with NAME={folder}."
+            )
         require_adapter(folder)
         folders[name] = folder
     return folders
@@ -132,7 +134,7 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
         if loaded.missing_keys:
             raise InputError(LACKS_TENSORS)
         if loaded.unexpected_keys:
-            raise InputError(f"it has {loaded.unexpected_keys[0]}, which its settings do not name or the model lacks")
+            raise InputError(f"it has {loaded.unexpected_keys[0]}, which its settings or the model lack")
         return model.eval()
 
 
@@ -142,8 +144,8 @@ def _require_own_tensors(folder: Path, settings: Settings) -> None:
     for info in read_header(folder / WEIGHTS).entries:
         parents = [info.name[: match.start()] for match in re.finditer(r"\.", info.name)]
         if ".lora_" not in info.name and not any(is_named(parent, saved) for parent in parents):
-            problem = "replaces one of the model's own weights, which other clients need"
-            raise UnsupportedError.from_tensor(info.name, problem, "save it as plain LoRA", folder / WEIGHTS)
+            problem = "replaces one of the model's own weights, which requests without this adapter use, too"
+            raise UnsupportedError.from_tensor(info.name, problem, "save the adapter as plain LoRA", folder / WEIGHTS)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def cut_windows(
     tokenizer = loading.load_tokenizer(choice)
     limit = loading.context_length(config)
     if limit is not None and window > limit:
-        problem = f"the model reads at most {limit} tokens ({loading.CONTEXT_LENGTH})"
+        problem = f"the context of the model is {limit} tokens ({loading.CONTEXT_LENGTH})"
         raise UsageError(f"--window {window}: {problem}; give a smaller one.")
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // window - skip
@@ -112,14 +112,14 @@ def cut_windows(
 
 def gpu_method(gpu_weights: Path) -> str:
     """Return the method of experts packed for the GPU, W4A16 or W8A16. Raises InputError or UnsupportedError."""
-    remedy = "give what `ktconvert gpu` wrote"
+    remedy = "give an output of `ktconvert gpu`"
     try:
         about = documents.parse((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
         bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error
     if about.get("format") != "pack-quantized" or len(bits) != 1:
-        raise UnsupportedError(f"{gpu_weights}: holds no experts for the GPU; {remedy}.")
+        raise UnsupportedError(f"{gpu_weights}: has no experts for the GPU; {remedy}.")
     return f"W{bits.pop()}A16"
 
 
@@ -130,14 +130,14 @@ def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> t
         converted, _ = loading.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
         if _architecture(original) != _architecture(converted):
             raise UnsupportedError(
-                f"{gpu_weights}: was made from another model than {choice.model}; give what `ktconvert gpu` made of it."
+                f"{gpu_weights}: was not made from {choice.model}; give the output of `ktconvert gpu` for this model."
             )
         return original.eval(), converted.eval()
     converted, _ = loading.load(choice)
     original, _ = loading.load(replace(choice, cpu_weights=None))
     shared = dict(original.named_parameters())
     for name, parameter in converted.named_parameters():
-        if name in shared:  # not an adapter's parameters for experts
+        if name in shared:  # the parameters of adapters for experts are not shared
             parameter.data = shared[name].data
     return original.eval(), converted.eval()
 
@@ -178,7 +178,7 @@ def compare_logits(original: torch.Tensor, converted: torch.Tensor, targets: tor
         rows = slice(start, start + CHUNK)
         p, q = (logits[rows].double().log_softmax(-1) for logits in (original, converted))
         actual = targets[rows, None]
-        # A token with probability 0 in the original adds nothing, whatever its probability in the other.
+        # A token with probability 0 in the original adds nothing.
         divergence = torch.where(p.isneginf(), 0.0, p.exp() * (p - q)).sum(-1).clamp(min=0)
         chunks.append(
             (-p.gather(-1, actual)[:, 0], -q.gather(-1, actual)[:, 0], divergence, p.argmax(-1) == q.argmax(-1))
@@ -254,7 +254,7 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows of the table for people: what is measured, and its value."""
     before, after = report["perplexity"]["original"], report["perplexity"]["converted"]
     kl = report["kl"]
-    skipped = f"the last {report['skipped_tokens']} of {report['tokens']} tokens left out"
+    skipped = f"the last {report['skipped_tokens']} of {report['tokens']} tokens skipped"
     if report["skip_windows"]:
         skipped = f"the first {report['skip_windows'] * report['window']} and {skipped}"
     kind = "CPU weights" if report["cpu_weights"] else "GPU weights"

@@ -79,7 +79,8 @@ def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: 
             Stage(CHECKPOINT, "checkpoints", checkpoints, _describe_files, chain=True),
             Stage(ADAPTER, "adapter", (adapter,), _describe_files),
         ),
-        # A checkpoint holds float32 matrices and AdamW's two moments; a new one is complete before an old one goes.
+        # A checkpoint contains float32 matrices and AdamW's two moments. A new one is complete before an old one is
+        # removed.
         needs=Needs(scratch_bytes=3 * adapter_bytes * (KEPT_CHECKPOINTS + 1)),
     )
 
@@ -119,7 +120,7 @@ class Progress:
         """Report what Trainer logs. Raises VerificationError for a loss or gradient that is not finite."""
         for name, value in (("eval_loss", "loss of --eval-dataset"), ("loss", "loss"), ("grad_norm", "gradient")):
             if not math.isfinite(float(logs.get(name, 0.0))):
-                remedy = "give a smaller --learning-rate, and --overwrite"
+                remedy = "start over with a smaller --learning-rate and --overwrite"
                 raise VerificationError(f"the {value} is not finite at step {state.global_step}; {remedy}")
         if "eval_loss" in logs:
             self.reporter.say(f"step {state.global_step}: loss of --eval-dataset {logs['eval_loss']:.4f}")
@@ -180,14 +181,14 @@ def train(
         resume_work(plan, work, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
         if {*work.finished} - {unit.fingerprint for unit in plan.units}:
             raise InputError(
-                f"{options.dataset}: its token ids are not those that the training was begun with (the data set or the "
-                "tokenizer changed); put the old files back, or start over with --overwrite."
+                f"{options.dataset}: its token ids differ from those at the start of the training (the data set or "
+                "the tokenizer changed); restore the old files, or start over with --overwrite."
             )
         try:
             with record_run(work):
                 _run(plan, Training(work, options, choice, data, steps, reporter))
         except KtconvertError:
-            if not has_plan and not work.finished:  # a refused model or option leaves nothing behind
+            if not has_plan and not work.finished:  # no files remain for a rejected model or option
                 work.remove()
             raise
     return True
@@ -216,7 +217,7 @@ def _last_complete(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Re
     recorded = [unit for unit in checkpoints if unit.fingerprint in work.finished]
     complete = [unit for unit in recorded if work.why_finished(unit) is not None]
     if recorded and recorded[-1:] != complete[-1:]:
-        reporter.warn(f"{work.paths.store / recorded[-1].stored_name}: lacks files; using an earlier checkpoint.")
+        reporter.warn(f"{work.paths.store / recorded[-1].stored_name}: files are missing; using an earlier checkpoint.")
     return complete[-1] if complete else None
 
 
@@ -228,7 +229,10 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     schedule, checkpoints = options.schedule_options, plan.stages[0].units
     model, _ = loading.load(training.choice)
     if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
-        raise UnsupportedError(f"--sequence-length {schedule.sequence_length}: the model reads at most {limit} tokens.")
+        raise UnsupportedError(
+            f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; use a smaller "
+            f"number."
+        )
     model.config.use_cache = False
     require_unchanged(plan)  # now that all of it is in memory
     transformers.set_seed(schedule.seed)

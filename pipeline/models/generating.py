@@ -10,8 +10,8 @@ from typing import Any
 
 from ktconvert.layouts.errors import InputError
 
-# Tokens of a prompt that go through the model at once. Attention then needs memory for this number times the tokens
-# before them; for a whole prompt it may need memory for the square of its length.
+# Tokens of a prompt that the model computes together. Attention then needs memory for this number times the previous
+# tokens; for a whole prompt, it may need memory for the square of its length.
 PREFILL_CHUNK = 512
 MIN_TEMPERATURE = 0.01  # for sampling: logits divided by a smaller number overflow
 # For tokenizers without a chat template: one message per line.
@@ -46,7 +46,7 @@ def generate_text(
     import torch
     from transformers import TextStreamer
 
-    times: list[float] = []  # of each new token
+    times: list[float] = []  # when each new token arrived
     words: list[str] = []
 
     class Streamer(TextStreamer):
@@ -106,7 +106,7 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
     """Return the model inputs for a text to continue. Raises InputError for a text without a token."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].shape[1] == 0:
-        raise InputError("the prompt holds no token; give some text")
+        raise InputError("the prompt contains no tokens; give some text")
     return inputs
 
 
@@ -124,7 +124,7 @@ def chat_inputs(tokenizer: Any, messages: Sequence[dict[str, str]]) -> Any:
             return_dict=True,
         )
     except Exception as error:  # a template is a program that comes with the model
-        raise InputError(f"the model's chat template refuses this: {error}; continue a text with --prompt") from error
+        raise InputError(f"the model's chat template rejects this ({error}); continue a text with --prompt") from error
     if inputs["input_ids"].shape[1] == 0:
-        raise InputError("the model's chat template makes no token of it; continue a text with --prompt")
+        raise InputError("the model's chat template returns no tokens; continue a text with --prompt")
     return inputs

@@ -47,12 +47,12 @@ REQUIRED_PACKAGES = {
 }
 # Number of kernels that torch's linears keep, each for one number of tokens. The default 1024 needs a gigabyte.
 KERNEL_CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
-PROGRESS_DELAY = "1000000000"  # seconds before a bar is drawn
-CONTEXT_LENGTH = "max_position_embeddings"  # the field of a config with the most tokens that a model reads
-# Settings of a generation_config.json that are overruled to stream one answer: without a cache a prompt cannot be read
+PROGRESS_DELAY = "1000000000"  # seconds before the first bar
+CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size of a model's context
+# Settings that override those of generation_config.json, to stream one answer: without a cache, a prompt cannot be read
 # in chunks, and several answers at once cannot be streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
-# The least cosine between a weight and its converted one; that between weights of different experts is near 0.
+# Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
 MIN_COSINE = 0.5
 FP8 = "fp8"  # quant_method of E4M3 with a scale per block
 # quant_methods that transformers loads: whole models, and models whose experts are replaced (hf_non_experts.py).
@@ -124,7 +124,7 @@ class ModelChoice:
         """Raise UsageError for options that exclude each other, InputError or UnsupportedError for unusable files."""
         if self.has_hot_experts and self.cpu_weights is None:
             problem = "--gpu-experts-mask and --num-gpu-experts select experts that --cpu-weights does not compute"
-            raise UsageError(f"{problem}; give --cpu-weights as well")
+            raise UsageError(f"{problem}; also give --cpu-weights")
         hot_experts.check_choice(self.gpu_experts_mask, self.num_gpu_experts)
         if self.adapter is not None:
             require_packages("--adapter", ["peft"], "train")
@@ -134,10 +134,12 @@ class ModelChoice:
         if self.model.startswith(("/", ".", "~")) and not Path(self.model).exists():
             raise InputError(f"{self.model}: no such directory; give a model's directory or its hub id")
         if self.model.endswith(".gguf"):
-            problem = "a GGUF is a model in llama.cpp's format; give the model's safetensors release"
+            problem = "GGUF models are not supported here; give the model's safetensors release"
             raise UnsupportedError(f"{self.model}: {problem}")
         if is_output(Path(self.model)) and not is_whole_model(Path(self.model)) and not self.is_converted:
-            problem = "holds converted experts, no model; give the original model, and this as --cpu-weights"
+            problem = (
+                "contains converted experts, not a model; give the original model, and this directory as --cpu-weights"
+            )
             raise UnsupportedError(f"{self.model}: {problem}")
         if self.is_converted and self.cpu_weights is not None:
             raise UsageError(f"{self.model}: has converted experts of its own; leave out --cpu-weights")
@@ -265,7 +267,7 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
     stored: Any = None
-    with suppress(KtconvertError):  # a directory without readable experts: nothing to compare with
+    with suppress(KtconvertError):  # without readable experts there is nothing to compare
         stored = recognise(source, to_read=True)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if stored is None or cpu_weights.expanduser().resolve() == source.root.resolve():
@@ -280,8 +282,8 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
             ours, theirs = np.concatenate(slices), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
             norms = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
             if norms > 0 and float(np.vdot(ours, theirs)) / norms < MIN_COSINE:
-                problem = f"expert {expert} of layer {module.layer} is not that of {source.root}"
-                raise InputError(problem, "give what was converted from this model", path=cpu_weights)
+                problem = f"expert {expert} of layer {module.layer} differs from that of {source.root}"
+                raise InputError(problem, "give experts that were converted from this model", path=cpu_weights)
 
 
 def decode_weights(source: TensorSource, *, whole: bool) -> dict[str, torch.Tensor] | None:
@@ -311,12 +313,12 @@ def read_tensor(source: TensorSource, tensor: OutputTensor, remedy: str) -> torc
     info, entry = tensor.reads[0], tensor.entry
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
     if dtype is None:
-        problem = f"is {entry.dtype}, which cannot be computed with"
+        problem = f"is {entry.dtype}, which is not supported"
         raise UnsupportedError.from_tensor(info.name, problem, remedy, source.path(info))
     if tensor.stored is info and info.start % dtype.itemsize == 0:
         raw = source.view(info).reshape(-1).view(np.uint8)
     else:
         raw = np.concatenate(list(read_chunks(source, tensor)))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the map is read-only, but nothing writes to weights here
+        warnings.simplefilter("ignore", UserWarning)  # the map is read-only, but nothing modifies these weights
         return torch.from_numpy(raw).view(dtype).reshape(entry.shape)

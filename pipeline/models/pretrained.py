@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
-# Values of a config for a model that gives only its predictions. With router logits, a setting for training,
-# transformers adds up a loss, which fails for a prompt in chunks, with padding and with beams.
+# Values of a config for a model that returns only its predictions. With router logits (a setting for training),
+# transformers computes a loss, which fails for a prompt in chunks, with padding and with beams.
 PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
 PREDICTIONS_ONLY["return_dict"] = True
 BUILD, COMPUTE = "build the model that it describes", "compute with the model that it describes"
 NOT_FINITE = "with its settings, or with damaged weights, the model computes NaN or infinity"
-COMPARE = "compare it with the file that the model was released with"
-TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator"  # in torch's RuntimeError where an allocation on the CPU fails
-# In transformers' error for a model type that it does not have.
+COMPARE = "compare it with the file of the model's release"
+TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator"  # in torch's RuntimeError if an allocation on the CPU fails
+# In transformers' error for an unknown model type.
 UNKNOWN_TYPE = ("does not recognize this architecture", "Unrecognized configuration class")
 HUB_OPTIONS = ("revision", "trust_remote_code")  # options of from_pretrained that select the files and how to read them
 
@@ -54,7 +54,7 @@ def explain_errors(
     try:
         yield
     except BaseException as error:
-        is_panic = type(error).__name__ == "PanicException"  # an error in Rust, which is no Exception
+        is_panic = type(error).__name__ == "PanicException"  # an error in Rust, which is not an Exception
         if isinstance(error, (KtconvertError, *unchanged)) or not (isinstance(error, Exception) or is_panic):
             raise
         if is_out_of_memory(error):
@@ -62,7 +62,7 @@ def explain_errors(
         kind: type[KtconvertError] = InputError
         message, remedy = str(error), COMPARE
         if any(text in message for text in UNKNOWN_TYPE):
-            kind, remedy = UnsupportedError, "use a model whose type this version knows"
+            kind, remedy = UnsupportedError, "use a model with a type that this version supports"
         elif "trust_remote_code" in message:
             remedy = "give --trust-remote-code if you trust the code that comes with the model"
         problem = f"transformers cannot {action}: {first_line(error)}"
@@ -86,7 +86,7 @@ def explain_memory_errors(model: str) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        problem = "the system has too little memory; convert the experts with `ktconvert cpu`, or end other programs"
+        problem = "the system has too little memory; convert the experts with `ktconvert cpu`, or close other programs"
         if isinstance(error, torch.OutOfMemoryError):
             problem = f"the GPU has too little memory for the hot experts and the non-expert tensors; {REMEDY}"
         raise ResourceError(f"{model}: {problem}") from error
@@ -118,7 +118,7 @@ def read_config(model: str, **options: Any) -> Any:
 
     hf_non_experts.keep_router_dtypes()
     if Path(model).is_dir() and not Path(model, CONFIG).is_file():
-        raise InputError(f"{model}: has no {CONFIG}; put the model's own there")
+        raise InputError(f"{model}: has no {CONFIG}; copy the model's file into the directory")
     with explain_errors(model, CONFIG):
         config = transformers.AutoConfig.from_pretrained(model, **options)
         require_plausible(config, model, options.get("revision"))
@@ -172,7 +172,7 @@ def read_tokenizer(model: str, kind: str = "AutoTokenizer", **options: Any) -> A
     with explain_errors(model, TOKENIZER):
         loaded = getattr(transformers, kind).from_pretrained(model, **options)
         tokenizer = getattr(loaded, "tokenizer", loaded)
-        # If files are missing, transformers returns something else, or a tokenizer that makes no token of a text.
+        # If files are missing, transformers returns a different object, or a tokenizer that returns no tokens.
         if (
             not isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
             or not tokenizer("a", add_special_tokens=False)["input_ids"]

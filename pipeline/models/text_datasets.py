@@ -36,7 +36,7 @@ Row = Mapping[str, Any]
 
 KINDS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SUFFIXES = ", ".join(KINDS)
-# Options of `datasets`: keep line ends of text, and leave rows as they are even if they look like a coding agent's log.
+# Options of `datasets`: keep line ends of text, and keep rows unchanged even if they look like a coding agent's log.
 LOADER_OPTIONS: dict[str, dict[str, Any]] = {
     "text": {"keep_linebreaks": True},
     "json": {"parse_agent_traces": False},
@@ -47,12 +47,12 @@ SPACE = re.compile(r"\s*")
 NO_SPLIT = re.compile(r"(Unknown|Bad) split", re.IGNORECASE)
 INSTRUCTION = ("instruction", "input", "output")
 BLOCK = 16 << 20  # bytes; `datasets` reads blocks of 10 MiB
-CHUNK = 1 << 20  # characters of a text file that are tokenized at a time
+CHUNK = 1 << 20  # characters of a text file to tokenize at a time
 
 
 def describe_dataset(options: Samples) -> DatasetFacts:
     """Return the settings for manifests and model cards. A local data set appears without its directory."""
-    dataset = Path(options.dataset)  # absolute if it is local: the command line makes it so
+    dataset = Path(options.dataset)  # the command line makes local paths absolute
     return {
         "dataset": dataset.name if dataset.is_absolute() else options.dataset,
         "split": options.dataset_split,
@@ -105,9 +105,9 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
     order = np.random.default_rng(options.random_seed).permutation(len(rows))  # as Dataset.shuffle(seed) does
     kept = [rows[index] for index in order if rows[index].size]
     if not kept:
-        raise InputError(f"{options.dataset}: holds no token; give --dataset a data set with text")
+        raise InputError(f"{options.dataset}: contains no tokens; set --dataset to a data set with text")
     if note and len(kept) < len(rows):
-        note(f"{options.dataset}: {len(rows) - len(kept)} of {len(rows)} samples hold no token and are left out")
+        note(f"{options.dataset}: {len(rows) - len(kept)} of {len(rows)} samples contain no tokens and are skipped")
     return kept
 
 
@@ -151,12 +151,14 @@ def _row_text(row: Row, tokenizer: Any, where: str) -> str:
     columns = ["text"] if "text" in row else [name for name in INSTRUCTION if name in row]
     if not columns:
         raise InputError(
-            f"{where}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, only {', '.join(row)}; rename "
+            f"{where}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, but {', '.join(row)}; rename "
             "the column to use"
         )
     for name in columns:
         if not isinstance(row[name] or "", str):
-            raise InputError(f"{where}: its column {name} holds no text but {type(row[name]).__name__}; give text")
+            raise InputError(
+                f"{where}: column {name} contains {type(row[name]).__name__}, not text; convert it to text"
+            )
     return "\n".join(row[name] for name in columns if row[name])
 
 
@@ -164,14 +166,14 @@ def _render_chat(messages: Any, tokenizer: Any, where: str) -> str:
     if not messages:
         return ""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{where}: its column messages holds no list of messages; give each a role and content")
+        raise InputError(f"{where}: column messages is not a list of messages; use messages with role and content")
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE
     try:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # a template may raise any error
         raise InputError(
-            f"{where}: the chat template refuses its messages ({first_line(error)}); give messages with role and "
-            "content, or a column text"
+            f"{where}: the chat template rejects its messages ({first_line(error)}); use messages with role and "
+            f"content, or a column text"
         ) from error
 
 
@@ -206,7 +208,7 @@ def local_files(dataset: str) -> list[Path]:
     if not exists:
         if HUB_ID.fullmatch(dataset) and path.suffix.lower() not in KINDS:
             return []
-        remedy = f"give --dataset a file or folder ({SUFFIXES}), or a hub id such as org/name"
+        remedy = f"set --dataset to a file or folder ({SUFFIXES}), or a hub id such as org/name"
         raise InputError(f"{dataset}: no such file or folder; {remedy}")
     if not path.is_dir():
         file_kind(path)
@@ -214,21 +216,21 @@ def local_files(dataset: str) -> list[Path]:
     try:
         entries = sorted(file for file in path.iterdir() if not file.is_dir())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give --dataset another folder") from error
+        raise InputError(f"{path}: cannot be read ({error.strerror}); set --dataset to a different folder") from error
     files = [file for file in entries if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
     if not files:
-        raise InputError(f"{path}: holds no data; give --dataset a folder with files of one kind ({SUFFIXES})")
+        raise InputError(f"{path}: contains no data; set --dataset to a folder with files of one kind ({SUFFIXES})")
     kinds = sorted({file_kind(file) for file in files})
     if len(kinds) > 1:
         mixed = " and ".join(kinds)
-        raise InputError(f"{path}: mixes {mixed} files; give --dataset one of them, or a folder of one kind")
+        raise InputError(f"{path}: mixes {mixed} files; set --dataset to one of them, or to a folder of one kind")
     return files
 
 
 def file_kind(file: Path) -> str:
     """Return the name under which `datasets` reads a file. Raises InputError for an unknown suffix."""
     if (kind := KINDS.get(file.suffix.lower())) is None:
-        raise InputError(f"{file}: is of no kind that can be read ({SUFFIXES}); convert it")
+        raise InputError(f"{file}: unsupported kind of file (supported: {SUFFIXES}); convert it")
     return kind
 
 
@@ -262,7 +264,7 @@ def read_rows(file: Path, cache: str, limit: int | None = None) -> Iterator[Row]
         options = {"data_files": files, "split": "train", "streaming": True, "cache_dir": cache, **LOADER_OPTIONS[kind]}
         rows = datasets.load_dataset(kind, **options)
         yield from rows if limit is None else rows.take(limit)
-    except Exception as error:  # each library below raises errors of its own
+    except Exception as error:  # each library below raises its own errors
         raise InputError(f"{file}: cannot be read as {kind} ({first_line(error)}); repair it") from error
 
 
@@ -305,7 +307,7 @@ def _require_rows(value: Any) -> None:
     """Raise ValueError for anything but an object or an array of objects, nested a few levels deep."""
     for row in value if isinstance(value, list) else [value]:
         if not isinstance(row, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
         documents.require_plain(row)
 
 
@@ -326,7 +328,7 @@ def read_hub_rows(
     try:
         cached: Iterable[Row] = datasets.load_dataset(dataset, split=f"{split}[:{limit}]")
         return cached
-    except Exception as error:  # each library below raises errors of its own
+    except Exception as error:  # each library below raises its own errors
         try:
             folder = snapshot_download(dataset, repo_type="dataset", local_files_only=True, cache_dir=cache_root())
             return list(datasets.load_dataset(folder, split=split, streaming=True, cache_dir=cache).take(limit))
@@ -341,14 +343,15 @@ def _hub_error(dataset: str, error: BaseException) -> KtconvertError:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in FULL:
-            return ResourceError(f"{dataset}: the disk of the cache {cache_root()} is full; set HF_HOME to another")
+            return ResourceError(f"{dataset}: the disk of the cache {cache_root()} is full; change HF_HOME")
         cause = cause.__cause__
     if NO_SPLIT.search(first_line(error)):
         return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
     return InputError(
-        f"{dataset}: cannot be loaded ({first_line(error)}); give --dataset FILE ({SUFFIXES}) or a folder of such "
-        f"files, or run `hf download --repo-type dataset {dataset}` where there is a network and set HF_HOME to its "
-        "cache, or use --quant-method RTN, which needs no data"
+        f"{dataset}: cannot be loaded ({first_line(error)}); set --dataset to a file ({SUFFIXES}) or a folder of "
+        f"such "
+        f"files, or run `hf download --repo-type dataset {dataset}` on a machine with network access and set HF_HOME "
+        "to its cache, or use --quant-method RTN, which needs no data"
     )
 
 

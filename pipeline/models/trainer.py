@@ -19,13 +19,13 @@ from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.options.model_options import TrainOptions
 from ktconvert.pipeline.report.text import first_line
 
-NO_LIMIT = 1 << 40  # samples, and tokens of one
+NO_LIMIT = 1 << 40  # numbers of samples, and of tokens of a sample
 EXPERTS = "experts"  # PEFT's target module for the routed experts
 LORA_MEMORY = "LoRA with gradients and AdamW"
 PROBE_BYTES = 1 << 20
 RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
 
-Rows = list[dict[str, Any]]  # a data set as Trainer takes it
+Rows = list[dict[str, Any]]  # a data set for Trainer
 
 
 def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> Rows:
@@ -246,8 +246,8 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     topk = experts_per_token(text.to_dict(), experts[0].layer, experts[0].num_experts)[0]
     # For each route, in BF16: gate, up, their product and down's output (training.SavedForward).
     routes = 2 * count * topk * max(3 * m.intermediate + m.hidden for m in experts)
-    # What torch keeps of a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs, outputs of
-    # linear layers in BF16 and float32, and the norms' inputs.
+    # Tensors that torch keeps for a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs,
+    # outputs of linear layers in BF16 and float32, and the norms' inputs.
     layer = routes + count * (sum(4 * m.in_features + 6 * m.out_features for m in linears) // layers + 12 * hidden)
     activations = 2 * count * hidden * layers + layer if plan.gradient_checkpointing else layer * layers
     needed = {

@@ -37,16 +37,16 @@ from ktconvert.quantizers import GROUP_SIZES
 from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS
 
 AOCL = (
-    "kt-kernel on AMD needs the order of AOCL-BLIS, which only that library knows; --layout plain writes the order of "
-    "kt-kernel's aarch64 build, and the AMXINT8 output of int8 runs on AMD in ktconvert's own runtime"
+    "kt-kernel on AMD needs the order of AOCL-BLIS, which is not documented; --layout plain writes the order of "
+    "kt-kernel's aarch64 build, and ktconvert's own runtime computes the AMXINT8 output of int8 on AMD"
 )
 INPUT, OUTPUT = ("-i", "--input-path"), ("-o", "--output")
 CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
 CONVERT_CHANGED = "On resume, convert units again whose input files changed."
 NUMA_SLICES = "Number of NUMA slices per expert: the NUMA nodes that the server may use."
-# Methods of kt-kernel's script that we do not write, or write only with --layout -> the reason
+# Methods of kt-kernel's script that are unsupported, or require --layout -> the reason
 UNSUPPORTED_METHODS = {
-    "awq": "nothing loads kt-kernel's AWQ layout; an AWQ checkpoint is an input of the other methods",
+    "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input",
     "moe_int4": AOCL,
     "moe_int8": AOCL,
 }
@@ -102,14 +102,14 @@ class QuantizationOptions(groups.ConversionOptions):
 
     def find_unused(self) -> dict[str, str]:
         """Without --equalize neither plans nor fingerprints name it."""
-        unused = {} if self.equalize else {"equalize": "changes nothing here"}
+        unused = {} if self.equalize else {"equalize": "has no effect"}
         if not self.calibrated:
             calibrating = (groups.Samples, groups.Gptq, groups.Machine)
             names = [each.name for group in calibrating for each in option_fields(group)]
-            only_for = f"is only for {self.CALIBRATED_BY} and changes nothing here"
+            only_for = f"is only for {self.CALIBRATED_BY} and has no effect"
             return unused | dict.fromkeys((*names, "engine"), only_for)
         if self.gptq.calibrate == "all":
-            unused["min_expert_tokens"] = "changes nothing with --calibrate all: every expert sees every token"
+            unused["min_expert_tokens"] = "has no effect with --calibrate all, where every expert sees every token"
         return unused
 
 
@@ -184,7 +184,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
         return super().find_unused() | ({} if self.calibrated else {"rounding": "is only for GPTQ"})
 
 
-IGNORED_MEMORY = "changes nothing here: memory is bounded by {}; --max-memory sets a limit"
+IGNORED_MEMORY = "has no effect, because memory is bounded by {}; --max-memory sets a limit"
 
 
 class GpuOptions(QuantizationOptions, command="gpu"):
@@ -241,13 +241,13 @@ class GpuOptions(QuantizationOptions, command="gpu"):
         unused = super().find_unused()
         if self.calibrated:
             if self.engine == "oneshot":
-                unused["gptq_steps"] = "changes nothing with --engine oneshot: the library has only plain GPTQ"
+                unused["gptq_steps"] = "has no effect with --engine oneshot, because the library has only plain GPTQ"
             return {**unused, "max_cpu_memory": IGNORED_MEMORY.format("one layer and some experts")}
         return {
             **unused,
-            "trust_remote_code": "changes nothing here: rounding to nearest runs no code of a model",
-            "force_cpu": "changes nothing here: rounding to nearest never touches a GPU",
-            "max_gpu_memory": "changes nothing here: rounding to nearest never touches a GPU",
+            "trust_remote_code": "has no effect: rounding to nearest runs no code of the model",
+            "force_cpu": "has no effect: rounding to nearest uses no GPU",
+            "max_gpu_memory": "has no effect: rounding to nearest uses no GPU",
             "max_cpu_memory": IGNORED_MEMORY.format("a few experts"),
         }
 

@@ -24,7 +24,7 @@ import msgspec
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, OutputPath, PathOrHubId, Text
 
-REQUIRED = MISSING  # the default of an option that has none
+REQUIRED = MISSING  # the default of required options
 
 
 class Effect(enum.Enum):
@@ -94,7 +94,7 @@ class Options:
     """Base class of settings: frozen dataclasses whose fields are declarations or groups. title: heading in --help."""
 
     TITLE: ClassVar[str] = "Options"
-    command: ClassVar[str] = ""  # name of the command that has these settings
+    command: ClassVar[str] = ""  # name of the command with these settings
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     def __init_subclass__(cls, title: str | None = None, command: str | None = None) -> None:

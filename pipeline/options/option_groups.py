@@ -94,7 +94,7 @@ class ExistingOutput(EarlierRun):
     def require_consistent(self) -> None:
         """Raise UsageError for options that contradict each other."""
         if self.delete_others and not self.overwrite:
-            raise UsageError("--delete-others needs --overwrite; add it, or leave --delete-others out.")
+            raise UsageError("--delete-others needs --overwrite; add it, or leave out --delete-others.")
 
 
 SHARD_LIMITS = ("max_shard_size", "max_tensors")  # options that cut an output into smaller files
@@ -155,7 +155,7 @@ class ArchFile(Options):
         try:
             return self.arch_file.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--arch-file {self.arch_file}: cannot be read ({error}).") from error
+            raise UsageError(f"--arch-file {self.arch_file}: cannot be read ({error}); give a TOML file.") from error
 
 
 class ImportanceFile(Options):
@@ -174,7 +174,7 @@ class ImportanceFile(Options):
         from ktconvert.layouts.statistics.folder import IMATRIX
 
         if self.imatrix is not None and self.statistics is not None:
-            raise UsageError("--imatrix and --statistics both name an importance matrix; give one of them.")
+            raise UsageError("--imatrix and --statistics exclude each other; give one of them.")
         return self.imatrix if self.statistics is None else self.statistics / IMATRIX
 
 

@@ -21,7 +21,7 @@ from ktconvert.pipeline.options.option_groups import (
 )
 from ktconvert.pipeline.options.types import FilePath, Integer, OutputPath, PathOrHubId, TokenCountList
 
-# What --quant-method of verify accepts (options and names of formats) -> the name of the format
+# Values of --quant-method of verify (options and names of formats) -> name of the format
 METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
 
 

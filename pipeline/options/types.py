@@ -74,7 +74,7 @@ class FilePath(click.Path):
         if problem := _path_problem(value):
             self.fail(problem, param, ctx)
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
-        if path.name == "..":  # the work directory of an output is next to it and has its name
+        if path.name == "..":  # the work directory of an output is next to it and is named after it
             path = path.expanduser().resolve()
         return path.expanduser().absolute() if self._absolute else path
 
@@ -119,7 +119,7 @@ def _path_problem(value: Any) -> str | None:
     try:
         path = Path(value).expanduser()
     except RuntimeError:
-        return f"{os.fspath(value)!r} names a user without a home directory"
+        return f"{os.fspath(value)!r} is in the home directory of an unknown user"
     try:
         path.resolve()
         path.exists()

@@ -34,7 +34,7 @@ from ktconvert.pipeline.options.option_groups import ConversionOptions
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
 CODE_FACTS = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts about codes, if present
-FORMAT_METADATA = {"format": "pt", "ktconvert_format": "1"}  # of every shard
+FORMAT_METADATA = {"format": "pt", "ktconvert_format": "1"}  # in every shard
 BASE_MEMORY = 120 << 20  # bytes of the interpreter with NumPy, and of headers
 
 
@@ -75,7 +75,7 @@ def require_whole(source: TensorSource, what: str) -> None:
     """Raise UnsupportedError if only the experts of a checkpoint can be read, and `what` needs more."""
     if source.container.experts_only:
         title = source.container.title
-        why = f"{title} is no input of {what}: llama.cpp's converter permutes and splits tensors outside the experts"
+        why = f"{what} does not support {title}: llama.cpp's converter permutes and splits non-expert tensors"
         remedy = "use the model's safetensors release"
         raise UnsupportedError(f"{source.root}: {why}; {remedy}.")
 
@@ -97,11 +97,11 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
             raise UsageError(f"{flag} {text}: give layer numbers and ranges like 3-60,62.")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
-            raise UsageError(f"{flag} {text}: the range {first}-{last} runs backwards; write {last}-{first}.")
+            raise UsageError(f"{flag} {text}: the range {first}-{last} is reversed; write {last}-{first}.")
         absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
         if absent:
             raise UsageError(
-                f"{flag} {text}: layer {absent[0]} has no experts here; those that do are {format_ranges(present)}."
+                f"{flag} {text}: layer {absent[0]} has no experts; layers with experts: {format_ranges(present)}."
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
@@ -145,7 +145,7 @@ def option_files(options: ConversionOptions) -> Iterator[Path]:
     """Yield the local files that options name besides the input, such as a data set or an --arch-file."""
     for path in options.input_paths():
         if path.is_dir() and path != Path(options.input):
-            with contextlib.suppress(InputError):  # not a folder of texts
+            with contextlib.suppress(InputError):  # the folder contains no texts
                 yield from local_files(str(path))
         elif path.is_file() and path != Path(options.input):
             yield path

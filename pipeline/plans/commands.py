@@ -50,7 +50,7 @@ from ktconvert.pipeline.report.text import plural
 
 AnyOptions = TypeVar("AnyOptions", bound=PlannedOptions)
 
-# The function plan_NAME in the module of a command's name makes its plan.
+# A command's plan is built by plan_NAME in the module with its name.
 COMMANDS: Mapping[str, type[ConversionOptions]] = {
     cls.command: cls
     for cls in (
@@ -63,7 +63,7 @@ COMMANDS: Mapping[str, type[ConversionOptions]] = {
         ResplitOptions,
     )
 }
-# The commands for which --verify-inputs hashes the shards of the input
+# Commands for which --verify-inputs hashes the shards of the input
 HASHING = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOptions)
 
 
@@ -75,10 +75,12 @@ def make_options(command: str, **values: Any) -> ConversionOptions:
 def restore_options(output: Path, saved: SavedPlan) -> ConversionOptions:
     """Return the options that plan.json holds. Raises OutputError for unknown commands and damaged settings."""
     if saved.command == TRAIN:
-        problem = "holds an unfinished training, which `ktconvert status` describes and `ktconvert resume` finishes"
+        problem = "contains an unfinished training; see `ktconvert status`, or finish it with `ktconvert resume`"
         raise OutputError(f"{output}: {problem}.")
     if saved.command not in COMMANDS:
-        raise OutputError(f"{output}: was begun by `ktconvert {saved.command}`, which this version does not have.")
+        raise OutputError(
+            f"{output}: was begun by `ktconvert {saved.command}`, which this version lacks; use that version."
+        )
     return load_options(COMMANDS[saved.command], output, saved, input=saved.input)
 
 
@@ -100,7 +102,7 @@ def _convert_options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOpt
     """Return settings from values of plan.json or of a caller. Raises ValueError, naming the option."""
     by_name = {each.name: each for each in option_fields(cls)}
     if unknown := sorted({*values} - {*by_name}):
-        raise ValueError(f"there is no option {unknown[0]}")
+        raise ValueError(f"unknown option {unknown[0]}")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 
@@ -118,7 +120,7 @@ def split_outputs(options: Any) -> list[Any]:
                 raise UsageError(f"{given}: {options.output} has no name to append the method to; give a named folder.")
             outputs = [options.output.with_name(f"{options.output.name}-{word}") for word in words]
             if len({os.path.realpath(output) for output in outputs}) < len(outputs):
-                raise UsageError(f"{given}: {outputs[0]} and another output are the same folder; change --output.")
+                raise UsageError(f"{given}: {outputs[0]} and a second output are the same folder; change --output.")
             values = ({"output": output, each.name: word} for word, output in zip(words, outputs, strict=True))
             return [with_values(options, **own) for own in values]
     return [options]
@@ -149,7 +151,7 @@ def build_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Pla
     name = options.command.replace("-", "_")
     module = importlib.import_module(f"ktconvert.pipeline.plans.{name}")
     was_enabled = gc.isenabled()
-    gc.disable()  # it takes a quarter of a large plan's time
+    gc.disable()  # it would take a quarter of a large plan's time
     try:
         plan: Plan = getattr(module, f"plan_{name}")(options)
     finally:
@@ -161,7 +163,7 @@ def build_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Pla
     return replace(plan, files=files, stages=compare_inputs(files, plan.stages))
 
 
-_hashes: dict[tuple[Path, int, int], str] = {}  # path, size and ctime, which nobody can set back -> sha256
+_hashes: dict[tuple[Path, int, int], str] = {}  # (path, size, ctime) -> sha256; programs cannot set ctime
 
 
 def _add_hashes(
@@ -190,7 +192,7 @@ def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:
     InputError if the input has changed.
     """
     if (saved := read_plan(locate(output))) is None:
-        raise OutputError(f"{output}: no conversion into it was begun.")
+        raise OutputError(f"{output}: not an unfinished conversion.")
     options = restore_options(output, saved)
     if isinstance(options, QuantizationOptions | CalibrateOptions) and options.machine.machine:
         tuning = {**tuning, "cpuinfer_threads": options.machine.first_machine["threads"]}
@@ -198,7 +200,7 @@ def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:
     changed, touched = compare_files(saved.source, plan)
     if changed or touched:
         problems = changed or [f"{name} was modified" for name in touched]
-        raise InputError(f"{options.input} is not the input that {output} was begun with: {'; '.join(problems[:5])}.")
+        raise InputError(f"{options.input} is not the input of {output}: {'; '.join(problems[:5])}.")
     return plan
 
 

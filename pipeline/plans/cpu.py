@@ -22,8 +22,8 @@ from ktconvert.pipeline.plans import checkpoint, expert_plan
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.quantizers.quantizer import ABSMAX, MSE, QUANTIZERS, Quantizer
 
-DECODED_BITS = 16  # of the format that every source can be decoded to
-FEW_BITS = 5  # per stored weight, with its scales: a 4-bit format
+DECODED_BITS = 16  # every source can be decoded to BF16
+FEW_BITS = 5  # bits per stored weight of 4-bit formats at most, scales included
 METADATA = ("method", "layout_version", "numa", "activation", "weights_on")  # facts in every shard's metadata
 
 
@@ -90,7 +90,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
 def _require_calibration_possible(source: TensorSource, options: CpuOptions, whole: bool) -> None:
     """Raise UsageError, InputError or UnsupportedError if options or checkpoint rule out running the model."""
     given = f"--scale {options.scale}"
-    checkpoint.require_complete(source, given, "which tells how the model computes")
+    checkpoint.require_complete(source, given, "which describes how the model computes")
     if not whole:
         raise UsageError(f"{given} runs the whole model: leave out --layers and --resume-layer.")
     if options.save_backward_weights:
@@ -107,13 +107,13 @@ def _choose_quantizer(options: CpuOptions, fmt: Format, model: MoeModel) -> Quan
         able = ", ".join(
             name for name, other in formats_by_option("cpu").items() if quantizer.supports(other.encoding.grid)
         )
-        why = f"{unserved[0]} has only one way to choose codes: leave out --scale"
+        why = f"{unserved[0]} has only one method to choose codes; leave out --scale"
         raise UsageError(f"--scale {quantizer.name} is for --quant-method {able}; {why}.")
     for own in fmt.formats:
         if quantizer != ABSMAX and quantizer.supports(own.encoding.grid) and own.encoding.is_exact(model):
             raise UsageError(
                 f"--scale {quantizer.name} has no effect: the experts of {model.source.root} are "
-                f"{' and '.join(model.dtypes)} already, and {own.name} keeps every number. Leave out --scale."
+                f"{' and '.join(model.dtypes)} already, and {own.name} stores them unchanged; leave out --scale."
             )
     return quantizer
 
@@ -124,7 +124,7 @@ def _format(options: CpuOptions) -> Format:
     formats = formats_by_option("cpu", options.layout)
     if method in UNSUPPORTED_METHODS and method not in formats:
         can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_by_option("cpu").items())
-        raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; {can} can be made.")
+        raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; supported: {can}.")
     if loose_files and options.non_experts != "skip":
         raise UsageError(f"--non-experts {options.non_experts} needs safetensors; leave out --no-merge-safetensor.")
     if loose_files and options.max_shard_size:
@@ -135,7 +135,8 @@ def _format(options: CpuOptions) -> Format:
     fmt = formats[method]
     if not fmt.arrangement.sliced and options.non_experts != "skip":
         raise UsageError(
-            f"--non-experts {options.non_experts}: --layout {options.layout} holds only experts; leave one of them out."
+            f"--non-experts {options.non_experts}: --layout {options.layout} contains only experts; leave out one of "
+            f"them."
         )
     alone = backward_only_format(method) if fmt.arrangement.sliced else None
     if alone is not None and backward:
@@ -176,8 +177,7 @@ def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int)
     rest = [n for n in selected if n not in kept]
     if not rest:
         raise UsageError(
-            f"--resume-layer {first}: {options.output} already holds every layer, so none remains to convert; "
-            "leave out --resume-layer."
+            f"--resume-layer {first}: {options.output} already contains every layer; leave out --resume-layer."
         )
     return {"layers": _format_ranges(rest), "kept_layers": tuple(kept)}
 
@@ -192,7 +192,7 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
         return
     if not any(expected in row.input_types and row.name in dtypes for row in encodings.CHECKPOINT_ENCODINGS):
         problem = f"--input-type {expected} was given, but the experts are {', '.join(dtypes)}"
-        raise InputError(f"{model.source.root}: {problem}; leave the option out or correct it.")
+        raise InputError(f"{model.source.root}: {problem}; leave out the option or correct it.")
 
 
 def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> OutputFacts:
@@ -215,9 +215,9 @@ def _scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
     if quantizer != ABSMAX or not any(grid.bits == 4 and grid.per_row and MSE.supports(grid) for grid in grids):
         return ()
     return (
-        "--scale mse makes the same files with less error: of Gaussian rows of 2048 11 % instead of 15 %, with heavy "
-        "tails 20 % instead of 31 %; imatrix weights that error by the inputs, and gptq, which runs the model on text, "
-        "leaves about half of it in the outputs",
+        "--scale mse reduces the error in files of the same size: from 15 % to 11 % for Gaussian rows of 2048, and "
+        "from 31 % to 20 % for rows with heavy tails; imatrix weights the error by the inputs, and gptq, which runs "
+        "the model on text, halves the error of the outputs",
     )
 
 
@@ -225,15 +225,14 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
     notes = list(model.notes)
     left = [n for n in model.layers if n not in layers]
     if left and options.kept_layers is None:
-        notes.append(f"layers {format_ranges(left)} are left out, as --layers or --resume-layer says")
+        notes.append(f"layers {format_ranges(left)} are skipped because of --layers or --resume-layer")
     if options.kept_layers:
-        notes.append(
-            f"layers {_format_ranges(options.kept_layers)} were in the output already and are kept as they are"
-        )
+        notes.append(f"layers {_format_ranges(options.kept_layers)} are already in the output and are kept")
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
-            f"the output has no config.json and no tokenizer, which a {model.source.container.title} does not hold in "
-            "the form that kt-kernel reads: --config MODEL takes them from the Hugging Face model (directory or id)"
+            f"the output has no config.json and no tokenizer, because a {model.source.container.title} does not "
+            f"contain them in kt-kernel's form; --config MODEL copies them from the Hugging Face model (directory or "
+            f"id)"
         )
     return notes
 
@@ -243,23 +242,23 @@ def _format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str
     if kept := fmt.encoding.is_exact(model):
         stored = [] if fmt.encoding.grid.bits < DECODED_BITS else encodings.list_quantized_titles(model.dtypes)
         holds = (
-            f"{fmt.name} holds all numbers of {stored[0]}"
+            f"{fmt.name} can represent all numbers of {stored[0]}"
             if stored
             else f"the experts are {fmt.option.upper()} already"
         )
-        notes.append(f"{holds}: every number stays what it is")
+        notes.append(f"{holds}, so every number stays the same")
     for title in () if kept else encodings.list_quantized_titles(model.dtypes):
         notes.append(
-            f"{title} to {fmt.name} rounds twice: where there is a BF16 release, convert that for better accuracy"
+            f"{title} to {fmt.name} rounds twice: if the model has a BF16 release, convert that for better accuracy"
         )
     if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
         lost = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
         notes.append(
-            f"the experts have {model.bits:g} bits per weight already, and int4 with one scale per row loses more than "
-            f"that: of Q4_K weights, int8 is 7.2 to 8.6 % off the original ones, int4 {lost}; "
-            "--quant-method int8 is the better choice"
+            f"the experts already have {model.bits:g} bits per weight, and int4 with one scale per row loses more "
+            f"accuracy: weights from Q4_K have an error of 7.2 to 8.6 % in int8, and of {lost} in int4; "
+            f"--quant-method int8 is the better choice"
         )
     for name, other in () if kept else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):
-            notes.append(f"--quant-method {name} keeps every number of these experts as it is")
+            notes.append(f"--quant-method {name} keeps every number of these experts unchanged")
     return notes

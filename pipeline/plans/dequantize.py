@@ -18,7 +18,7 @@ from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.stages import copy_tensors
 
-STAGE, TITLE = "dequantize", "decode what is quantized to BF16, copy all else"
+STAGE, TITLE = "dequantize", "decode quantized tensors to BF16, copy all others"
 
 # Returns changed tensors of the output, and a note on the change
 TensorChange = Callable[[Sequence[OutputTensor]], tuple[Sequence[OutputTensor], str]]
@@ -97,8 +97,8 @@ def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> OutputFacts
 
 def _notes(facts: OutputFacts, scales: int, dropped_files: Sequence[str], *, copied: bool) -> list[str]:
     if not (weights := ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())):
-        return ["nothing is quantized here: the output is a copy"] if copied else []
-    notes = [f"{weights} become BF16; {scales} tensors of scales and the like are dropped, all others copied"]
+        return ["the source is not quantized; the output is a copy"] if copied else []
+    notes = [f"{weights} become BF16; {scales} tensors of scales and similar data are dropped, all others copied"]
     if dropped_files:
-        notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")
+        notes.append(f"{', '.join(dropped_files)} is not copied, because it describes the source's quantization")
     return notes

@@ -207,18 +207,20 @@ def equalize_model(options: QuantizationOptions, model: MoeModel, fmt: Format) -
         return model
     if model.activation not in UP_IS_A_FACTOR:
         raise UnsupportedError(
-            f"--equalize: the experts of {model.arch.name} compute {ACTIVATIONS[model.activation]}, which changes "
-            "if up is scaled; leave out --equalize."
+            f"--equalize: the experts of {model.arch.name} compute {ACTIVATIONS[model.activation]}, which changes if "
+            "up_proj is scaled; leave out --equalize."
         )
     if options.calibrated and options.engine == "oneshot":
-        raise UsageError("--equalize: --engine oneshot reads the original checkpoint; leave out one of the two.")
+        raise UsageError("--equalize: --engine oneshot reads the original checkpoint; leave out one of them.")
     if options.gptq.save_statistics is not None and options.calibrated:
-        remedy = "leave out one of the two, or gather statistics with `ktconvert calibrate`"
+        remedy = "leave out one of them, or gather statistics with `ktconvert calibrate`"
         raise UsageError(f"--equalize: --save-statistics would describe the equalized experts; {remedy}.")
     model = equalize_for_format(model, fmt)
     if not model.equalized:
-        why = f"here {fmt.name} keeps every number, or scales rows and columns together; leave out --equalize"
-        raise UsageError(f"--equalize works only where experts are rounded to integers or MXFP4: {why}.")
+        why = (
+            f"{fmt.name} keeps every number of these experts, or scales rows and columns together; leave out --equalize"
+        )
+        raise UsageError(f"--equalize requires experts that are rounded to integers or MXFP4: {why}.")
     return model
 
 
@@ -242,15 +244,15 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     if path is None:
         if quantizer.importance:
             raise UsageError(
-                f"--scale {quantizer.name} needs the importance of inputs: --imatrix FILE or --statistics DIR."
+                f"--scale {quantizer.name} needs the importance of inputs; give --imatrix FILE or --statistics DIR."
             )
         return None
     statistics = open_model_imatrix(path, model) if quantizer.importance else open_model_moments(path.parent, model)
     first_sha256 = getattr(options, f"{statistics.manifest_key}_sha256")
     if first_sha256 not in (None, statistics.sha256):
         raise InputError(
-            f"{statistics.path}: is not the file that this conversion was begun with (its sha256 was "
-            f"{first_sha256[:12]}, is {statistics.sha256[:12]}); put the old file back and resume."
+            f"{statistics.path}: differs from the file at the start of this conversion (its sha256 was "
+            f"{first_sha256[:12]}, is {statistics.sha256[:12]}); restore the old file and resume."
         )
     return statistics
 
@@ -304,7 +306,7 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
         if name not in can:
             raise UsageError(f"{MAP} {text}: {_not_mixed(method.strip(), can)}.")
         for layer in checkpoint.parse_layers(layers, model.layers, MAP):
-            if layer in by_layer:  # else --layers leaves it out
+            if layer in by_layer:  # otherwise --layers excludes it
                 by_layer[layer] = mixed.rename_for_mixed_output(can[name])
     if len(set(by_layer.values())) == 1:
         only = next(name for name in can if mixed.rename_for_mixed_output(can[name]) in by_layer.values())
@@ -327,6 +329,6 @@ def mix_notes(fmt: Format, layers: Sequence[int], quantizer: Quantizer) -> Itera
     """Yield the notes of the plan and the model card on a mix of formats; none for other formats."""
     for methods in mixed.manifest_methods(fmt, layers).values():
         listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
-        yield f"a method per layer, for the runtime of ktconvert: kt-kernel loads none of it ({listed})"
+        yield f"a method per layer, for the runtime of ktconvert: kt-kernel cannot load it ({listed})"
     if others := [own.name for own in fmt.formats if not quantizer.supports(own.encoding.grid)]:
-        yield f"--scale {quantizer.name} changes nothing in layers of {' and '.join(others)}"
+        yield f"--scale {quantizer.name} has no effect in layers of {' and '.join(others)}"

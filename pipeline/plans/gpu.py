@@ -67,7 +67,7 @@ def _require_supported(options: GpuOptions) -> None:
     """Raise KtconvertError for unsupported values, and for --save-statistics without a run that gathers them."""
     if options.torch_dtype != "bfloat16":
         problem = "experts are rounded from BF16 and their scales are BF16"
-        raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {problem}; leave the option out.")
+        raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {problem}; leave out the option.")
     if options.gptq.save_statistics is not None and not (options.calibrated and options.engine == "stream"):
         remedy = "use both, or `ktconvert calibrate`"
         raise UsageError(f"--save-statistics needs --quant-method GPTQ and --engine stream; {remedy}.")
@@ -106,16 +106,16 @@ def _notes(model: MoeModel, rest: NonExpertTensors, dropped_files: list[str], lo
     decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})
     for title in encodings.list_quantized_titles(model.dtypes):
         notes.append(
-            f"{title} to integers rounds twice: where there is a BF16 release, convert that for better accuracy"
+            f"{title} to integers rounds twice: if the model has a BF16 release, convert that for better accuracy"
         )
     if decoded:
         notes.append(
-            f"{decoded} {' and '.join(titles)} tensors outside the routed experts are written as BF16, multiplied by "
-            "their scales: loaders would read them unscaled"
+            f"{decoded} {' and '.join(titles)} non-expert tensors are written as BF16, multiplied by their scales, "
+            "because loaders would ignore the scales"
         )
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
         notes.append(f"the experts of the MTP layers ({which}) are not quantized, and named in the ignore list")
     if dropped_files:
-        notes.append(f"{', '.join(dropped_files)} is left out: it tells how the source was quantized")
+        notes.append(f"{', '.join(dropped_files)} is not copied, because it describes the source's quantization")
     return [*notes, *loading]

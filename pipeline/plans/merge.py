@@ -51,7 +51,7 @@ def plan_merge(options: MergeOptions) -> Plan:
         loose.require_plain_numbers(root)
     folders = loose.find_layers(root) if root.is_dir() else {}
     if not folders:
-        raise InputError(f"{root}: holds no _layer_N folders; give the output of --no-merge-safetensor.")
+        raise InputError(f"{root}: has no _layer_N folders; give an output of --no-merge-safetensor.")
     layers = checkpoint.parse_layers(options.layers, tuple(folders))
     names, source_config = _read_original(original)
     recorded = read_manifest_facts(root)
@@ -113,17 +113,17 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
 
     root = output.root
     if others := sorted(output.prefixes - {*MERGED}):
-        why = f"they hold only backward matrices, which stay loose; give {', '.join(MERGED)} files"
+        why = f"they contain only backward matrices, which stay loose; give {', '.join(MERGED)} files"
         raise UnsupportedError(f"{root}: {' and '.join(others)} files cannot be merged: {why}.")
     if len(output.prefixes) > 1:
-        raise InputError(f"{root}: holds {' and '.join(sorted(output.prefixes))} files; merge one method at a time.")
+        raise InputError(f"{root}: contains {' and '.join(sorted(output.prefixes))} files; merge one method at a time.")
     measured = measure(output)
     shapes = measured.shapes
     if output.manifest is None and not output.config and len({*shapes.values()}) > 1:
         shown = ", ".join(f"{' x '.join(map(str, shape))} in layer {layer}" for layer, shape in shapes.items())
         raise InputError(
-            f"{root}: layers differ in experts x hidden size x expert width ({shown}), and neither a manifest.json "
-            "nor --original-path confirms that; convert the wrong layers again."
+            f"{root}: layers differ in experts x hidden size x expert width ({shown}), and neither manifest.json nor "
+            "--original-path confirms this; convert the wrong layers again."
         )
     if output.manifest is not None:  # it may list more layers
         facts: dict[str, Any] = {**output.facts, "layers": [*shapes], "kept_layers": []}
@@ -136,7 +136,7 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
     if output.config:
         about_layers = claims.layer_problems(output.config, [*shapes]) if everything else ()
         for problem in (*about_layers, *claims.size_problems(output.config, shapes)):
-            raise InputError(f"{root}: {problem}; give the original of these layers with --original-path.")
+            raise InputError(f"{root}: {problem}; set --original-path to the original of these layers.")
     return measured
 
 

@@ -28,7 +28,7 @@ from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
 from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
-Shapes = Mapping[str, tuple[int, ...]]  # of the checkpoint's tensors, by name
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of the checkpoint's tensors, by name
 
 # An expert's projections in the stacked tensors of newer checkpoints, [E, 2 I, H] and [E, H, I]: the tensor, and which
 # half of the expert's rows
@@ -40,7 +40,7 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
     """Build the plan from headers and the adapter. Raises InputError or UnsupportedError if they do not fit."""
     folder = options.adapter
     require_adapter(folder)
-    # Both are small beside a checkpoint, so they are identified by their content.
+    # Both files are small, so they are identified by their content.
     files = {
         folder / name: msgspec.structs.replace(
             identify_by_stat(folder / name, f"adapter/{name}"), sha256=publish.sha256_file(folder / name)
@@ -59,7 +59,7 @@ def _with_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) 
     for module, delta in read_adapter(folder).items():
         name, row = _find_place(module, delta, shapes, folder)
         if row in blocks.setdefault(name, {}):
-            raise InputError(f"changes {name} twice, with {module} and another module", OTHER, path=folder)
+            raise InputError(f"changes {name} twice, with {module} and a second module", OTHER, path=folder)
         blocks[name][row] = delta
         if match := OF_EXPERT.fullmatch(module):
             experts.setdefault(f"{match['experts']}.*.{match['name']}", set()).add(int(match["expert"]))
@@ -69,7 +69,7 @@ def _with_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) 
         if tensor.key in blocks:
             if tensor.entry.dtype != "BF16" or (isinstance(tensor.stored, Weight) and len(tensor.entry.shape) > 2):
                 raise UnsupportedError(
-                    f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, and adapters change only BF16 "
+                    f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, but adapters change only BF16 "
                     "matrices; give the output of `ktconvert dequantize`",
                     path=folder,
                 )
@@ -77,7 +77,7 @@ def _with_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) 
                 tensor, deltas=TensorDeltas(tensor.entry.shape[-1], tuple(sorted(blocks[tensor.key].items())), identity)
             )
         changed.append(tensor)
-    return changed, f"the adapter {folder.name} is added to {len(blocks)} tensors, each rounded to BF16 once"
+    return changed, f"the adapter {folder.name} is merged into {len(blocks)} tensors, each rounded to BF16 once"
 
 
 def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tuple[str, int]:
@@ -99,7 +99,7 @@ def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tupl
             if untransposed and delta.shape == expected and number < count:
                 return name, (number * (2 if stacked == GATE_UP else 1) + half) * rows
     has = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
-    raise InputError(f"the adapter changes {module}, {list(delta.shape)}, and the checkpoint {has}", OTHER, path=folder)
+    raise InputError(f"the adapter changes {module}, {list(delta.shape)}, but the checkpoint {has}", OTHER, path=folder)
 
 
 def _find_name(name: str, shapes: Shapes, folder: Path) -> str | None:
@@ -126,5 +126,5 @@ def _require_all_experts(experts: Mapping[str, set[int]], shapes: Shapes, folder
         elif _find_name(f"{at}.{count}.{name}.weight", shapes, folder) is not None:
             count += 1
         if count != len(numbers):
-            what = f"changes {projection} of {len(numbers)} experts, and the checkpoint has more"
+            what = f"changes {projection} of {len(numbers)} experts, but the checkpoint has more"
             raise InputError(what, OTHER, path=folder)

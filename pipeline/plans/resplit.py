@@ -47,9 +47,9 @@ from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS
 
 # Metadata of shards that does not depend on the number of NUMA slices
 KEPT_METADATA = ("activation", "weights_on", *checkpoint.CODE_FACTS, "source")
-BETTER = 0.99  # below this fraction of the error of resplit, converting again is advised
-SAMPLED = 3  # units whose rounding is measured for the plan
-TENSOR = 1600  # bytes of memory for the names and offsets of a tensor: finely cut experts have many
+BETTER = 0.99  # converting again is recommended if its error is below this fraction of resplit's
+SAMPLED = 3  # units to measure for the plan
+TENSOR = 1600  # bytes of memory for the names and offsets of a tensor; many slices have many tensors
 
 
 def plan_resplit(options: ResplitOptions) -> Plan:
@@ -60,7 +60,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
     for layer, (_, hidden, intermediate) in measured.shapes.items():
         require_legal(fmt.layer_format(layer), hidden, intermediate, numa)
     if output.loose and options.max_shard_size:
-        raise UsageError(f"--max-shard-size is for safetensors, and {root} is loose; leave it out.")
+        raise UsageError(f"--max-shard-size is for safetensors, but {root} has loose files; leave it out.")
     source = TensorSource(root, output.config, (), {}, root) if output.loose else open_checkpoint(root)
     facts = _facts(output, measured, fmt, numa)
     metadata = _metadata(output, fmt, numa)
@@ -141,9 +141,9 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
         raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA slices; give an output of `ktconvert cpu`.")
     if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
         remedy = "convert the model again with --threadpool-count"
-        raise UnsupportedError(f"{root}: {measured.method} weights cannot be rearranged here; {remedy}.")
+        raise UnsupportedError(f"{root}: {measured.method} weights cannot be rearranged; {remedy}.")
     if fmt is None:
-        problems = problems or [f"its weights match none of {', '.join(output.methods)}"]
+        problems = problems or [f"its weights do not match any of {', '.join(output.methods)}"]
     require_sound(root, problems)
     assert fmt is not None
     return output, measured, fmt
@@ -204,13 +204,13 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
     work = units[0].work
     matrices = "down_proj" + (" and the transposed gate_proj and up_proj" if work.slicing.backward else "")
     if old == new:
-        yield f"the output has {plural(old, 'NUMA slice')} already: every tensor stays as it is"
+        yield f"the output has {plural(old, 'NUMA slice')} already; no tensor changes"
     elif not work.fmt.encoding.grid.per_row:
-        yield "every weight and scale stays what it is: these are the bytes of converting again"
+        yield "weights and scales do not change; converting again would give the same bytes"
     elif not requires_rounding(work.fmt.encoding, old, new):
         yield (
-            f"all weights keep their values; {matrices} keeps the scales of {plural(old, 'slice')}, where "
-            "converting again would choose one for each new slice"
+            f"all weights keep their values; {matrices} keeps the scales of {plural(old, 'slice')}; converting again "
+            "would choose one for each new slice"
         )
     else:
         works = sample(units)
@@ -219,8 +219,8 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
         )
         error = error_figures(sums)["relative_error"]
         yield (
-            f"{matrices}: columns of several slices come to share a scale, so they are rounded once more; that moves "
-            f"them by {error:.4f} (relative, measured on {plural(len(works), 'expert')}); all else keeps its values"
+            f"{matrices}: columns of several slices share a scale now, and are rounded again; this changes them by "
+            f"{error:.4f} (relative, measured on {plural(len(works), 'expert')}); all other values stay the same"
         )
 
 
@@ -254,8 +254,8 @@ def _compare_with_converting(
                 work.make((work.sampled_expert, "gate")), again.make((work.sampled_expert, "gate"))
             ):
                 raise InputError(
-                    f"{against}: expert {work.sampled_expert} of layer {slicing.layer} is not that of "
-                    f"{work.output.root}; give the checkpoint that it was made from with --against."
+                    f"{against}: expert {work.sampled_expert} of layer {slicing.layer} differs from that of "
+                    f"{work.output.root}; set --against to the checkpoint of this output."
                 )
             item = work.sampled_expert, "down"
             for own, parts in zip(sums, (work.read_linear(item), work.make(item), again.make(item)), strict=True):
@@ -264,8 +264,8 @@ def _compare_with_converting(
                         own += error_sums(*unequalize(again.model, work.fmt.encoding, part), packed)
     before, after, fresh = (error_figures(own)["relative_error"] for own in sums)
     comparison = (
-        f"down_proj of {plural(len(works), 'expert')} is {before:.4f} away from {against} (relative error), "
-        f"{after:.4f} after resplit, {fresh:.4f} if converted again"
+        f"down_proj of {plural(len(works), 'expert')} has a relative error of {before:.4f} to {against}, {after:.4f} "
+        f"after resplit, and {fresh:.4f} if converted again"
     )
     advice = f"converting again is better: {_command(options, facts, works[0], against)}"
     better = "resplit is as good" if fresh >= BETTER * after else advice

@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = {".png": "Software", ".svg": "Creator", ".pdf": "Creator"}  # ending -> metadata key that names the program
+FORMATS = {
+    ".png": "Software",
+    ".svg": "Creator",
+    ".pdf": "Creator",
+}  # file suffix -> metadata key of the program
 MEASURED, REFERENCE = "#1f5fa8", "#b5452c"  # colours
 
 

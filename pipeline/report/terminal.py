@@ -27,7 +27,7 @@ class EscapingStream(io.TextIOWrapper):
         settings: dict[str, Any] = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
         stream.flush()
         super().__init__(stream.buffer, encoding, "backslashreplace", **settings)
-        self.raw_stream = stream  # a reference is needed anyway: the stream closes the file when it is deleted
+        self.raw_stream = stream  # this reference is needed, because a deleted stream closes the file
 
     def write(self, text: str) -> int:
         rewrite = REWRITE_LINE.match(text) if self.isatty() else None
@@ -41,7 +41,7 @@ def install() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper) and not isinstance(stream, EscapingStream):
-            stream.reconfigure(errors="backslashreplace")  # names of files and tensors need not be text
+            stream.reconfigure(errors="backslashreplace")  # names of files and tensors may be invalid text
             setattr(sys, name, EscapingStream(stream))
 
 

@@ -21,9 +21,9 @@ from ktconvert.pipeline.stages.expert_files import read_ahead
 NAME = "carry_over"
 TITLE = "copy non-expert tensors"
 VERSION = 1
-DEFAULT_SHARD = 5 * 10**9  # bytes; what transformers writes
-WINDOW = STAGING_BYTES  # bytes of a shard that a thread makes at a time
-WINDOWS = 4  # of a unit in progress: being made, or waiting to be hashed
+DEFAULT_SHARD = 5 * 10**9  # bytes; the default of transformers
+WINDOW = STAGING_BYTES  # bytes of a shard that a thread makes at once
+WINDOWS = 4  # windows of a unit in progress: being made, or waiting to be hashed
 
 
 @dataclass(frozen=True)

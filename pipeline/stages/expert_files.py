@@ -26,9 +26,9 @@ from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written
 from ktconvert.pipeline.report.progress import Reporter
 
-READ_AHEAD = 64 << 20  # bytes of input that are prefetched
-# Bytes of first tensors that a thread makes and writes at a time: passing small ones to threads one by one would take
-# longer than packing them.
+READ_AHEAD = 64 << 20  # bytes of input to prefetch
+# Bytes of first tensors that a thread makes and writes at a time: passing small tensors to threads one at a time would
+# take longer than packing them.
 BATCH = 2 << 20
 Thing = TypeVar("Thing")
 
@@ -234,7 +234,7 @@ def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:
     """Return the bytes for `packing` batches in progress, and for tensors that wait in the shards in flight."""
     each = scratch = measured = waiting = 0
     for work in {(unit.work.slicing, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
-        # For each projection, the tensors after the first, which wait to be written.
+        # For each projection, the tensors after the first, which are written later.
         rest = [sum(sum(others) for _, *others in sizes) for sizes in _tensor_bytes(work).values()]
         count, (making, measuring) = work.stop - work.start, work.scratch_bytes()
         each = max(each, _batch_bytes(_first_tensor_bytes(work).values(), count) + max(rest))

@@ -44,7 +44,7 @@ from ktconvert.quantizers.reference import F32
 NAME = "gptq"
 VERSION = 1
 ALTERNATIVE = "use --quant-method RTN (gpu) or --scale mse (cpu)"  # advice for a model that cannot be calibrated
-ROWS = 32  # decoded at a time to find a value that is not zero
+ROWS = 32  # rows to decode at a time, until a value is not zero
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class ResplitWork(ExpertsToWrite):
                 self.names.tensor_name(old[0][0].id, suffixes(self.fmt.encoding)[0]),
                 self.fmt.encoding.grid.high,
             )
-            what = f"{key} or another NUMA slice of this linear has a code outside -{high}..{high}"
+            what = f"{key} or a different NUMA slice of this linear has a code outside -{high}..{high}"
             raise InputError(f"{self.output.root}: {what}; convert it again.") from error
 
     def _read(self, numa_slice: NumaSlice) -> SliceTensors:

@@ -45,7 +45,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     for numa in (*before, measure.numa):
         reasons = {n: illegal_reason(compared.fmt.layer_format(n), [measure.shapes[n][1:]], numa) for n in layers}
         if numa in before and (reason := next(filter(None, reasons.values()), None)):
-            problems.append(f"the manifest says that it was resplit from {numa} NUMA slices: {reason}")
+            problems.append(f"impossible number of NUMA slices in the manifest's resplit_from, {numa}: {reason}")
         layers = [n for n in layers if reasons[n] is None]
     total, errors = _compare_experts(model, layers, check_items)
     problems += total.problems + compare_non_experts(compared.inputs, compared.non_experts, check_items)
@@ -58,7 +58,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
                 f"{plural(unused, 'linear')} with columns that are all zeros: calibration never saw their inputs"
             )
     if model.equalized:
-        codes = "" if compared.calibrated else ", up has the codes that it has without --equalize"
+        codes = "" if compared.calibrated else ", and up has the same codes as without --equalize"
         summary += f"; {total.equalized} experts are equalized{codes}"
     summary += f"; {len(compared.non_experts)} non-expert tensors equal" if compared.non_experts else ""
     return Check("source", summary, problems, notes), errors
@@ -87,16 +87,16 @@ def _compare_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[
     problems, root = [], model.source.root
     for layer, shape in measure.shapes.items():
         if layer not in model.moe_layers:
-            problems.append(f"layer {layer} is here, but has no experts in {root}")
+            problems.append(f"layer {layer} has experts, but not in {root}")
         elif shape != model.shape(layer):
             (experts, h, i), (e, own_h, own_i) = shape, model.shape(layer)
-            problems.append(f"layer {layer} has {experts} experts of {h} x {i}, {root} has {e} of {own_h} x {own_i}")
+            problems.append(f"layer {layer} has {experts} experts of {h} x {i}, but {e} of {own_h} x {own_i} in {root}")
     missing = [n for n in model.layers if n not in measure.shapes]
     if not missing:
         return problems, []
     if output.settings.get("layers", "all") != "all":
-        return problems, [f"layers {format_ranges(missing)} of the source were left out by --layers"]
-    return [*problems, f"layers {format_ranges(missing)} of {root} are missing here"], []
+        return problems, [f"layers {format_ranges(missing)} of the source were excluded by --layers"]
+    return [*problems, f"layers {format_ranges(missing)} of {root} are missing"], []
 
 
 def require_source(inputs: Inputs) -> TensorSource:
@@ -141,7 +141,7 @@ def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
         return f"{tensor.key} is missing"
     if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
         here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
-        return f"{tensor.key} in {stored.file} is {here}, must be {there}, as {info.name} is"
+        return f"{tensor.key} in {stored.file} is {here}, must be {there} like {info.name}"
     at = 0
     for chunk in read_chunks(source, tensor):
         difference = first_difference(output.read(stored, at, at + chunk.size), chunk)
@@ -173,7 +173,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, check_items
     compared = check_items("equal tensors", list(pairs), [stored.nbytes for stored, _ in pairs.values()])
     problems += [problem for _, problem in compared if problem is not None]
     unpaired = len(output.others.keys() ^ other.others.keys())
-    notes = (f"{unpaired} non-expert tensors exist on one side only",) if unpaired else ()
+    notes = (f"{unpaired} non-expert tensors exist only in one output",) if unpaired else ()
     result = f"{len(pairs)} tensors, same bytes in {other.root}"
     return Check("other", result, problems, notes, "convert the wrong one again")
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ktconvert.pipeline.stages.quantize_experts import error_figures
 
 CONVERT_AGAIN = "convert it again with --overwrite"
-CHUNK_BYTES = 4 << 20  # of a tensor that is compared, or of a file that is hashed, in memory at a time
+CHUNK_BYTES = 4 << 20  # bytes in memory at a time, of a tensor to compare or a file to hash
 
 
 @dataclass(frozen=True)

@@ -35,15 +35,15 @@ from ktconvert.quantizers.differences import sums_of
 from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS, Quantizer
 from ktconvert.quantizers.reference import bf16_to_f32
 
-# quant_method of the manifest -> whether the codes were calibrated. Calibrated codes are judged; only their shapes and
-# scales must be the same.
+# quant_method of the manifest -> whether the codes were calibrated. Calibrated codes are judged by their errors; only
+# their shapes and scales must be the same.
 METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
 
 # Error of calibrated codes over the error of rounding to nearest. GPTQ gives 1.0 to 1.3 at the usual dampening, 1.8 at
-# a thousandth of it. The codes of a wrong expert give 13 (W4A16) to 200 (W8A16).
+# a thousandth of that. The codes of a wrong expert give 13 (W4A16) to 200 (W8A16).
 WORST_RATIO = 3.0
-ROWS = 64  # rows to judge of a linear whose error is not measured: enough to recognize a wrong one
-MOST_UNUSED = 0.5  # largest share of columns whose inputs calibration may have missed
+ROWS = 64  # rows to judge in a linear without measured error: enough to recognize a wrong linear
+MOST_UNUSED = 0.5  # largest fraction of columns without inputs in calibration
 CODE_TOLERANCE = 1.002  # a value may exceed that of the last code by less than half a code: its own rounding
 
 
@@ -130,11 +130,11 @@ def create_comparison(inputs: Inputs) -> Comparison:
     method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
     if fmt is None:
         raise UnsupportedError(
-            f"{root}: {inputs.measure.method} weights cannot be made again here; verify them without --against SOURCE."
+            f"{root}: {inputs.measure.method} weights cannot be made again; verify them without --against SOURCE."
         )
     if method not in METHODS or scale not in QUANTIZERS:
         unknown = method if method not in METHODS else scale
-        raise UnsupportedError(f"{root}: {unknown} weights cannot be compared with a source here.")
+        raise UnsupportedError(f"{root}: {unknown} weights cannot be compared with a source; leave out --against.")
     quantizer = QUANTIZERS[scale]
     calibrated = METHODS[method] or quantizer.calibrated
     same_scales = not quantizer.calibrated
@@ -199,7 +199,7 @@ def _check_equalized_codes(compared: Comparison, work: ExpertsWork) -> list[str]
         scales, plain_scales = (scale_values(encoding, each[-1], part.n, part.k) for each in (scaled, tensors))
         same = all(np.array_equal(a, b) for a, b in zip(scaled[:-1], tensors[:-1], strict=True))
         if not same or not np.array_equal(scales, np.ldexp(plain_scales, exponents[:, None])):
-            return [f"up of expert {work.start} of layer {part.layer} has different codes than without --equalize"]
+            return [f"up of expert {work.start} of layer {part.layer} has different codes with and without --equalize"]
     return []
 
 
@@ -218,7 +218,7 @@ def _compare_slice(
         where = f"{info.name} in {info.file}"
         if info.nbytes != data.size:
             found.problems.append(
-                f"{description} has {info.nbytes} bytes, quantizing the source gives {tensor.nbytes} ({where})"
+                f"{description} has {info.nbytes} bytes, but quantizing the source gives {tensor.nbytes} ({where})"
             )
             continue
         stored.append(output.read(info))
@@ -228,10 +228,10 @@ def _compare_slice(
             found.equal += 1
         else:
             at, actual, must, count = difference
-            values = f"byte {at} is {actual:#04x}, quantizing the source gives {must:#04x}"
+            values = f"byte {at} is {actual:#04x}, but quantizing the source gives {must:#04x}"
             differ = "1 byte differs" if count == 1 else f"{count} bytes differ"
             found.problems.append(f"{description}: {values} ({differ}; {where})")
-    # Codes with wrong scales mean nothing, so they are not judged.
+    # Codes with wrong scales are meaningless, so they are not judged.
     judged = not compared.calibrated or len(found.problems) == before
     return stored if len(stored) == len(tensors) and judged else None
 

@@ -24,7 +24,7 @@ from ktconvert.pipeline.engine.paths import locate, output_of
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
-DECODED = Measure(dequantized.METHOD, None, 1, False, {})  # an output of `dequantize`: it has no converted experts
+DECODED = Measure(dequantized.METHOD, None, 1, False, {})  # an output of `dequantize`, without converted experts
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def require_finished(path: Path) -> None:
     if paths.plan.exists() and (paths.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
     if (finished := output_of(path)) is not None:
-        unfinished = "is the work directory of a conversion that is not finished"
+        unfinished = "is the work directory of an unfinished conversion"
         raise VerificationError(f"{path}: {unfinished}; run `ktconvert resume {finished}`.")
     if not path.exists():
         raise InputError(f"{path}: no such directory; give the directory of an output.")
@@ -130,13 +130,15 @@ def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None
     if path is None:
         either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if kind == Imatrix.manifest_key else ""
         remedy = f"give {either}--statistics DIR, or leave out --against"
-        raise UsageError(f"{output.root}: was made with input statistics, which are needed to make it again; {remedy}.")
+        raise UsageError(
+            f"{output.root}: was made with input statistics, which are required to make it again; {remedy}."
+        )
     statistics = (
         open_model_imatrix(path, model) if kind == Imatrix.manifest_key else open_model_moments(path.parent, model)
     )
     if statistics.sha256 != made_with:
         raise InputError(
-            f"{statistics.path}: is not the file that {output.root} was made with (its sha256 is "
-            f"{statistics.sha256[:12]}, the manifest says {made_with[:12]}); give that file."
+            f"{statistics.path}: differs from the file of {output.root} (its sha256 is {statistics.sha256[:12]}, but "
+            f"{made_with[:12]} in the manifest); use that file."
         )
     return statistics

@@ -28,8 +28,8 @@ from ktconvert.pipeline.verify.checks import CheckItems
 from ktconvert.pipeline.verify.file_checks import find_hash_problem
 from ktconvert.pipeline.verify.inputs import Inputs, open_inputs
 
-TASK_BYTES = 1 << 30  # to read for one task of a worker
-ITEMS_PER_THREAD = 4  # submitted at a time
+TASK_BYTES = 1 << 30  # bytes to read for one task of a worker
+ITEMS_PER_THREAD = 4  # tasks submitted at a time
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,8 @@ def _open_checker(task: WorkerTask) -> tuple[ItemChecker, int]:
     if inputs.identity != task.files:
         different = sorted({name for name, *_ in set(inputs.identity) ^ set(task.files)})
         raise OutputError(
-            f"{', '.join(different[:3])} of {task.options.output} or its source differ here; every host needs the same "
+            f"{', '.join(different[:3])} of {task.options.output} or its source differ on this host; every host "
+            f"needs the same "
             "files at the same paths."
         )
     return ItemChecker(inputs, CollectingReporter()), worker_threads(task.threads)

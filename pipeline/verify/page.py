@@ -26,8 +26,8 @@ LARGEST = 12  # rows of the table of the largest scales
 MOST_BARS = 64
 COLOURS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to the largest
 NOT_SHOWN = "x"  # class of a value without a colour
-MOST_COLUMNS = 8  # of a map whose cells show numbers
-MOST_WIDTH = 64  # columns of maps that are side by side
+MOST_COLUMNS = 8  # columns of a map with numbers in its cells
+MOST_WIDTH = 64  # columns of maps side by side
 LEAST_RANGE = 1.1  # smallest ratio of the ends of a colour scale: nearly equal values get nearly equal colours
 # With more cells on a page, only rows have titles: a title takes 100 bytes instead of 30 for each cell.
 MOST_TITLES = 64_000
@@ -82,7 +82,7 @@ def _page_values(report: Report) -> dict[str, Any]:
         "parts": parts,
         "maker": f"{document['made_by']} {document['command']}"
         if document["made_by"]
-        else "a program that left no manifest",
+        else "a program without a manifest",
         "tiles": list(_tiles(report, document)),
         "check_rows": check_rows,
         "output_rows": output_rows(document),

@@ -32,10 +32,10 @@ from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers import SIGNED_GRIDS
 from ktconvert.quantizers.differences import source_values
 
-LINEARS = 12  # with the largest errors, whose rows are measured
+LINEARS = 12  # number of linears with the largest errors, whose rows are measured
 CHUNK_ROWS = 64  # rows in memory as float64 at a time
 STEPS = 16  # bins of scales for each power of two
-LOWEST = -150  # exponent of a power of two below every positive float32
+LOWEST = -150  # exponent of a power of two that is below every positive float32
 BINS = STEPS * (128 - LOWEST)
 
 # Encodings that keep codes which BF16 would round -> function that returns the source's exact numbers.
@@ -232,7 +232,7 @@ def read_counts(folder: Path, measure: Measure, output: Output) -> I64 | None:
     if known != {experts} or experts > MOST_EXPERTS:
         here = format_ranges(sorted({shape[0] for shape in measure.shapes.values()}))
         raise InputError(
-            f"{path}: has counts of {experts} experts in {layers} layers, and {root} has {here} experts in layers "
-            f"{format_ranges(sorted(measure.shapes))}; give the statistics of this model."
+            f"{path}: has counts of {experts} experts in {layers} layers, but {root} has {here} experts in layers "
+            f"{format_ranges(sorted(measure.shapes))}; use the statistics of this model."
         )
     return counts

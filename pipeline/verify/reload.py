@@ -43,7 +43,7 @@ SAMPLES, LENGTH = 4, 128
 # found.
 BOUNDS = {4: (0.4, 1.0), 8: (0.04, 0.25)}
 LEAST_BOUND = 1e-6  # nats: smaller divergences come from rounding in BF16
-# The samples without --text: prose and code, which any tokenizer can read. Another text changes every figure.
+# The samples without --text: prose and code, which any tokenizer can read. A different text changes every figure.
 SAMPLE_TEXT = Path(__file__).with_name("sample.txt")
 
 
@@ -65,16 +65,16 @@ def check_reload(output: Output) -> tuple[Check, bool]:
         kind, config = model_class(output.root)
         with silence_libraries(), torch.device("meta"):  # the model that the config describes
             expected = {name: tuple(p.shape) for name, p in kind(copy.deepcopy(config)).state_dict().items()}
-    except Exception as error:  # transformers raises anything for an unknown config
+    except Exception as error:  # transformers raises errors of any type for an unknown config
         return _skip_reload(f"transformers cannot build it: {first_line(error)}")
     try:
         shapes, keys = _load(kind, config, output)
-    except Exception as error:  # also while transformers stacks experts
+    except Exception as error:  # from transformers' stacking of experts, too
         return Check("reload", "", (f"transformers cannot load its tensors: {first_line(error)}",)), False
     problems = [(key, f"transformers finds no tensor for {key}") for key in keys["missing_keys"]]
     problems += [(key, f"transformers has no place for {key}") for key in keys["unexpected_keys"]]
     problems += [
-        (key, f"{key} becomes {list(shape)}, config.json wants {list(expected[key])}")
+        (key, f"{key} becomes {list(shape)}, but config.json requires {list(expected[key])}")
         for key, shape in shapes.items()
         if key not in keys["missing_keys"] and shape != expected.get(key, shape)
     ]
@@ -197,7 +197,7 @@ def check_predictions(
         with _load_model(output.root) as loaded:
             computed = _logits(loaded, ids)
     except Skip as skip:
-        return Check("predictions", "", (f"the source can be computed, the output cannot: {skip}",)), None
+        return Check("predictions", "", (f"the source can be computed, but the output cannot: {skip}",)), None
     compared = compare_logits(expected, computed, ids[:, 1:].reshape(-1))
     if not np.isfinite(compared.converted).all():
         return Check("predictions", "", ("the output's predictions are not finite",)), None
@@ -222,7 +222,7 @@ def _require_memory(output: Output) -> None:
             weights += 2 * n * k
     needed, free = weights * 5 // 4 + (1 << 30), machine.memory_available()
     if needed > free:
-        raise Skip(f"each of the two models needs {size(needed)} of memory, {size(free)} are free")
+        raise Skip(f"each of the two models needs {size(needed)} of memory, but {size(free)} are free")
 
 
 def _read_source(
@@ -234,7 +234,7 @@ def _read_source(
     """
     try:
         _, config = model_class(root)
-    except Exception as error:  # transformers raises anything for an unknown config
+    except Exception as error:  # transformers raises errors of any type for an unknown config
         raise Skip(f"transformers cannot load the source: {first_line(error)}") from error
     import torch
 
@@ -269,7 +269,10 @@ def read_samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.in
         count = min(SAMPLES, len(ids) // length)
         return ids[: count * length].reshape(count, length)
     if text is not None:
-        raise InputError(f"--text: has {len(ids)} tokens for {root}, {length} are needed; give a longer text, or none.")
+        raise InputError(
+            f"--text: has {len(ids)} tokens for {root}, but {length} are required; give a longer text, or leave out "
+            f"--text."
+        )
     return np.random.default_rng(0).integers(0, config.vocab_size, (SAMPLES, length))
 
 

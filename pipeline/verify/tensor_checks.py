@@ -51,7 +51,7 @@ def check_tensors(output: Output, measure: Measure) -> Check:
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
     problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
     if not output.tensors:
-        return Check("tensors", "", (*problems, "no expert weights are here"))
+        return Check("tensors", "", (*problems, "no expert weights"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual_shape(measure)
         names = [fmt.name for fmt in formats_by_names(output)]
@@ -81,12 +81,12 @@ def check_tensors(output: Output, measure: Measure) -> Check:
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
                     here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
                     problems.append(f"{stored.name} in {stored.file} is {here}, must be {must}")
-    problems += [f"{s.name} in {s.file} is one too many" for key, s in output.tensors.items() if key not in used]
+    problems += [f"{s.name} in {s.file} is unexpected" for key, s in output.tensors.items() if key not in used]
     problems += list(_find_size_conflicts(output, measure))
     planned = output.facts.get("packed_linears")
     weights = sum(suffix == fmt.encoding.tensors(0, 0)[0].name for _, suffix in output.tensors)
     if planned is not None and weights != planned:
-        problems.append(f"{weights} linears are quantized, the plan had {planned}")
+        problems.append(f"{weights} linears are quantized, but {planned} in the plan")
     return Check("tensors", f"{len(used)} tensors in {plural(len(measure.shapes), 'layer')}, no duplicates", problems)
 
 
@@ -94,7 +94,7 @@ def _find_size_conflicts(output: Output, measure: Measure) -> Iterator[str]:
     """Yield where the measured sizes contradict names of loose files, limits of the format, or the manifest."""
     for prefix in sorted(output.prefixes):
         if LOOSE_METHODS.get(prefix) != measure.method:
-            yield f"the files are called {prefix}, their sizes are those of {measure.method}"
+            yield f"the files are named {prefix}, but have the sizes of {measure.method}"
     _, hidden, intermediate = _usual_shape(measure)
     for fmt in measure.fmt.formats if measure.fmt is not None and (hidden or intermediate) else ():
         if reason := illegal_reason(fmt, [(hidden, intermediate)], measure.numa):
@@ -103,7 +103,7 @@ def _find_size_conflicts(output: Output, measure: Measure) -> Iterator[str]:
         recorded = output.facts.get(name)
         one_or_more = [actual] if isinstance(recorded, list) and not isinstance(actual, list) else actual
         if recorded not in (None, "not recorded", one_or_more):
-            yield f"the manifest says {name} {recorded}, the tensors have {actual}"
+            yield f"the manifest has {name} {recorded}, but the tensors have {actual}"
 
 
 def model_sizes(measure: Measure) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
             sizes = zip(("num_experts", "hidden_size", "moe_intermediate_size"), measure.shapes[layer], strict=True)
             expected |= {name: str(size) for name, size in sizes}
         problems += [
-            f"{shard}: its metadata says {name} {metadata.get(name)}, its tensors have {value}"
+            f"{shard}: its metadata has {name} {metadata.get(name)}, but its tensors have {value}"
             for name, value in expected.items()
             if metadata.get(name) != value
         ]
@@ -159,7 +159,7 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     problems, notes = list(claims.size_problems(config, measure.shapes)), []
     architecture = str(output.facts.get("architecture"))
     if (other := claims.find_other_family(config, architecture)) is not None:
-        problems.append(f"config.json is of {other}, and the manifest says that the experts are of {architecture}")
+        problems.append(f"config.json belongs to {other}, but the experts to {architecture} according to the manifest")
     manifest = output.manifest
     if manifest is None or (manifest.command == "merge" and manifest.settings.get("layers", "all") == "all"):
         # Neither the checkpoint itself nor the user chose the layers, so the config decides.
@@ -167,7 +167,9 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     limit = claims.num_layers(config) if manifest is None and measure.shapes else None
     absent = [n for n in range(min(limit[1], MOST_LAYERS)) if n not in measure.shapes] if limit is not None else []
     if limit is not None and absent:
-        notes.append(f"layers {format_ranges(absent)} of {limit[1]} have no experts here: right only if they are dense")
+        notes.append(
+            f"layers {format_ranges(absent)} of {limit[1]} have no experts, which is right only if they are dense"
+        )
     if measure.fmt is not None and not output.whole:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
     return Check("config", "experts and sizes match config.json", problems, notes)
@@ -186,11 +188,13 @@ def check_options(measure: Measure, numa: int | None, method: str | None) -> Che
     fmt, here = measure.fmt, plural(measure.numa, "NUMA slice")
     problems = []
     if numa is not None and numa != measure.numa:
-        problems.append(f"--numa {numa} was given, the weights are for {here}")
+        problems.append(f"--numa {numa} was given, but the weights are for {here}")
     if method is not None and method != measure.method:
-        problems.append(f"--quant-method {method.lower()} was given, the weights have the sizes of {measure.method}")
+        problems.append(
+            f"--quant-method {method.lower()} was given, but the weights have the sizes of {measure.method}"
+        )
     if fmt is not None and fmt.arrangement.whole:
-        again = f"load it as {measure.method}, or convert again with another --quant-type"
+        again = f"load it as {measure.method}, or convert again with a different --quant-type"
         return Check("options", f"{measure.method}, as requested", problems, remedy=again)
     same = fmt is not None and fmt.can_resplit and method in (None, measure.method)
     change = "rewrite it with `ktconvert resplit`" if same else "convert again"
@@ -205,16 +209,16 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
     planned = output.facts.get("tensors")
     if planned != len(output.others):
-        problems.append(f"{len(output.others)} tensors exist, the plan had {planned}")
+        problems.append(f"{len(output.others)} tensors exist, but {planned} in the plan")
     stored = find_unread_formats(output.others, output.others)
-    problems += [f"{info.name} in {info.file} is {what}, and was not decoded" for info, what in stored]
+    problems += [f"{info.name} in {info.file} is {what}, but was not decoded" for info, what in stored]
     return Check("tensors", f"{plural(len(output.others), 'tensor')}, no duplicates", problems)
 
 
 def check_decoded_config(output: Output, _measure: Measure) -> Check:
     """Check that config.json of an output of `dequantize` makes no loader look for quantized weights."""
     quantized = remove_quantization(output.config) != output.config
-    problems = ("config.json still says that the model is quantized",) if quantized else ()
+    problems = ("config.json still declares a quantized model",) if quantized else ()
     return Check("config", "not quantized", problems)
 
 

@@ -28,7 +28,7 @@ from ktconvert.pipeline.verify.item_checks import create_check_items
 from ktconvert.pipeline.verify.page_data import PageData, collect_page_data, read_counts
 from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, skip_predictions
 
-CHECKPOINT = "checkpoint"  # an unconverted one
+CHECKPOINT = "checkpoint"  # an unconverted checkpoint
 SHOWN = 10  # problems per check; --json has all
 ARRANGEMENTS = {
     "merged": "{shards} safetensors shards",
@@ -127,7 +127,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
         if output.manifest is not None and output.manifest.command in ("cpu", "gpu", dequantized.COMMAND):
             recorded = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
             if recorded != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the weights may be equal
-                different = "its files are not those from which this output was made, according to the manifest"
+                different = "its files differ from the source in the manifest of this output"
                 report.remarks.append(f"{source.root}: {different}")
         if inputs.model is None:
             checks.append(against.compare_dequantized(inputs, check_items))
@@ -149,7 +149,7 @@ def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: R
         bits = fmt.encoding.grid.bits
         check, report.predictions = check_predictions(inputs.output, model, bits, text, inputs.options.threads)
     else:
-        check = skip_predictions("the output cannot be loaded whole")
+        check = skip_predictions("the output cannot be loaded completely")
     report.checks.append(check)
 
 

@@ -84,7 +84,7 @@ class Call:
             self.received, self.has_more = self.received + len(chunk), message.get("more_body", False)
             data = data + chunk if self.received <= limit else b""
         if self.received > limit:
-            problem = f"the body has more than {limit} bytes, the most for this model's context"
+            problem = f"the body has more than {limit} bytes, the limit for this model's context"
             raise RequestError(413, f"{problem}; shorten it")
         self.watcher = self.watcher or asyncio.create_task(self._watch())
         return data

@@ -134,7 +134,7 @@ class Prompts:
         await self._check_length(prompt, "prompt")
         ids = (await self.run_in_thread(self.tokenizer, prompt))["input_ids"]
         if not ids:
-            raise RequestError(400, "prompt: holds no token; give some text", "prompt")
+            raise RequestError(400, "prompt: contains no tokens; give some text", "prompt")
         return list(ids)
 
     def check_token_ids(self, param: str, ids: Sequence[int] | Mapping[int, Any]) -> None:
@@ -166,9 +166,9 @@ class Prompts:
         except RequestError:
             raise
         except Exception as error:  # a template is a program that comes with the model
-            raise RequestError(400, f"{param}: the model's chat template refuses this: {error}", param) from error
+            raise RequestError(400, f"{param}: the model's chat template rejects this: {error}", param) from error
         if inputs["input_ids"].shape[-1] == 0:
-            raise RequestError(400, f"{param}: the model's chat template makes no token of it; give some text", param)
+            raise RequestError(400, f"{param}: the model's chat template returns no tokens; give some text", param)
         return inputs
 
     def _check_settings(self, variables: Collection[str], tools: Any, settings: Mapping[str, Any]) -> None:

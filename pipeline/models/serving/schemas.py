@@ -47,9 +47,9 @@ def as_prompts(value: Any) -> list[Any]:
     """Return the prompts of a completion as a list. One prompt may be a text or token ids."""
     prompts = [value] if isinstance(value, str) or is_token_ids(value) else value
     if not isinstance(prompts, list) or not all(isinstance(p, str) or is_token_ids(p) for p in prompts):
-        raise invalid_value("has to be a text, a list of token ids, or a list of either; none may be empty")
+        raise invalid_value("must be a string, a list of token ids, or a list of either; none may be empty")
     if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise invalid_value(f"one request may have 1 to {MAX_PROMPTS} prompts, this one has {len(prompts)}")
+        raise invalid_value(f"a request may have 1 to {MAX_PROMPTS} prompts, but this one has {len(prompts)}")
     return prompts
 
 
@@ -123,9 +123,9 @@ class CommonRequest(Defaults):
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     service_tier: Annotated[
-        Any, allow_only("auto", "default", reason="there is only one service tier; leave it out")
+        Any, allow_only("auto", "default", reason="only one service tier is available; leave it out")
     ] = None
-    store: Annotated[Any, allow_only(False, reason="nothing is stored; leave it out")] = None
+    store: Annotated[Any, allow_only(False, reason="storing is not supported; leave it out")] = None
     # Without effect on the answer.
     user: str | None = None
     safety_identifier: str | None = None
@@ -151,9 +151,7 @@ class TextRequest(CommonRequest):
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(as_token_ids), Field(max_length=MAX_BIASES)] | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[
-        Any, allow_only(1, reason="one answer is given for each request; send the request again for another")
-    ] = None
+    n: Annotated[Any, allow_only(1, reason="each request gets one answer; send the request again for more")] = None
 
     @model_validator(mode="after")
     def _require_stream(self) -> TextRequest:
@@ -181,8 +179,8 @@ class Chat(TextRequest, WithTools):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[Tool], FAIL_FAST] | None = None
-    functions: Annotated[Any, allow_only([], reason="is replaced by tools; use that")] = None
-    function_call: Annotated[Any, allow_only("auto", "none", reason="is replaced by tool_choice; use that")] = None
+    functions: Annotated[Any, allow_only([], reason="was replaced by tools; use tools")] = None
+    function_call: Annotated[Any, allow_only("auto", "none", reason="was replaced by tool_choice; use that")] = None
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: Annotated[
         Any, allow_only({"type": "text"}, reason="only text is supported; a format cannot be enforced")
@@ -206,7 +204,7 @@ class Completion(TextRequest):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    best_of: Annotated[Any, allow_only(1, reason="one answer is given for each prompt; leave it out")] = None
+    best_of: Annotated[Any, allow_only(1, reason="each prompt gets one answer; leave it out")] = None
     suffix: Annotated[Any, allow_only("", reason="text cannot be inserted before a suffix; leave it out")] = None
 
     @model_validator(mode="after")

@@ -29,12 +29,12 @@ from ktconvert.pipeline.models.serving.template_process import shared_process
 if TYPE_CHECKING:
     from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
-MAX_CONNECTIONS = 512  # a further one replaces the one that has waited longest for its client
-HEADER_SECONDS = 10.0  # for a request's headers, from the start of the connection or the end of the previous answer
-BODY_SECONDS = 60.0  # for its body, after the headers
-READ_SECONDS = 60.0  # for the client to read some of an answer whose buffer is full
-SHUTDOWN_SECONDS = 1  # for answers in transit; a client that does not read does not delay the shutdown
-EXIT_SECONDS = 5.0  # from a signal to the end of the process, whatever still runs
+MAX_CONNECTIONS = 512  # one more replaces the connection that has waited longest for its client
+HEADER_SECONDS = 10.0  # limit for headers, from the start of the connection or the end of the previous answer
+BODY_SECONDS = 60.0  # limit for its body, after the headers
+READ_SECONDS = 60.0  # limit for the client to read part of an answer whose buffer is full
+SHUTDOWN_SECONDS = 1  # limit for answers in transit; a client that does not read does not delay the shutdown
+EXIT_SECONDS = 5.0  # limit from a signal to the end of the process, also if threads still run
 INTERRUPTED = 130  # exit code
 
 
@@ -59,7 +59,7 @@ class Connection(H11Protocol):
         """Accept a connection, and close another one if there are too many."""
         super().connection_made(transport)
         self._update_deadline()
-        # Clients that send nothing go before those that read nothing.
+        # Clients that send nothing are closed before those that read nothing.
         others = [one for one in self.connections if isinstance(one, Connection) and one._awaited and one is not self]
         if len(self.connections) > MAX_CONNECTIONS and others:
             min(others, key=lambda one: (one.flow.write_paused, one._since)).transport.abort()
@@ -121,7 +121,7 @@ class Server(uvicorn.Server):
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         """Run until a signal, which uvicorn raises again: SIGTERM ends the process, SIGINT is a KeyboardInterrupt."""
-        if threading.current_thread() is threading.main_thread():  # the only one in which uvicorn handles signals
+        if threading.current_thread() is threading.main_thread():  # uvicorn handles signals only there
             threading.Thread(target=self._force_exit, daemon=True, name="exit").start()
         try:
             super().run(*args, **kwargs)
@@ -168,4 +168,4 @@ def _require_free(host: str, port: int) -> None:
             pass
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
-        raise KtconvertError(f"{host}:{port}: cannot listen there ({reason}); choose --host and --port") from None
+        raise KtconvertError(f"{host}:{port}: cannot listen ({reason}); choose a different --host or --port") from None

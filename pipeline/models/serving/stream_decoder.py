@@ -16,12 +16,12 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 from ktconvert.pipeline.models.serving.prompts import ChatTemplate
 
-# Texts of a user to find out what the template writes, which must not depend on the text.
+# Texts of a user that show what the template writes, independent of the text.
 PROBES = ("a", "b")
 THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable_thinking": False})
-MAX_HELD = 64  # tokens that are held back because their text may still change
+MAX_HELD = 64  # tokens to hold back because their text may still change
 _get_template, _decode_prefix = utils.get_response_template, utils._decode_prefix  # transformers' own functions
-INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of a character some of whose bytes are missing
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
 
 
 class StreamDecoder:
@@ -39,9 +39,9 @@ class StreamDecoder:
         self.end_ids, self.stop = frozenset(end_ids), tuple(stop)
         self.stopped = self.ended = False
         self._ids: list[int] = []
-        self._returned = 0  # ids whose text was returned
-        self._held = ""  # text that may be the beginning of a stop string
-        self._unparsed = ""  # text that the parser has read and not returned
+        self._returned = 0  # number of ids with returned text
+        self._held = ""  # text that may begin a stop string
+        self._unparsed = ""  # text that the parser has read but not returned
 
     def add(self, token: int) -> list[Any]:
         """Return the items that a token completes. There are none after a stop string."""
@@ -119,7 +119,7 @@ def install_parser(chat_template: ChatTemplate, model: Any) -> None:
     def prefix(tokenizer: Any, input_ids: Any) -> str:
         prompt = _decode_prefix(tokenizer, input_ids[..., -count:])
         more = (more for words, more in beginnings if prompt.endswith(words + more))
-        return max(more, key=len, default="").rstrip()  # else the parser would add its spaces to the answer
+        return max(more, key=len, default="").rstrip()  # otherwise the parser would add its spaces to the answer
 
     modules: Any = utils, chat_completion, response
     modules[0].get_response_template = lambda processor, model: template if beginnings else None
@@ -137,7 +137,7 @@ async def _find_beginnings(chat_template: ChatTemplate, template: Any) -> set[tu
             try:
                 await chat_template.find_variables(None)  # compiles it in the other process first
                 prompt = await chat_template.render(chat_template.prepare(messages, None, settings))
-            except Exception:  # a template is a program that comes with the model, and may refuse so short a chat
+            except Exception:  # a template is a program from the model, and may reject such a short chat
                 ends.add(None)
                 continue
             last = max(anchor.finditer(prompt), key=lambda match: match.end(), default=None)

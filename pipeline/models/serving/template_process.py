@@ -24,7 +24,7 @@ MAX_MEMORY = 2 << 30  # bytes of address space, of each fork and of the process,
 MAX_TEXT = 1 << 24  # characters of a rendered text
 PROGRAM = "ktconvert.pipeline.models.serving.template_process"
 SUCCESS, FAILURE = b"+", b"-"  # the first byte of a reply
-IN_FORK, IN_PROCESS = b"f", b"k"  # where to run a job; what the process itself compiles, later forks have too
+IN_FORK, IN_PROCESS = b"f", b"k"  # where to run a job; later forks inherit what the process compiles
 
 
 class TemplateError(Exception):
@@ -43,7 +43,7 @@ class TemplateProcess:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", PROGRAM, str(theirs.fileno()), str(self.seconds)]
         with theirs:
-            # In a session of its own it does not get Ctrl-C: it ends when the socket is closed.
+            # In its own session it does not get Ctrl-C; it ends when the socket is closed.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -143,7 +143,7 @@ def _run_job(connection: socket.socket, tasks: list[Callable[..., str]]) -> None
         reply = SUCCESS + text.encode()
     except MemoryError:
         return
-    except Exception as error:  # a template may raise anything
+    except Exception as error:  # a template may raise any error
         reply = FAILURE + " ".join(str(error).split())[:1000].encode(errors="replace")
     connection.sendall(reply)
 
