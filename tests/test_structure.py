@@ -309,6 +309,59 @@ MAY_REMOVE = {"pipeline/engine/job_share.py", "pipeline/engine/existing.py", "la
 MAY_REMOVE |= {"layouts/outputs/ignore.py"}
 
 
+IMPORT = re.compile(
+    r"""(?x) (?:^ | ["'`(;>] ) [ \t.]* (?:from [ ] (ktconvert[\w.]*) [ ] import [ ]+ ( \([^)]*\) | \w[\w, ]* )
+    | import [ ] (ktconvert[\w.]*) )""",
+    re.M,
+)
+
+
+EXTENSION = "ktconvert.native_quant._ktq"  # compiled
+
+
+@functools.cache
+def names_in(module: str) -> set[str]:
+    """Return the submodules of a module, and the names that it defines, imports, or computes in __getattr__."""
+    names = {each.rpartition(".")[2] for each in (*MODULES, EXTENSION) if each.rpartition(".")[0] == module}
+    path = MODULES.get("ktconvert.pipeline.api" if module == "ktconvert" else module)
+    nodes = [] if path is None else list(ast.walk(parse_modules()[path]))
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+    if "__getattr__" in names:
+        names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return names
+
+
+def exists(module: str, name: str = "") -> bool:
+    """Return whether a module, or a name in it, exists. Imports nothing, since some modules import torch."""
+    if module in MODULES or module == "ktconvert" or module in {f"ktconvert.{folder}" for folder in FOLDERS}:
+        return not name or name in names_in(module)
+    parent, _, last = module.rpartition(".")
+    return module == EXTENSION or (not name and bool(parent) and exists(parent, last))
+
+
+def test_imports_in_programs_and_docs_resolve():
+    """Imports of ktconvert in every tracked text: also in strings of tests, which start programs, and in pages."""
+    listed = subprocess.check_output(
+        ["git", "ls-files", "*.py", "*.md", "*.toml", "*.yml", "*.sh"], cwd=ROOT, text=True
+    )
+    offenders, count = [], 0
+    for file in listed.splitlines():
+        text = (ROOT / file).read_text()
+        for match in IMPORT.finditer(text) if "ktconvert" in text else ():
+            module, names = match[1] or match[3], re.findall(r"(\w+)(?: as \w+)?", match[2] or "") or [""]
+            count += len(names)
+            line = text.count("\n", 0, match.start()) + 1
+            offenders += [f"{file}:{line}: {module} {name}" for name in names if not exists(module, name)]
+    assert count > 1000
+    fail_with(offenders)
+
+
 def test_no_message_advises_to_remove_a_file_or_a_tensor():
     """Without the file the rest may be a different model, or the file was not the problem."""
     advice = re.compile(r"(?:[;:,] |\bor |^)(?:remove|delete|keep one)(?: \w|,| $|\Z)")

@@ -14,10 +14,9 @@ from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.engine.existing import read_plan
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.options.conversion_options import CpuOptions
+from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS, CpuOptions
 from ktconvert.pipeline.options.declare import weights_option, with_values
 from ktconvert.pipeline.options.types import Integer
-from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.plans.commands import make_options, make_plan, restore_options
 
 
@@ -29,7 +28,7 @@ class ToyOptions(CpuOptions):
 
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(commands.COMMANDS, "cpu", ToyOptions)  # type: ignore[misc]  # its type says Mapping
+    monkeypatch.setitem(CONVERSION_OPTIONS, "cpu", ToyOptions)  # type: ignore[misc]  # its type says Mapping
     monkeypatch.setattr(cli_cpu, "cpu", Command("cpu", ToyOptions, cli_cpu.cpu.function))
 
 

@@ -79,10 +79,11 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
     are the files of weights.
     Raises ValueError for unknown options and values, KtconvertError for an input that cannot be converted so.
     """
+    from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
     from ktconvert.pipeline.plans import commands
 
-    if command not in commands.COMMANDS:
-        raise ValueError(f"unknown command {command!r}; choose one of {', '.join(commands.COMMANDS)}")
+    if command not in CONVERSION_OPTIONS:
+        raise ValueError(f"unknown command {command!r}; choose one of {', '.join(CONVERSION_OPTIONS)}")
     return commands.make_plans(commands.make_options(command, **options))
 
 

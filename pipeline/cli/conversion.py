@@ -20,14 +20,9 @@ from ktconvert.pipeline.engine.lock import JobShare, unlock
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
+    CONVERSION_OPTIONS,
     CalibrateOptions,
-    CpuOptions,
-    DequantizeOptions,
-    GpuOptions,
-    MergeAdapterOptions,
-    MergeOptions,
     QuantizationOptions,
-    ResplitOptions,
     ResumeOptions,
 )
 from ktconvert.pipeline.options.declare import Option, with_values
@@ -38,8 +33,8 @@ from ktconvert.pipeline.report.progress import Reporter
 IGNORED = "is accepted for compatibility with kt-kernel and has no effect"
 
 
-@command("cpu", CpuOptions)
-def cpu(options: CpuOptions) -> None:
+@command("cpu", CONVERSION_OPTIONS["cpu"])
+def cpu(options: ConversionOptions) -> None:
     """Convert a checkpoint's routed experts to AMXINT4, AMXINT8, RAWINT4, MXFP4, FP8 or BF16 weights for the CPU.
 
     The input is safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ or AWQ, or GGUF. No
@@ -60,8 +55,8 @@ def cpu(options: CpuOptions) -> None:
     convert(options)
 
 
-@command("gpu", GpuOptions, MultiValueCommand)
-def gpu(options: GpuOptions) -> None:
+@command("gpu", CONVERSION_OPTIONS["gpu"], MultiValueCommand)
+def gpu(options: ConversionOptions) -> None:
     """Quantize a checkpoint's routed experts to W4A16 or W8A16 for the GPU.
 
     SGLang, vLLM and transformers load the output. The input formats are those of `cpu`; all other tensors are copied.
@@ -78,8 +73,8 @@ def gpu(options: GpuOptions) -> None:
     convert(options)
 
 
-@command("calibrate", CalibrateOptions)
-def calibrate(options: CalibrateOptions) -> None:
+@command("calibrate", CONVERSION_OPTIONS["calibrate"])
+def calibrate(options: ConversionOptions) -> None:
     """Measure the inputs of a model's routed experts: routing counts, and the importance of each column.
 
     MODEL is a directory, a .safetensors file, or a hub id (org/name). The model reads the samples with one layer in
@@ -96,8 +91,8 @@ def calibrate(options: CalibrateOptions) -> None:
     convert(options)
 
 
-@command("dequantize", DequantizeOptions)
-def dequantize(options: DequantizeOptions) -> None:
+@command("dequantize", CONVERSION_OPTIONS["dequantize"])
+def dequantize(options: ConversionOptions) -> None:
     """Write a quantized checkpoint as a BF16 release: a whole model for any loader.
 
     SRC is a directory, a .safetensors file, or a hub id (org/name); OUT is the output directory. Quantized weights
@@ -113,8 +108,8 @@ def dequantize(options: DequantizeOptions) -> None:
     convert(options)
 
 
-@command("merge", MergeOptions)
-def merge(options: MergeOptions) -> None:
+@command("merge", CONVERSION_OPTIONS["merge"])
+def merge(options: ConversionOptions) -> None:
     """Merge loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index.
 
     Examples:
@@ -126,8 +121,8 @@ def merge(options: MergeOptions) -> None:
     convert(options)
 
 
-@command("merge-adapter", MergeAdapterOptions)
-def merge_adapter(options: MergeAdapterOptions) -> None:
+@command("merge-adapter", CONVERSION_OPTIONS["merge-adapter"])
+def merge_adapter(options: ConversionOptions) -> None:
     """Fold a LoRA adapter into its model: a BF16 checkpoint for `cpu`, `gpu` and any loader.
 
     MODEL is a directory, a .safetensors file, or a hub id (org/name); quantized weights become BF16 first.
@@ -142,8 +137,8 @@ def merge_adapter(options: MergeAdapterOptions) -> None:
     convert(options)
 
 
-@command("resplit", ResplitOptions)
-def resplit(options: ResplitOptions) -> None:
+@command("resplit", CONVERSION_OPTIONS["resplit"])
+def resplit(options: ConversionOptions) -> None:
     """Rewrite OUTPUT (from `cpu`, `merge` or kt-kernel) as NEW, for a different number of NUMA nodes.
 
     MXFP4, FP8 and BF16 keep every value, and so do the gate and up projections of AMXINT4 and AMXINT8. Their down

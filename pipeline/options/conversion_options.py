@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +322,21 @@ class ResumeExecution(groups.Execution):
 
     cpuinfer_threads: int | None = option(groups.THREADS, Integer(min=1), unset="as before")
     max_memory: int | None = option("Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before")
+
+
+# Command -> its options, for each command that converts; plan_NAME in pipeline/plans/NAME.py builds its plan
+CONVERSION_OPTIONS: Mapping[str, type[groups.ConversionOptions]] = {
+    cls.command: cls
+    for cls in (
+        CpuOptions,
+        GpuOptions,
+        CalibrateOptions,
+        DequantizeOptions,
+        MergeOptions,
+        MergeAdapterOptions,
+        ResplitOptions,
+    )
+}
 
 
 class ResumeOptions(Options):

@@ -25,14 +25,10 @@ from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan
 from ktconvert.pipeline.engine.recorded_inputs import compare_inputs
 from ktconvert.pipeline.options.conversion_options import (
+    CONVERSION_OPTIONS,
     CalibrateOptions,
-    CpuOptions,
     DequantizeOptions,
-    GpuOptions,
-    MergeAdapterOptions,
-    MergeOptions,
     QuantizationOptions,
-    ResplitOptions,
 )
 from ktconvert.pipeline.options.declare import (
     PlannedOptions,
@@ -50,26 +46,13 @@ from ktconvert.pipeline.report.text import plural
 
 AnyOptions = TypeVar("AnyOptions", bound=PlannedOptions)
 
-# A command's plan is built by plan_NAME in the module with its name.
-COMMANDS: Mapping[str, type[ConversionOptions]] = {
-    cls.command: cls
-    for cls in (
-        CpuOptions,
-        GpuOptions,
-        CalibrateOptions,
-        DequantizeOptions,
-        MergeOptions,
-        MergeAdapterOptions,
-        ResplitOptions,
-    )
-}
 # Commands for which --verify-inputs hashes the shards of the input
 HASHING = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOptions)
 
 
 def make_options(command: str, **values: Any) -> ConversionOptions:
     """Return the options of a command from values named as in --help, with underscores; ValueError for other names."""
-    return _convert_options(COMMANDS[command], values)
+    return _convert_options(CONVERSION_OPTIONS[command], values)
 
 
 def restore_options(output: Path, saved: SavedPlan) -> ConversionOptions:
@@ -77,11 +60,11 @@ def restore_options(output: Path, saved: SavedPlan) -> ConversionOptions:
     if saved.command == TRAIN:
         problem = "contains an unfinished training; see `ktconvert status`, or finish it with `ktconvert resume`"
         raise OutputError(f"{output}: {problem}.")
-    if saved.command not in COMMANDS:
+    if saved.command not in CONVERSION_OPTIONS:
         raise OutputError(
             f"{output}: was begun by `ktconvert {saved.command}`, which this version lacks; use that version."
         )
-    return load_options(COMMANDS[saved.command], output, saved, input=saved.input)
+    return load_options(CONVERSION_OPTIONS[saved.command], output, saved, input=saved.input)
 
 
 def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: Any) -> AnyOptions:
