@@ -100,17 +100,17 @@ def test_each_setting_is_supported_or_rejected(setting, value, supported_by, tmp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"alpha_pattern": {"(": 8}}, "is no regular expression"),
+        ({"alpha_pattern": {"(": 8}}, "is not a regular expression"),
         ({"alpha_pattern": {SLOW: 8}}, "takes too long"),
         ({"alpha_pattern": {"q_proj": "x"}}, "its alpha_pattern is"),
         ({"target_modules": SLOW}, "takes too long"),
         ({"lora_alpha": 10**400}, "its lora_alpha is"),
         ({"lora_alpha": "x"}, "its lora_alpha is 'x'"),
         ({"r": 0}, "its r is 0"),
-        ({"r": 8}, "says that their rank is 8"),
-        ({"rank_pattern": {"q_proj": 2}}, "says that their rank is 2"),
+        ({"r": 8}, "their rank in adapter_config.json is 8"),
+        ({"rank_pattern": {"q_proj": 2}}, "their rank in adapter_config.json is 2"),
         ({"target_modules": 5}, "its target_modules is 5"),
-        ({"target_modules": ["v_proj"]}, "is of a module that adapter_config.json does not name"),
+        ({"target_modules": ["v_proj"]}, "belongs to a module that adapter_config.json does not name"),
         ({"peft_type": ["LORA"]}, "it has no peft_type"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_file_without_a_configuration_is_reported_in_one_sentence(tmp_path):
     folder = write_adapter(tmp_path / "a", {})
     for text in ("[]", "null", "{", "[" * 100_000, '{"peft_type": "\\ud800"}', '{"r": NaN}'):
         (folder / adapter.CONFIG).write_text(text)
-        with pytest.raises(InputError, match=r"is no configuration of LoRA \("):
+        with pytest.raises(InputError, match=r"not a LoRA configuration \("):
             read_settings(folder, RUN)
 
 
@@ -290,7 +290,7 @@ def test_merge_adapter_changes_only_the_named_modules(model, tmp_path):
     assert changed_tensors(model, merge(model, other)) == {router}
     wrong = write_adapter(tmp_path / "c", {"audio.layers.0.mlp.gate": (EXPERTS, HIDDEN)})
     shutil.rmtree(tmp_path / "merged")
-    merge(model, wrong, message="the adapter changes audio.layers.0.mlp.gate, [2, 128], and the checkpoint lacks it")
+    merge(model, wrong, message="the adapter changes audio.layers.0.mlp.gate, [2, 128], but the checkpoint lacks it")
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -303,11 +303,11 @@ def test_merge_adapter_rejects_adapters_of_other_sizes(stacked, model, tmp_path)
         write_adapter(tmp_path / "half", expert_modules(width=WIDTH // 2)),
         message="use an adapter of this model",
     )
-    merge(model, write_adapter(tmp_path / "from-1", expert_modules((1, 2))), message="but none for expert 0")
+    merge(model, write_adapter(tmp_path / "from-1", expert_modules((1, 2))), message="but not for expert 0")
     merge(
         model,
         write_adapter(tmp_path / "one", expert_modules((0,))),
-        message="of 1 experts, and the checkpoint has more",
+        message="of 1 experts, but the checkpoint has more",
     )
     merge(model, write_adapter(tmp_path / "more", expert_modules(range(3))), message="use an adapter of this model")
     before = read_folder(model)

@@ -210,7 +210,7 @@ def test_calibrate_runs_after_a_refused_attempt(models: dict[str, Path], servers
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.write_text("")
     done = servers.run(calibrated.calibrate_arguments(models["qwen3_moe"], output, empty), tmp_path / "log")
-    conversion.check_refusal(done, 5, "holds no token")
+    conversion.check_refusal(done, 5, "contains no tokens")
     dataset, _ = calibrated.write_dataset(tmp_path, "texts", calibrated.FEW)
     calibrate(servers, models["qwen3_moe"], output, dataset)
 
@@ -308,7 +308,7 @@ def test_commands_read_or_refuse_the_folder(
         [np.argmax(row)] for row in read_statistics(statistics_folder).counts
     ]
     for command in ("verify", "inspect"):
-        conversion.check_refusal(run(command, statistics_folder), 3, "statistics of a model's experts, and no weights")
+        conversion.check_refusal(run(command, statistics_folder), 3, "statistics of a model's experts, but no weights")
     damage(statistics_folder, "imatrix.gguf flipped")
     conversion.check_refusal(convert(small_model, "flipped"), 5, "imatrix.gguf")
     damage(statistics_folder, "counts.safetensors truncated")

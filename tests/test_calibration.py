@@ -153,7 +153,7 @@ def test_empty_samples_are_left_out_and_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     file = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
     assert sorted(decode_texts(read_samples_by_length(samples_of(file), tokenizer(), notes.append))) == ["one", "two"]
-    assert notes == [f"{file}: 2 of 4 samples hold no token and are left out"]
+    assert notes == [f"{file}: 2 of 4 samples contain no tokens and are skipped"]
 
 
 def test_files_of_a_folder_are_read_in_order_of_name(tmp_path: Path) -> None:
@@ -210,12 +210,12 @@ def write_damaged_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "parquet cut off": ("cut.parquet", good[:-9], "cannot be read as parquet .*; repair it"),
         "Latin-1": ("latin.txt", "café\n".encode("latin-1"), "'utf-8' codec can't decode"),
         "other columns": ("columns.jsonl", b'{"prompt": "a", "answer": "b"}\n', "none of the columns .* only prompt, answer;"),
-        "a number": ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: its column text holds no text but int"),
-        "messages of text": ("messages.jsonl", b'{"messages": "hello"}\n', "row 1: its column messages holds no list of messages"),
-        "messages without a role": ("roles.jsonl", b'{"messages": [{"content": 1}]}\n', "row 1: the chat template refuses .*no role"),
-        "nothing": ("empty.jsonl", b"", "holds no token"),
-        "spaces": ("empty.txt", b"", "holds no token"),
-        "unknown kind": ("table.csv", b"text\na\n", "table.csv: is of no kind that can be read"),
+        "a number": ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: column text contains int, not text"),
+        "messages of text": ("messages.jsonl", b'{"messages": "hello"}\n', "row 1: column messages is not a list of messages"),
+        "messages without a role": ("roles.jsonl", b'{"messages": [{"content": 1}]}\n', "row 1: the chat template rejects .*no role"),
+        "nothing": ("empty.jsonl", b"", "contains no tokens"),
+        "spaces": ("empty.txt", b"", "contains no tokens"),
+        "unknown kind": ("table.csv", b"text\na\n", "table.csv: unsupported kind of file"),
     }  # fmt: skip
     for name, content, _ in contents.values():
         (folder / name).write_bytes(content)
@@ -232,8 +232,8 @@ def test_damaged_files_are_reported_in_one_sentence(tmp_path: Path) -> None:
 def test_paths_without_usable_data_are_refused(tmp_path: Path) -> None:
     for dataset, files, message in (
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
-        ("unknown", ("a.jsonl", "b.csv"), "b.csv: is of no kind"),
-        ("empty", ("README.md",), "holds no data"),
+        ("unknown", ("a.jsonl", "b.csv"), "b.csv: unsupported kind of file"),
+        ("empty", ("README.md",), "contains no data"),
         ("none", (), "no such file or folder"),
     ):
         for name in files:

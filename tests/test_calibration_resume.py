@@ -287,7 +287,7 @@ def test_flipped_bit_in_a_chain_file_is_detected(conversions):
         (victim,) = (work / "store").glob(f"{begin}*{end}")
         conversion.flip_bit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
         done = conversions.run(output, "resume", str(output))
-        assert f"is made again: {victim} is not what was written" in done.stderr
+        assert f"is converted again: the SHA-256 of {victim} has changed" in done.stderr
         assert conversion.find_differences(conversion.tree(output.parent), conversions.expected) == []
 
     conversion.run_in_parallel(check_resume, range(len(files)))
@@ -313,11 +313,11 @@ def test_statistics_folder_is_not_overwritten(conversions):
     assert conversion.names(existing) == ["thesis.txt"]
     beside_model = calibrated.gpu_arguments(conversions.model, output, "W4A16", conversions.dataset)
     done = conversions.run(output, *beside_model, "--save-statistics", str(conversions.model / "statistics"))
-    conversion.check_refusal(done, 2, "choose another folder")
+    conversion.check_refusal(done, 2, "choose a different folder")
 
 
 @only_gpu
 def test_finished_output_restores_its_statistics_folder(conversions):
     output = conversions.output("gone")
     shutil.copytree(conversions.base / "whole" / "out", output)
-    conversion.check_refusal(conversions.run(output), 7, "does not have what was gathered with it")
+    conversion.check_refusal(conversions.run(output), 7, "does not contain its statistics")

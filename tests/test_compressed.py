@@ -166,7 +166,7 @@ def test_experts_of_other_blocks_are_ignored(build: Build) -> None:
 
 def test_patterns_that_match_a_routed_expert_are_refused(build: Build) -> None:
     model = build("mixtral", style_of("mixtral", Separate))
-    message = r"would leave out the routed expert model\.layers\.1\.block_sparse_moe\.experts"
+    message = r"would exclude the routed expert model\.layers\.1\.block_sparse_moe\.experts"
     routed = "model.layers.1.block_sparse_moe.experts.1.w3"
     for pattern in ("re:.*gate.*", r"re:model\.layers\.1\..*", "re:.*experts$", "re:.*w2$", "Linear", routed):
         with pytest.raises(UsageError, match=message) as e:
@@ -178,7 +178,7 @@ def test_patterns_match_as_in_compressed_tensors(build: Build) -> None:
     model = build("qwen3_moe", style_of("qwen3_moe", Separate))
     for harmless in ("experts", r"re:experts", r".*experts.*", r"re:mlp\.experts\.0", r"re:.*shared_experts.*"):
         assert harmless in ignore.ignore_list(model, (harmless,))
-    with pytest.raises(UsageError, match=r"^--ignore-patterns: '\(' is no regular expression"):
+    with pytest.raises(UsageError, match=r"^--ignore-patterns: '\(' is not a regular expression"):
         ignore.ignore_list(model, ("re:(",))
     library = pytest.importorskip("compressed_tensors.utils.match", reason="compressed-tensors is not installed")
     names = ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts.0.gate_proj", "a.self_attn.q"]
@@ -195,7 +195,7 @@ def test_groups_and_ranks_that_do_not_divide_rows_are_refused(build: Build) -> N
     model = build("qwen3_moe", style, shape=(E, 128, 768))
     note = "Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2."
     assert notes_on_loading(output_format, model, (1, 2)) == (note,)
-    message = r"768 cannot be cut into 4 tensor-parallel ranks .* choose one of 1, 2$"
+    message = r"768 cannot be split into 4 tensor-parallel ranks .* choose one of 1, 2$"
     with pytest.raises(UnsupportedError, match=message):
         notes_on_loading(output_format, model, (4,))
 

@@ -118,11 +118,11 @@ def test_wrong_arguments_are_refused() -> None:
     descend = {"hessian": hessian, "scale": scale, "codes": codes, "gradient": weight}
     compensate = {"scale": ones + 1, "weight": ones, "gradient": ones + 2, "slices": np.ones((2, 32, 16), np.float32)}
     wrong_for_both: list[tuple[dict[str, Any], str]] = [
-        ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
+        ({"code_range": CodeRange(1, 7)}, "code_range must contain 0"),
         ({"threads": 0}, "threads must be"),
     ]
     wrong_for_descend: list[tuple[dict[str, Any], str]] = [
-        ({"scale": np.zeros((5, 3), np.float32)}, "do not fall into groups"),
+        ({"scale": np.zeros((5, 3), np.float32)}, "do not divide into groups"),
         ({"scale": np.zeros((4, 2), np.float32)}, "scale must be"),
         ({"hessian": hessian[:-1]}, "hessian must be"),
         ({"codes": codes.astype(np.int16)}, "codes must be"),

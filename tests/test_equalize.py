@@ -241,7 +241,7 @@ def test_verify_detects_different_codes_of_up(source: Path, tmp_path: Path, monk
 
     monkeypatch.setattr(equalizing, "scale", scale)
     output = convert(source, tmp_path / "out", "--equalize")
-    assert "up of expert 0 of layer 0 has different codes than without --equalize" in require_refused(
+    assert "up of expert 0 of layer 0 has different codes with and without --equalize" in require_refused(
         output, "--against", source
     )
 
@@ -249,7 +249,11 @@ def test_verify_detects_different_codes_of_up(source: Path, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (("cpu", "--quant-method", "fp8"), 2, "FP8 keeps every number, or scales rows and columns together"),
+        (
+            ("cpu", "--quant-method", "fp8"),
+            2,
+            "FP8 keeps every number of these experts, or scales rows and columns together",
+        ),
         (("cpu", "--quant-method", "bf16"), 2, "BF16 keeps every number"),
         (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up is scaled"),  # for a model that clamps up
         (("cpu", "--scale", "gptq", "--save-statistics", "S"), 2, "would describe the equalized experts"),

@@ -183,8 +183,8 @@ BAD_SCHEDULER_FILES = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"typ
         ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
         *((f"dask:{name}", 2, (name, "is not what `dask scheduler")) for name in BAD_SCHEDULER_FILES),
-        ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers there")),
-        ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers there")),
+        ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers")),
+        ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers")),
     ],
 )
 def test_invalid_executors_are_refused(
@@ -238,7 +238,7 @@ def test_workers_with_a_different_version_or_setting_are_refused(
 ) -> None:
     from ktconvert.pipeline import __version__
 
-    messages = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} where the command runs")
+    messages = ("host museum: ktconvert 0.0.1 is installed here", f"{__version__} on the host of the command")
     old, wrong = version_environment(tmp_path / "old", "0.0.1"), {"KTCONVERT_ISA": "avx9"}
     for env, code, expected in ((old, 7, messages), (wrong, 2, ("host museum: ", "avx9"))):
         cluster.start("a", env={**env, "KTCONVERT_HOST": "museum"})
@@ -268,7 +268,7 @@ def test_a_worker_without_ktconvert_is_refused(
 ) -> None:
     cluster.start("a", env=without_ktconvert)
     done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    conversion.check_refusal(done, 1, "a worker lacks what it needs (No module named 'ktconvert')", "install the same")
+    conversion.check_refusal(done, 1, "a worker lacks a module (No module named 'ktconvert')", "install the same")
 
 
 def test_the_umask_of_a_worker_does_not_change_modes(
@@ -288,9 +288,9 @@ def test_the_umask_of_a_worker_does_not_change_modes(
 
 DIFFERENT_HOSTS = {
     "no source": (5, ("source", "host elsewhere")),
-    "other header": (5, ("model-00001-of-00003.safetensors had", "is not the input that")),
-    "other time": (5, ("model-00001-of-00003.safetensors was modified", "is not the input that")),
-    "no output": (7, ("out.work: cannot be read here", "every host needs the file system of --output")),
+    "other header": (5, ("model-00001-of-00003.safetensors had", "is not the input of")),
+    "other time": (5, ("model-00001-of-00003.safetensors was modified", "is not the input of")),
+    "no output": (7, ("out.work: cannot be read on this host", "every host needs the file system of --output")),
     "other output": (7, ("out.work: is not the folder of this conversion", "every host needs the file system")),
 }
 
@@ -339,7 +339,7 @@ def test_a_conversion_waits_for_workers_that_offer_to_make_units(
         cluster.start("other", options=("--resources", "GPU=1"))
         coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
         pause = threading.Event()
-        note = "no worker offers to make units yet; start one on each host: dask worker"
+        note = "waiting for workers; start one on each host: dask worker"
         while not log.exists() or note not in log.read_text():
             assert not coordinator.done()
             pause.wait(0.02)
@@ -361,5 +361,5 @@ def test_only_holders_of_certificates_can_connect(source: Path, servers: Forks, 
         arguments = ("cpu", "-i", source, "-o", tmp_path / "out", "--executor", f"dask:{cluster.address}")
         holder = conversion.ktconvert(*arguments, env=cluster.env)
         assert holder.returncode == 0, holder.stderr
-        conversion.check_refusal(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers there")
+        conversion.check_refusal(stranger.result(), 1, "--executor dask:tls://", "no Dask scheduler answers")
     assert not (tmp_path / "stranger.work").exists()

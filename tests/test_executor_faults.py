@@ -150,7 +150,7 @@ def test_units_that_kill_their_workers_fail_with_a_reason(
     env = killed | {"LD_PRELOAD": f"{crash}:{setting.shim}", "KTCONVERT_HOST": "mortal"}
     cluster.start("a", nanny=True, env=env)
     done = setting.begin(output, cluster).result()
-    messages = ("ktconvert: experts.layer-00", ": 3 processes that made it ended", "on mortal, process ")
+    messages = ("ktconvert: experts.layer-00", ": 3 processes ended", "on mortal, process ")
     conversion.check_refusal(done, 1, *messages)
     for unit, reason in (("000", "no traceback"), ("001", "Segmentation fault")):
         assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{reason}", done.stderr)
@@ -172,9 +172,7 @@ def test_workers_that_die_before_a_unit_starts_are_reported(setting: Setting, cl
     }
     cluster.start("a", nanny=True, env=dying)
     done = setting.begin(output, cluster).result()
-    conversion.check_refusal(
-        done, 1, "experts.layer-00", "the workers that were to make it ended again and again", "tcp://"
-    )
+    conversion.check_refusal(done, 1, "experts.layer-00", "its workers ended repeatedly", "tcp://")
     setting.resume_and_check(output)
 
 
@@ -200,11 +198,9 @@ def test_a_run_without_workers_ends_after_the_timeout(setting: Setting, cluster:
     cluster.wait_until_stopped("b")
     cluster.send("a", signal.SIGKILL)
     done = coordinator.result()
-    conversion.check_refusal(
-        done, 1, "nothing was heard of any worker", "--executor-timeout", f"ktconvert resume {output}"
-    )
+    conversion.check_refusal(done, 1, "no worker has answered", "--executor-timeout", f"ktconvert resume {output}")
     [note] = [
-        e["text"] for e in select(conversion.parse_events(done.stderr), "note") if "nothing was heard" in e["text"]
+        e["text"] for e in select(conversion.parse_events(done.stderr), "note") if "no worker has answered" in e["text"]
     ]
     assert "start one on each host: dask worker" in note and "the command ends in 4.0 s" in note
     cluster.send("b", signal.SIGKILL)
@@ -321,7 +317,7 @@ def test_verify_can_be_interrupted_while_it_waits_for_workers(
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == 130, stderr
-    assert "the executor has lost it" not in stderr
+    assert "lost by the executor" not in stderr
 
 
 def count_tasks_of_workers(scheduler: str) -> list[int]:

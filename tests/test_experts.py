@@ -139,11 +139,11 @@ def test_plot_only_replaces_plots(tmp_path: Path, suffix: str, first_bytes: byte
     picture.write_bytes(first_bytes + b"drawn by hand, to go with what ktconvert wrote")
     for name in (picture, link):
         code, text = error_of(*arguments, tmp_path / "mask.safetensors", "--plot", name)
-        assert code == 7 and f"{picture}: lies there already, and ktconvert did not write it" in text
+        assert code == 7 and f"{picture}: exists, and ktconvert did not write it" in text
     assert picture.read_bytes().startswith(first_bytes + b"drawn by hand")
     same_file = tmp_path / f"mask{suffix}"
     code, text = error_of(*arguments, same_file, "--plot", same_file)
-    assert (code, text) == (2, f"--output {same_file}: --plot is the same file; choose another path.")
+    assert (code, text) == (2, f"--output {same_file}: --plot is the same file; choose a different path.")
     assert not same_file.exists()
 
 
@@ -214,4 +214,4 @@ def test_counts_larger_than_any_model_are_not_read(tmp_path: Path) -> None:
     path.write_bytes(encode(json.dumps(table).encode(), b""))
     os.truncate(path, path.stat().st_size + (1 << 30))
     code, text = error_of(path.parent, "--output", tmp_path / "m.safetensors", "--num-gpu-experts", 1)
-    assert code == 5 and "'counts' is of shape [16384, 8192], more than any model has" in text
+    assert code == 5 and "'counts' is of shape [16384, 8192], larger than any model" in text

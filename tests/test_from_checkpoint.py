@@ -100,8 +100,8 @@ def test_limited_and_scaled_activations_are_computed(
 UNSUPPORTED_ACTIVATIONS = [
     ("BF16_default", {"swiglu_limit": 7.0}, "swiglu_limit=7.0 must be 0 for method='BF16': only FP8, GPTQ_INT4"),
     ("FP8_default", {"swiglu_alpha": 1.7}, "swiglu_alpha=1.7 must be 0 for method='FP8': only MXFP8"),
-    ("MXFP8_m3", {"swiglu_limit": -1.0}, "swiglu_limit must be a number from 0 on, not -1.0"),
-    ("MXFP8_m3", {"swiglu_alpha": float("nan")}, "swiglu_alpha must be a number from 0 on, not nan"),
+    ("MXFP8_m3", {"swiglu_limit": -1.0}, "swiglu_limit must be a finite number of at least 0, not -1.0"),
+    ("MXFP8_m3", {"swiglu_alpha": float("nan")}, "swiglu_alpha must be a finite number of at least 0, not nan"),
 ]
 
 
@@ -163,8 +163,8 @@ def overwrite_start(data: bytes) -> Callable[[Tensor], Tensor]:
 
 
 NAN, LARGEST = b"\x00\x00\xc0\x7f", b"\xff\xff\x7f\x7f"  # float32
-NOT_FINITE = ".weight': row 0 of NUMA slice 0 of expert 1 holds a number that is not finite; download"
-INFINITE = ".weight': row .* holds a number that is not finite;"
+NOT_FINITE = ".weight': row 0 of NUMA slice 0 of expert 1 contains a number that is not finite; download"
+INFINITE = ".weight': row .* contains a number that is not finite;"
 # (checkpoint, end of the name of a tensor of expert 1, change, message)
 DAMAGES = [
     ("BF16_default", "up_proj.weight", lambda tensor: None, "1.up_proj.weight' is missing, though layer 0 has"),
@@ -213,7 +213,7 @@ def test_a_weight_scale_that_causes_infinity_is_rejected(tmp_path: Path) -> None
     ones, large = bytes([0x38]) * len(tensors[f"{key}_scale"].data), np.float32(2.0**126).tobytes()
     changes = {f"{key}_scale": ones, f"{key}_scale_2": large}
     layer.write(tmp_path, {name: t._replace(data=changes.get(name, t.data)) for name, t in tensors.items()})
-    with pytest.raises(InputError, match=f"'{key}': row 1 .* holds a number that is not finite; download it again"):
+    with pytest.raises(InputError, match=f"'{key}': row 1 .* contains a number that is not finite; download it again"):
         Experts.load(tmp_path, 0)
 
 
@@ -278,9 +278,9 @@ BAD_GPTQ = [
     (
         "qzeros",
         overwrite_start(b"\x76"),
-        "qzeros' holds zero points other than 8, though no config says sym: false; convert",
+        "qzeros' holds zero points other than 8, but no config has sym: false; convert",
     ),
-    ("g_idx", lambda x: x._replace(data=x.bits[::-1].tobytes()), "g_idx' holds an order of columns, though no"),
+    ("g_idx", lambda x: x._replace(data=x.bits[::-1].tobytes()), "g_idx' holds an order of columns, but no"),
     ("scales", halve, r"qzeros' is I32 of shape \[2, 48\]; by .*qweight' and its scales it must be"),
     ("qweight", halve, "does not fit its zero points and g_idx with codes of 4 bits; check bits"),
 ]

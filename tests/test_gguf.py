@@ -375,7 +375,7 @@ def test_config_gives_companions_and_the_family(tmp_path: Path, cli: Cli) -> Non
     before = conversion.identity(config_dir)
     for output in (config_dir, config_dir / "inside"):
         done = cli("cpu", "-i", source, "-o", output, "--config", config_dir, "--overwrite", "--delete-others", code=2)
-        assert f"{config_dir}, which is read" in done.stderr
+        assert f"is part of the input {config_dir}" in done.stderr
     assert conversion.identity(config_dir) == before
 
 
@@ -396,16 +396,16 @@ def test_config_can_be_a_hub_model_or_a_folder(snapshot: Path, tmp_path: Path, e
 
 
 CONTRADICTING_CONFIGS: list[tuple[dict[str, Any], str]] = [
-    ({"num_hidden_layers": 3}, "num_hidden_layers = 3, and the weights are of 2 layers by their own header"),
-    ({"num_experts": 3}, "num_experts = 3, and the weights' own header expert_count = 2"),
-    ({"hidden_size": 256}, "hidden_size = 256, and the weights' own header embedding_length = 512"),
-    ({"moe_intermediate_size": 300}, "= 300, and the weights' own header expert_feed_forward_length = 256"),
-    ({"intermediate_size": 2048}, "= 2048, and the weights' own header feed_forward_length = 1024"),
-    ({"first_k_dense_replace": 1}, "= 1, and the weights' own header leading_dense_block_count = 0"),
-    ({"hidden_act": "gelu"}, "hidden_act = gelu, and the weights' own header silu"),
+    ({"num_hidden_layers": 3}, "num_hidden_layers = 3, but the header of the weights has 2 layers"),
+    ({"num_experts": 3}, "num_experts = 3, but the header of the weights has expert_count = 2"),
+    ({"hidden_size": 256}, "hidden_size = 256, but the header of the weights has embedding_length = 512"),
+    ({"moe_intermediate_size": 300}, "= 300, but the header of the weights has expert_feed_forward_length = 256"),
+    ({"intermediate_size": 2048}, "= 2048, but the header of the weights has feed_forward_length = 1024"),
+    ({"first_k_dense_replace": 1}, "= 1, but the header of the weights has leading_dense_block_count = 0"),
+    ({"hidden_act": "gelu"}, "hidden_act = gelu, but the header of the weights has silu"),
     (
         {"model_type": "mixtral", "num_local_experts": E, "intermediate_size": I},
-        "config.json is of Mixtral, and the weights' own header says general.architecture = qwen3moe, Qwen3-MoE, Qwen3-Coder",
+        "config.json belongs to Mixtral, but the header of the weights has general.architecture = qwen3moe, Qwen3-MoE, Qwen3-Coder",
     ),
 ]
 
@@ -445,16 +445,16 @@ def test_families_can_share_an_architecture(arch: str, family: str, changes: dic
 def test_unsupported_commands_and_options_refuse_gguf(tmp_path: Path, cli: Cli) -> None:
     source = write_small(tmp_path / "m.gguf")
     for command, options, code, message in (
-        ("gpu", ("--quant-method", "RTN"), 3, "GGUF is no input of `ktconvert gpu`"),
-        ("dequantize", (), 3, "GGUF is no input of `ktconvert dequantize`"),
-        ("cpu", ("--non-experts", "copy"), 3, "GGUF is no input of --non-experts copy"),
+        ("gpu", ("--quant-method", "RTN"), 3, "`ktconvert gpu` does not support GGUF"),
+        ("dequantize", (), 3, "`ktconvert dequantize` does not support GGUF"),
+        ("cpu", ("--non-experts", "copy"), 3, "--non-experts copy does not support GGUF"),
         ("cpu", ("--input-type", "bf16"), 5, "the experts are Q8_0"),
     ):
         assert message in cli(command, "-i", source, "-o", tmp_path / "out", *options, code=code).stderr
     report = json.loads(cli("inspect", source, "--json").stdout)
     assert (report["container"], report["expert_dtypes"]) == ("GGUF", ["Q8_0"])
     assert report["convert"] and not report["convert_gpu"]
-    assert "GGUF is no input" in report["gpu"][0]["refused"]
+    assert "does not support GGUF" in report["gpu"][0]["refused"]
 
 
 @pytest.mark.parametrize(("kind", "warned"), [("Q4_K", True), ("Q4_1", True), ("Q5_0", False), ("Q8_0", False)])
@@ -462,7 +462,7 @@ def test_converting_few_bits_to_int4_gives_a_warning(kind: str, warned: bool, tm
     source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), model_metadata(1))
     for method in ("int4", "int8"):
         plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
-        assert ("int8 is 7.2 to 8.6 % off" in plan.stderr) == (warned and method == "int4")
+        assert ("an error of 7.2 to 8.6 % in int8" in plan.stderr) == (warned and method == "int4")
 
 
 def test_resume_after_a_kill_writes_the_same_bytes_from_gguf(all_types: Path, tmp_path: Path, cli: Cli) -> None:
@@ -480,11 +480,11 @@ ENDLESS = (1 << 64) - 1
     [
         (b"", "too short"),
         (b"GGUF\3\0\0\0", "too short for a GGUF header"),
-        (file([], [], bytes(24), magic=b"GGML"), "does not begin as a GGUF file"),
+        (file([], [], bytes(24), magic=b"GGML"), "not like a GGUF file"),
         (file([], [], bytes(24), magic=b"FUGG"), "big-endian"),
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(40), "big-endian"),
-        (file([], [], bytes(24), counts=(ENDLESS, 0)), "tensors, which a file of"),
-        (file([], [], bytes(24), counts=(0, ENDLESS)), "key-value pairs, which a file of"),
+        (file([], [], bytes(24), counts=(ENDLESS, 0)), "tensors, too many for a file of"),
+        (file([], [], bytes(24), counts=(0, ENDLESS)), "key-value pairs, too many for a file of"),
         (file([], [], bytes(24), counts=(1, 0)), "ends inside its header|cannot hold|begins|cut short|too short"),
         (file([struct.pack("<Q", ENDLESS) + bytes(40)], []), "bytes in a key"),
         (file([pair("a" * 1001, 1)], []), "1001 bytes in a key"),
@@ -506,7 +506,7 @@ ENDLESS = (1 << 64) - 1
         (file([], [ONE, info("a", [32], 2, 32)], bytes(64)), "tensor 'a' appears twice"),
         (file([], [info("a", [32], 2, 1)], bytes(64)), "no multiple of 32"),
         (file([], [info("a", [64], 2, 0), info("b", [32], 2, 32)], bytes(64)), "'b' overlaps 'a'"),
-        (file([], [ONE], bytes(17)), "cut short: tensor 'a'"),
+        (file([], [ONE], bytes(17)), "truncated: tensor 'a'"),
         (file([], [info("a", [32], 2, 1 << 62)], bytes(64)), "cut short"),
         (file([], [], bytes(24), version=1), "GGUF version 1"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),

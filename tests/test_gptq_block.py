@@ -162,9 +162,9 @@ def test_wrong_arguments_are_refused() -> None:
     readonly = weight.copy()
     readonly.flags.writeable = False
     for change, message in (
-        ({"code_range": CodeRange(-129, 127)}, "code_range must hold 0 and lie in -128 to 127"),
-        ({"code_range": CodeRange(1, 7)}, "code_range must hold 0"),
-        ({"code_range": CodeRange(0, 128)}, "code_range must hold 0"),
+        ({"code_range": CodeRange(-129, 127)}, "code_range must contain 0 and be within -128 to 127"),
+        ({"code_range": CodeRange(1, 7)}, "code_range must contain 0"),
+        ({"code_range": CodeRange(0, 128)}, "code_range must contain 0"),
         ({"code_range": CodeRange(-8, 7, 8)}, "precision must be 0 to 7"),
         ({"kind": "fp16"}, "kind 'fp16' is not one of"),
         ({"threads": 0}, "threads must be 1 or more"),

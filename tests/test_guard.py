@@ -99,7 +99,7 @@ def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, inputs_f
     done = servers.run(
         [*make_arguments(command, inputs_folder, inputs_folder), "--overwrite", "--delete-others"], tmp_path / "log"
     )
-    assert done.returncode == UsageError.exit_code and "is or contains it" in done.stderr, done.stderr
+    assert done.returncode == UsageError.exit_code and "is an input inside" in done.stderr, done.stderr
     assert conversion.identity(inputs_folder) == before and not locate(inputs_folder).root.exists()
 
     begun = tmp_path / "begun"

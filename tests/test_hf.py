@@ -182,7 +182,7 @@ def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, c
     cli("cpu", "-i", case.model, "-o", tmp_path / "one", "--threadpool-count", 1, "--layers", 1)
     other = make("qwen3_moe", False, tmp_path / "other", num_experts=4)
     for model, weights, message in (
-        (case.model, tmp_path / "one", "one: holds no experts of layer 0, which Qwen3MoeForCausalLM has"),
+        (case.model, tmp_path / "one", "one: has no experts of layer 0, but Qwen3MoeForCausalLM has"),
         (other, case.weights, "num_experts 8 by its byte counts, not 4"),
         (other, tmp_path / "nowhere", "nowhere"),
         (other, tmp_path, "holds no expert weights"),
@@ -193,7 +193,7 @@ def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, c
 
 LOCAL = {"num_local_experts": EXPERTS, "head_dim": 32}
 REJECTED: list[tuple[str, dict[str, Any], str]] = [
-    ("qwen3_moe", {"hidden_act": "gelu"}, r"Qwen3MoeExperts\) has another activation"),
+    ("qwen3_moe", {"hidden_act": "gelu"}, r"Qwen3MoeExperts\) has a different activation"),
     ("gpt_oss", {**LOCAL, "intermediate_size": WIDTH}, r"GptOssExperts\) has biases"),
     ("llama4_text", {**WIDTHS, **LOCAL}, "is not called with hidden_states, top_k_index"),
     ("llama", {"intermediate_size": 256}, "builds no routed experts"),

@@ -324,7 +324,7 @@ def test_gptq_versions_are_read_from_either_config(version, tmp_path):
     check_values(ASYMMETRIC, write_library_file(ASYMMETRIC, tmp_path / "declared", VERSIONS[version]))
     config = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": False}
     folder = write_quantize_config(ASYMMETRIC, tmp_path / "own", {}, version, **config)
-    with pytest.raises(InputError, match="no config says"):
+    with pytest.raises(InputError, match="no config states"):
         read_linears(folder)
     (folder / "quantize_config.json").write_text(json.dumps({"checkpoint_format": version}))
     check_values(ASYMMETRIC, folder)
@@ -340,12 +340,12 @@ def test_gptq_versions_are_read_from_either_config(version, tmp_path):
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({"checkpoint_format": "gptq_v2"}, "says checkpoint_format gptq_v2, and config.json says gptq"),
-        ({"desc_act": True}, "says desc_act true, and config.json says false"),
-        ({"sym": True}, "says sym true, and config.json says false"),
-        ({"bits": 8}, "says bits 8, and config.json says 4"),
-        ({"group_size": 64}, "says group_size 64, and config.json says 128"),
-        ({"quant_method": "awq"}, "says quant_method awq, and config.json says gptq"),
+        ({"checkpoint_format": "gptq_v2"}, "says checkpoint_format gptq_v2, but config.json has gptq"),
+        ({"desc_act": True}, "says desc_act true, but config.json has false"),
+        ({"sym": True}, "says sym true, but config.json has false"),
+        ({"bits": 8}, "says bits 8, but config.json has 4"),
+        ({"group_size": 64}, "says group_size 64, but config.json has 128"),
+        ({"quant_method": "awq"}, "says quant_method awq, but config.json has gptq"),
     ],
 )
 def test_contradicting_configs_are_refused(declared, message, tmp_path, cli):
@@ -371,7 +371,7 @@ def test_shapes_decide_without_a_config(name, tmp_path):
     """Shapes cannot decide how GPTQ stores zero points."""
     folder, values = write(name, tmp_path, lambda _, quantization: quantization.clear())
     if "gptq" in name and name != "gptq 4":
-        with pytest.raises(InputError, match="no config says whether it holds zero points less one"):
+        with pytest.raises(InputError, match="no config states whether its zero points are stored minus one"):
             open_model(folder).linear(0, 1, "down")
     else:
         assert (kernels.decode(open_model(folder).linear(0, 1, "down")) == values[1, "down"]).all()
@@ -463,15 +463,19 @@ REFUSED: list[tuple[str, Damage, str]] = [
     (
         "ct 4 zeros",
         remove_all("weight_zero_point"),
-        "packed' has zero points by its config, but .*zero_point is missing",
+        "packed' has zero points according to its config, but .*zero_point is missing",
     ),
     (
         "ct 4 order",
         remove_all("weight_g_idx"),
-        r"order of its columns \(actorder\) by its config, but .*g_idx is missing",
+        r"order of its columns \(actorder\) according to its config, but .*g_idx is missing",
     ),
     ("ct 4 order", replace_tensor(".weight_g_idx"), r"1\.gate_proj\.weight_g_idx is missing"),
-    ("ct W8A8", remove_all("weight_zero_point"), "weight' has zero points by its config, but .*zero_point is missing"),
+    (
+        "ct W8A8",
+        remove_all("weight_zero_point"),
+        "weight' has zero points according to its config, but .*zero_point is missing",
+    ),
     ("ct W8A8", replace_tensor(".weight_zero_point", "I32", (I, 1)), "zero points must be I8"),
     ("awq", replace_tensor(".qzeros"), r"qweight' is AWQ but .*gate_proj.qzeros is missing"),
     ("awq", replace_tensor(".g_idx", "I32", (H,)), "g_idx' scales .*, which is AWQ and needs none"),
@@ -489,13 +493,13 @@ REFUSED: list[tuple[str, Damage, str]] = [
     (
         "gptq 4 v1",
         remove_all("qzeros"),
-        r"qweight' has zero points \(sym: false\) by its config, but .*qzeros is missing",
+        r"qweight' has zero points \(sym: false\) according to its config, but .*qzeros is missing",
     ),
     ("gptq 4 v1", replace_tensor(".qzeros"), r"1\.gate_proj\.qweight'.*1\.gate_proj\.qzeros is missing"),
     (
         "gptq 4 order",
         remove_all("g_idx"),
-        r"an order of its columns \(desc_act\) by its config, but .*g_idx is missing",
+        r"an order of its columns \(desc_act\) according to its config, but .*g_idx is missing",
     ),
     (
         "gptq 4 v2 order",
@@ -509,11 +513,11 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ),
 ]
 UNSUPPORTED: list[tuple[str, Damage, str]] = [
-    ("awq", set_config(version="gemv"), "order of AWQ's version 'gemv' is not an input; use"),
+    ("awq", set_config(version="gemv"), "order of AWQ's version 'gemv' is unsupported; use"),
     ("awq", set_config(bits=8), "AWQ with 8 bits is not an input; use"),
     ("awq", replace_tensor(".qweight", "I64", (256, 24)), "is not an input yet"),
     ("awq", set_config(quant_method="gptq"), "'gemm' of GPTQ is not"),
-    ("gptq 4 v1", set_config(checkpoint_format="marlin"), "checkpoint_format 'marlin' of GPTQ is not an input; use"),
+    ("gptq 4 v1", set_config(checkpoint_format="marlin"), "checkpoint_format 'marlin' of GPTQ is unsupported; use"),
     ("gptq 4 v1", set_config(is_marlin_format=True), "'marlin'"),
     ("gptq 4 v1", store_three_bits, "GPTQ with 3 bits is not an input; use"),
     ("gptq 4 v1", replace_tensor(".scales", "F16", (7, I)), "do not divide"),

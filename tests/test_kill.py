@@ -231,7 +231,7 @@ class Matrix:
         done = self.run(output, 0, ["resume", str(output)] if by_name else None)
         if by_name and not begun and (done.returncode == 7 or self.case.over):
             # Killed before the plan was written: there is nothing to resume, or only the old output.
-            assert re.search("no conversion into it was begun|nothing to do", done.stderr), where
+            assert re.search("not an unfinished conversion|nothing to do", done.stderr), where
             done = self.run(output, 0)
         assert done.returncode == 0, f"{where}: {done.stderr}"
 

@@ -163,7 +163,7 @@ def test_non_finite_scales_are_rejected(kind, tmp_path):
     at = 208 if kind == "Q6_K" else 0
     stored.reshape(E, H, -1)[1, 5, at : at + 2] = bad
     write_model(tmp_path / "m.gguf", types, **{"blk.0.ffn_down_exps.weight": (kind, stored)})
-    message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA slice 0 of expert 1 holds a number"
+    message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA slice 0 of expert 1 contains a number"
     with pytest.raises(InputError, match=message):
         Experts.load(tmp_path / "m.gguf", 0)
 

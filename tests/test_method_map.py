@@ -68,7 +68,7 @@ def single_outputs(source: Path) -> dict[str, Path]:
         (map_options("0-2"), "0-2: give layers and their method, like 0-5=int8"),
         (map_options("0=int5"), "int5 cannot be the method of single layers; int4, int8, mxfp4, fp8 and bf16 can"),
         (map_options("0="), "cannot be the method of single layers"),
-        (map_options("4-5=int8"), "--method-map 4-5: layer 5 has no experts here; those that do are 0-4"),
+        (map_options("4-5=int8"), "--method-map 4-5: layer 5 has no experts; layers with experts: 0-4"),
         (map_options("3-1=int8"), "runs backwards"),
         (map_options("x=int8"), "--method-map x: give layer numbers"),
         (map_options("0-2=int8", "all=int4"), "every layer would have int4; give --quant-method int4"),
@@ -100,8 +100,8 @@ def test_method_that_cannot_hold_its_layer_is_refused(source, tmp_path):
 def test_plan_lists_the_methods_of_layers(source, tmp_path):
     done = run_ok("cpu", "-i", source, "-o", tmp_path / "out", *map_options(*MAP), "--scale", "mse", "--dry-run")
     listed = "AMXINT8: layers 0; MXFP4: layers 1; AMXINT4: layers 2; FP8: layers 3; BF16: layers 4"
-    assert f"kt-kernel loads none of it ({listed})" in done.output.replace("\n", " ")
-    assert "--scale mse changes nothing in layers of" in done.output.replace("\n", " ")
+    assert f"kt-kernel cannot load it ({listed})" in done.output.replace("\n", " ")
+    assert "--scale mse has no effect in layers of" in done.output.replace("\n", " ")
     assert "BF16: the experts are BF16 already" in done.output.replace("\n", " ")
 
 
@@ -195,10 +195,10 @@ DAMAGE = {
     "an unknown method": (damage_shard(0, method="AMXINT9"), "says method AMXINT9, its tensors have AMXINT8"),
     "a method with different sizes": (
         damage_shard(3, method="BF16"),
-        "its metadata says method BF16, its tensors have FP8",
+        "its metadata has method BF16, but its tensors have FP8",
     ),
     "a bit of a layer": (lambda out: conversion.flip_bit(out / "model-00003-of-00005.safetensors"), "its sha256 is"),
-    "layers of the manifest": (damage_manifest, "the manifest says methods"),
+    "layers of the manifest": (damage_manifest, "the manifest has methods"),
 }
 
 
@@ -214,7 +214,7 @@ def test_verify_names_damaged_layers(damage, mix, tmp_path):
 def test_resplit_rearranges_each_layer_by_its_method(mix, source, tmp_path):
     """The result equals what verify computes from the source for one NUMA slice."""
     done = run_ok("resplit", mix, tmp_path / "out", "--threadpool-count", 1)
-    assert "FP8: every weight and scale stays what it is" in done.output.replace("\n", " ")
+    assert "FP8: weights and scales do not change" in done.output.replace("\n", " ")
     report = require_accepted(tmp_path / "out", "--against", source)
     assert report["method"] == "MIXED" and report["methods"]["FP8"] == "3" and report["numa"] == 1
 

@@ -208,7 +208,7 @@ def test_only_the_plain_layout_can_be_written(method, source, tmp_path, cli):
 
     for options in ((), ("--layout", "numa"), ("--layout", "kt")):
         stderr = stderr_of(3, *options)
-        assert "needs the order of AOCL-BLIS" in stderr and "AMXINT8 output of int8 runs on AMD" in stderr
+        assert "needs the order of AOCL-BLIS" in stderr and "AMXINT8 output of int8 on AMD" in stderr
     assert "no matrices for fine-tuning" in stderr_of(2, "--layout", "plain", "--save-backward-weights")
     assert (
         "plain is for moe_int4, moe_int8"

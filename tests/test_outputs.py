@@ -34,7 +34,7 @@ from rig.files import rewrite
 from rig.safetensors import bits_of, data_start, edit_header, header_of, read_folder
 
 METHODS = ("mxfp4", "fp8", "bf16")
-KEPT = "the experts are {} already: every number stays what it is"
+KEPT = "the experts are {} already, so every number stays the same"
 Outputs = Callable[..., tuple[Path, str]]
 
 
@@ -211,7 +211,7 @@ def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
     other = cli(*again, "int4")
     assert f"--quant-method {method} keeps every number" in other.stdout + other.stderr
     if method == "mxfp4":
-        assert "keeps every number. Leave out --scale" in cli(*again, method, "--scale", "mse", code=2).stderr
+        assert "stores them unchanged; leave out --scale" in cli(*again, method, "--scale", "mse", code=2).stderr
 
 
 def check_unchanged_values(out: Path, folder: Path, cli: Any) -> None:
@@ -223,7 +223,7 @@ def check_unchanged_values(out: Path, folder: Path, cli: Any) -> None:
 def test_mxfp4_of_gguf_keeps_its_values(cli, tmp_path):
     about = ggml.model_metadata(1, embedding_length=192, expert_feed_forward_length=128)
     folder = ggml.write(tmp_path / "model.gguf", ggml.model([("MXFP4",) * 3], hidden=192, width=128), about)
-    held = "BF16 holds all numbers of MXFP4: every number stays"
+    held = "BF16 can represent all numbers of MXFP4, so every number stays"
     for method, message in (("mxfp4", KEPT.format("MXFP4")), ("bf16", held)):
         stderr = cli("cpu", "-i", folder, "-o", tmp_path / method, "--quant-method", method).stderr
         assert message in stderr and "rounds twice" not in stderr
@@ -307,7 +307,7 @@ DAMAGE: list[tuple[str, tuple[Any, ...], int, int, bytes, str]] = [
     ("mxfp4", KT, 1, 3, b"\xff", "is not a number"),
     ("fp8", KT, 0, 8, b"\xff", "is not a number"),
     ("bf16", KT, 0, 2, b"\xff\x7f", "not a number"),
-    ("rawint4", KT, 1, 0, b"\1", "weight_shape says 257 x 256"),
+    ("rawint4", KT, 1, 0, b"\1", "weight_shape is 257 x 256"),
     ("rawint4", KT, 2, 4, b"\x80\xff", "scale 2 is infinite or not a number"),
 ]
 
@@ -355,7 +355,7 @@ def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, 
     for name, value, message in (
         ("method", other, f"manifest.json: says method {other}, the weights .*; convert it ag"),
         ("numa", 2, "manifest.json: says numa 2, the weights .*; convert it ag"),
-        ("activation", "swiglu_limit", "manifest says activation swiglu_limit, these settings say silu; give"),
+        ("activation", "swiglu_limit", "manifest has activation swiglu_limit, but these settings silu; set"),
     ):
         document = json.loads(manifest_text)
         document["model"][name] = value
@@ -365,7 +365,7 @@ def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, 
     assert Experts.load(out, 0).method == method.upper()
     for name, value in (("method", other), ("num_experts", "9"), ("hidden_size", "64")):
         edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
-        check_refusal(UnsupportedError, rf"{shard.name}: its header says {name} {value}, .*; convert it again")
+        check_refusal(UnsupportedError, rf"{shard.name}: its header has {name} {value}, .*; convert it again")
         rewrite(shard, before)
     rewrite(shard, before[:-64])
     check_refusal(InputError, rf"{shard.name}: .*; convert it again")

@@ -77,7 +77,7 @@ def test_a_missing_share_is_named_and_can_run_later(bench):
     for _ in range(2):
         result = bench.run("resume", bench.output)
         assert result.returncode == 7
-        assert "1 of 3 units are missing (layer-001), those of --part 1/3" in result.stderr
+        assert "1 of 3 units are missing (layer-001), from --part 1/3" in result.stderr
     assert bench.cpu("--part", "1/3").returncode == 0
     assert bench.run("resume", bench.output).returncode == 0
     bench.check_output(expected)
@@ -90,14 +90,14 @@ def test_a_flipped_bit_of_a_share_is_repaired(bench):
     victim = min((bench.work / "partial").iterdir())
     conversion.flip_bit(victim, keep_time=True)
     done = bench.run("resume", bench.output)
-    assert f"warning: experts.layer-000 is made again: {victim} is not what was written" in done.stderr
+    assert f"warning: experts.layer-000 is converted again: the SHA-256 of {victim} has changed" in done.stderr
     bench.check_output(expected)
 
 
 def test_a_plan_lists_units_made_by_shares(bench):
     assert bench.cpu("--part", "0/2").returncode == 0
     stderr = bench.run("resume", bench.output, "--dry-run").stderr
-    assert "3 units, 1 to run" in stderr and stderr.count("(made, to be recorded)") == 2
+    assert "3 units, 1 to run" in stderr and stderr.count("(made, not yet recorded)") == 2
 
 
 @pytest.mark.parametrize("how", [("resume", "--verify-inputs"), ("cpu", "--overwrite")])
@@ -148,7 +148,7 @@ def test_a_chain_cannot_be_shared(example, tmp_path, cli):
     calibration = ("--dataset", text, "--num-calibration-samples", "2", "--max-sequence-length", "16", "--force-cpu")
     where = ("-i", example, "-o", tmp_path / "out")
     result = cli("cpu", *where, "--scale", "gptq", *calibration, "--part", "0/2", code=2)
-    assert "give --executor instead of --part" in result.stderr
+    assert "use --executor instead of --part" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 

@@ -90,13 +90,13 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, 
     before = conversion.identity(output)
     for options in ((), ("--dry-run",)):
         conversion.check_refusal(convert(source, output, *options), 7, str(output), "--overwrite --delete-others")
-        words = (str(output), "1 file (5 B) that no manifest lists: thesis.txt;", "--delete-others")
+        words = (str(output), "1 file (5 B) missing from its manifest: thesis.txt;", "--delete-others")
         conversion.check_refusal(convert(source, output, "--overwrite", *options), 7, *words)
         assert conversion.names(output.parent) == ["out"]
     conversion.check_refusal(convert(source, output, "--delete-others"), 2, "--overwrite")
     both = ("--overwrite", "--delete-others")
     shown = convert(source, output, *both, "--dry-run").stdout
-    assert f"remove        {output}: 1 file (5 B) that no manifest lists: thesis.txt" in shown
+    assert f"remove        {output}: 1 file (5 B) missing from its manifest: thesis.txt" in shown
     [reported] = json.loads(convert(source, output, *both, "--dry-run", "--json").stdout.splitlines()[-1])["replaces"]
     assert (reported["folder"], reported["listed"]["files"]) == (str(output), 0)
     assert reported["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
@@ -157,7 +157,11 @@ def test_what_appears_during_the_run_is_not_replaced(source, expected, output, t
         output.mkdir(exist_ok=there)
         (output / "thesis.txt").write_text("years")
         before = conversion.identity(output)
-        words = "that no manifest lists: thesis.txt" if there else "something was put there while the conversion ran"
+        words = (
+            "missing from its manifest: thesis.txt"
+            if there
+            else "a different file or folder appeared during the conversion"
+        )
         continued(process, 7, f"{output}: ", words)
     assert conversion.identity(output) == before
     conversion.check_refusal(conversion.ktconvert("resume", output), 7, "thesis.txt" if there else "is not empty")
@@ -323,7 +327,7 @@ LIMITS = {
     "nothing": (0, ("out.work/lock: File too large; raise", "ulimit -f", "then run the command again")),
     "a shard": (100_000, ("limit of 97.7 KiB (ulimit -f) is below 16.0 MiB", "; raise it.")),
     "its header": ((16 << 20) + 100, ("limit of 16.0 MiB (ulimit -f); raise it or set --max-shard-size lower.",)),
-    "a companion": (40 << 20, ("vocab.txt", "41.0 MiB are over the file size limit of 40.0 MiB", "ulimit -f")),
+    "a companion": (40 << 20, ("vocab.txt", "41.0 MiB to copy exceed the file size limit of 40.0 MiB", "ulimit -f")),
 }
 
 

@@ -163,7 +163,12 @@ def test_it_is_verified(source, imatrix, output, tmp_path):
     assert run_in_process("verify", output).exception is None
     refused(run_in_process("verify", output, "--against", source), 2, "--imatrix FILE", "or leave out --against")
     other = statistics(tmp_path / "other.gguf", seed=1)
-    refused(run_in_process("verify", output, "--against", source, "--imatrix", other), 5, str(other), "is not the file")
+    refused(
+        run_in_process("verify", output, "--against", source, "--imatrix", other),
+        5,
+        str(other),
+        "differs from the file",
+    )
 
 
 def test_options_that_do_not_go_together(source, imatrix, tmp_path):
@@ -244,7 +249,7 @@ def test_it_is_resumed(source, imatrix, output, tmp_path):
     command += ["--scale", "imatrix", "--imatrix", given]
     assert killpoint.run(command, again, 60, killpoint.build(tmp_path)).returncode == killpoint.KILLED
     statistics(given, seed=1)
-    refused(run_in_process("resume", again), 5, str(given), "put the old file back")
+    refused(run_in_process("resume", again), 5, str(given), "restore the old file")
     given.unlink()
     refused(run_in_process("resume", again), 5, str(given))
     shutil.copy(imatrix, given)

@@ -296,7 +296,7 @@ def test_serve_reports_a_used_port_before_loading(example, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         error = run_in_process("serve", example, "--port", port).exception
-    assert str(error).startswith(f"127.0.0.1:{port}: cannot listen there (Address already in use); ")
+    assert str(error).startswith(f"127.0.0.1:{port}: cannot listen (Address already in use); ")
     error = run_in_process("serve", example, "--cpu-weights", tmp_path / "nowhere", "--port", free_port()).exception
     assert isinstance(error, UnsupportedError) and str(error).startswith(f"{tmp_path / 'nowhere'}: is no directory")
 

@@ -608,12 +608,12 @@ def test_serve_warns_of_an_unsafe_configuration(example, tmp_path, monkeypatch):
     file.write_text(KEY)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         serve = ("serve", example, "--host", "0.0.0.0", "--port", taken.getsockname()[1])
-        assert "none has to send a key" in run_in_process(*serve).stderr
+        assert "without a key" in run_in_process(*serve).stderr
         for mode, warned in ((0o600, False), (0o640, True), (0o644, True)):
             file.chmod(mode)
             said = run_in_process(*serve, "--api-key-file", file).stderr
             assert ("other users of this machine can read the API key" in said) == warned
         monkeypatch.setenv("KTCONVERT_API_KEY", KEY)
-        assert "none has to send" not in run_in_process(*serve).stderr
+        assert "without a key" not in run_in_process(*serve).stderr
     assert [authentication.is_loopback(host) for host in ("127.0.0.1", "::1", "localhost")] == [True] * 3
     assert [authentication.is_loopback(host) for host in ("0.0.0.0", "::", "192.0.2.1", "example.org")] == [False] * 4

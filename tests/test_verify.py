@@ -185,15 +185,15 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     # kt-kernel's merge script writes F32 if "scale" is in its path
     "another dtype": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="F32", shape=[128 * 256 // 8]), f"{MISNAMED} in {FIRST} is F32"),
     "another type of bytes": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="U8", shape=[128 * 256 // 2]), f"{MISNAMED} in {FIRST} is U8"),
-    "int8 under int4's name": ("int8-loose", lambda o: _rename_all(o, "*.kt", "INT8_", "INT4_"), "the files are called INT4, their sizes are those of AMXINT8"),
-    "metadata that lies": ("int4-merged", lambda o: _header(o, "__metadata__", numa="1"), f"{FIRST}: its metadata says numa 1, its tensors have 2"),
+    "int8 under int4's name": ("int8-loose", lambda o: _rename_all(o, "*.kt", "INT8_", "INT4_"), "the files are named INT4, but have the sizes of AMXINT8"),
+    "metadata that lies": ("int4-merged", lambda o: _header(o, "__metadata__", numa="1"), f"{FIRST}: its metadata has numa 1, but its tensors have 2"),
     "codes of -8": ("int4-loose", lambda o: rewrite(weight_file(o), b"\x88" + weight_file(o).read_bytes()[1:]), "has 2 codes of -8, which kt-kernel misreads"),
     "NaN": ("int8-loose", lambda o: _scale(o, np.nan), "scale of row 5 is nan (layer 1, expert 2, down_proj"),
     "infinity": ("int8-loose", lambda o: _scale(o, np.inf), "scale of row 5 is inf (layer 1, expert 2, down_proj"),
     "a negative scale": ("int8-loose", lambda o: _scale(o, -1.0), "scale of row 5 is -1.0 (layer 1, expert 2, down_proj"),
-    "another total": ("int4-merged", lambda o: edit_json(o / INDEX, lambda index: index["metadata"].update(total_size=1)), "total_size 1, the shards hold"),
+    "another total": ("int4-merged", lambda o: edit_json(o / INDEX, lambda index: index["metadata"].update(total_size=1)), "total_size 1, but the shards have"),
     "another shard": ("int4-merged", lambda o: _map(o, **{IN_LAYER_1: FIRST}), f"names {IN_LAYER_1} in {FIRST}, but"),
-    "too much in the index": ("int4-merged", lambda o: _map(o, x=FIRST), f"names x in {FIRST}, which does not hold it"),
+    "too much in the index": ("int4-merged", lambda o: _map(o, x=FIRST), f"names x in {FIRST}, which does not contain it"),
     "too little in the index": ("int4-merged", lambda o: edit_json(o / INDEX, lambda index: index["weight_map"].pop(IN_LAYER_1)), f"{IN_LAYER_1}, which {INDEX} does not name"),
     "a shard outside": ("int4-merged", lambda o: _map(o, **{IN_LAYER_1: "../x.safetensors"}), "outside this directory"),
     # what convert_cpu_weights.py leaves when it is interrupted: shards of an unknown total and no index
@@ -225,7 +225,10 @@ def test_inspect_reports_the_same_codes_as_verify(copy, cli):
 def test_wrong_numa_or_method_is_refused(name, conversions):
     output, ours = conversions[name], formats_by_option("cpu")[name[:4]].name
     sentence = require_refused(output, "--numa", 1)
-    assert "--numa 1 was given, the weights are for 2 NUMA slices" in sentence and "--kt-threadpool-count 2" in sentence
+    assert (
+        "--numa 1 was given, but the weights are for 2 NUMA slices" in sentence
+        and "--kt-threadpool-count 2" in sentence
+    )
     sentence = require_refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
     assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
 
@@ -235,7 +238,7 @@ def test_changed_config_is_found(copy):
     path = output / "config.json"
     before = path.read_text()
     path.write_text(before.replace('"qwen3_moe"', '"olmoe"').replace('"Qwen3MoeForCausalLM"', '"OlmoeForCausalLM"'))
-    other = "config.json is of OLMoE, and the manifest says that the experts are of Qwen3-MoE, Qwen3-Coder"
+    other = "config.json belongs to OLMoE, but the experts to Qwen3-MoE, Qwen3-Coder according to the manifest"
     assert other in problems(run_verify(output), "config")
     path.write_text(before.replace('"hidden_size": 256', '"hidden_size": 512'))
     report = run_verify(output)
@@ -266,7 +269,7 @@ def test_changed_manifest_is_found(copy):
     require_accepted(output)
     edit_json(output / manifest.NAME, lambda document: document.update(command="merge"))
     [problem] = problems(run_verify(output), "hashes")
-    assert problem.startswith("manifest.json is not what was written")
+    assert problem.startswith("manifest.json was changed")
 
 
 def test_both_readers_must_read_the_same(copy):
@@ -302,13 +305,13 @@ def test_foreign_files_are_reported(copy, write_safetensors):
     assert require_accepted(output)["notes"] == ["not in the manifest: notes.txt"]
     (output / "original").mkdir()
     write_safetensors(output / "original" / FIRST, {"x": ("F32", np.zeros(1, np.float32))})
-    assert f"original/{FIRST} does not belong here" in require_refused(output)
+    assert f"original/{FIRST} does not belong to the output" in require_refused(output)
     output = copy("int8-loose")
     stray = weight_file(output).with_name("INT8_gate_8_64Byte_scale_.kt")
     stray.write_bytes(bytes(64))
-    assert f"{stray.name} does not belong here" in require_refused(output)
+    assert f"{stray.name} does not belong to the output" in require_refused(output)
     (output / "model.safetensors").touch()
-    assert "model.safetensors does not belong here" in require_refused(output)
+    assert "model.safetensors does not belong to the output" in require_refused(output)
 
 
 def test_flipped_byte_in_a_copied_tensor_is_found(tmp_path, example):

@@ -247,11 +247,11 @@ def read(folder: Path) -> Manifest | None:
         manifest = documents.read(data, Manifest)
         for file in manifest.files:
             if file.name.startswith("/") or ".." in Path(file.name).parts:
-                raise ValueError(f"{file.name} lies outside the output")
+                raise ValueError(f"{file.name} is outside the output")
             if any(len(part) > LONGEST_NAME for part in os.fsencode(file.name).split(b"/")):
-                raise ValueError("a file's name is too long")
+                raise ValueError("a file name is too long")
     except ValueError as error:
         raise VerificationError(
-            f"{path}: not a manifest that can be understood ({error}); convert again into a new directory."
+            f"{path}: not a valid manifest ({error}); convert again into a new directory."
         ) from error
     return manifest

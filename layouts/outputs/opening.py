@@ -21,9 +21,9 @@ from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
-TRAIN = "train"  # the command whose output is an adapter
-FOREIGN_NAME = "not a name that kt-kernel reads"
-IMPOSSIBLE = "no model has a layer, an expert or a NUMA slice of this number"
+TRAIN = "train"  # its output is an adapter
+FOREIGN_NAME = "kt-kernel does not read this name"
+IMPOSSIBLE = "no model has a layer, expert or NUMA slice with this number"
 
 Item = TypeVar("Item")
 
@@ -32,7 +32,7 @@ def is_output(path: Path) -> bool:
     """Return whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint."""
     if not path.is_dir():
         return False
-    if (about := _readable_manifest(path)) is not None:  # else the weights decide
+    if (about := _readable_manifest(path)) is not None:  # otherwise the weights decide
         return about.command not in (*dequantized.COMMANDS, TRAIN)
     if loose.find_layers(path):
         return True
@@ -77,11 +77,11 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
         with contextlib.suppress(InputError):
             quantized = read_config(root).get("quantization_config")
             if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
-                manifest.read(root)  # raises where it is damaged
-                remedy = "put that file back or convert again, else give the directory of an output."
-                what = f"is packed by {PACKER} and has no {manifest.NAME}"
+                manifest.read(root)  # raises an error if it is damaged
+                remedy = "restore that file or convert again; otherwise give the directory of an output."
+                what = f"is packed by {PACKER}, but has no {manifest.NAME}"
                 raise UnsupportedError(f"{root}: {what}; if `ktconvert gpu` wrote it, {remedy}")
-        raise UnsupportedError(f"{root}: holds no expert weights of kt-kernel; give the directory of an output.")
+        raise UnsupportedError(f"{root}: contains no expert weights of kt-kernel; give the directory of an output.")
     about, candidates = manifest.read(root), _formats_by_names({})
     if about is not None:
         _require_trusted(root, about)
@@ -181,7 +181,9 @@ def _require_trusted(root: Path, about: Manifest) -> None:
     """Raise VerificationError for a required fact of a wrong type, UnsupportedError for statistics."""
     if about.command == "calibrate":
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
-        raise UnsupportedError(f"{root}: holds statistics of a model's experts, and no weights; {readers} read it.")
+        raise UnsupportedError(
+            f"{root}: contains statistics of a model's experts, but no weights; use it with {readers}."
+        )
     facts = about.facts
     if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _manifest_format(about).arrangement.is_trusted(
         facts
@@ -204,7 +206,7 @@ def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
                 continue
             size = path.stat().st_size
             if size != int(match["nbytes"]):
-                output.damaged[name] = f"{name}: holds {size} bytes where its name says {match['nbytes']}"
+                output.damaged[name] = f"{name}: contains {size} bytes, but its name states {match['nbytes']}"
             output.prefixes.add(match["prefix"])
             slice_id = SliceId(layer, int(match["expert"]), match["projection"], bool(match["backward"]), int(node[1]))
             if not slice_id.is_possible:
@@ -213,7 +215,7 @@ def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
             tensor = loose.describe_tensor(match["what"], size)
             _add(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == before:
-            output.damaged[folder.name] = f"{folder.name} holds no .kt files below _numa_N"
+            output.damaged[folder.name] = f"{folder.name} contains no .kt files below _numa_N"
 
 
 def _add(output: Output, where: dict[Any, TensorInfo], key: Any, stored: TensorInfo) -> None:

@@ -47,7 +47,7 @@ def verify(options: VerifyOptions) -> None:
       ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B       compare predictions
       ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html
     """
-    # stdout gets only the report: a table, or one JSON object
+    # stdout gets only the report: a table or one JSON object
     reporter = with_values(options.reporting, json_events=False).reporter
     preconditions.check_kernels("the command again")
     preconditions.check_file("--report", options.report, PAGES)
@@ -71,7 +71,7 @@ def verify(options: VerifyOptions) -> None:
     elif not options.reporting.quiet:
         click.echo("\n".join(report_lines(report)))
     if report.sentence is not None:
-        if options.reporting.json_events:  # the report holds the sentence: an error event would repeat it
+        if options.reporting.json_events:  # the report contains the sentence: an error event would repeat it
             click.echo(f"ktconvert: {report.sentence}", err=True)
             sys.exit(VerificationError.exit_code)
         raise VerificationError(report.sentence)
@@ -84,7 +84,7 @@ def run_check(report: Report, threads: int) -> Check:
     """
     output, measure = report.output, report.measure
     if output.methods and (not output.has_all_weights or not measure.shapes):
-        return Check("run", "", ("nothing was computed: weight files are missing or damaged",))
+        return Check("run", "", ("not computed: weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
     unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
     if unknown and not is_checkpoint(output.root):
@@ -100,7 +100,7 @@ def run_check(report: Report, threads: int) -> Check:
         try:
             result = smoke.smoke(output.root, layer, topk, get_shared_pool(threads))
         except (InputError, UnsupportedError, VerificationError) as error:
-            if output.manifest is None and not output.methods:  # a checkpoint: no other check reports its damage
+            if output.manifest is None and not output.methods:  # a checkpoint; no other check reports its damage
                 raise
             return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
         errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())

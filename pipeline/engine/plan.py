@@ -80,7 +80,7 @@ class Needs:
     scratch_bytes: int = 0
     portion_bytes: int = 0
     advice: tuple[str, ...] = ()
-    remedies: str = "Give it more memory."
+    remedies: str = "Use a machine with more memory."
 
 
 @dataclass(frozen=True)
@@ -202,12 +202,15 @@ def require_unchanged(plan: Plan) -> None:
         return (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)
 
     if changed := [file.name for path, file in plan.files.items() if not is_same(path, file)]:
-        remedy = "put the old file back and resume"
+        remedy = "restore the old file and resume"
         raise InputError(f"{plan.options.input}: {', '.join(changed[:3])} changed while it was being read; {remedy}.")
 
 
 def require_independent_units(plan: Plan) -> None:
     """Raise UsageError for a plan with a chain: processes of --part do not wait for units of each other."""
     if any(stage.chain for stage in plan.stages):
-        problem = "each layer's calibration needs the results of the layer before, so parts cannot be made one by one"
-        raise UsageError(f"{plan.options.command}: {problem}; give --executor instead of --part.")
+        problem = (
+            "each layer's calibration needs the results of the previous layer, so the work cannot be divided into "
+            "job shares"
+        )
+        raise UsageError(f"{plan.options.command}: {problem}; use --executor instead of --part.")

@@ -14,7 +14,7 @@ from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.manifest import OutputFile, SourceFile
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit
 
-REMEDY = "copy or convert it again; if you changed it on purpose, give a copy of the folder without manifest.json"
+REMEDY = "copy or convert it again; if you changed it on purpose, use a copy of the folder without manifest.json"
 
 
 def compare_inputs(files: Mapping[Path, SourceFile], stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
@@ -33,7 +33,7 @@ def compare_inputs(files: Mapping[Path, SourceFile], stages: Sequence[Stage[Any]
     weights = {path: was for path, (file, was) in read.items() if file.header_sha256 or path.suffix == ".kt"}
     for path, was in weights.items():
         if files[path].size != was.size:
-            raise InputError(f"has {files[path].size} bytes, the manifest says {was.size}", REMEDY, path=path)
+            raise InputError(f"has {files[path].size} bytes, but {was.size} in the manifest", REMEDY, path=path)
         if (known := files[path].sha256) is not None:
             _require_same(path, known, was)
     weights = {path: was for path, was in weights.items() if files[path].sha256 is None}
@@ -61,7 +61,7 @@ def _root(path: Path, name: str) -> Path:
 
 def _require_same(path: Path, sha256: str, was: OutputFile) -> None:
     if sha256 != was.sha256:
-        problem = f"is not what was written: its sha256 is {sha256[:12]}, the manifest says {was.sha256[:12]}"
+        problem = f"was changed: its sha256 is {sha256[:12]}, but {was.sha256[:12]} in the manifest"
         raise InputError(problem, REMEDY, path=path)
 
 
@@ -88,6 +88,6 @@ class _Recordings:
             try:
                 digest = publish.sha256_file(path)
             except OSError as error:
-                raise InputError(f"cannot be read ({error.strerror})", "put it back and resume", path=path) from error
+                raise InputError(f"cannot be read ({error.strerror})", "restore it and resume", path=path) from error
             _require_same(path, digest, self._files[path])
             self._compared.add(path)

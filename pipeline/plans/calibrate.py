@@ -16,8 +16,8 @@ from ktconvert.pipeline.options.conversion_options import CalibrateOptions
 from ktconvert.pipeline.plans import calibration_run, checkpoint
 
 MOMENTS = (
-    "- `second-moments-NNN.safetensors`: of layer NNN, the sums of x xT of what gate and up read, over all tokens, and "
-    "of what down of each expert reads, over its tokens; `ktconvert cpu --scale mse --statistics` reads them."
+    "- `second-moments-NNN.safetensors`: for layer NNN, the sums of x xT over the inputs of gate and up (all "
+    "tokens), and over the inputs of each expert's down (its tokens); for `ktconvert cpu --scale mse --statistics`."
 )
 
 
@@ -26,7 +26,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     requirements.require_libraries("calibrate", requirements.CALIBRATE_MODULES)
     options = calibration_run.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
     source = open_checkpoint(options.input, options.hub.revision)
-    checkpoint.require_complete(source, "`ktconvert calibrate`", "which tells how the model computes")
+    checkpoint.require_complete(source, "`ktconvert calibrate`", "which describes how the model computes")
     model = recognise(source, checkpoint.arch_table(options.arch_row))
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
     shape = replace(
@@ -41,7 +41,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     notes = model.common_notes
     if model.mtp_tensors:
         which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes = (*notes, f"the MTP layers ({which}) are left out: they take no part in the calibration run")
+        notes = (*notes, f"the MTP layers ({which}) are skipped: the calibration run does not compute them")
     run = calibration_run.plan_run(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
     return Plan(
         options=options,
@@ -85,16 +85,16 @@ def _card(about: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> bytes
         f"# Statistics of the experts of {name}",
         "",
         f"{counted.get('samples', data['samples'])} samples of {data['dataset']}, at most {data['max_length']} tokens "
-        f"each (seed {data['seed']}), {counted.get('calibration_tokens', 'unknown')} tokens in all, went through the "
-        "model.",
+        f"each (seed {data['seed']}), {counted.get('calibration_tokens', 'unknown')} tokens in total, went through "
+        "the model.",
         "",
-        "- `imatrix.gguf`: for each column of what an expert's linears read, the sum of its squares over the tokens "
-        "that were routed to the expert, and their number; llama.cpp's format. Routed experts only.",
-        "- `counts.safetensors`: `counts`, int64 [decoder layers, experts], how often each expert was chosen.",
+        "- `imatrix.gguf`: for each input column of an expert's linears, the sum of its squares over the tokens "
+        "routed to the expert, and their number; in llama.cpp's format, only for routed experts.",
+        "- `counts.safetensors`: `counts`, int64 [decoder layers, experts]: how often each expert was chosen.",
         *([MOMENTS] if about["settings"].get("second_moments") else []),
-        "- `statistics.json`: of which model and data, and the hashes of these files.",
+        "- `statistics.json`: the model and the data, and the hashes of these files.",
         "",
-        "| layer | tokens routed to an expert: least | median | most | experts without any |",
+        "| layer | tokens routed to an expert: least | median | most | experts without tokens |",
         "|---|---|---|---|---|",
     ]
     for s in stats:

@@ -22,11 +22,11 @@ from ktconvert.pipeline.stages import gptq_layers
 from ktconvert.quantizers.quantizer import ABSMAX, Quantizer
 
 ONESHOT = (
-    "--engine oneshot is for comparison: it holds the whole model in memory, cannot resume, and uses the library's own "
+    "--engine oneshot is for comparison: it keeps the whole model in memory, cannot resume, and uses the library's "
     "mask, which is not causal for some models"
 )
-NO_GPU = "--max-gpu-memory changes nothing here: no GPU is used"
-# Settings that `data` holds already, that are paths, or that do not change the statistics
+NO_GPU = "--max-gpu-memory has no effect: no GPU is used"
+# Settings that are part of `data`, are paths, or do not change the statistics
 LEFT_OUT = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
 
@@ -140,8 +140,9 @@ def _require_same_machine(options: QuantizationOptions | CalibrateOptions, packa
     ]
     if differences and not limits.allow_machine_change:
         raise OutputError(
-            f"{options.output}: was begun on another machine ({'; '.join(differences)}), which rounds differently. "
-            "Finish it there or with those values, or add --allow-machine-change to finish it here, or --overwrite."
+            f"{options.output}: was begun on a different machine, which rounds differently ("
+            f"{'; '.join(differences)}); finish it there or with those values, finish it here with "
+            "--allow-machine-change, or start over with --overwrite."
         )
 
 

@@ -33,7 +33,7 @@ VERSION = 1
 # blocks of ROWS rows, so that the bytes of a chunk are contiguous in every encoding that packs chosen codes.
 CHUNK, ROWS = 1 << 18, 128
 EQUALIZED: Final = "equalized"  # key of the manifest: the equalized experts; absent without --equalize
-MEASURED = 8  # experts of a layer whose errors represent all of them
+MEASURED = 8  # experts per layer to measure
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class ExpertsWork(ExpertsToWrite):
                 info = self.model.weight(self.slicing.layer, expert, projection).values
                 raise InputError(
                     f"{self.model.source.path(info)}: tensor {info.name} (layer {self.slicing.layer}, expert {expert}, "
-                    f"{projection}_proj) holds a value that is not finite at row {row}, column {column}; download the "
+                    f"{projection}_proj) contains a value that is not finite at row {row}, column {column}; download "
+                    f"the "
                     "file again or ask its publisher."
                 ) from error
         return packed
@@ -127,7 +128,7 @@ def quantize(
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
     codes, scales = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*chosen, strict=True))
-    encoding.pack(codes, scales, out)  # at once: some tensors of some encodings cannot be split by rows
+    encoding.pack(codes, scales, out)  # all rows at once: some encodings have tensors that cannot be split by rows
 
 
 def stage(
@@ -214,7 +215,7 @@ def importance_of(
         exponents = model.exponents(layer, expert) if projection == "down" else None
         if known is None or exponents is None:
             return known
-        ratios = exponents.astype(np.int32) - exponents.max()  # only these count; and nothing overflows
+        ratios = exponents.astype(np.int32) - exponents.max()  # ratios are enough, and do not overflow
         scaled: F32 = np.ldexp(known, 2 * ratios if known.ndim == 1 else ratios + ratios[:, None])
         return scaled
 

@@ -33,7 +33,7 @@ def check_files(output: Output, _measure: Measure) -> Check:
     extra = [name for name in list_files(output.root) if name not in listed and name != manifest.NAME]
     if not output.loose:
         stale = sorted(name for name in {*listed, *extra} if LOOSE.search(name))
-        problems += [f"{name} is a loose weight file in an output of safetensors: move it elsewhere" for name in stale]
+        problems += [f"{name} is a loose weight file in an output of safetensors; move it elsewhere" for name in stale]
         extra = [name for name in extra if name not in stale]
     if output.manifest is not None:
         foreign = [name for name in extra if WEIGHTS_OR_INDEX.search(name)]
@@ -41,10 +41,12 @@ def check_files(output: Output, _measure: Measure) -> Check:
             more = f" and {len(harmless) - 3} more" if len(harmless) > 3 else ""
             notes.append(f"not in the manifest: {', '.join(harmless[:3])}{more}")
     else:
-        missing = "there is no manifest, as in kt-kernel's own outputs"
+        missing = "no manifest, as in kt-kernel's own outputs"
         notes.append(f"{missing}: only --against SOURCE can check the contents")
         foreign = _find_foreign_files(output)
-    problems += [f"{name} does not belong here, and kt-kernel may load it: move it elsewhere" for name in foreign]
+    problems += [
+        f"{name} does not belong to the output, and kt-kernel may load it; move it elsewhere" for name in foreign
+    ]
     count = len(listed) or len(output.shards) or len(output.tensors)
     return Check("files", f"{plural(count, 'file')}, no extra files", problems, notes)
 
@@ -68,8 +70,8 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
     """Check that the index names every tensor of every shard, no other tensor, and the total size."""
     if output.loose or INDEX in output.damaged:
         return None
-    if output.weight_map is None:  # if the manifest lists one, check_files reports it as missing
-        none = Check("index", "none", notes=("there is no index, as after merge_cpu_weights.py; kt-kernel needs none",))
+    if output.weight_map is None:  # check_files reports it as missing if the manifest lists one
+        none = Check("index", "none", notes=("no index, as after merge_cpu_weights.py; kt-kernel needs none",))
         return none if output.manifest is None else None
     damaged, notes = output.damaged_files, list[str]()
     missing = sorted(set(output.weight_map.values()) - {*output.shards, *damaged})
@@ -79,16 +81,18 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
         if shard in damaged or shard not in output.shards:
             continue
         if name not in stored:
-            problems.append(f"{INDEX} names {name} in {shard}, which does not hold it")
+            problems.append(f"{INDEX} names {name} in {shard}, which does not contain it")
         elif stored[name].file != shard:
-            problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} holds it")
+            problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} contains it")
     unnamed = stored.keys() - output.weight_map.keys()
-    problems += [f"{s.file} holds {name}, which {INDEX} does not name" for name, s in stored.items() if name in unnamed]
+    problems += [
+        f"{s.file} contains {name}, which {INDEX} does not name" for name, s in stored.items() if name in unnamed
+    ]
     total = sum(s.nbytes for s in stored.values())
     if output.total_size == 0 and output.manifest is None:
-        notes.append("the index gives no total size, as kt-kernel writes it")
+        notes.append("the index has no total size, as in kt-kernel's outputs")
     elif output.total_size != total and not damaged and not problems:
-        problems.append(f"{INDEX} says total_size {output.total_size}, the shards hold {total} bytes")
+        problems.append(f"{INDEX} has total_size {output.total_size}, but the shards have {total} bytes")
     return Check("index", f"{len(stored)} tensors, {total} bytes", problems, notes)
 
 
@@ -118,10 +122,10 @@ def _compare_readers(output: Output, shard: str, header: Header) -> Iterator[str
         if name not in theirs:
             yield f"{shard}: the safetensors package does not find {name}"
         elif name not in ours:
-            yield f"{shard}: the safetensors package finds {name}, ktconvert does not"
+            yield f"{shard}: the safetensors package finds {name}, but ktconvert does not"
         elif ours[name] != theirs[name]:
             package, here = (f"{dtype} {list(shape)}" for dtype, shape in (theirs[name], ours[name]))
-            yield f"{shard}: the safetensors package reads {name} as {package}, ktconvert as {here}"
+            yield f"{shard}: the safetensors package reads {name} as {package}, but ktconvert as {here}"
 
 
 def read_header_with_package(path: Path) -> Tensors:
@@ -142,8 +146,8 @@ def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckI
     problems = {file.name: problem for file, problem in found if problem is not None}
     if (actual := manifest.actual_digest(listing)) != listing.sha256:
         problems[manifest.NAME] = (
-            f"{manifest.NAME} is not what was written: the sha256 of its contents is {actual[:12]}, "
-            f"and it names {listing.sha256[:12]}"
+            f"{manifest.NAME} was changed: the sha256 of its contents is {actual[:12]}, but it states "
+            f"{listing.sha256[:12]}"
         )
     result = f"{plural(len(files), 'file')} and {manifest.NAME} match"
     return Check("hashes", result, tuple(problems[name] for name in sorted(problems)))
@@ -160,5 +164,5 @@ def find_hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str |
     except OSError as error:
         return f"{file.name} cannot be read ({error.strerror})"
     actual = digest.hexdigest()
-    figures = f"its sha256 is {actual[:12]}, the manifest says {file.sha256[:12]}"
-    return None if actual == file.sha256 else f"{file.name} is not what was written: {figures}"
+    figures = f"its sha256 is {actual[:12]}, but {file.sha256[:12]} in the manifest"
+    return None if actual == file.sha256 else f"{file.name} was changed: {figures}"
