@@ -189,7 +189,7 @@ DAMAGES = [
         "RAWINT4_kimi",
         "up_proj.weight_shape",
         overwrite_start(b"\x01"),
-        r"weight_shape' says \[257, 256\], its codes are for",
+        r"weight_shape' is \[257, 256\], but the codes are for",
     ),
 ]
 
@@ -281,7 +281,7 @@ BAD_GPTQ = [
         "qzeros' holds zero points other than 8, but no config has sym: false; convert",
     ),
     ("g_idx", lambda x: x._replace(data=x.bits[::-1].tobytes()), "g_idx' holds an order of columns, but no"),
-    ("scales", halve, r"qzeros' is I32 of shape \[2, 48\]; by .*qweight' and its scales it must be"),
+    ("scales", halve, r"qzeros' is I32 of shape \[2, 48\]; .*qweight' and its scales require"),
     ("qweight", halve, "does not fit its zero points and g_idx with codes of 4 bits; check bits"),
 ]
 

@@ -185,7 +185,7 @@ def test_experts_of_a_different_model_are_rejected(case: Case, tmp_path: Path, c
         (case.model, tmp_path / "one", "one: has no experts of layer 0, but Qwen3MoeForCausalLM has"),
         (other, case.weights, "num_experts 8 by its byte counts, not 4"),
         (other, tmp_path / "nowhere", "nowhere"),
-        (other, tmp_path, "holds no expert weights"),
+        (other, tmp_path, "contains no expert weights"),
     ):
         with pytest.raises(UnsupportedError, match=message):
             load(model, weights)

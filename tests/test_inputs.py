@@ -458,8 +458,8 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("ct 4", replace_tensor(".weight_scale", "U8", (I, 8)), "scales must be F32, BF16 or F16"),
     ("ct 4", replace_tensor(".weight_shape", "F32", (2,)), "must be two I64"),
     ("ct 4", replace_tensor(".weight_packed", "I32", (I, 64)), "must be|has shape"),
-    ("ct 4", replace_tensor(".weight_zero_point", "I32", (47, 8)), r"must be I32 of shape \[48, 8\]"),
-    ("ct 4", replace_tensor(".weight_g_idx", "I32", (H // 2,)), r"must be I32 of shape \[256\]"),
+    ("ct 4", replace_tensor(".weight_zero_point", "I32", (47, 8)), r"require I32 of shape \[48, 8\]"),
+    ("ct 4", replace_tensor(".weight_g_idx", "I32", (H // 2,)), r"require I32 of shape \[256\]"),
     (
         "ct 4 zeros",
         remove_all("weight_zero_point"),
@@ -486,8 +486,8 @@ REFUSED: list[tuple[str, Damage, str]] = [
     ("gptq 4 v1", set_config(bits=8), "codes of 8 bits; check bits"),
     ("gptq 4", set_config(dynamic={"lm_head": {"bits": 8}}), "codes of 4 or 8 bits; check bits"),
     ("gptq 4 v1", replace_tensor(".scales", "F16", (8, I // 2)), "does not fit"),
-    ("gptq 4 v1", replace_tensor(".qzeros", "I32", (8, 47)), r"must be I32 of shape \[8, 48\]"),
-    ("gptq 4 v1", replace_tensor(".g_idx", "I64", (H,)), r"must be I32 of shape \[256\]"),
+    ("gptq 4 v1", replace_tensor(".qzeros", "I32", (8, 47)), r"require I32 of shape \[8, 48\]"),
+    ("gptq 4 v1", replace_tensor(".g_idx", "I64", (H,)), r"require I32 of shape \[256\]"),
     ("gptq 4 v1", replace_tensor(".qweight", "I32", (0, I)), "must be a matrix of words"),
     ("gptq 4 v1", mix_encodings_without_codes, "is a scale whose weight .* is missing"),
     (
@@ -509,17 +509,17 @@ REFUSED: list[tuple[str, Damage, str]] = [
     (
         "gptq 4 v1",
         set_config(checkpoint_format=None),
-        r'no config says .*"gptq"} \(less one.*"gptq_v2"} \(as they are\)',
+        r'no config states .*"gptq"} \(minus one.*"gptq_v2"} \(unchanged\)',
     ),
 ]
 UNSUPPORTED: list[tuple[str, Damage, str]] = [
     ("awq", set_config(version="gemv"), "order of AWQ's version 'gemv' is unsupported; use"),
-    ("awq", set_config(bits=8), "AWQ with 8 bits is not an input; use"),
+    ("awq", set_config(bits=8), "AWQ with 8 bits is unsupported; use"),
     ("awq", replace_tensor(".qweight", "I64", (256, 24)), "is not an input yet"),
-    ("awq", set_config(quant_method="gptq"), "'gemm' of GPTQ is not"),
+    ("awq", set_config(quant_method="gptq"), "'gemm' of GPTQ is unsupported"),
     ("gptq 4 v1", set_config(checkpoint_format="marlin"), "checkpoint_format 'marlin' of GPTQ is unsupported; use"),
     ("gptq 4 v1", set_config(is_marlin_format=True), "'marlin'"),
-    ("gptq 4 v1", store_three_bits, "GPTQ with 3 bits is not an input; use"),
+    ("gptq 4 v1", store_three_bits, "GPTQ with 3 bits is unsupported; use"),
     ("gptq 4 v1", replace_tensor(".scales", "F16", (7, I)), "do not divide"),
     ("ct 4", replace_tensor(".weight_scale", "BF16", (I, 3)), "do not divide the 256 columns"),
     ("ct 4", replace_tensor(".weight_packed", "I64", (I, 16)), "is not an input yet"),
@@ -560,7 +560,7 @@ def make_value_too_large(tensors: Stored, quantization: Quantization, base: str)
         ("ct NVFP4", set_value(".weight_global_scale", 0, np.inf), "weight_global_scale': scale [0, 0] is inf"),
         ("awq", set_value(".scales", (2, 7), np.inf), "gate_proj.scales': scale [2, 7] is inf"),
         ("ct 4 order", set_value(".weight_g_idx", slice(None), 0), "g_idx' must name each of 2 groups for 128 columns"),
-        ("ct 4", set_value(".weight_shape", 1, H - 1), ".weight_shape' says [384, 255], its codes are for [384, 256]"),
+        ("ct 4", set_value(".weight_shape", 1, H - 1), ".weight_shape' is [384, 255], but the codes are for [384, 256]"),
     ],
 )
 def test_damaged_values_stop_the_conversion(name, damage, message, tmp_path):

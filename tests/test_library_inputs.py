@@ -121,11 +121,11 @@ def test_a_model_of_several_widths_converts_like_its_values(tmp_path: Path) -> N
     [
         (
             (I, H - 8),
-            r"weight_shape' says 248 columns, and .* of shape \[384, 32\] has others with 4 or 8 bits; check num",
+            r"weight_shape' is for 248 columns, but .* of shape \[384, 32\] with 4 or 8 bits is not; check num",
         ),
-        ((I, 0), "says 0 columns"),
-        ((I, -H), "says -256 columns"),
-        ((I + 1, H), r"says \[385, 256\], its codes are for \[384, 256\]"),
+        ((I, 0), "is for 0 columns"),
+        ((I, -H), "is for -256 columns"),
+        ((I + 1, H), r"is \[385, 256\], but the codes are for \[384, 256\]"),
     ],
 )
 def test_a_weight_shape_that_contradicts_the_words_is_refused(shape: Any, message: str, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_weight_shape_that_contradicts_the_words_is_refused(shape: Any, messag
         error = run_in_process(*command, "-i", folder, "-o", tmp_path / "out").exception
         assert isinstance(error, InputError) and not (tmp_path / "out").exists()
         assert str(error).startswith(
-            f"{folder / 'model.safetensors'}: tensor '{EXPERTS}.1.gate_proj.weight_shape' says"
+            f"{folder / 'model.safetensors'}: tensor '{EXPERTS}.1.gate_proj.weight_shape' is"
         )
     with pytest.raises(InputError, match=message):
         read_values(folder)

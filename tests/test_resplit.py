@@ -308,7 +308,7 @@ def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
         assert not new.exists()
 
     refused(converted("int4", 2), 3, "Legal here: int4 (AMXINT4) takes --threadpool-count 1, 2, 3, 6", numa=4)
-    refused(source, 3, "holds no expert weights of kt-kernel")
+    refused(source, 3, "contains no expert weights of kt-kernel")
     refused(tmp_path / "absent", 5, "no such directory")
     refused(converted("int4", 1, "--no-merge-safetensor"), 2, "loose", options=("--max-shard-size", "5GB"))
     cli("gpu", "-i", source, "-o", tmp_path / "gpu", "--quant-method", "RTN")

@@ -222,7 +222,7 @@ def test_cold_experts_of_the_packed_model_are_not_read(case, tmp_path):
     assert overwrite(spoilt, r".*\.experts\.[3-7]\..*", 0x7FC0) == LAYERS * 5 * 3 * 3
     want = logits(load(case.packed, case.cold, num_gpu_experts=3))
     assert torch.equal(logits(load(spoilt, case.cold, num_gpu_experts=3)), want)
-    with pytest.raises(InputError, match=r"experts\.3\.gate_proj\.weight_shape' says .* download it again"):
+    with pytest.raises(InputError, match=r"experts\.3\.gate_proj\.weight_shape' is .* download it again"):
         load(spoilt, case.cold, num_gpu_experts=4)
     assert overwrite(spoilt, r".*layers\.1\..*experts\.2\.down_proj\.weight_scale", 0x7FC0) == 1
     nan = r"safetensors: tensor '.*layers\.1\..*\.2\.down_proj\.weight_scale': scale .* is nan"
