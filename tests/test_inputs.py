@@ -560,7 +560,11 @@ def make_value_too_large(tensors: Stored, quantization: Quantization, base: str)
         ("ct NVFP4", set_value(".weight_global_scale", 0, np.inf), "weight_global_scale': scale [0, 0] is inf"),
         ("awq", set_value(".scales", (2, 7), np.inf), "gate_proj.scales': scale [2, 7] is inf"),
         ("ct 4 order", set_value(".weight_g_idx", slice(None), 0), "g_idx' must name each of 2 groups for 128 columns"),
-        ("ct 4", set_value(".weight_shape", 1, H - 1), ".weight_shape' is [384, 255], but the codes are for [384, 256]"),
+        (
+            "ct 4",
+            set_value(".weight_shape", 1, H - 1),
+            ".weight_shape' is [384, 255], but the codes are for [384, 256]",
+        ),
     ],
 )
 def test_damaged_values_stop_the_conversion(name, damage, message, tmp_path):

@@ -136,9 +136,7 @@ def test_a_weight_shape_that_contradicts_the_words_is_refused(shape: Any, messag
     for command in COMMANDS:
         error = run_in_process(*command, "-i", folder, "-o", tmp_path / "out").exception
         assert isinstance(error, InputError) and not (tmp_path / "out").exists()
-        assert str(error).startswith(
-            f"{folder / 'model.safetensors'}: tensor '{EXPERTS}.1.gate_proj.weight_shape' is"
-        )
+        assert str(error).startswith(f"{folder / 'model.safetensors'}: tensor '{EXPERTS}.1.gate_proj.weight_shape' is")
     with pytest.raises(InputError, match=message):
         read_values(folder)
 
