@@ -41,8 +41,17 @@ build/ns/.ready: Makefile
 	@for f in pipeline quantizers layouts native_quant; do ln -sfn ../../../$$f build/ns/ktconvert/$$f; done
 	@touch $@
 
-# Threads of torch that wait do not spin: two processes of tests share the CPUs.
+# Two processes of tests share the CPUs: torch has one thread in each unless a test asks for more, and none that spins.
+test test-fast test-long: export OMP_NUM_THREADS = 1
 test test-fast test-long: export OMP_WAIT_POLICY = PASSIVE
+# Hundreds of processes start: without caches, each compiles what it imports.
+test test-fast test-long: export PYTHONDONTWRITEBYTECODE =
+# Files of tests are in memory if it has room for 4 GB: conversions sync all that they write, and a disk takes its time.
+MEMORY := $(shell test -w /dev/shm && df -Pk /dev/shm | awk 'NR == 2 && $$4 > 4000000 { print "/dev/shm" }')
+ifneq ($(MEMORY),)
+test test-fast: export PYTEST_DEBUG_TEMPROOT = $(MEMORY)
+test test-fast: export PYTEST_ADDOPTS = -o tmp_path_retention_policy=failed -o tmp_path_retention_count=1
+endif
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -1,5 +1,6 @@
 """Shared fixtures: small checkpoints in any encoding, and the real command line."""
 
+import gc
 import os
 import subprocess
 from collections.abc import Callable, Iterator
@@ -22,6 +23,14 @@ EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.rates", "rig.threads")
 
 draws.fix_draws()
+gc.disable()  # pytest_collection_finish enables it
+
+
+def pytest_collection_finish() -> None:
+    """Exclude imported libraries from garbage collection: each full collection then takes half a second less."""
+    gc.freeze()
+    gc.enable()
+
 
 Cli = Callable[..., subprocess.CompletedProcess[str]]
 Write = Callable[..., Path]

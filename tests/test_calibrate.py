@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,16 @@ from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.pipeline.calibration.gather_statistics import LayerStatistics
-from rig import calibrated, conversion, forks, hooks, killpoint
+from rig import calibrated, conversion, hooks
 from rig.golden import FOLDER
+from rig.model_server import model_server
 
 UNITS = ("samples", "layer-000", "layer-001", "layer-002", "imatrix", "counts", "statistics")
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], conversion.CORES, modules=calibrated.MODULES) as running:
-        yield running
+def servers() -> Any:
+    return model_server()
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +169,7 @@ def test_dry_run_reports_sizes(models: dict[str, Path], servers: Any, tmp_path: 
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long  # sums are those of hooks in each run; this adds that llama.cpp means the same by them
 def test_importance_agrees_with_llama_cpp(servers: Any, tmp_path: Path, example: Path) -> None:
     """Both read the same text in the same chunks of 512 tokens; llama.cpp drops a partial last chunk.
 

@@ -17,7 +17,8 @@ import pytest
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES
 from ktconvert.pipeline.engine import journal
-from rig import calibrated, conversion, forks, killpoint
+from rig import calibrated, conversion, killpoint
+from rig.model_server import model_server
 from rig.safetensors import find_differences, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
@@ -127,10 +128,8 @@ only_gpu = pytest.mark.parametrize("conversions", ["gpu"], indirect=True)
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], 1, modules=calibrated.MODULES) as running:
-        yield running
+def servers() -> Any:
+    return model_server()
 
 
 @pytest.fixture(scope="module", params=CHAINS)

@@ -49,7 +49,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str,
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Forks]:
-    with Forks([], 2, modules=("distributed",)) as started:
+    with Forks([], modules=("distributed",)) as started:
         yield started
 
 

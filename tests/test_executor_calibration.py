@@ -21,6 +21,7 @@ from ktconvert.pipeline.plans import commands
 from rig import calibrated, conversion, killpoint
 from rig.dask_cluster import Cluster
 from rig.forks import Forks
+from rig.model_server import MODULES, model_server
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
@@ -44,8 +45,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Executor]:
-    """New processes, like those of other hosts."""
-    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+    """New processes, like those of other hosts, forked from one that has imported the libraries."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(MODULES))
+    with ProcessPoolExecutor(2, context) as pool:
         yield pool
 
 
@@ -98,9 +101,8 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers(shim: Path) -> Iterator[Forks]:
-    with Forks([shim], 1, modules=("distributed", *calibrated.MODULES)) as started:
-        yield started
+def servers() -> Forks:
+    return model_server()
 
 
 @pytest.fixture(scope="module")

@@ -70,7 +70,7 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     done = conversion.ktconvert("cpu", "-i", source, "-o", base / "expected", "-q")
     assert done.returncode == 0, done.stderr
     expected = conversion.tree(base / "expected")
-    with forks.Forks([], 2, modules=("distributed",)) as servers, ThreadPoolExecutor(2) as pool:
+    with forks.Forks([], modules=("distributed",)) as servers, ThreadPoolExecutor(2) as pool:
         yield Setting(source, expected, killpoint.build(base), servers, pool)
 
 

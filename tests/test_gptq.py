@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ktconvert.quantizers import packed, reference
-from rig import calibrated, conversion, forks
+from rig import calibrated, conversion
+from rig.model_server import model_server
 from rig.safetensors import find_differences, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
@@ -179,8 +180,7 @@ def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converte
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    with forks.Forks([], 1, modules=calibrated.MODULES) as forks_server:
-        yield forks_server
+    return model_server()
 
 
 def test_values_that_are_not_finite_stop_the_run(converted: Any, server: Any, tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ class OwnTokenizer(PreTrainedTokenizer):
 
 
 @pytest.mark.slow
-def test_tokenizer_with_its_own_code_requires_trust(converted: Any, tmp_path: Path, cli: Any) -> None:
+def test_tokenizer_with_its_own_code_requires_trust(converted: Any, server: Any, tmp_path: Path, cli: Any) -> None:
     """kt-kernel's script passes --trust_remote_code only to the model."""
     model = tmp_path / "model"
     shutil.copytree(converted.model("qwen3_moe"), model)
@@ -228,8 +228,8 @@ def test_tokenizer_with_its_own_code_requires_trust(converted: Any, tmp_path: Pa
     config = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
     env = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    for name, code, trust in (("refused", 5, ()), ("out", 0, ("--trust-remote-code",))):
-        arguments = calibrated.gpu_arguments(model, tmp_path / name, "W4A16", converted.dataset(), *trust)
-        done = cli(*arguments, code=code, env=env)
-        assert (code == 0) or "tokenizer" in done.stderr
+    arguments = calibrated.gpu_arguments(model, tmp_path / "refused", "W4A16", converted.dataset())
+    conversion.check_refusal(server.run(arguments, tmp_path / "log"), 5, "tokenizer")
+    arguments = calibrated.gpu_arguments(model, tmp_path / "out", "W4A16", converted.dataset(), "--trust-remote-code")
+    cli(*arguments, env=env)
     assert len(read_folder(tmp_path / "out")) == len(read_folder(converted.ours("qwen3_moe")))

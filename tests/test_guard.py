@@ -3,7 +3,6 @@
 import importlib
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from ktconvert.pipeline.engine.units import FinishedUnit, Result, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.options.declare import option_fields
 from ktconvert.pipeline.options.types import OutputPath
-from rig import conversion, forks
+from rig import conversion
 from rig.conversion import tree
+from rig.forks import Forks
+from rig.model_server import model_server
 from rig.safetensors import write_file
 
 pytest.importorskip("peft")
@@ -41,10 +42,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[forks.Forks]:
-    """Start a server that has imported the modules of models."""
-    with forks.Forks([], 1, modules=conversion.MODELS) as server:
-        yield server
+def servers() -> Forks:
+    return model_server()
 
 
 @pytest.fixture(scope="module")

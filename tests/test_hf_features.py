@@ -9,8 +9,6 @@ import gc
 import io
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 
 from ktconvert.native_quant import Experts, KTConvertConfig, KTMoEWrapper  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
-from rig import hf  # noqa: E402
+from rig import conversion, hf  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -165,25 +163,6 @@ def test_compiled_experts_compute(model: Any) -> None:
             assert torch.equal(hidden.grad, want_gradient[0]) and torch.equal(scores.grad, want_gradient[1])
 
 
-EXPORTED = """
-import sys, torch
-from ktconvert.native_quant import KTConvertConfig
-from transformers import AutoModelForCausalLM
-import ktconvert.native_quant.runtime.hf
-model, weights, program = sys.argv[1:]
-ids = torch.arange(3, 30)[None]
-program = torch.export.load(program).module()
-with torch.no_grad():
-    try:
-        program(ids, use_cache=False)
-    except RuntimeError as error:
-        print(str(error).splitlines()[0])
-    config = KTConvertConfig(cpu_weights=weights, threads=2)
-    ours = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.bfloat16)
-    print(torch.equal(program(ids, use_cache=False).logits, ours(ids).logits))
-"""
-
-
 def test_an_exported_program_runs_in_another_process(example: Path, weights: Path, tmp_path: Path) -> None:
     model = load_model(example, weights)
     with torch.no_grad():
@@ -192,8 +171,7 @@ def test_an_exported_program_runs_in_another_process(example: Path, weights: Pat
     names = [str(node.target) for node in program.graph.nodes if "ktconvert" in str(node.target)]
     assert names == ["ktconvert.routed_experts.default"] * 2
     torch.export.save(program, tmp_path / "program.pt2")
-    command = [sys.executable, "-c", EXPORTED, str(example), str(weights), str(tmp_path / "program.pt2")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = conversion.fork("rig.hf:run_exported", example, weights, tmp_path / "program.pt2", models=True)
     assert done.stdout.splitlines()[1:] == ["True"], done.stderr
     assert re.match(rf"no experts are loaded as 'layer 0 of {weights}.*' in this process", done.stdout)
 

@@ -72,7 +72,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[bool
             if mounts is not None and mounts.refusal:
                 pytest.skip(f"nothing can be mounted here: {mounts.refusal}")
             prefix = mounts.prefix if mounts is not None else ()
-            return stack.enter_context(forks.Forks(preload, conversion.CORES, prefix)), mounts
+            return stack.enter_context(forks.Forks(preload, prefix)), mounts
 
         yield start
 

@@ -360,7 +360,7 @@ def test_a_lock_of_another_host_needs_force_unlock(tmp_path, preloads):
     output, lock_file = tmp_path / "made/out", tmp_path / "made/out.work/lock.held"
     output.parent.mkdir()
     repeat = ("cpu", "-i", source, "-o", output)
-    with forks.Forks([preloads["ENOLCK"]], 1) as server:
+    with forks.Forks([preloads["ENOLCK"]]) as server:
 
         def run_on(host: str, *arguments: str | Path) -> Any:
             return server.run(arguments, tmp_path / "said", {"KTCONVERT_HOST": host})

@@ -360,7 +360,7 @@ FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--over
 def test_full_from_any_call_on(tmp_path, source, which, runs):
     """From the n-th call that needs room, nothing has room any more; then there is room again."""
     shim = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
-    with conversion.memory_folder(tmp_path / "runs") as base, forks.Forks([shim], 1) as servers:
+    with conversion.memory_folder(tmp_path / "runs") as base, forks.Forks([shim]) as servers:
         output = base / "made" / "out"
         command = ["cpu", "-i", source, "-o", output, *FULL[which], "--cpuinfer-threads", "1"]
 

@@ -18,7 +18,8 @@ from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
 from ktconvert.layouts.tensors import format_ranges
-from rig import calibrated, forks, gguf
+from rig import calibrated, gguf
+from rig.model_server import model_server
 from rig.safetensors import metadata_of, read_file, read_folder
 
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
@@ -50,15 +51,15 @@ def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an output of each case, and what was said beside it."""
 
     def make(root: Path) -> None:
-        with forks.Forks([], 1, modules=calibrated.MODULES) as server:
-            for name, (source, options) in CASES.items():
-                model = converted.root / "models" / source
-                words = calibrated.scale_gptq_arguments(model, root / name, converted.dataset(), *options)
-                done = server.run(words, root / f"{name}.said")
+        server = model_server()
+        for name, (source, options) in CASES.items():
+            model = converted.root / "models" / source
+            words = calibrated.scale_gptq_arguments(model, root / name, converted.dataset(), *options)
+            done = server.run(words, root / f"{name}.said")
+            assert done.returncode == 0, done.stderr
+            if name in VERIFIED:
+                done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
                 assert done.returncode == 0, done.stderr
-                if name in VERIFIED:
-                    done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
-                    assert done.returncode == 0, done.stderr
 
     return calibrated.make_once(tmp_path_factory, "gptq-cpu", make)
 

@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,10 @@ from ktconvert.pipeline.engine.loop import record_run
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.plans.commands import restore_options
-from rig import conversion, forks, killpoint, shims
+from rig import conversion, killpoint
 from rig.conversion import tree
+from rig.forks import Forks
+from rig.model_server import model_server
 from rig.safetensors import read_file
 
 pytest.importorskip("peft")
@@ -303,11 +304,8 @@ SHORT = ("--sequence-length", 64, "--batch-size", 2, "--max-steps", 6, "--save-s
 
 
 @pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[forks.Forks]:
-    folder = tmp_path_factory.mktemp("shim")
-    full = shims.build(folder, "full", Path(forks.__file__).with_name("full.c").read_text())
-    with forks.Forks([killpoint.build(folder), full], 1, modules=conversion.MODELS) as running:
-        yield running
+def servers() -> Forks:
+    return model_server()
 
 
 @pytest.fixture(scope="module")

@@ -23,11 +23,11 @@ CONVERSIONS = {
 }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Start servers that fork for each run, with the kill-point shim loaded."""
     shim = killpoint.build(tmp_path_factory.mktemp("shim"))
-    with forks.Forks([shim], 2) as server:
+    with forks.Forks([shim]) as server:
         yield server
 
 

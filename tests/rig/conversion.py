@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,12 +27,7 @@ from rig.safetensors import write_file
 
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 300.0  # seconds; a conversion takes 0.5 seconds, and much longer on a loaded machine
-# Commands that load models, and modules that their server imports once: a run then takes one second instead of five.
-MODEL_COMMANDS = ("run", "eval", "train", "merge-adapter")
-MODELS = (
-    *("accelerate", "datasets", "transformers.trainer", "transformers.models.qwen3_moe.modeling_qwen3_moe"),
-    *("ktconvert.pipeline.models.fine_tuning", "ktconvert.pipeline.models.evaluate"),
-)
+MODEL_COMMANDS = ("run", "eval", "train", "merge-adapter", "calibrate")  # commands that load models
 MIN_FREE = 256 << 20  # bytes that /dev/shm must have free; a test needs a few MB
 # CPUs that a test uses, with a server for each; a container may report all CPUs of a large machine.
 CORES = min(8, machine.usable_cpus())
@@ -99,22 +93,23 @@ def ktconvert(
 
     A server that has imported it forks the process, unless env, prefix or other options are given.
     """
-    if not (env or prefix or options) and threading.current_thread() is threading.main_thread():
-        run, environment = _server(MODELS if arguments and arguments[0] in MODEL_COMMANDS else ())
-        if environment == _environment():
-            return run(arguments)
+    if not (env or prefix or options) and _comparable(os.environ) == _comparable(ENVIRONMENT):
+        return _run(_loads_models(arguments), arguments)
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
     options = {"timeout": TIMEOUT, "capture_output": True, "text": True} | options
     return subprocess.run(command, env={**os.environ, **(env or {})}, **options)
 
 
-def fork(program: str, *arguments: str | Path, modules: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def _loads_models(arguments: Sequence[str | Path]) -> bool:
+    return "gptq" in arguments or next(iter(arguments), None) in MODEL_COMMANDS
+
+
+def fork(program: str, *arguments: str | Path, models: bool = False) -> subprocess.CompletedProcess[str]:
     """Call a function MODULE:FUNCTION of tests/rig or the product in its own process, with these arguments.
 
-    The process is forked from one that has imported the command line and these modules.
+    The process is forked from one that has imported the command line; models: and the libraries that load models.
     """
-    server, _ = _server(tuple(modules))
-    return server(arguments, program)
+    return _run(models, arguments, program)
 
 
 def run_in_process(*arguments: object) -> Result:
@@ -125,28 +120,32 @@ def run_in_process(*arguments: object) -> Result:
 
 
 @functools.cache
-def _server(
-    modules: tuple[str, ...],
-) -> tuple[Callable[..., subprocess.CompletedProcess[str]], dict[str, str]]:
-    """Start a server for this process; return its run function, and the environment that it was started in."""
+def _server() -> forks.Forks:
+    """Return this process's server for commands that load no model."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-    server = stack.enter_context(forks.Forks([], 1, modules=(*modules, "rig.documents")))
+    return stack.enter_context(forks.Forks([], modules=["rig.documents"], env=ENVIRONMENT))
 
-    def run(arguments: Sequence[str | Path], program: str = forks.COMMAND_LINE) -> subprocess.CompletedProcess[str]:
+
+def _run(
+    models: bool, arguments: Sequence[str | Path], program: str = forks.COMMAND_LINE
+) -> subprocess.CompletedProcess[str]:
+    from rig.model_server import model_server
+
+    server = model_server() if models else _server()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         return server.run(arguments, folder / "log", printed=folder / "printed", program=program)  # type: ignore[no-any-return]
-
-    return run, _environment()
 
 
 # Variables that pytest sets, and that torch and commands set in this process: a new process would not have them.
 OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY"}
 OWN |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TQDM_DELAY"}
+ENVIRONMENT = dict(os.environ)  # before the first test
 
 
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OWN}
+def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name not in OWN}
 
 
 def wait_until_stopped(process: subprocess.Popen[Any]) -> None:

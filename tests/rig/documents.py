@@ -208,7 +208,7 @@ class Document:
     read      reads it in this process: returns, or raises KtconvertError
     draws     number of damaged documents in a quick run; a long run multiplies it
     commands  command lines that also read it
-    modules   modules that `read` imports and that take seconds to import
+    models    `read` imports the libraries that load models
     quick     include the document in a quick run
     """
 
@@ -217,7 +217,7 @@ class Document:
     read: Callable[[Inputs, Path], object]
     draws: int = 100
     commands: Callable[[Inputs], list[list[object]]] | None = None
-    modules: tuple[str, ...] = ()
+    models: bool = False
     quick: bool = True
 
 
@@ -886,7 +886,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "header of a native output": output_document("native", FIRST.format(2), damage_safetensors, load_output),
 }
 DOCUMENTS |= {
-    f"data set {file}": Document(make_dataset(file), damage, read_dataset, 10, modules=conversion.MODELS)
+    f"data set {file}": Document(make_dataset(file), damage, read_dataset, 10, models=True)
     for file, damage in {
         "a.txt": damage_bytes,
         "a.parquet": damage_bytes,
@@ -895,15 +895,13 @@ DOCUMENTS |= {
     }.items()
 }
 DOCUMENTS |= {
-    f"{file} of a model": Document(make_model(file), damage_json, load_model, 4, modules=conversion.MODELS, quick=False)
+    f"{file} of a model": Document(make_model(file), damage_json, load_model, 4, models=True, quick=False)
     for file in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 }
 DOCUMENTS |= {
-    f"{file} beside a model": Document(
-        make_model_adapter(file), damage, load_adapter, 4, modules=conversion.MODELS, quick=False
-    )
+    f"{file} beside a model": Document(make_model_adapter(file), damage, load_adapter, 4, models=True, quick=False)
     for file, damage in {adapter.CONFIG: damage_json, adapter.WEIGHTS: damage_safetensors}.items()
 }
 DOCUMENTS["config.json of a calibration run"] = Document(
-    make_model("config.json"), damage_json, build_calibration_model, 4, modules=conversion.MODELS, quick=False
+    make_model("config.json"), damage_json, build_calibration_model, 4, models=True, quick=False
 )

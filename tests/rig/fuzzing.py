@@ -48,7 +48,7 @@ def fuzz(name: str, inputs: Inputs, count: int) -> dict[str, Any]:
         results.unlink(missing_ok=True)
         arguments = [str(inputs.root), name, str(path), str(done), str(count), str(results)]
         with restore_file(path):
-            ended = conversion.fork(f"{PROGRAM}damage_many", *arguments, modules=document.modules)
+            ended = conversion.fork(f"{PROGRAM}damage_many", *arguments, models=document.models)
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
         for line in lines:
             failures += [describe(name, line["seed"], line["failure"])] if "failure" in line else []
@@ -68,12 +68,12 @@ def trace_all(inputs: Inputs) -> set[str]:
     """Return the functions of the product that run when each `read` reads a valid document once."""
     ran: set[str] = set()
     rows = {row.read: name for name, row in DOCUMENTS.items()}
-    for modules in {document.modules for document in DOCUMENTS.values()}:
+    for models in {document.models for document in DOCUMENTS.values()}:
         results = inputs.root / "results"
-        group = (name for name in rows.values() if DOCUMENTS[name].modules == modules)
+        group = (name for name in rows.values() if DOCUMENTS[name].models == models)
         files = {name: str(DOCUMENTS[name].make(inputs)) for name in group}
         arguments = [str(inputs.root), json.dumps(files), str(results)]
-        ended = conversion.fork(f"{PROGRAM}trace_valid", *arguments, modules=modules)
+        ended = conversion.fork(f"{PROGRAM}trace_valid", *arguments, models=models)
         assert ended.returncode == 0, ended.stderr
         ran |= {*results.read_text().splitlines()}
     return ran

@@ -1,5 +1,6 @@
 """Models of transformers with our experts: loading, logits, and recordings of their experts."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,3 +71,24 @@ def record_experts(model: Any, ids: Any) -> dict[int, tuple[Any, ...]]:
     for hook in hooks:
         hook.remove()
     return recorded
+
+
+def run_exported() -> None:
+    """Run an exported program in a process that has never loaded its experts, and again with them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    import ktconvert.native_quant.runtime.hf  # noqa: F401
+    from ktconvert.native_quant import KTConvertConfig
+
+    model, weights, path = sys.argv[1:]
+    ids = torch.arange(3, 30)[None]
+    program = torch.export.load(path).module()
+    with torch.no_grad():
+        try:
+            program(ids, use_cache=False)
+        except RuntimeError as error:
+            print(str(error).splitlines()[0])
+        config = KTConvertConfig(cpu_weights=weights, threads=2)
+        ours = AutoModelForCausalLM.from_pretrained(model, quantization_config=config, dtype=torch.bfloat16)
+        print(torch.equal(program(ids, use_cache=False).logits, ours(ids).logits))

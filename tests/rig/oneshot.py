@@ -1,20 +1,19 @@
 """llmcompressor's own GPTQ, called as kt-kernel's convert_gpu_weights.py calls it: the oracle of `ktconvert gpu`.
 
-It runs in a process of its own, with this file as the script. Two faults are corrected: samples keep the order in which
+It runs in a process of its own. Two faults are corrected: samples keep the order in which
 they are passed (the library shuffles), and decoder layers get a causal mask (the library gives some families none).
 """
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rig.model_server import model_server
+
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
-TIMEOUT = 900.0  # seconds; importing the library takes seven, a small model two, and much longer on a loaded machine
 
 
 class Job(NamedTuple):
@@ -47,9 +46,8 @@ def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
         documents.append(job._asdict() | {"model": str(job.model), "out": str(job.out), "ids": ids, "ignore": ignore})
     path = jobs[0].out.with_suffix(".jobs")
     path.write_text(json.dumps(documents))
-    env = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-P", __file__, str(path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT)
+    log, env = path.with_suffix(".log"), {"CUDA_VISIBLE_DEVICES": ""}
+    done = model_server().run([path, str(threads)], log, env, program="rig.oneshot:do_jobs")
     assert done.returncode == 0, done.stderr[-4000:]
     return [json.loads(report_path(job.out).read_text()) for job in jobs]
 
@@ -158,6 +156,11 @@ def mask_kind(mask: Any) -> str:
     return "causal" if bool((hidden == torch.finfo(mask.dtype).min).all() and (visible == 0).all()) else "other"
 
 
-if __name__ == "__main__":
-    for each in json.loads(Path(sys.argv[1]).read_text()):
+def do_jobs() -> None:
+    """Do the jobs of the file and with the number of threads that sys.argv names."""
+    import torch
+
+    _, path, threads = sys.argv
+    torch.set_num_threads(int(threads))
+    for each in json.loads(Path(path).read_text()):
         main(each)

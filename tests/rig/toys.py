@@ -19,7 +19,7 @@ class Toy(contextlib.AbstractContextManager[Any]):
     def __init__(self, file: str, folder: Path) -> None:
         self.command = (sys.executable, file)
         self.folder = folder
-        self._forks = forks.Forks([], 1, program=(file, "serve"))
+        self._forks = forks.Forks([], program=(file, "serve"))
 
     def __exit__(self, *_: object) -> None:
         self._forks.__exit__()
@@ -39,8 +39,8 @@ class Toy(contextlib.AbstractContextManager[Any]):
 def main(add: Callable[[], object]) -> None:
     """Add the row, then run the server or the command line."""
     add()
-    if sys.argv[1:] == ["serve"]:
-        forks.serve([])
+    if sys.argv[1:2] == ["serve"]:
+        forks.serve(int(sys.argv[2]), [])
     else:
         from ktconvert.pipeline.cli import main as ktconvert
 
