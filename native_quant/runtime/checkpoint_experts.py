@@ -242,9 +242,9 @@ def _read_native_output(path: Path) -> Mapping[str, Any] | None:
     except VerificationError:
         return None  # not our manifest.json, or damaged
     fmt = FORMATS.get(str(about.model.get("method"))) if about else None
-    if about is None or fmt is None or not (fmt.arrangement == NATIVE or is_rawint4(about.model)):
+    if about is None or fmt is None or not (fmt.arrangement == NATIVE or is_rawint4(about.facts)):
         return None
-    return about.model
+    return about.facts
 
 
 def open_checkpoint_experts(path: Path) -> CheckpointExperts:

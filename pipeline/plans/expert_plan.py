@@ -327,7 +327,7 @@ def notes_by_format(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) ->
 
 def mix_notes(fmt: Format, layers: Sequence[int], quantizer: Quantizer) -> Iterator[str]:
     """Yield the notes of the plan and the model card on a mix of formats; none for other formats."""
-    for methods in mixed.manifest_methods(fmt, layers).values():
+    if methods := mixed.manifest_methods(fmt, layers).get("methods"):
         listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
         yield f"a method per layer, for the runtime of ktconvert: kt-kernel cannot load it ({listed})"
     if others := [own.name for own in fmt.formats if not quantizer.supports(own.encoding.grid)]:
