@@ -1,7 +1,8 @@
-"""The real kt-kernel 0.7.2, where it is installed: it writes the bytes that we write, computes with ours what it computes
-with its own, and one program (tests/rig/layers.py) has the same bits with it and with ktconvert.native_quant.
+"""Comparison with the real kt-kernel 0.7.2, if it is installed.
 
-KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make peer` makes one in build/peer.
+It writes our bytes, computes with our files as with its own, and one program (tests/rig/layers.py) gives the same bits
+with it and with ktconvert.native_quant. KTCONVERT_PEER_PYTHON names the Python of a venv that has kt-kernel; `make
+peer` creates one in build/peer.
 """
 
 import json
@@ -33,20 +34,22 @@ MODEL = ROOT / "examples" / "qwen3-moe-small"
 EXPERTS, HIDDEN, INTERMEDIATE, TOPK = 8, 256, 256, 2
 
 
-def by_peer(python: str, scratch: Path, **run: Any) -> Tensors:
-    """Let the peer do one thing, in a process of its own: its thread pool is a singleton that keeps the first T."""
+def run_peer(python: str, scratch: Path, **run: Any) -> Tensors:
+    """Run the peer in its own process: its thread pool is a singleton that keeps the first number of NUMA slices."""
     sizes = {"experts": EXPERTS, "hidden": HIDDEN, "width": INTERMEDIATE, "topk": TOPK}
     return native.run_kt_kernel(python, {"out": sizes | run}, scratch)
 
 
-def forward(python: str, scratch: Path, layer: int, numa: int, method: str, folder: Path) -> npt.NDArray[np.uint16]:
-    """What the peer computes with these files, of the inputs that lie in scratch: bits of BF16."""
+def run_peer_forward(
+    python: str, scratch: Path, layer: int, numa: int, method: str, folder: Path
+) -> npt.NDArray[np.uint16]:
+    """Return the peer's output with these files, for the inputs in scratch, as BF16 bits."""
     what = {"layer": layer, "parts": numa, "method": method, "path": str(folder)}
-    return by_peer(python, scratch, **what, inputs=str(scratch / "inputs.safetensors"))["out"].bits
+    return run_peer(python, scratch, **what, inputs=str(scratch / "inputs.safetensors"))["out"].bits
 
 
 def convert(out: Path, method: str, numa: int, *more: str, source: Path = MODEL) -> None:
-    """Our own conversion, as a user runs it."""
+    """Run our own conversion as a user does."""
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(out)]
     subprocess.run(
         [*command, "--quant-method", method, "--threadpool-count", str(numa), "-q", *more], check=True, timeout=300
@@ -54,7 +57,7 @@ def convert(out: Path, method: str, numa: int, *more: str, source: Path = MODEL)
 
 
 def kt_files(folder: Path) -> dict[str, bytes]:
-    """Every .kt file by its path."""
+    """Return each .kt file by its path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*.kt"))}
 
 
@@ -72,22 +75,24 @@ def test_peer_writes_our_bytes_and_computes_the_same(tmp_path, peer_python, meth
             for p in ("gate", "up", "down")
         }
         save_file(stacked, stored["tensors"])
-        by_peer(peer_python, tmp_path, layer=layer, parts=numa, method=name, **stored)
+        run_peer(peer_python, tmp_path, layer=layer, parts=numa, method=name, **stored)
     convert(loose, method, numa, "--no-merge-safetensor")
     convert(merged, method, numa)
-    ours, want = kt_files(loose), kt_files(theirs)
-    assert len(want) == 2 * EXPERTS * 3 * numa * 2 and ours.keys() == want.keys()
-    assert [name for name in want if ours[name] != want[name]] == []
+    ours, expected = kt_files(loose), kt_files(theirs)
+    assert len(expected) == 2 * EXPERTS * 3 * numa * 2 and ours.keys() == expected.keys()
+    assert [name for name in expected if ours[name] != expected[name]] == []
 
-    save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
+    save_file(draw_inputs(6, 7), tmp_path / "inputs.safetensors")
     for layer in (0, 1):
-        outs = [forward(peer_python, tmp_path, layer, numa, name, folder) for folder in (merged, loose, theirs)]
+        outs = [
+            run_peer_forward(peer_python, tmp_path, layer, numa, name, folder) for folder in (merged, loose, theirs)
+        ]
         assert outs[0].any() and all(np.array_equal(out, outs[2]) for out in outs)
 
 
 @pytest.mark.parametrize(("numa", "hidden", "width"), [(2, 96, 704), (2, 1856, 128), (1, 544, 320)])
 def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, width, write_qwen, random_experts):
-    """BF16, every file; more than a block of 256 rows and of 1792 columns, and parts of blocks."""
+    """Compares every BF16 file, for more than a block of 256 rows and of 1792 columns, and partial blocks."""
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     stacked = random_experts(2, hidden, width)
     source = write_qwen(tmp_path / "in", {0: stacked})
@@ -95,47 +100,48 @@ def test_peer_writes_our_backward_matrices(tmp_path, peer_python, numa, hidden, 
     save_file(weights, tmp_path / "weights.safetensors")
     sizes = {"parts": numa, "experts": 2, "hidden": hidden, "width": width}
     stored = {"tensors": str(tmp_path / "weights.safetensors"), "path": str(theirs), "backward": True}
-    by_peer(peer_python, tmp_path, method="AMXBF16_SFT", **sizes, **stored)
+    run_peer(peer_python, tmp_path, method="AMXBF16_SFT", **sizes, **stored)
     convert(ours, "bf16", numa, "--no-merge-safetensor", "--save-backward-weights", source=source)
     assert len(kt_files(theirs)) == 2 * 3 * numa * 2 and kt_files(ours) == kt_files(theirs)
 
 
 @pytest.mark.skipif(not {"avx512bf16", "amx"} & {*kernels.available_isas()}, reason="kt-kernel trains with these alone")
 @pytest.mark.parametrize("method", ["AMXBF16_SFT", "AMXINT4_SFT"])
-def test_peer_trains_as_we_do(tmp_path, peer_python, random_experts, method):
+def test_peer_training_gives_close_gradients(tmp_path, peer_python, random_experts, method):
     """More than one block of tokens for an expert, and a rank that fills no panel."""
     stacked, generator = random_experts(EXPERTS, HIDDEN, INTERMEDIATE), torch.Generator().manual_seed(1)
     linears = {name: torch.from_numpy(array.view(np.int16)).view(torch.bfloat16) for name, array in stacked.items()}
     save_file(linears, tmp_path / "weights.safetensors")
     shapes = {"a": (EXPERTS, 5, HIDDEN), "b": (EXPERTS, INTERMEDIATE, 5)}
-    factors = {f"{name}_{which}": shapes[which] for name in ("gate", "up") for which in "ab"}
+    factors = {f"{name}_{matrix}": shapes[matrix] for name in ("gate", "up") for matrix in "ab"}
     factors |= {"down_a": (EXPERTS, 5, INTERMEDIATE), "down_b": (EXPERTS, HIDDEN, 5)}
-    given = {name: torch.randn(shape, generator=generator).mul(0.05).bfloat16() for name, shape in factors.items()}
-    given |= inputs_of(300, 3) | {"gradient": torch.randn(300, HIDDEN, generator=generator).bfloat16()}
-    save_file(given, tmp_path / "given.safetensors")
+    arguments = {name: torch.randn(shape, generator=generator).mul(0.05).bfloat16() for name, shape in factors.items()}
+    arguments |= draw_inputs(300, 3) | {"gradient": torch.randn(300, HIDDEN, generator=generator).bfloat16()}
+    save_file(arguments, tmp_path / "given.safetensors")
     files = {"tensors": str(tmp_path / "weights.safetensors"), "train": str(tmp_path / "given.safetensors")}
-    by_peer(peer_python, tmp_path, method=method, **files)
+    run_peer(peer_python, tmp_path, method=method, **files)
     theirs = load_file(tmp_path / "result.safetensors")
     run = {"topk": TOPK, "hidden": HIDDEN, "width": INTERMEDIATE, "method": method, **files}
     ours = train(KTMoEWrapper, run, list(linears.values()), torch.arange(EXPERTS))
-    for name, found in ours.items():
-        assert distance(found, theirs[name]) < (5.6e-3 if name == "hidden" else 2e-3), name
+    for name, gradient in ours.items():
+        assert distance(gradient, theirs[name]) < (5.6e-3 if name == "hidden" else 2e-3), name
 
 
 def bits(hidden: torch.Tensor) -> np.ndarray:
-    """Of BF16."""
+    """Return BF16 bits."""
     return hidden.view(torch.uint16).numpy()
 
 
-def inputs_of(tokens: int, seed: int) -> dict[str, torch.Tensor]:
+def draw_inputs(tokens: int, seed: int) -> dict[str, torch.Tensor]:
+    """Draw inputs."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in range(tokens)])
     return {"hidden": hidden, "ids": ids, "weights": torch.rand(tokens, TOPK, generator=generator)}
 
 
-def in_float64(out: Path, inputs: dict[str, torch.Tensor], numa: int = 1) -> np.ndarray:
-    """What float64 computes of the last layer from the numbers that an output stores."""
+def compute_in_float64(out: Path, inputs: dict[str, torch.Tensor], numa: int = 1) -> np.ndarray:
+    """Compute the last layer in float64 from the values that an output stores."""
     opened = open_output(out)
     fmt = measure(opened).fmt
     assert fmt is not None
@@ -152,11 +158,12 @@ def in_float64(out: Path, inputs: dict[str, torch.Tensor], numa: int = 1) -> np.
     return floats.forward(linear, bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
 
 
-def errors_of(
-    scratch: Path, python: str, numa: int, inputs: dict[str, torch.Tensor], ways: dict[str, tuple[str, ...]]
+def measure_errors(
+    scratch: Path, python: str, numa: int, inputs: dict[str, torch.Tensor], variants: dict[str, tuple[str, ...]]
 ) -> dict[str, tuple[float, float]]:
-    """Of the last layer in INT4, converted in these ways: how far from the source in float64 the outputs are that float64
-    computes from what is stored, and those of the real kt-kernel.
+    """Return two distances from the source in float64, for the last layer in INT4 with each of these options.
+
+    The first is of the outputs that float64 computes from the stored values, the second of those of the real kt-kernel.
     """
     hidden, ids, weights = (inputs[name] for name in ("hidden", "ids", "weights"))
     save_file(inputs, scratch / "inputs.safetensors")
@@ -167,39 +174,37 @@ def errors_of(
 
     expected = floats.forward(original, bits(hidden), ids.numpy(), weights.numpy())
     errors = {}
-    for scale, more in ways.items():
+    for scale, more in variants.items():
         out = scratch / scale
         convert(out, "int4", numa, "--scale", scale, *more)
-        ours = in_float64(out, inputs, numa)
-        theirs = floats.from_bits(forward(python, scratch, 1, numa, "AMXINT4", out))
+        ours = compute_in_float64(out, inputs, numa)
+        theirs = floats.from_bits(run_peer_forward(python, scratch, 1, numa, "AMXINT4", out))
         errors[scale] = tuple(np.linalg.norm(each - expected) / np.linalg.norm(expected) for each in (ours, theirs))
         assert abs(errors[scale][1] - errors[scale][0]) < 0.05 * errors[scale][0], errors
     return errors
 
 
 @pytest.mark.parametrize(("layer", "method"), [(0, "AMXINT4"), (1, "BF16")])
-def test_peer_takes_no_layer_of_a_mix_for_its_own(tmp_path, peer_python, layer, method):
-    """Asked to load a layer of an output with a method per layer, and by its very method, it fails and computes nothing."""
+def test_peer_does_not_load_layers_of_a_mix(tmp_path, peer_python, layer, method):
+    """When asked to load a layer of an output with a method per layer, by its very method, it fails."""
     convert(tmp_path / "out", "int4", 1, "--method-map", "1=bf16")
-    save_file(inputs_of(6, 7), tmp_path / "inputs.safetensors")
+    save_file(draw_inputs(6, 7), tmp_path / "inputs.safetensors")
     with pytest.raises(AssertionError, match="No experts found"):
-        forward(peer_python, tmp_path, layer, 1, method, tmp_path / "out")
+        run_peer_forward(peer_python, tmp_path, layer, 1, method, tmp_path / "out")
     assert not (tmp_path / "result.safetensors").exists()
 
 
 @pytest.mark.parametrize("numa", [1, 2])
 def test_peer_computes_with_scales_of_least_error(tmp_path, peer_python, numa):
-    """The real kt-kernel loads `--scale mse` and `imatrix`, and its error against the source in float64 is what the
-    weights say: less than by the largest values.
-    """
-    ways = {"absmax": (), "mse": (), "imatrix": ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf"))}
-    errors = errors_of(tmp_path, peer_python, numa, inputs_of(48, 9), ways)
+    """kt-kernel loads `--scale mse` and `imatrix`; its error is that of the weights, and smaller than with absmax."""
+    variants = {"absmax": (), "mse": (), "imatrix": ("--imatrix", str(FOLDER / "llama_cpp.imatrix.gguf"))}
+    errors = measure_errors(tmp_path, peer_python, numa, draw_inputs(48, 9), variants)
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
-    assert errors["imatrix"][1] < 0.95 * errors["absmax"][1], errors  # though these inputs are alike in all columns
+    assert errors["imatrix"][1] < 0.95 * errors["absmax"][1], errors  # although these inputs are alike in all columns
 
 
-def read_by_experts(text: str) -> dict[str, torch.Tensor]:
-    """What the last layer's experts read of a text, by transformers: hidden states, experts' numbers and weights."""
+def record_expert_inputs(text: str) -> dict[str, torch.Tensor]:
+    """Return what the last layer's experts read for a text, by transformers: hidden states, ids and weights."""
     import transformers
 
     model = hf.load_complete(MODEL, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
@@ -210,65 +215,69 @@ def read_by_experts(text: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("numa", [1, 2])
 def test_peer_computes_with_compensated_codes(tmp_path, peer_python, numa):
-    """The same of `--scale gptq`, on text that was not calibrated with."""
+    """The same for `--scale gptq`, with text outside the calibration data."""
     pytest.importorskip("llmcompressor")
     text = (ROOT / "examples" / "heldout.txt").read_text()
     calibration, rest = tmp_path / "calibration.txt", text[2 * len(text) // 3 :][:600]
     calibration.write_text(text[: 2 * len(text) // 3])
-    ways = {"absmax": (), "mse": (), "gptq": ("--dataset", str(calibration), "--max-sequence-length", "256")}
-    errors = errors_of(tmp_path, peer_python, numa, read_by_experts(rest), ways)
+    variants = {"absmax": (), "mse": (), "gptq": ("--dataset", str(calibration), "--max-sequence-length", "256")}
+    errors = measure_errors(tmp_path, peer_python, numa, record_expert_inputs(rest), variants)
     print(errors)
     assert errors["mse"][1] < 0.95 * errors["absmax"][1], errors
     assert errors["gptq"][1] < 0.95 * errors["mse"][1], errors
 
 
-NEAR = {"MXFP4": 0.01, "FP8": 0.01, "BF16": 0.01, "RAWINT4": 0.015}  # whose activations are in 8 bits
+TOLERANCES = {"MXFP4": 0.01, "FP8": 0.01, "BF16": 0.01, "RAWINT4": 0.015}  # RAWINT4 has 8-bit activations in kt-kernel
 SCALES = (("RAWINT4", "mse"), ("RAWINT4", "gptq"), ("MXFP4", "gptq"))
 
 
 @pytest.mark.parametrize("numa", [1, 2])
-@pytest.mark.parametrize(("method", "scale"), [*((name, "absmax") for name in NEAR), *SCALES])
+@pytest.mark.parametrize(("method", "scale"), [*((name, "absmax") for name in TOLERANCES), *SCALES])
 def test_peer_computes_with_its_native_layout(tmp_path, peer_python, method, scale, numa):
-    """`--layout kt` as the real kt-kernel loads and splits it, against float64 on the same numbers."""
-    out, inputs = tmp_path / "out", inputs_of(6, 8)
+    """kt-kernel loads and splits `--layout kt`; compares with float64 on the same values."""
+    out, inputs = tmp_path / "out", draw_inputs(6, 8)
     more = (
         ("--dataset", str(ROOT / "examples" / "heldout.txt"), "--max-sequence-length", "256") if scale == "gptq" else ()
     )
     convert(out, method.lower(), numa, "--layout", "kt", "--scale", scale, *more)
     save_file(inputs, tmp_path / "inputs.safetensors")
-    expected = in_float64(out, inputs)
-    theirs = floats.from_bits(forward(peer_python, tmp_path, 1, numa, method, out))
-    assert np.linalg.norm(theirs - expected) < NEAR[method] * np.linalg.norm(expected)
+    expected = compute_in_float64(out, inputs)
+    theirs = floats.from_bits(run_peer_forward(peer_python, tmp_path, 1, numa, method, out))
+    assert np.linalg.norm(theirs - expected) < TOLERANCES[method] * np.linalg.norm(expected)
 
 
-def test_one_directory_for_cpu_and_gpu(tmp_path, peer_python):
-    """`gpu --group-size 32` as the real kt-kernel's RAWINT4 loads it, as our runtime does, which is no farther from float64 on
-    the same numbers, and as transformers loads the model: the same files."""
+def test_one_directory_serves_cpu_and_gpu(tmp_path, peer_python):
+    """The output of `gpu --group-size 32` loads in kt-kernel as RAWINT4, in our runtime, and in transformers.
+
+    Our runtime is at least as close to float64 as kt-kernel.
+    """
     pytest.importorskip("compressed_tensors")
-    out, inputs = tmp_path / "out", inputs_of(6, 8)
+    out, inputs = tmp_path / "out", draw_inputs(6, 8)
     program = [sys.executable, "-m", "ktconvert.pipeline.cli"]
     options = ("--quant-method", "RTN", "--quant-type", "W4A16", "--group-size", "32")
     subprocess.run([*program, "gpu", "-i", str(MODEL), "-o", str(out), "-q", *options], check=True, timeout=300)
     save_file(inputs, tmp_path / "inputs.safetensors")
-    expected = in_float64(out, inputs)
-    theirs = floats.from_bits(forward(peer_python, tmp_path, 1, 1, "RAWINT4", out))
+    expected = compute_in_float64(out, inputs)
+    theirs = floats.from_bits(run_peer_forward(peer_python, tmp_path, 1, 1, "RAWINT4", out))
     experts = Experts.load(out, 1, parts=1)
     assert experts.method == "RAWINT4"
     ours = experts.forward(bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
-    far, near = (np.linalg.norm(y - expected) / np.linalg.norm(expected) for y in (theirs, floats.from_bits(ours)))
-    assert near < far < 0.015
+    their_error, our_error = (
+        np.linalg.norm(y - expected) / np.linalg.norm(expected) for y in (theirs, floats.from_bits(ours))
+    )
+    assert our_error < their_error < 0.015
     verify = [*program, "verify", str(out), "--against", str(MODEL)]
     done = subprocess.run(verify, check=True, timeout=300, capture_output=True, text=True)
     assert "every routed expert matches" in done.stdout and "KL divergence" in done.stdout
 
 
 SIZES: dict[str, Any] = {"experts": EXPERTS, "intermediate": 256}
-# Both layers of the bundled model: tokens, experts per token, what the first defers, whether some experts are on a GPU.
+# Runs of both layers of the bundled model: tokens, experts per token, deferred experts of the first layer, GPU mask.
 RUNS = [(1, 2, 0, False), (40, 2, 0, False), (24, 4, 2, True), (3, 2, 1, False), (4, 2, 2, False)]
 
 
-def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dict[str, torch.Tensor]:
-    """What the program's layers gave."""
+def run_program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dict[str, torch.Tensor]:
+    """Run the program of tests/rig/layers.py; return the outputs of its layers."""
     result, path = str(scratch / f"{module}.safetensors"), scratch / f"{module}.json"
     path.write_text(json.dumps(job | {"result": result}))
     command = [python, "-P", str(ROOT / "tests" / "rig" / "layers.py"), module, str(path)]
@@ -277,7 +286,8 @@ def program(python: str, module: str, job: dict[str, Any], scratch: Path) -> dic
     return load_file(result)
 
 
-def inputs(path: Path, tokens: int, topk: int, mask: bool, **more: torch.Tensor) -> str:
+def write_inputs(path: Path, tokens: int, topk: int, mask: bool, **more: torch.Tensor) -> str:
+    """Write inputs for a run."""
     g = torch.Generator().manual_seed(100 * tokens + topk)
     tensors = {
         "hidden": torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16),
@@ -297,14 +307,14 @@ def test_the_same_program_gives_the_same_bits(tmp_path, peer_python, cli, exampl
     cli("cpu", "-i", example, "-o", out, "--quant-method", method, "--threadpool-count", parts, "-q")
     runs = {
         f"{tokens}": {
-            "inputs": inputs(tmp_path / f"{tokens}.safetensors", tokens, topk, mask),
+            "inputs": write_inputs(tmp_path / f"{tokens}.safetensors", tokens, topk, mask),
             "deferred": [deferred, 0],
         }
         for tokens, topk, deferred, mask in RUNS
     }
     job = SIZES | {"numa": parts, "folder": str(out), "save": False, "method": f"AMX{method.upper()}", "runs": runs}
-    theirs = program(peer_python, "kt_kernel", job, tmp_path)
-    ours = program(sys.executable, "ktconvert.native_quant", job, tmp_path)
+    theirs = run_program(peer_python, "kt_kernel", job, tmp_path)
+    ours = run_program(sys.executable, "ktconvert.native_quant", job, tmp_path)
     assert ours.keys() == theirs.keys() and len(ours) == len(RUNS) * 2 * 2
     different = {name: int((ours[name].view(torch.int16) != theirs[name].view(torch.int16)).sum()) for name in ours}
     assert not any(different.values()), different
@@ -320,9 +330,9 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python
     results = {}
     for module, folder in folders.items():
         folder.mkdir()
-        runs = {"5": {"inputs": inputs(tmp_path / "5.safetensors", 5, 2, False, **weights), "deferred": [0]}}
+        runs = {"5": {"inputs": write_inputs(tmp_path / "5.safetensors", 5, 2, False, **weights), "deferred": [0]}}
         job = SIZES | {"numa": 2, "folder": str(folder), "save": True, "method": f"AMX{method.upper()}", "runs": runs}
-        results[module] = program(peer_python if module == "kt_kernel" else sys.executable, module, job, tmp_path)
+        results[module] = run_program(peer_python if module == "kt_kernel" else sys.executable, module, job, tmp_path)
     theirs, ours = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in folders.values())
     assert ours == theirs and len(ours) == EXPERTS * 3 * 2 * 2
     left, right = (result["5.0.0"].view(torch.int16) for result in results.values())
@@ -330,7 +340,7 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python
 
 
 def test_kt_commands_and_training_run_under_our_name(tmp_path, peer_python):
-    """With the documented sitecustomize they are the real package's."""
+    """The documented sitecustomize makes them those of the real package."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     theirs = subprocess.run([peer_python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
     (tmp_path / "sitecustomize.py").write_text(

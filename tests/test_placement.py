@@ -1,6 +1,6 @@
-"""Where the runtime's weights lie: which NUMA nodes are asked for, and what the kernel says of it (numa_maps).
+"""Placement of the runtime's weights: the requested NUMA nodes, and those that the kernel reports (numa_maps).
 
-The kernel's answers are real. That there is a second node is made up: it is never the one asked for.
+The kernel's reports are real. A second node is simulated, and never requested.
 """
 
 import json
@@ -47,7 +47,7 @@ BEFORE_MAIN = """
 """
 MPOL_PREFERRED, MPOL_BIND, MPOL_INTERLEAVE = "1", "2", "3"
 
-# Loads two layers and packs one, as if node 1 were there, and prints the policy of each block of weights.
+# Loads two layers and packs one, with a simulated node 1, and prints the policy of each block of weights.
 PROGRAM = """
 import json, sys, warnings
 import numpy as np
@@ -57,34 +57,36 @@ from ktconvert.native_quant.runtime.pool import Pool
 machine.memory_nodes = lambda root=None: (0, 1)
 path, pool = sys.argv[1], Pool(2, numa_nodes=[machine.numa_nodes()[0]])
 bits = [np.full(shape, 0x3C80, np.uint16) for shape in ((2, 128, 128), (2, 128, 128), (2, 128, 128))]
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     layers = [Experts.load(path, 0, memory="copy", pool=pool), Experts.load(path, 1, memory="copy", pool=pool)]
     layers.append(Experts.from_bf16(*bits, method="AMXINT8", parts=2, pool=pool))
 policies = {int(line.split()[0], 16): line.split()[1] for line in open("/proc/self/numa_maps")}
-said = []
+used = []
 for layer in layers:
     weights = [weight for part, (weight, _) in layer.packed.arrays.items() if part.node == 0]
-    said.append(policies[max(start for start in policies if start <= weights[0].ctypes.data)])
+    used.append(policies[max(start for start in policies if start <= weights[0].ctypes.data)])
 x = np.full((3, layers[0].hidden), 0x3F80, np.uint16)
 out = layers[0].forward(x, np.tile(np.arange(8), (3, 1)), np.ones((3, 8), np.float32))
-print(json.dumps([said, [str(each.message) for each in told], out.tolist()]))
+print(json.dumps([used, [str(each.message) for each in caught], out.tolist()]))
 """
 
 
 @pytest.fixture(scope="module")
 def output(packed_example: Any) -> Path:
+    """Convert the bundled model."""
     path: Path = packed_example("int8", 2)
     return path
 
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the shim."""
     return shims.build(tmp_path_factory.mktemp("shim"), "before_main", BEFORE_MAIN)
 
 
-def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
-    """The policies of the blocks, the warnings and the result of PROGRAM."""
+def run_program(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
+    """Return the policies of the blocks, the warnings and the result of PROGRAM."""
     done = run_python(PROGRAM, output, preload=shim, **env)
     if done.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
@@ -94,27 +96,28 @@ def loaded(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], 
 
 
 @pytest.fixture(scope="module")
-def plain(shim: Path, output: Path) -> tuple[list[str], list[str], Any]:
-    return loaded(shim, output)
+def unrestricted(shim: Path, output: Path) -> tuple[list[str], list[str], Any]:
+    """Run PROGRAM without restrictions."""
+    return run_program(shim, output)
 
 
 @needs_mbind
-def test_weights_prefer_the_node_of_the_pool(plain):
-    assert plain[:2] == (["prefer:0"] * 3, [])
+def test_weights_prefer_the_node_of_the_pool(unrestricted):
+    assert unrestricted[:2] == (["prefer:0"] * 3, [])
 
 
 @needs_mbind
 @pytest.mark.parametrize(
     ("mode", "policy"), [(MPOL_PREFERRED, "prefer:0"), (MPOL_BIND, "bind:0"), (MPOL_INTERLEAVE, "interleave:0")]
 )
-def test_a_policy_of_the_user_is_kept(mode, policy, shim, output, plain):
-    assert loaded(shim, output, MEMBIND=mode) == ([policy] * 3, [], plain[2])
+def test_a_policy_of_the_user_is_kept(mode, policy, shim, output, unrestricted):
+    assert run_program(shim, output, MEMBIND=mode) == ([policy] * 3, [], unrestricted[2])
 
 
 @pytest.mark.parametrize(("deny", "call"), [("0", "mbind"), ("1", "get_mempolicy")])
-def test_denied_placement_is_reported_once(deny, call, shim, output, plain):
-    policies, [reported], out = loaded(shim, output, DENY=deny)
-    assert (policies, out) == (["default"] * 3, plain[2])
+def test_denied_placement_is_reported_once(deny, call, shim, output, unrestricted):
+    policies, [reported], out = run_program(shim, output, DENY=deny)
+    assert (policies, out) == (["default"] * 3, unrestricted[2])
     assert "(mbind: Operation not permitted;" in reported and "--cap-add SYS_NICE" in reported
 
 
@@ -123,9 +126,9 @@ def test_doctor_reports_denied_placement(shim, cli):
         "from ktconvert.native_quant import machine; machine.memory_nodes = lambda root=None: (0, 1)\n"
         "from ktconvert.pipeline.cli.doctor import doctor; doctor()"
     )
-    said = run_python(code, preload=shim, DENY="0").stdout
-    assert said.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
-    assert "mbind" not in cli("doctor").stdout  # one node: nothing to choose, or nothing refused
+    stdout = run_python(code, preload=shim, DENY="0").stdout
+    assert stdout.count("warning: This process may not choose the NUMA nodes of its memory (mbind:") == 1
+    assert "mbind" not in cli("doctor").stdout  # with one node, or without a refusal
 
 
 @needs_mbind
@@ -147,7 +150,7 @@ print(weights.memory_available() == 1 << 20)
         (2, (0,), [(0,), (0,)]),
         (2, (1, 0), [(1,), (0,)]),
         (4, (0, 1), [(0,), (1,), (0,), (1,)]),
-        (1, (0, 1), [(0, 1)]),  # both groups read it: in turns
+        (1, (0, 1), [(0, 1)]),  # both groups read it: pages alternate
         (2, (0, 1, 2, 3), [(0, 2), (1, 3)]),
         (3, (0, 1), [(0,), (1,), (0,)]),
     ],
@@ -160,19 +163,21 @@ def test_slices_belong_to_the_nodes_of_their_threads(parts, nodes, homes, monkey
 def test_shortages_are_counted_by_node(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
     gib = 1 << 30
-    left = {0: 12 * gib, 1: 8 * gib}
-    assert placement.describe_shortages([8 * gib, 8 * gib], [0, 1], left) == ""
-    assert placement.describe_shortages([9 * gib, 9 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 9.00 GiB"
-    assert placement.describe_shortages([9 * gib, 9 * gib], [0], left) == "node 0 has 12.00 GiB left for 18.00 GiB"
-    assert placement.describe_shortages([17 * gib], [0, 1], left) == "node 1 has 8.00 GiB left for 8.50 GiB"
-    assert placement.describe_shortages([17 * gib], [0], {0: gib}) == ""  # one node only: nothing lies elsewhere
+    available = {0: 12 * gib, 1: 8 * gib}
+    assert placement.describe_shortages([8 * gib, 8 * gib], [0, 1], available) == ""
+    assert (
+        placement.describe_shortages([9 * gib, 9 * gib], [0, 1], available) == "node 1 has 8.00 GiB left for 9.00 GiB"
+    )
+    assert placement.describe_shortages([9 * gib, 9 * gib], [0], available) == "node 0 has 12.00 GiB left for 18.00 GiB"
+    assert placement.describe_shortages([17 * gib], [0, 1], available) == "node 1 has 8.00 GiB left for 8.50 GiB"
+    assert placement.describe_shortages([17 * gib], [0], {0: gib}) == ""  # with only one node, nothing can be elsewhere
 
 
-@pytest.mark.parametrize(("left", "is_short"), [(1 << 30, False), (1 << 20, True)])
-def test_the_plan_of_a_conversion_counts_by_node(left, is_short, example, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("available", "is_short"), [(1 << 30, False), (1 << 20, True)])
+def test_a_plan_counts_memory_by_node(available, is_short, example, tmp_path, monkeypatch):
     for name in ("numa_nodes", "memory_nodes"):
         monkeypatch.setattr(machine, name, lambda *_: (0, 1))
-    monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: left})
+    monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: available})
     options = ("--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
     done = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options)
     assert done.exit_code == 0, done.output

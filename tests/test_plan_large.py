@@ -1,5 +1,4 @@
-"""A plan for 160 shards and 100,000 tensors, made of headers and holes: it holds, it reads the headers alone, and it
-writes nothing."""
+"""A plan for 160 shards and 100,000 tensors, of headers and holes: it reads only headers, and writes nothing."""
 
 import ctypes
 import json
@@ -18,27 +17,27 @@ from rig.scripts import load_benchmark
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS, EXPERTS, HIDDEN, INTERMEDIATE, SHARDS = 67, 256, 7168, 2048, 160
 MOE = LAYERS - 3  # the first three are dense
-# Bytes after a header that the kernel may fetch by itself: twice what it may on any disk here.
+# Bytes after a header that the kernel may prefetch: twice the largest readahead of any disk.
 READAHEAD = max(1 << 20, *(int(path.read_text()) << 11 for path in Path("/sys/class/bdi").glob("*/read_ahead_kb")), 0)
 
 
-# A process counts the memory of the one that started it as its own peak, so a small one has to stand in between.
+# The peak memory of a process includes that of the process that started it, so a small process starts the command.
 MEASURE = (
     "import dataclasses, json, sys; sys.path.insert(0, sys.argv[1]); import timing;"
     "print(json.dumps(dataclasses.asdict(timing.run(sys.argv[2:]))))"
 )
 
 
-def measured(command: list[str]) -> SimpleNamespace:
-    """What benchmarks/timing.py's Run says of a command."""
-    words = [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks"), *command]
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
+def measure(command: list[str]) -> SimpleNamespace:
+    """Return what benchmarks/timing.py measures of a command."""
+    arguments = [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks"), *command]
+    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
     return SimpleNamespace(**json.loads(done.stdout))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoint: 750 GB by its headers, some 20 MB on disk."""
+    """Write the checkpoint: 750 GB by its headers, about 20 MB on disk."""
     folder = tmp_path_factory.mktemp("large") / "model"
     models = load_benchmark("models")
     tensors, config = models.deepseek(LAYERS, EXPERTS)
@@ -47,10 +46,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def plan(source: Path, output: Path, *more: str) -> tuple[Any, dict[str, Any]]:
-    """The time and memory that `cpu --dry-run --json` took, and the plan that it reported."""
+def run_plan(source: Path, output: Path, *more: str) -> tuple[Any, dict[str, Any]]:
+    """Return the measurement of `cpu --dry-run --json`, and the plan that it reported."""
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "cpu", "-i", str(source), "-o", str(output), "--dry-run"]
-    run = measured([*command, "--json", "-q", *more])
+    run = measure([*command, "--json", "-q", *more])
     if run.read is None:
         pytest.skip("this kernel does not count what a process reads (/proc/PID/io)")
     events = [json.loads(line) for line in run.output.splitlines() if line.startswith("{")]
@@ -58,12 +57,12 @@ def plan(source: Path, output: Path, *more: str) -> tuple[Any, dict[str, Any]]:
 
 
 def header_bytes(folder: Path) -> dict[Path, int]:
-    """Every shard with the size of its header."""
+    """Return the size of each shard's header."""
     return {path: data_start(path) for path in sorted(folder.glob("*.safetensors"))}
 
 
 def cached_bytes(path: Path) -> int:
-    """How much of a file lies in the page cache: reading its weights in any way leaves them there."""
+    """Return how much of a file is in the page cache, where any reading of its weights leaves them."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE) as mapped:
         pages = -(-len(mapped) // mmap.PAGESIZE)
         resident = (ctypes.c_ubyte * pages)()
@@ -78,16 +77,16 @@ def cached_bytes(path: Path) -> int:
 
 
 def state(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of everything below a folder."""
+    """Return names, sizes and times of everything below a folder."""
     return sorted((str(p), p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*"))
 
 
 def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
     output = tmp_path / "never-made"
-    bare, _ = plan(ROOT / "examples" / "qwen3-moe-small", output)  # what Python and the libraries read
+    baseline, _ = run_plan(ROOT / "examples" / "qwen3-moe-small", output)  # read by Python and the libraries
     headers = header_bytes(model)
     before = state(model)
-    run, report = plan(model, output)
+    run, report = run_plan(model, output)
 
     expert_tensors = MOE * EXPERTS * 3
     scale_grid = (INTERMEDIATE // 128) * (HIDDEN // 128) * 4
@@ -109,18 +108,18 @@ def test_dry_run_of_a_large_checkpoint_reads_headers_only(tmp_path, model):
 
     index = (model / "model.safetensors.index.json").stat().st_size
     expected = sum(headers.values()) + index
-    assert expected * 0.99 < run.read - bare.read < expected * 1.05 + (1 << 20)
+    assert expected * 0.99 < run.read - baseline.read < expected * 1.05 + (1 << 20)
     assert run.max_rss < 600 << 20
     for path, size in list(headers.items())[::8]:
         assert cached_bytes(path) <= size + READAHEAD, f"weights of {path.name} were read"
 
-    assert run.dirtied is not None and run.dirtied < 1 << 20  # times of access are written, and count
+    assert run.dirtied is not None and run.dirtied < 1 << 20  # writing access times counts
     assert list(tmp_path.iterdir()) == [] and state(model) == before
 
 
-def test_the_plan_of_some_layers_of_a_large_checkpoint(tmp_path, model):
+def test_layers_option_limits_the_plan_of_a_large_checkpoint(tmp_path, model):
     options = ("--layers", "3-4,60", "--quant-method", "int8", "--max-shard-size", "5GB")
-    _, report = plan(model, tmp_path / "never-made", *options)
+    _, report = run_plan(model, tmp_path / "never-made", *options)
     assert report["model"]["layers"] == [3, 4, 60]
     each = 3 * INTERMEDIATE * HIDDEN + 4 * (2 * INTERMEDIATE + 2 * HIDDEN)
     assert report["bytes_out"] == 3 * EXPERTS * each

@@ -1,4 +1,4 @@
-"""The runtime's threads: shared by callers, joined at exit, asleep when there is nothing to do."""
+"""Threads of the runtime: shared by callers, joined at exit, and asleep without work."""
 
 import re
 import shutil
@@ -21,12 +21,14 @@ from rig.programs import run_python
 
 @pytest.fixture(scope="module")
 def layer(random_experts: Any) -> list[Any]:
+    """Draw the weights of a layer."""
     matrices = random_experts(4, 256, 128)
     return [matrices[name] for name in ("gate", "up", "down")]
 
 
 @pytest.fixture(scope="module")
 def call() -> tuple[Any, ...]:
+    """Draw the arguments of a forward."""
     rng = np.random.default_rng(0)
     x = (rng.standard_normal((33, 256)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return x, rng.integers(0, 4, (33, 2)), rng.random((33, 2)).astype(np.float32)
@@ -66,7 +68,7 @@ def test_background_jobs_run_in_order_and_again(layer, call):
     outs = [np.zeros_like(x) for _ in range(8)]
     jobs = [experts.submit(x, np.roll(ids, number, 0).copy(), weights, out=out) for number, out in enumerate(outs)]
     jobs[-1].wait()
-    for number, out in enumerate(outs):  # the last is done, so all are
+    for number, out in enumerate(outs):  # all are finished, since the last is
         np.testing.assert_array_equal(out, experts.forward(x, np.roll(ids, number, 0).copy(), weights))
     x2 = x.copy()
     job = experts.submit(x2, ids, weights, out=outs[0])
@@ -91,7 +93,7 @@ print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
 
 
 def test_a_truncated_mapped_file_is_an_error_of_the_forward(packed_example, tmp_path):
-    """Outside of the commands: the process goes on, and layers in other files compute as before."""
+    """Without the command line the process continues, and layers in other files compute as before."""
     out = Path(shutil.copytree(packed_example("int8"), tmp_path / "out"))
     shard = out / "model-00001-of-00002.safetensors"
     script = f"""
@@ -140,7 +142,7 @@ def test_idle_threads_sleep(layer, call):
     def running() -> int:
         states = []
         for task in Path("/proc/self/task").iterdir():
-            with suppress(FileNotFoundError, ProcessLookupError):  # one of another test's, which ended just now
+            with suppress(FileNotFoundError, ProcessLookupError):  # a thread of a different test has just ended
                 states.append((task / "stat").read_text().rsplit(")", 1)[1].split()[0])
         return states.count("R")
 
@@ -150,7 +152,7 @@ def test_idle_threads_sleep(layer, call):
         time.sleep(0.01)
 
 
-# The first so many threads are started, later ones are not.
+# Only the first MOST_THREADS threads start.
 FEW_THREADS = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
@@ -163,31 +165,33 @@ FEW_THREADS = """
         return ((int (*)(void *, const void *, void *, void *))dlsym(RTLD_NEXT, "pthread_create"))(thread, attributes, run, argument);
     }
 """
-SENTENCE = "ktconvert: this process reached its limit of threads or memory; "
+MESSAGE = "ktconvert: this process reached its limit of threads or memory; "
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that may start threads as MOST_THREADS says; NumPy's own do not count."""
+def few_threads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the environment of a process that may start MOST_THREADS threads, besides those of NumPy."""
     shim = shims.build(tmp_path_factory.mktemp("few"), "few", FEW_THREADS)
     return {**shims.preload_environment(shim), "OPENBLAS_NUM_THREADS": "1"}
 
 
 @pytest.mark.parametrize("most", range(4))
-def test_a_conversion_without_threads_can_be_resumed(most, few, cli, example, tmp_path):
+def test_a_conversion_without_threads_can_be_resumed(most, few_threads, cli, example, tmp_path):
     options = ("--quant-method", "int8", "--cpuinfer-threads", 2, "-q")
-    failed = cli("cpu", "-i", example, "-o", tmp_path / "out", *options, code=4, env=few | {"MOST_THREADS": str(most)})
-    assert failed.stderr.startswith(SENTENCE) and failed.stderr.count("\n") == 1
+    failed = cli(
+        "cpu", "-i", example, "-o", tmp_path / "out", *options, code=4, env=few_threads | {"MOST_THREADS": str(most)}
+    )
+    assert failed.stderr.startswith(MESSAGE) and failed.stderr.count("\n") == 1
     cli("resume", tmp_path / "out", "-q")
 
 
-ENDS = [
+FAILURES = [
     ("runtime.pool import Pool; Pool(3)", "ResourceError: the system starts no more threads"),
     ("runtime.benchmark import read_bandwidth; read_bandwidth(3)", "RuntimeError: can't start new thread"),
 ]
 
 
-@pytest.mark.parametrize(("program", "sentence"), ENDS, ids=["pool", "bandwidth"])
-def test_the_runtime_fails_cleanly_without_threads(program, sentence, few):
-    done = run_python(f"from ktconvert.native_quant.{program}", **few, MOST_THREADS="1")
-    assert done.returncode == 1 and sentence in done.stderr
+@pytest.mark.parametrize(("program", "message"), FAILURES, ids=["pool", "bandwidth"])
+def test_the_runtime_fails_cleanly_without_threads(program, message, few_threads):
+    done = run_python(f"from ktconvert.native_quant.{program}", **few_threads, MOST_THREADS="1")
+    assert done.returncode == 1 and message in done.stderr

@@ -34,7 +34,7 @@ def test_only_files_of_x86_use_x86():
 
 @pytest.mark.parametrize("arch", ["x86", "generic"])
 def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
-    """Setuptools puts an extension's sources and what it depends on into an sdist."""
+    """Setuptools puts an extension's sources and dependencies into an sdist."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("KTCONVERT_ARCH", arch)
     build = runpy.run_path("native_quant/_build.py")
@@ -44,7 +44,7 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ("sys.platform = 'darwin'", "ktconvert runs only on Linux, and this is darwin: use a Linux machine"),
         ("sys.platform = 'win32'", "this is win32: use a Linux machine or container, or on Windows WSL 2."),
@@ -52,11 +52,11 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
         ("sysconfig.get_config_vars()['Py_GIL_DISABLED'] = 1", "a Python with the GIL, and this one is free-threaded"),
     ],
 )
-def test_an_unsupported_python_is_refused_in_one_sentence(change: str, words: str) -> None:
-    """setup.py runs in a process that pretends to be on another platform."""
+def test_an_unsupported_python_is_refused_with_a_message(change: str, message: str) -> None:
+    """setup.py runs in a process that pretends to be on a different platform."""
     program = f"import runpy, setuptools, sys, sysconfig, cffi; {change}; runpy.run_path('native_quant/_build.py')"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and words in done.stderr, done.stderr
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
 
 
 PROGRAM = """
@@ -73,7 +73,7 @@ def test_a_different_architecture_converts_to_the_same_bytes(tmp_path):
     absent = tmp_path / "absent"
     absent.mkdir()
     for name in X86_HEADERS:
-        (absent / name).write_text(f'#error "{name} is not there"\n')
+        (absent / name).write_text(f'#error "{name} is missing"\n')
     out = tmp_path / "build"
     flags = {"KTCONVERT_ARCH": "generic", "KTCONVERT_CFLAGS": f"-O1 -Werror -I{absent}"}
     subprocess.run(["sh", "tests/build.sh", out, sys.executable], cwd=ROOT, env={**os.environ, **flags}, check=True)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 GRID = ROW_GRIDS["int4"]
 
 
-def correlated(n: int, seed: int) -> Any:
+def draw_metric(n: int, seed: int) -> Any:
     """Return a metric, float32 [n, n], with few large directions."""
     generator = torch.Generator().manual_seed(seed)
     mixed = torch.randn((2 * n, n), generator=generator) * torch.logspace(0, -2, n)
@@ -40,52 +40,57 @@ def round_plain(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.Co
     return descent.CodesAndScales(gptq.codes(values, scale, GRID.code_range), scale)
 
 
-def cost(weight: Any, made: descent.CodesAndScales, inputs: Any, outputs: Any) -> float:
-    error = weight - made.values
+def cost(weight: Any, rounded: descent.CodesAndScales, inputs: Any, outputs: Any) -> float:
+    """Return the cost of the errors in both metrics."""
+    error = weight - rounded.values
     return float(torch.trace(outputs @ error @ inputs @ error.T))
 
 
 @pytest.mark.parametrize("n", [40, 64, 150])
 def test_rounding_in_turn_lowers_the_cost_of_errors(n: int) -> None:
-    weight, inputs, outputs = torch.randn((n, 96)), correlated(96, 1), correlated(n, 2)
-    made = predictions.round_in_turn(weight, predictions.factorize(outputs), lambda rows, _: round_plain(rows, inputs))
-    alone = round_plain(weight, inputs)
-    assert cost(weight, made, inputs, outputs) < 0.9 * cost(weight, alone, inputs, outputs)
+    weight, inputs, outputs = torch.randn((n, 96)), draw_metric(96, 1), draw_metric(n, 2)
+    rounded = predictions.round_in_turn(
+        weight, predictions.factorize(outputs), lambda rows, _: round_plain(rows, inputs)
+    )
+    separate = round_plain(weight, inputs)
+    assert cost(weight, rounded, inputs, outputs) < 0.9 * cost(weight, separate, inputs, outputs)
     plain = torch.eye(n)  # if all outputs count alike, each row is rounded as if it were alone
-    same = predictions.round_in_turn(weight, predictions.factorize(plain), lambda rows, _: round_plain(rows, inputs))
-    assert torch.equal(same.codes, alone.codes) and torch.equal(same.scale, alone.scale)
+    unweighted = predictions.round_in_turn(
+        weight, predictions.factorize(plain), lambda rows, _: round_plain(rows, inputs)
+    )
+    assert torch.equal(unweighted.codes, separate.codes) and torch.equal(unweighted.scale, separate.scale)
 
 
 def test_remaining_rows_compensate_earlier_errors() -> None:
     """They are optimal after the earlier errors, by the equation of numerics.md, in float64."""
     n, first = 80, predictions.ROWS
-    weight, outputs, seen = torch.randn((n, 5)), correlated(n, 3), []
+    weight, outputs, calls = torch.randn((n, 5)), draw_metric(n, 3), []
 
     def choose(rows: Any, numbers: Any) -> descent.CodesAndScales:
-        seen.append((rows.clone(), numbers))
+        calls.append((rows.clone(), numbers))
         return descent.CodesAndScales(rows.round().to(torch.int8), torch.ones((len(rows), 1)))
 
     predictions.round_in_turn(weight, predictions.factorize(outputs), choose)
-    order = torch.cat([numbers for _, numbers in seen])
+    order = torch.cat([numbers for _, numbers in calls])
     assert order.sort().values.tolist() == list(range(n))
     assert torch.equal(order, torch.argsort(outputs.diagonal(), descending=True))
     metric = outputs.double() + predictions.DAMPENING * outputs.double().diagonal().mean() * torch.eye(n)
     metric = metric[order][:, order].numpy()
-    whole, (done, _), (after, _) = weight[order].double().numpy(), seen[0], seen[1]
-    error = whole[:first] - done.round().numpy()
+    original, (done, _), (after, _) = weight[order].double().numpy(), calls[0], calls[1]
+    error = original[:first] - done.round().numpy()
     rest = slice(first, first + len(after))
-    best = whole[first:] + np.linalg.solve(metric[first:, first:], metric[first:, :first] @ error)
+    best = original[first:] + np.linalg.solve(metric[first:, first:], metric[first:, :first] @ error)
     np.testing.assert_allclose(after.numpy(), best[: rest.stop - first], atol=1e-4)
 
 
 def test_fisher_information_of_gate_and_up() -> None:
     """It equals the sum over tokens of the information that passes through down."""
-    down, outputs, slopes = torch.randn((6, 4)), correlated(6, 6), torch.randn((9, 8))
-    found = predictions.middle_information(outputs, down, slopes.T @ slopes)
+    down, outputs, slopes = torch.randn((6, 4)), draw_metric(6, 6), torch.randn((9, 8))
+    actual = predictions.middle_information(outputs, down, slopes.T @ slopes)
     metric = outputs + predictions.DAMPENING * outputs.diagonal().mean() * torch.eye(6)
     wide = torch.cat([down, down], 1)
-    want = sum((wide * s).T @ metric @ (wide * s) for s in slopes)
-    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-4)
+    expected = sum((wide * s).T @ metric @ (wide * s) for s in slopes)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_fisher_information_counts_less_in_early_layers() -> None:
@@ -98,13 +103,14 @@ def test_fisher_information_counts_less_in_early_layers() -> None:
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_are_refused(broken: float) -> None:
-    outputs = correlated(8, 7)
+    outputs = draw_metric(8, 7)
     outputs[3, 3] = broken
     with pytest.raises(gptq.NotFinite):
         predictions.factorize(outputs)
 
 
-def layered(folder: Path) -> LayeredModel:
+def load_layered(folder: Path) -> LayeredModel:
+    """Load a model as the calibration run does."""
     source = open_checkpoint(folder)
     model = recognise(source)
     rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
@@ -113,11 +119,12 @@ def layered(folder: Path) -> LayeredModel:
 
 @pytest.fixture(scope="module")
 def model(example: Path) -> LayeredModel:
-    return layered(example)
+    """Load the bundled model."""
+    return load_layered(example)
 
 
 def test_tied_head_gives_the_same_gradients(tmp_path: Path) -> None:
-    """As a separate head with the same weights."""
+    """The same as a separate head with the same weights."""
     families.make("deepseek_v3", False, tmp_path / "tied", tie_word_embeddings=True)
     shutil.copytree(tmp_path / "tied", tmp_path / "untied")
     edit_json(tmp_path / "untied" / "config.json", lambda config: config.update(tie_word_embeddings=False))
@@ -125,7 +132,7 @@ def test_tied_head_gives_the_same_gradients(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, tmp_path / "untied" / "model.safetensors", {"format": "pt"})
     hidden = torch.randn((40, families.HIDDEN)).bfloat16()
-    tied, untied = (layered(tmp_path / name).prediction_gradients(hidden, seed=3) for name in ("tied", "untied"))
+    tied, untied = (load_layered(tmp_path / name).prediction_gradients(hidden, seed=3) for name in ("tied", "untied"))
     assert torch.equal(tied, untied) and tied.isfinite().all() and tied.any()
 
 
@@ -133,22 +140,22 @@ def test_gradients_belong_to_drawn_tokens(model: LayeredModel, example: Path) ->
     """Their mean square equals the Fisher information over all tokens."""
     import transformers
 
-    whole = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32)
-    hidden = torch.randn((4096, whole.config.hidden_size), generator=torch.Generator().manual_seed(8)).bfloat16()
-    found = predictions.fisher_information(model.prediction_gradients(hidden, seed=1)) / len(hidden)
-    assert torch.equal(found, predictions.fisher_information(model.prediction_gradients(hidden, seed=1)) / len(hidden))
-    want = torch.zeros_like(found)
+    original = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32)
+    hidden = torch.randn((4096, original.config.hidden_size), generator=torch.Generator().manual_seed(8)).bfloat16()
+    actual = predictions.fisher_information(model.prediction_gradients(hidden, seed=1)) / len(hidden)
+    assert torch.equal(actual, predictions.fisher_information(model.prediction_gradients(hidden, seed=1)) / len(hidden))
+    expected = torch.zeros_like(actual)
     for x in hidden[:64].float():
-        p = whole.lm_head(whole.model.norm(x)).softmax(-1).detach()
-        through = whole.lm_head.weight.detach() @ torch.func.jacrev(whole.model.norm)(x)
-        want += through.T @ (p[:, None] * through - p[:, None] * (p @ through)) / 64
-    assert abs(float(found.trace() / want.trace()) - 1) < 0.2
-    top = torch.linalg.eigh(want)[1][:, -8:]  # the largest directions agree
-    assert abs(float((top.T @ found @ top).trace() / (top.T @ want @ top).trace()) - 1) < 0.3
+        p = original.lm_head(original.model.norm(x)).softmax(-1).detach()
+        through = original.lm_head.weight.detach() @ torch.func.jacrev(original.model.norm)(x)
+        expected += through.T @ (p[:, None] * through - p[:, None] * (p @ through)) / 64
+    assert abs(float(actual.trace() / expected.trace()) - 1) < 0.2
+    top = torch.linalg.eigh(expected)[1][:, -8:]  # the largest directions agree
+    assert abs(float((top.T @ actual @ top).trace() / (top.T @ expected @ top).trace()) - 1) < 0.3
 
 
 def test_slopes_are_derivatives(model: LayeredModel) -> None:
     gate, up = torch.randn((5, 7)), torch.randn((5, 7))
-    found, step = model.activation_slopes(0, gate, up), 1e-3
+    actual, step = model.activation_slopes(0, gate, up), 1e-3
     by_gate = (model.activate(0, gate + step, up) - model.activate(0, gate - step, up)) / (2 * step)
-    torch.testing.assert_close(found, torch.cat([by_gate, torch.nn.functional.silu(gate)], 1), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(actual, torch.cat([by_gate, torch.nn.functional.silu(gate)], 1), rtol=1e-2, atol=1e-3)

@@ -1,5 +1,4 @@
-"""Files and folders that appear on file systems which refuse what they could do without: direct
-writes, swaps of two names."""
+"""Publishing on file systems that refuse optional features: direct writes, and swaps of two names."""
 
 import errno
 import os
@@ -12,7 +11,7 @@ from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from rig import shims
 from rig.programs import run_python
 
-# Direct writes fail, but not before all threads have begun one.
+# Direct writes fail after all threads have begun one.
 REFUSED_AT_WRITE = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
@@ -30,7 +29,7 @@ REFUSED_AT_WRITE = """
     ssize_t pwrite(int fd, const void *data, size_t count, off_t offset) { return pwrite64(fd, data, count, offset); }
 """
 
-# As tmpfs before Linux 6.6: O_DIRECT (0x4000) is refused when the file has been made already; F_SETFL is 4.
+# Like tmpfs before Linux 6.6: O_DIRECT (0x4000) is refused after the file was created; F_SETFL is 4.
 REFUSED_AT_OPEN = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
@@ -72,15 +71,15 @@ assert digest == publish.sha256_file(path)
 """
 
 
-def runs(program: str, path: Path, shim: Path | None = None) -> None:
-    """This program ends well, with a shim if there is one."""
+def check_program(program: str, path: Path, shim: Path | None = None) -> None:
+    """Assert that a program succeeds, with a shim if one is given."""
     done = run_python(program, path, preload=shim)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])
-def test_direct_writes_may_be_refused(code, tmp_path):
-    runs(WRITE, tmp_path / "file", shims.build(tmp_path, "refusing", code))
+def test_files_are_written_if_direct_writes_are_refused(code, tmp_path):
+    check_program(WRITE, tmp_path / "file", shims.build(tmp_path, "refusing", code))
 
 
 SAVE = """
@@ -97,13 +96,13 @@ Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 """
 
 
-def test_a_saved_layer_takes_the_old_ones_place_without_a_swap(tmp_path, read_tree):
-    runs(SAVE, tmp_path, shims.build_refusing(tmp_path, "EINVAL", "renameat2"))
+def test_a_saved_layer_replaces_the_old_one_without_a_swap(tmp_path, read_tree):
+    check_program(SAVE, tmp_path, shims.build_refusing(tmp_path, "EINVAL", "renameat2"))
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["_layer_0"]
     assert read_tree(tmp_path / "saved") == read_tree(tmp_path / "fresh")
 
 
-# Another process makes a file in a folder, and takes one away, when all that was there before has been seen.
+# A different process creates a file in the folder, and removes one, after the folder was listed.
 MEANWHILE = """
     #define _GNU_SOURCE
     #include <dlfcn.h>
@@ -135,11 +134,11 @@ assert not Path(sys.argv[1]).exists()
 """
 
 
-def test_a_folder_is_removed_with_what_comes_and_goes_meanwhile(tmp_path):
+def test_a_folder_is_removed_although_its_files_change(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "gone").touch()
-    runs(REMOVE, folder, shims.build(tmp_path, "meanwhile", MEANWHILE))
+    check_program(REMOVE, folder, shims.build(tmp_path, "meanwhile", MEANWHILE))
 
 
 def test_files_are_written_where_space_cannot_be_reserved(tmp_path, monkeypatch):

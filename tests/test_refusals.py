@@ -1,5 +1,7 @@
-"""Where a conversion cannot begin or go on: what lies at the output, a full disk, another process. What the user had is
-untouched, the reason is one sentence with its exit code, and the unfinished conversion can be resumed."""
+"""Conversions that cannot begin or continue: existing files at the output, a full disk, a second process.
+
+The user's files stay unchanged, the message has the reason and its exit code, and the conversion can be resumed.
+"""
 
 import json
 import os
@@ -16,18 +18,19 @@ import pytest
 
 from rig import conversion, forks, killpoint, shims
 
-# Root, too, is to be stopped by a folder's mode.
-AS_ANYONE = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+# Also root must respect the mode of a folder.
+WITHOUT_ROOT_RIGHTS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a source."""
     return conversion.checkpoint(tmp_path_factory.mktemp("source") / "model", layers=2, experts=1)
 
 
 @pytest.fixture(scope="module")
 def expected(source: Path) -> Any:
-    """The expected output of the source."""
+    """Return the expected output of the source."""
     output = source.with_name("whole")
     assert conversion.ktconvert("cpu", "-i", source, "-o", output, "-q").returncode == 0
     return conversion.tree(output)
@@ -35,7 +38,7 @@ def expected(source: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def loose(source: Path) -> Path:
-    """Its loose files, which `merge` reads."""
+    """Convert the source to loose files, which `merge` reads."""
     folder = source.with_name("loose")
     assert convert(source, folder, "--no-merge-safetensor").returncode == 0
     return folder
@@ -43,44 +46,46 @@ def loose(source: Path) -> Path:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
+    """Return the path of an output in a folder of its own."""
     (tmp_path / "made").mkdir()
     return tmp_path / "made" / "out"
 
 
-def convert(source: Path, output: Path, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    return conversion.ktconvert("cpu", "-i", source, "-o", output, *options, **how)
+def convert(source: Path, output: Path, *options: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Run the conversion."""
+    return conversion.ktconvert("cpu", "-i", source, "-o", output, *options, **settings)
 
 
-def succeeded(done: subprocess.CompletedProcess[str], output: Path, expected: Any, *beside: str) -> None:
-    """The whole output is there, and nothing is left next to it but what was there."""
+def check_success(done: subprocess.CompletedProcess[str], output: Path, expected: Any, *beside: str) -> None:
+    """Assert that the output is complete, and that only these other files are beside it."""
     assert done.returncode == 0, done.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == sorted(["out", *beside])
 
 
-def refused_as_it_is(source: Path, output: Path, code: int, *words: str, within: Path) -> None:
-    """With --overwrite, too; nothing that lies in this folder changes."""
+def check_refused_unchanged(source: Path, output: Path, code: int, *messages: str, within: Path) -> None:
+    """Assert that a conversion is refused, also with --overwrite, and that nothing in this folder changes."""
     before = conversion.identity(within)
     for options in ((), ("--overwrite",)):
-        conversion.check_refusal(convert(source, output, *options), code, *words)
+        conversion.check_refusal(convert(source, output, *options), code, *messages)
         assert conversion.identity(within) == before
 
 
-def continued(process: subprocess.Popen[str], code: int, *words: str) -> None:
-    """One that was held goes on, and ends with this exit code and these words."""
+def continue_process(process: subprocess.Popen[str], code: int, *messages: str) -> None:
+    """Continue a held process; assert its exit code and its message."""
     process.send_signal(signal.SIGCONT)
     _, errors = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code and "Traceback" not in errors, errors
-    assert all(word in errors for word in words), errors
+    assert all(message in errors for message in messages), errors
 
 
 @pytest.mark.parametrize("linked", [False, True], ids=["a folder", "a link"])
-def test_an_empty_folder_is_used(source, output, expected, linked):
+def test_an_empty_folder_becomes_the_output(source, output, expected, linked):
     real = output.with_name("real") if linked else output
     real.mkdir()
     if linked:
         output.symlink_to("real")
-    succeeded(convert(source, output), real, expected, *["real"] * linked)
+    check_success(convert(source, output), real, expected, *["real"] * linked)
     assert output.is_symlink() == linked
 
 
@@ -102,12 +107,12 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, 
     assert reported["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
     assert conversion.identity(output) == before
     done = convert(source, output, *both)
-    succeeded(done, output, expected)
+    check_success(done, output, expected)
     assert "note: --overwrite removes " in done.stderr and "thesis.txt" in done.stderr
 
 
-def test_what_no_manifest_lists_is_not_overwritten(tmp_path, source, output, expected):
-    """In an output of ours: files, also in folders, and links, which are not followed."""
+def test_files_outside_the_manifest_are_not_overwritten(tmp_path, source, output, expected):
+    """An earlier output keeps files that its manifest does not list, and links, which are not followed."""
     over = ("--overwrite", "--quant-method", "int8")
     assert convert(source, output).returncode == 0
     (tmp_path / "far").mkdir()
@@ -120,7 +125,7 @@ def test_what_no_manifest_lists_is_not_overwritten(tmp_path, source, output, exp
     assert conversion.identity(tmp_path) == before
     (output / "extra" / "notes" / "n.txt").unlink()
     (output / "far").unlink()
-    done = convert(source, output, *over)  # what its manifest lists goes without more words
+    done = convert(source, output, *over)  # files of its manifest are removed without a further option
     assert done.returncode == 0, done.stderr
     assert f"removes {output}: {sum(data is not None for data in expected.values())} files (" in done.stderr
     (output / "far").symlink_to(tmp_path / "far")
@@ -129,64 +134,64 @@ def test_what_no_manifest_lists_is_not_overwritten(tmp_path, source, output, exp
 
 
 @pytest.mark.parametrize("link", [False, True], ids=["a file", "a broken link"])
-def test_what_is_no_folder_is_refused(source, output, link):
+def test_an_output_that_is_no_folder_is_refused(source, output, link):
     if link:
         output.symlink_to("nowhere")
     else:
         output.write_text("mine")
-    refused_as_it_is(source, output, 7, str(output), "is a file or a broken link", within=output.parent)
+    check_refused_unchanged(source, output, 7, str(output), "is a file or a broken link", within=output.parent)
 
 
 @pytest.mark.parametrize("holds", ["", "notes.txt", "out", "lock notes.txt", "lock lock.txt"])
 def test_a_work_folder_of_others_is_refused(source, output, holds):
-    """A file of that name, too."""
+    """Also a file with this name."""
     work = output.with_name("out.work")
     if not holds:
         work.write_text("mine")
     for name in holds.split():
         work.mkdir(exist_ok=True)
         (work / name).write_text("mine")
-    refused_as_it_is(source, output, 7, str(work), within=output.parent)
+    check_refused_unchanged(source, output, 7, str(work), within=output.parent)
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["nothing was there", "an output was there"])
-def test_what_appears_during_the_run_is_not_replaced(source, expected, output, there):
-    if there:
+@pytest.mark.parametrize("existed", [False, True], ids=["nothing was there", "an output was there"])
+def test_files_that_appear_during_the_run_are_not_replaced(source, expected, output, existed):
+    if existed:
         assert convert(source, output, "--quant-method", "int8").returncode == 0
-    with killpoint.hold_conversion(source, output, *["--overwrite"] * there) as process:
-        output.mkdir(exist_ok=there)
+    with killpoint.hold_conversion(source, output, *["--overwrite"] * existed) as process:
+        output.mkdir(exist_ok=existed)
         (output / "thesis.txt").write_text("years")
         before = conversion.identity(output)
         words = (
             "missing from its manifest: thesis.txt"
-            if there
+            if existed
             else "a different file or folder appeared during the conversion"
         )
-        continued(process, 7, f"{output}: ", words)
+        continue_process(process, 7, f"{output}: ", words)
     assert conversion.identity(output) == before
-    conversion.check_refusal(conversion.ktconvert("resume", output), 7, "thesis.txt" if there else "is not empty")
+    conversion.check_refusal(conversion.ktconvert("resume", output), 7, "thesis.txt" if existed else "is not empty")
     assert conversion.identity(output) == before
-    if there:
+    if existed:
         (output / "thesis.txt").unlink()
     else:
         output.rename(output.with_name("thesis"))
     done = conversion.ktconvert("resume", output)
-    succeeded(done, output, expected, *["thesis"] * (not there))
+    check_success(done, output, expected, *["thesis"] * (not existed))
     assert "died" not in done.stderr
 
 
 @pytest.mark.parametrize("where", ["the input", "inside it", "around it", "a link to it", "its work folder"])
-def test_the_input_is_no_output(tmp_path, source, where):
+def test_the_input_cannot_be_the_output(tmp_path, source, where):
     mine = tmp_path / "around" / "model.work"
     shutil.copytree(source, mine)
     (tmp_path / "link").symlink_to(mine)
     outputs = {"the input": mine, "inside it": mine / "a" / "b", "around it": tmp_path / "around"}
     outputs |= {"a link to it": tmp_path / "link", "its work folder": tmp_path / "around" / "model"}
-    refused_as_it_is(mine, outputs[where], 2, "the input is never written to", within=tmp_path)
+    check_refused_unchanged(mine, outputs[where], 2, "the input is never written to", within=tmp_path)
 
 
-def _linked(source: Path, output: Path) -> list[str | Path]:
-    """Shards that the input only links to."""
+def _link_shards(source: Path, output: Path) -> list[str | Path]:
+    """Link the shards of the input into the output."""
     shutil.copytree(source, output.with_name("model"))
     for shard in output.with_name("model").glob("*.safetensors"):
         (output / shard.name).write_bytes(shard.read_bytes())
@@ -195,7 +200,7 @@ def _linked(source: Path, output: Path) -> list[str | Path]:
     return ["cpu", "-i", output.with_name("model"), "-o", output]
 
 
-def _index(source: Path, output: Path) -> list[str | Path]:
+def _link_index(source: Path, output: Path) -> list[str | Path]:
     shutil.copytree(source, model := output.with_name("model"))
     index = model / "model.safetensors.index.json"
     index.rename(output / index.name)
@@ -203,7 +208,7 @@ def _index(source: Path, output: Path) -> list[str | Path]:
     return ["dequantize", model, output]
 
 
-def _arch_file(source: Path, output: Path) -> list[str | Path]:
+def _use_arch_file(source: Path, output: Path) -> list[str | Path]:
     names = (f'{part} = "{{layer}}.{{expert}}.{part}"' for part in ("gate", "up", "down"))
     (output / "row.toml").write_text(
         "\n".join(['name = "x"', 'matches = ["x"]', "[[stored]]", 'style = "separate"', *names])
@@ -211,28 +216,30 @@ def _arch_file(source: Path, output: Path) -> list[str | Path]:
     return ["cpu", "-i", source, "-o", output, "--arch-file", output / "row.toml"]
 
 
-def _layers(source: Path, output: Path) -> list[str | Path]:
+def _link_layers(source: Path, output: Path) -> list[str | Path]:
     shutil.copytree(source.with_name("loose"), layers := output.with_name("layers"))
     (layers / "_layer_1").rename(output / "mine")
     (layers / "_layer_1").symlink_to(output / "mine")
     return ["merge", "-i", layers, "-o", output]
 
 
-def _against(source: Path, output: Path) -> list[str | Path]:
+def _compare_with_links(source: Path, output: Path) -> list[str | Path]:
     assert convert(source, output.with_name("old")).returncode == 0
-    model = _linked(source, output)[2]
+    model = _link_shards(source, output)[2]
     return ["resplit", output.with_name("old"), output, "--threadpool-count", "1", "--against", model]
 
 
-def _original(source: Path, output: Path) -> list[str | Path]:
+def _use_original(source: Path, output: Path) -> list[str | Path]:
     shutil.copytree(source, output, dirs_exist_ok=True)
     return ["merge", "-i", source.with_name("loose"), "-r", output, "-o", output]
 
 
 @pytest.mark.usefixtures("loose")
-@pytest.mark.parametrize("make", [_linked, _index, _arch_file, _layers, _original, _against])
-def test_no_file_that_is_read_is_overwritten(make, source, output):
-    """Wherever it really lies, and whichever option names it."""
+@pytest.mark.parametrize(
+    "make", [_link_shards, _link_index, _use_arch_file, _link_layers, _use_original, _compare_with_links]
+)
+def test_input_files_are_not_overwritten(make, source, output):
+    """Wherever the file is, and whichever option names it."""
     output.mkdir()
     words = make(source, output)
     before = conversion.identity(output.parent)
@@ -254,7 +261,7 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
     for path in [q for p in (mine, layers) for q in (p, *p.rglob("*"))]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = [conversion.identity(p) for p in (mine, layers)]
-    done = conversion.ktconvert(*arguments, "-o", output, prefix=AS_ANYONE)
+    done = conversion.ktconvert(*arguments, "-o", output, prefix=WITHOUT_ROOT_RIGHTS)
     assert done.returncode == 0, done.stderr
     assert [conversion.identity(p) for p in (mine, layers)] == before
     assert {p.stat().st_mode & 0o200 for p in output.rglob("*")} == {0o200}
@@ -262,17 +269,17 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
 
 def test_a_read_only_parent_is_named(source, output):
     output.parent.chmod(0o555)
-    conversion.check_refusal(convert(source, output, prefix=AS_ANYONE), 1, "out.work", "Permission denied")
+    conversion.check_refusal(convert(source, output, prefix=WITHOUT_ROOT_RIGHTS), 1, "out.work", "Permission denied")
     assert conversion.names(output.parent) == []
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
-def test_in_a_read_only_parent_the_work_is_done_inside(source, output, expected, killed):
+def test_a_read_only_parent_moves_work_into_the_output(source, output, expected, killed):
     output.mkdir()
     output.parent.chmod(0o555)
-    if killed:  # somewhere on the way, by its own alarm
-        convert(source, output, prefix=[*AS_ANYONE, "timeout", "-s", "KILL", "0.4"])
-    succeeded(convert(source, output, prefix=AS_ANYONE), output, expected)
+    if killed:  # at some time during the conversion
+        convert(source, output, prefix=[*WITHOUT_ROOT_RIGHTS, "timeout", "-s", "KILL", "0.4"])
+    check_success(convert(source, output, prefix=WITHOUT_ROOT_RIGHTS), output, expected)
 
 
 @pytest.fixture
@@ -283,7 +290,7 @@ def mounts() -> Iterator[Any]:
         yield namespace
 
 
-def test_a_mount_point_is_used_and_holds_nothing_else(source, output, expected, mounts):
+def test_a_mount_point_can_be_the_output(source, output, expected, mounts):
     output.mkdir()
     mounts.mount("-t", "tmpfs", "-o", "size=64m", "tmpfs", output)
     (mounts.host_path(output) / "lost+found").mkdir()
@@ -298,7 +305,7 @@ def test_a_mount_point_is_used_and_holds_nothing_else(source, output, expected, 
     assert conversion.names(output.parent) == ["out"]
 
 
-def test_the_input_under_another_name_is_no_output(tmp_path, source, mounts):
+def test_the_input_under_a_second_name_cannot_be_the_output(tmp_path, source, mounts):
     first, second = tmp_path / "first", tmp_path / "second"
     shutil.copytree(source, first / "model")
     second.mkdir()
@@ -331,11 +338,11 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize("which", LIMITS)
-def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, output, expected, which):
-    """With a remedy that helps."""
-    limit, words = LIMITS[which]
-    if which == "a companion":
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, output, expected, case):
+    """The message has a remedy that helps."""
+    limit, messages = LIMITS[case]
+    if case == "a companion":
         source = Path(shutil.copytree(source, tmp_path / "model"))
         with (source / "vocab.txt").open("wb") as file:
             file.truncate(41 << 20)
@@ -343,26 +350,26 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-    part = convert(source, output.with_name("parts"), "--part", "0/2", preexec_fn=limited)
-    conversion.check_refusal(part, 4, *(word.replace("out.work", "parts.work") for word in words))
-    conversion.check_refusal(convert(source, output, preexec_fn=limited), 4, *words)
+    share = convert(source, output.with_name("parts"), "--part", "0/2", preexec_fn=limited)
+    conversion.check_refusal(share, 4, *(message.replace("out.work", "parts.work") for message in messages))
+    conversion.check_refusal(convert(source, output, preexec_fn=limited), 4, *messages)
     assert not list(output.with_name("out.work").glob("store/*"))
     done = conversion.ktconvert("resume", output) if limit else convert(source, output)
     assert done.returncode == 0, done.stderr
-    assert which == "a companion" or conversion.tree(output) == expected
+    assert case == "a companion" or conversion.tree(output) == expected
 
 
 FULL = {"merged": (), "loose": ("--no-merge-safetensor",), "overwrite": ("--overwrite", "--delete-others")}
 
 
-@pytest.mark.parametrize("which", FULL)
+@pytest.mark.parametrize("case", FULL)
 @pytest.mark.parametrize("runs", [5, pytest.param(10_000, marks=pytest.mark.long)], ids=["some", "all"])
-def test_full_from_any_call_on(tmp_path, source, which, runs):
-    """From the n-th call that needs room, nothing has room any more; then there is room again."""
+def test_a_conversion_resumes_after_a_full_disk(tmp_path, source, case, runs):
+    """From the n-th call that needs space, all calls fail; then there is space again."""
     shim = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
     with conversion.memory_folder(tmp_path / "runs") as base, forks.Forks([shim]) as servers:
         output = base / "made" / "out"
-        command = ["cpu", "-i", source, "-o", output, *FULL[which], "--cpuinfer-threads", "1"]
+        command = ["cpu", "-i", source, "-o", output, *FULL[case], "--cpuinfer-threads", "1"]
 
         def run(n: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
             env = {"FULL_ROOT": str(output), "FULL_N": str(n), "FULL_LOG": str(base / "count")}
@@ -372,7 +379,7 @@ def test_full_from_any_call_on(tmp_path, source, which, runs):
         def begin() -> None:
             shutil.rmtree(output.parent, ignore_errors=True)
             output.parent.mkdir()
-            if which == "overwrite":
+            if case == "overwrite":
                 output.mkdir()
                 (output / "thesis.txt").write_text("years")
 
@@ -382,7 +389,7 @@ def test_full_from_any_call_on(tmp_path, source, which, runs):
         calls = int((base / "count").read_text())
         for n in conversion.choose_kill_points(calls, runs):
             begin()
-            before = conversion.identity(output) if which == "overwrite" else None
+            before = conversion.identity(output) if case == "overwrite" else None
             done = run(n)
             where = f"full from call {n} of {calls} on"
             if conversion.find_differences(conversion.tree(output) if output.exists() else {}, expected):
@@ -395,25 +402,25 @@ def test_full_from_any_call_on(tmp_path, source, which, runs):
                     done, 4, "No space left on device; free some space, then run the command again."
                 )
             begun = output.with_name("out.work") / "plan.json"
-            again = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
-            assert again.returncode == 0, f"{where}: {again.stderr}"
-            succeeded(again, output, expected)
+            resumed = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
+            assert resumed.returncode == 0, f"{where}: {resumed.stderr}"
+            check_success(resumed, output, expected)
 
 
-def test_two_processes_on_one_output(source, expected, output):
+def test_a_second_process_on_an_output_is_refused(source, expected, output):
     with killpoint.hold_conversion(source, output) as process:
         before = conversion.identity(output.parent)
-        refused_as_it_is(source, output, 7, str(output), f"process {process.pid} ", within=output.parent)
+        check_refused_unchanged(source, output, 7, str(output), f"process {process.pid} ", within=output.parent)
         conversion.check_refusal(conversion.ktconvert("resume", output), 7, f"process {process.pid} ")
         assert convert(source, output, "--dry-run").returncode == 0
         assert conversion.identity(output.parent) == before
-        continued(process, 0)
+        continue_process(process, 0)
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
 
-# The same command comes to its end in another process, after this one has seen that there is no output yet.
-LATE = """
+# A second process finishes the same command after this one has found no output.
+FINISHED_MEANWHILE = """
 import subprocess, sys
 from ktconvert.pipeline.engine import execute
 look = execute.existing.is_finished
@@ -428,9 +435,9 @@ main()
 """
 
 
-def test_one_that_comes_when_another_one_ends(source, output, expected):
+def test_a_process_accepts_an_output_that_was_just_finished(source, output, expected):
     words = ("cpu", "-i", source, "-o", output)
-    command = [sys.executable, "-c", LATE, *map(str, words)]
+    command = [sys.executable, "-c", FINISHED_MEANWHILE, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
-    succeeded(done, output, expected)
+    check_success(done, output, expected)
     assert f"{output} is finished: nothing to do" in done.stderr

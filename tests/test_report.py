@@ -39,7 +39,7 @@ COUNTS = np.array([[5, 900, 20, 300, 0, 70, 80, 412], [101, 202, 303, 404, 505, 
 FIRST = "model-00001-of-00002.safetensors"
 
 
-def plain(markup: str) -> str:
+def strip_tags(markup: str) -> str:
     """Return the text of some markup."""
     return html.unescape(re.sub(r"<[^>]*>", "", markup))
 
@@ -52,13 +52,13 @@ class Page:
         self.maps: dict[tuple[str, str], dict[tuple[int, int], str]] = {}
         self.cells, heading = 0, ""
         body = re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL)
-        self.words = plain(body)
+        self.words = strip_tags(body)
         for tag, about, inner in re.findall(r"<(h2|summary|table)([^>]*)>(.*?)</\1>", body, re.DOTALL):
             if tag != "table":
-                heading = plain(inner)
+                heading = strip_tags(inner)
             elif "heat" not in about:
                 rows = (re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row) for row in re.findall(r"<tr>(.*?)</tr>", inner))
-                self.tables[heading] = [[*map(plain, row)] for row in rows]
+                self.tables[heading] = [[*map(strip_tags, row)] for row in rows]
             else:
                 self.cells += inner.count("<td")
                 name = re.search(r"<b>(.*?)</b>", inner)[1]  # type: ignore[index]
@@ -76,18 +76,21 @@ def report(output: Path, at: Path, *options: object, code: int = 0) -> tuple[Pag
     return Page(text), json.loads(done.stdout)
 
 
-def refused(error: type[Exception], output: object, *options: object) -> str:
+def refusal_message(error: type[Exception], output: object, *options: object) -> str:
+    """Return the message of a verify that fails with this error."""
     done = CliRunner().invoke(verify, [str(output), *map(str, options)])
     assert isinstance(done.exception, error), done.exception
     return str(done.exception)
 
 
 def numbers(tensor: Tensor, dtype: str) -> npt.NDArray[Any]:
+    """Return the elements of a tensor."""
     return np.frombuffer(tensor.data, dtype)
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
+    """Convert the bundled model."""
     path = tmp_path_factory.mktemp("reported") / "small-INT4"
     invoke(cpu, "-i", example, "-o", path, "--quant-method", "int4")
     return path
@@ -95,27 +98,29 @@ def output(tmp_path_factory: pytest.TempPathFactory, example: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def statistics(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write counts of routed tokens."""
     folder = tmp_path_factory.mktemp("statistics")
     write_file(folder / "counts.safetensors", {"counts": ("I64", COUNTS)})
     return folder
 
 
 @pytest.fixture(scope="module")
-def whole(output: Path) -> Report:
+def verify_report(output: Path) -> Report:
+    """Return the report of verify."""
     return verify_output(VerifyOptions(output=output, report=Path("report.html")), Reporter(verbosity=-1))
 
 
 @pytest.fixture(scope="module")
-def against(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
-    """The page and the JSON object of the whole comparison with its source; a second page is the same."""
+def full_comparison(output: Path, example: Path) -> tuple[Page, dict[str, Any]]:
+    """Return the page and the JSON object of the full comparison with the source; a second page has the same bytes."""
     pages = [output.with_name(name) for name in ("a.html", "b.html")]
     *_, last = [report(output, path, "--against", example, "--full") for path in pages]
     assert pages[0].read_bytes() == pages[1].read_bytes()
     return last
 
 
-def test_page_shows_the_errors_of_the_json(against):
-    found, facts = against
+def test_page_shows_the_errors_of_the_json(full_comparison):
+    found, facts = full_comparison
     assert [r[:1] + r[2:] for r in found.tables["Checks"][1:]] == [[c["name"], c["result"]] for c in facts["checks"]]
     head, *rows = found.tables["Error against the source"]
     for error in facts["errors"]:
@@ -136,9 +141,9 @@ def test_page_shows_the_errors_of_the_json(against):
     assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
 
 
-def test_worst_rows_are_those_of_the_numpy_definition(output, example, against):
+def test_worst_rows_are_those_of_the_numpy_definition(output, example, full_comparison):
     """Rows are counted within their NUMA slice."""
-    found, _ = against
+    found, _ = full_comparison
     source, packed = read_folder(example), read_folder(output)
     head, *rows = found.tables["Worst rows"]
     assert head[3:] == ["NUMA slice", "worst row", "its error"] and len(rows) == 12
@@ -179,7 +184,7 @@ def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
-def test_page_of_every_format(method, options, example, tmp_path):
+def test_page_shows_each_format(method, options, example, tmp_path):
     invoke(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
     assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
@@ -187,7 +192,7 @@ def test_page_of_every_format(method, options, example, tmp_path):
         assert set(found.maps["Error against the source", "up"].values()) == {"0 %"}
 
 
-def test_page_of_gpu_and_dequantized_models(example, tmp_path):
+def test_page_shows_gpu_and_dequantized_models(example, tmp_path):
     invoke(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
     assert "NUMA slice" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
@@ -218,16 +223,16 @@ def test_names_are_escaped_in_html(output, tmp_path):
     (named / "<img src=x onerror=alert(2)>.safetensors").touch()
     found, facts = report(named, tmp_path / "r.html", code=6)
     assert f"{named.name}NOT verified" in found.words and str(named) in found.words
-    said = [problem for problem in facts["checks"][0]["problems"] if "<img src=x onerror=alert(2)>" in problem]
-    assert said and all(problem in found.words for problem in said) and facts["message"] in found.words
+    problems = [problem for problem in facts["checks"][0]["problems"] if "<img src=x onerror=alert(2)>" in problem]
+    assert problems and all(problem in found.words for problem in problems) and facts["message"] in found.words
 
 
 def test_invalid_scales_are_counted(output, example, tmp_path):
     damaged = Path(shutil.copytree(output, tmp_path / "damaged"))
     header, start = header_of(damaged / FIRST), data_start(damaged / FIRST)
     with (damaged / FIRST).open("r+b") as shard:
-        for which, values in (("3.numa.0", [np.nan, -1]), ("5.numa.0", [0] * 128), ("5.numa.1", [0] * 128)):
-            shard.seek(start + header[f"blk.0.ffn_up_exps.{which}.scale"]["data_offsets"][0])
+        for tensor, values in (("3.numa.0", [np.nan, -1]), ("5.numa.0", [0] * 128), ("5.numa.1", [0] * 128)):
+            shard.seek(start + header[f"blk.0.ffn_up_exps.{tensor}.scale"]["data_offsets"][0])
             shard.write(np.array(values, np.float32).tobytes())
     found, _ = report(damaged, tmp_path / "r.html", code=6)
     assert "256 zeros, 2 that are negative or not finite" in found.words and "not a positive number" in found.words
@@ -240,21 +245,21 @@ def test_invalid_scales_are_counted(output, example, tmp_path):
 def test_refusals_come_before_any_work(output, statistics, tmp_path):
     page, old = tmp_path / "r.html", f"an older page, {publish.MARK}"
     page.write_text("my own page")
-    assert f"{page}: exists, and ktconvert did not write it" in refused(OutputError, output, "--report", page)
-    assert "--text is the same file" in refused(UsageError, output, "--text", page, "--report", page)
+    assert f"{page}: exists, and ktconvert did not write it" in refusal_message(OutputError, output, "--report", page)
+    assert "--text is the same file" in refusal_message(UsageError, output, "--text", page, "--report", page)
     assert page.read_text() == "my own page"
     page.write_text(old)
     (tmp_path / "folder.html").mkdir()
-    assert "ends in .html" in refused(UsageError, output, "--report", tmp_path / "r.txt")
-    assert "no directory" in refused(UsageError, output, "--report", tmp_path / "none" / "r.html")
-    assert "not writable" in refused(UsageError, output, "--report", tmp_path / "folder.html")
-    assert "--statistics without --report" in refused(UsageError, output, "--statistics", statistics)
+    assert "ends in .html" in refusal_message(UsageError, output, "--report", tmp_path / "r.txt")
+    assert "no directory" in refusal_message(UsageError, output, "--report", tmp_path / "none" / "r.html")
+    assert "not writable" in refusal_message(UsageError, output, "--report", tmp_path / "folder.html")
+    assert "--statistics without --report" in refusal_message(UsageError, output, "--statistics", statistics)
     with_page = (output, "--report", page, "--statistics")
-    assert "counts.safetensors" in refused(InputError, *with_page, tmp_path / "none")
+    assert "counts.safetensors" in refusal_message(InputError, *with_page, tmp_path / "none")
     other = tmp_path / "other"
     other.mkdir()
     write_file(other / "counts.safetensors", {"counts": ("I64", np.ones((2, 4), np.int64))})
-    sentence = refused(InputError, *with_page, other)
+    sentence = refusal_message(InputError, *with_page, other)
     assert "4 experts in 2 layers" in sentence and f"{output} has 8 experts in layers 0-1" in sentence
     assert page.read_text() == old and {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
 
@@ -281,8 +286,8 @@ Made = Callable[[int, int], str]
 
 
 @pytest.fixture(scope="module")
-def large(whole: Report) -> Made:
-    """The page of so many layers and experts with errors of all, as --full measures them."""
+def render_large(verify_report: Report) -> Made:
+    """Return a function that renders the page of many layers and experts with all errors, as --full does."""
 
     def make(layers: int, experts: int) -> str:
         rng, errors = np.random.default_rng(1), []
@@ -295,44 +300,44 @@ def large(whole: Report) -> Made:
                 errors.append(ProjectionErrors(layer, projection, np.array([1.0, 1.0, 0.99, 0.02]), each))
         counts = rng.integers(0, 5000, (3 + layers, experts))
         linears = [LinearScales(3, 0, "up", 0.001, 0.002, 0, 0)]
-        measure = replace(whole.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))
-        assert whole.page_data is not None and whole.page_data.scales is not None
-        data = PageData((), Scales(linears, whole.page_data.scales.counts), counts)
-        return render_page(replace(whole, measure=measure, errors=tuple(errors), page_data=data))
+        measure = replace(verify_report.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))
+        assert verify_report.page_data is not None and verify_report.page_data.scales is not None
+        data = PageData((), Scales(linears, verify_report.page_data.scales.counts), counts)
+        return render_page(replace(verify_report, measure=measure, errors=tuple(errors), page_data=data))
 
     return make
 
 
-def test_pages_of_large_models_are_small(large):
-    text = large(58, 256)
+def test_pages_of_large_models_are_small(render_large):
+    text = render_large(58, 256)
     found = Page(text)
     assert len(text.encode()) < 2_300_000 and found.cells == 4 * 58 * 256
     assert sum(map(len, found.maps.values())) == found.cells and "<tr title" not in text
-    text = large(60, 384)
+    text = render_large(60, 384)
     assert len(text.encode()) < 1_300_000 and MOST_TITLES < 60 * 384 * 4
     assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
 
 
-def test_browser_shows_the_page_without_errors(output, example, statistics, large, tmp_path):
+def test_browser_shows_the_page_without_errors(output, example, statistics, render_large, tmp_path):
     """No errors, no requests, no overflow and legible text, in light and dark, narrow and wide windows."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install playwright")
     browser_at = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if browser_at is None:
         pytest.skip("needs Chromium (Debian: apt install chromium)")
     report(output, tmp_path / "small.html", "--against", example, "--full", "--statistics", statistics)
-    (tmp_path / "large.html").write_text(large(58, 256))
+    (tmp_path / "large.html").write_text(render_large(58, 256))
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_at, args=["--no-sandbox"])
         backgrounds = set()
         for scheme, width, name in (("light", 400, "small"), ("dark", 400, "small"), ("light", 1600, "small"),
                                     ("dark", 1600, "small"), ("dark", 400, "large"), ("light", 1600, "large")):  # fmt: skip
             context = browser.new_context(color_scheme=scheme, viewport={"width": width, "height": 900})
-            opened, said, requested = context.new_page(), [], []  # type: ignore[var-annotated]
-            opened.on("console", lambda message, said=said: said.append(message.text))
-            opened.on("pageerror", lambda error, said=said: said.append(str(error)))
+            opened, console, requested = context.new_page(), [], []  # type: ignore[var-annotated]
+            opened.on("console", lambda message, console=console: console.append(message.text))
+            opened.on("pageerror", lambda error, console=console: console.append(str(error)))
             opened.on("request", lambda request, requested=requested: requested.append(request.url))
             opened.goto((tmp_path / f"{name}.html").as_uri())
-            assert said == [] and requested == [(tmp_path / f"{name}.html").as_uri()]
+            assert console == [] and requested == [(tmp_path / f"{name}.html").as_uri()]
             assert opened.evaluate("document.documentElement.scrollWidth") == width
             assert name == "large" or opened.evaluate(LEGIBLE) == []
             backgrounds.add((scheme, opened.evaluate("getComputedStyle(document.body).backgroundColor")))

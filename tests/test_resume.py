@@ -1,6 +1,4 @@
-"""Resumed from what lies beside the output: a torn journal, a damaged plan, layers that are there; and what survives a
-power cut.
-"""
+"""Resuming with a torn journal, a damaged plan or existing layers, and what survives a power failure."""
 
 import json
 import re
@@ -23,7 +21,7 @@ from rig.bench import CONVERSIONS, LAYERS, Bench
 
 @pytest.fixture
 def stopped(bench: Bench) -> Any:
-    """A conversion killed after two of three units; the journal's last line is the record of the second."""
+    """Stop a conversion after two of three units; return its journal, whose last line records the second unit."""
     bench.stop_after(2)
     path = bench.work / "journal.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
@@ -32,7 +30,7 @@ def stopped(bench: Bench) -> Any:
     return path
 
 
-def test_a_torn_last_line_does_not_count(tmp_path, stopped):
+def test_a_torn_last_line_is_ignored(tmp_path, stopped):
     whole = stopped.read_bytes()
     lines = whole.splitlines(keepends=True)
     path = tmp_path / "torn.jsonl"
@@ -46,12 +44,12 @@ def test_a_torn_last_line_does_not_count(tmp_path, stopped):
         assert path.read_bytes() == b"".join(lines[:-1]) + b'{"event": "end", "at": 1.5}\n'
 
 
-def test_a_record_that_did_not_fit_hides_no_other(tmp_path):
+def test_a_failed_append_keeps_other_records(tmp_path):
     path, limit = tmp_path / "journal.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     book = journal.Journal(path)
     book.append(journal.Start(unit="first"))
     before = path.read_bytes()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limit[1]))  # room for a part of a line
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limit[1]))  # space for part of a line
     try:
         with pytest.raises(ResourceError):
             book.append(journal.Start(unit="second"))
@@ -63,8 +61,8 @@ def test_a_record_that_did_not_fit_hides_no_other(tmp_path):
     assert [record.unit for record in journal.read(path) if isinstance(record, journal.Start)] == ["first", "third"]
 
 
-# What the journal's bytes become, the last line being the record of the second of three units -> units made again.
-GARBAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
+# Changes of the journal, whose last line records the second of three units, and the number of units made again.
+JOURNAL_DAMAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
     "none of the last record": (lambda whole, last: whole[:-last], 2),
     "zeros after it": (lambda whole, last: whole + bytes(4096), 1),
     "no UTF-8": (lambda whole, last: whole + b"\xff\xfe\n", 1),
@@ -75,11 +73,11 @@ GARBAGE: dict[str, tuple[Callable[[bytes, int], bytes | None], int]] = {
 }
 
 
-@pytest.mark.parametrize("what", GARBAGE)
-def test_resumed_from_a_torn_journal(bench, stopped, what):
-    change, remade = GARBAGE[what]
-    expected, whole = bench.convert_fresh(), stopped.read_bytes()
-    content = change(whole, len(whole.splitlines(keepends=True)[-1]))
+@pytest.mark.parametrize("damage", JOURNAL_DAMAGE)
+def test_resume_uses_the_intact_part_of_a_journal(bench, stopped, damage):
+    change, remade = JOURNAL_DAMAGE[damage]
+    expected, content_before = bench.convert_fresh(), stopped.read_bytes()
+    content = change(content_before, len(content_before.splitlines(keepends=True)[-1]))
     stopped.unlink()
     if content is not None:
         stopped.write_bytes(content)
@@ -87,7 +85,7 @@ def test_resumed_from_a_torn_journal(bench, stopped, what):
     bench.check_output(expected)
 
 
-def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
+def test_a_truncated_file_in_the_store_is_made_again(bench, stopped):
     expected = bench.convert_fresh()
     shard = min((bench.work / "store").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -95,10 +93,10 @@ def test_a_file_cut_off_in_the_store_is_made_again(bench, stopped):
     bench.check_output(expected)
 
 
-@pytest.mark.parametrize("words", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_a_bit_that_flipped_in_the_store_is_made_again(bench, words):
-    expected = bench.convert_fresh(*words)
-    bench.stop_after(2, *words)
+@pytest.mark.parametrize("options", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
+def test_a_flipped_bit_in_the_store_is_repaired(bench, options):
+    expected = bench.convert_fresh(*options)
+    bench.stop_after(2, *options)
     victim = min(path for path in (bench.work / "store").rglob("*") if path.is_file())
     conversion.flip_bit(victim, keep_time=True)
     trusting = bench.base / "trusting" / "out"
@@ -131,8 +129,8 @@ def test_a_damaged_plan_is_refused(bench, stopped, how, again):
     assert conversion.tree(bench.work / "store") == store
 
 
-def test_the_next_start_says_that_memory_ran_out(bench, monkeypatch, capsys):
-    """What the kernel counts cannot be raised here, so the count is another one."""
+def test_resume_reports_kills_for_memory(bench, monkeypatch, capsys):
+    """The kernel's count cannot be raised here, so the test replaces it."""
     bench.stop_after(1)
     path = bench.work / "journal.jsonl"
     path.write_text(re.sub(r'"oom_kills": \w+', '"oom_kills": 4', path.read_text()))
@@ -141,13 +139,13 @@ def test_the_next_start_says_that_memory_ran_out(bench, monkeypatch, capsys):
         with pytest.raises(SystemExit) as end:
             monkeypatch.setattr(sys, "argv", ["ktconvert", "resume", str(bench.output), "--max-memory", "1MB"])
             main()
-        assert end.value.code == 4  # one that small is refused, after it was said how the last run ended
+        assert end.value.code == 4  # the memory limit is refused after the last run was reported
         stderr = capsys.readouterr().err
         assert "1 of 3 units are finished and kept" in stderr
         assert ("the kernel has killed for memory since then" in stderr) == reported
 
 
-def test_a_death_at_the_very_end_is_reported_too(bench):
+def test_a_kill_during_assembly_is_reported(bench):
     expected = bench.convert_fresh()
     assert bench.cpu().returncode == 0
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
@@ -158,7 +156,7 @@ def test_a_death_at_the_very_end_is_reported_too(bench):
     bench.check_output(expected)
 
 
-def test_a_finished_output_has_nothing_to_do(bench):
+def test_a_finished_output_is_left_unchanged(bench):
     assert bench.cpu().returncode == 0
     before = conversion.identity(bench.output)
     for again in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--threadpool-count", "2")):
@@ -168,13 +166,14 @@ def test_a_finished_output_has_nothing_to_do(bench):
 
 
 class Disk:
-    """What would be left of the calls so far if the power went now: names and contents count once they were synced."""
+    """The state of a disk if the power failed now: names and contents are safe after they were synced."""
 
     def __init__(self) -> None:
         self.contents: set[str] = set()  # files whose content was not synced
         self.names: set[str] = set()  # entries of folders that were not synced
 
     def apply(self, call: Any) -> None:
+        """Apply a call."""
         name, path, second = call
         match name:
             case "open":
@@ -205,17 +204,17 @@ class Disk:
                 self.names.discard(path)
 
     def unsafe(self, below: str) -> set[str]:
-        """What of this file or folder would be lost, the names above it too."""
+        """Return the parts of this file or folder, and of the names above it, that would be lost."""
         above = {below, *(str(p) for p in Path(below).parents)}
         return {p for p in self.contents | self.names if p in above or p.startswith(f"{below}/")} - {"."}
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["new", "overwrite"])
-@pytest.mark.parametrize("which", CONVERSIONS)
-def test_nothing_counts_before_it_is_durable(bench, which, over):
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_units_are_recorded_after_they_are_durable(bench, name, over):
     if over:
-        assert bench.begin(which).returncode == 0
-    assert bench.begin(which, *(["--overwrite"] if over else [])).returncode == 0
+        assert bench.begin(name).returncode == 0
+    assert bench.begin(name, *(["--overwrite"] if over else [])).returncode == 0
     disk, stored, recorded, appeared, synced = Disk(), [], 0, 0, 0
     base = str(bench.output.parent)
     for call in bench.calls():
@@ -231,7 +230,7 @@ def test_nothing_counts_before_it_is_durable(bench, which, over):
                 assert disk.unsafe(unit) == set(), f"{unit} may be recorded before it is durable"
         if call.name in ("rename", "renameat2") and call.second == "out":
             if over and call.name == "rename":
-                continue  # refused, since something lies there; then the two are swapped
+                continue  # refused because the output exists; then the two are swapped
             assert disk.unsafe("out.work/out") - {"out.work/out"} == set()
             assert synced == 2, "the last unit is recorded after it was published, and then that all is assembled"
             recorded, appeared = len(stored), appeared + 1
@@ -243,15 +242,15 @@ def test_nothing_counts_before_it_is_durable(bench, which, over):
     assert disk.unsafe("out") == set()
 
 
-@pytest.mark.parametrize("which", CONVERSIONS)
-def test_where_files_move_in_the_index_comes_last(bench, which):
-    """An output that is a link to a folder cannot be renamed to."""
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_the_index_is_moved_last(bench, name):
+    """An output that is a link to a folder cannot be replaced by a rename."""
     real = bench.output.with_name("out-real")
     real.mkdir()
     bench.output.symlink_to(real)
-    assert bench.begin(which).returncode == 0
+    assert bench.begin(name).returncode == 0
     seen = False
-    disk, last = Disk(), "manifest.json" if which == "loose" else "model.safetensors.index.json"
+    disk, last = Disk(), "manifest.json" if name == "loose" else "model.safetensors.index.json"
 
     def ours() -> set[str]:
         return {name for name in disk.unsafe("out-real") if ".ktconvert" not in name}
@@ -264,7 +263,7 @@ def test_where_files_move_in_the_index_comes_last(bench, which):
     assert seen and ours() == set()
 
 
-def test_resume_layer_changes_nothing_where_our_journal_exists(bench):
+def test_resume_layer_is_ignored_with_a_journal(bench):
     expected = bench.convert_fresh("--no-merge-safetensor")
     bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
@@ -276,7 +275,7 @@ def test_resume_layer_changes_nothing_where_our_journal_exists(bench):
 
 @pytest.fixture
 def kt_layers(bench: Bench) -> Callable[[int], dict[str, Any]]:
-    """Makes the output look like kt-kernel's after so many layers: loose folders and nothing else."""
+    """Return a function that reduces the output to loose folders of some layers, as kt-kernel writes them."""
 
     def make(layers: int) -> dict[str, Any]:
         assert bench.cpu("--no-merge-safetensor").returncode == 0
@@ -290,18 +289,19 @@ def kt_layers(bench: Bench) -> Callable[[int], dict[str, Any]]:
     return make
 
 
-def weights(tree: Any) -> Any:
+def kt_files(tree: Any) -> Any:
+    """Return the .kt files of a tree."""
     return {name: data for name, data in tree.items() if name.endswith(".kt")}
 
 
-def test_resume_layer_keeps_complete_layers_and_adds_the_rest(bench, kt_layers):
-    expected = weights(bench.convert_fresh("--no-merge-safetensor"))
+def test_resume_layer_keeps_complete_layers(bench, kt_layers):
+    expected = kt_files(bench.convert_fresh("--no-merge-safetensor"))
     before = kt_layers(2)
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
     assert done.returncode == 0, done.stderr
-    assert bench.count_written_units() == 1 and weights(conversion.tree(bench.output)) == expected
+    assert bench.count_written_units() == 1 and kt_files(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
-    assert before == {name: after[name] for name in before}  # same inodes, times and all
+    assert before == {name: after[name] for name in before}  # also the same inodes and times
     assert not (bench.output / ".ktconvert").exists()
     assert conversion.names(bench.output.parent) == ["out"]
     names = {file["name"] for file in json.loads((bench.output / "manifest.json").read_text())["files"]}
@@ -319,26 +319,26 @@ def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
     )
     assert conversion.identity(bench.output) == before
     (bench.output / "README.md").unlink()
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # the same tokenizer is no matter
+    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # an equal tokenizer is allowed
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("layers", [1, 2])
 def test_resume_layer_redoes_incomplete_layers(bench, kt_layers, layers):
-    """Where layer 1 is there, it is kept; else there is none to be kept."""
-    expected = weights(bench.convert_fresh("--no-merge-safetensor"))
+    """Layer 1 is kept if it exists."""
+    expected = kt_files(bench.convert_fresh("--no-merge-safetensor"))
     before = kt_layers(layers)
     cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
     cut.write_bytes(cut.read_bytes()[:-1])
     next((bench.output / "_layer_0").rglob("*scale_.kt")).unlink()
     done = bench.cpu("--no-merge-safetensor", "--resume-layer", str(layers))
     assert done.returncode == 0, done.stderr
-    assert bench.count_written_units() == 4 - layers and weights(conversion.tree(bench.output)) == expected
+    assert bench.count_written_units() == 4 - layers and kt_files(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     assert all(before[name] == after[name] for name in before if "_layer_1" in name)
 
 
-def test_killed_while_adding_to_kept_layers(bench, kt_layers):
+def test_resume_layer_completes_after_a_kill(bench, kt_layers):
     kt_layers(2)
     kept = bench.base / "kept"
     shutil.copytree(bench.output, kept)
@@ -358,7 +358,7 @@ def test_killed_while_adding_to_kept_layers(bench, kt_layers):
 
 
 @pytest.mark.parametrize("loose", [(), ("--no-merge-safetensor",)], ids=["merged", "loose"])
-def test_resume_layer_with_nothing_there_leaves_layers_out(bench, loose):
+def test_resume_layer_without_layers_excludes_earlier_ones(bench, loose):
     dry = bench.cpu(*loose, "--resume-layer", "1", "--dry-run")
     assert dry.returncode == 0 and "layers 0 are left out" in dry.stderr
     assert conversion.names(bench.output.parent) == []

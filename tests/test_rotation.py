@@ -1,5 +1,7 @@
-"""Checkpoints whose linears work on rotated inputs: their weights alone are those of another model, and every command says
-so. Rotations that are folded into the weights of both sides change nothing.
+"""Checkpoints whose linears need rotated inputs: every command refuses them.
+
+Without the rotation, the weights are those of a different model. Rotations that are folded into the weights on both
+sides change nothing.
 """
 
 import json
@@ -20,7 +22,7 @@ Q = "model.layers.0.self_attn.q_proj"
 
 
 def transforms(*locations: str) -> dict[str, Any]:
-    """compressed-tensors' transform_config: a Hadamard matrix at these locations."""
+    """Return compressed-tensors' transform_config: a Hadamard matrix at these locations."""
     apply = [
         {"targets": ["re:.*q_proj$"], "location": location, "inverse": n > 0} for n, location in enumerate(locations)
     ]
@@ -28,6 +30,7 @@ def transforms(*locations: str) -> dict[str, Any]:
 
 
 def spinquant(**online: bool) -> dict[str, Any]:
+    """Return a SpinQuant config."""
     return {
         "algorithm": "spinquant",
         "r1": True,
@@ -54,7 +57,7 @@ ROTATED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "exl3"}, "quant_method 'exl3'"),
     ({"quant_method": "fp_quant", "hadamard_group_size": 32}, "quant_method 'fp_quant'"),
 ]
-AS_STORED: list[dict[str, Any]] = [
+FOLDED: list[dict[str, Any]] = [
     {"transform_config": {}},
     {"transform_config": None},
     {"transform_config": {"config_groups": {}}},
@@ -67,20 +70,26 @@ AS_STORED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("file", ["config.json", "quantize_config.json"])
-@pytest.mark.parametrize(("said", "key"), ROTATED)
-def test_a_config_that_rotates_is_refused(said: dict[str, Any], key: str, file: str, tmp_path: Path) -> None:
-    write("ct 4", tmp_path, lambda _, quantization: quantization.update(said if file == "config.json" else {}))
+@pytest.mark.parametrize(("quantization_entries", "key"), ROTATED)
+def test_a_config_that_rotates_is_refused(
+    quantization_entries: dict[str, Any], key: str, file: str, tmp_path: Path
+) -> None:
+    write(
+        "ct 4",
+        tmp_path,
+        lambda _, quantization: quantization.update(quantization_entries if file == "config.json" else {}),
+    )
     if file != "config.json":
-        (tmp_path / file).write_text(json.dumps(said))
+        (tmp_path / file).write_text(json.dumps(quantization_entries))
     with pytest.raises(
         RotatedError, match=f"/{file}: by its {key}, inputs or outputs of linears are rotated .*; use a"
     ):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("said", AS_STORED)
-def test_what_is_folded_into_the_weights_is_read(said: dict[str, Any], tmp_path: Path) -> None:
-    write("ct 4", tmp_path, lambda _, quantization: quantization.update(said))
+@pytest.mark.parametrize("quantization_entries", FOLDED)
+def test_folded_rotations_are_read(quantization_entries: dict[str, Any], tmp_path: Path) -> None:
+    write("ct 4", tmp_path, lambda _, quantization: quantization.update(quantization_entries))
     open_checkpoint(tmp_path).close()
 
 
@@ -89,7 +98,7 @@ def test_what_is_folded_into_the_weights_is_read(said: dict[str, Any], tmp_path:
     [
         *((f"{Q}.{end}", True) for end in ("v_input.weight", "u_output.weight", "SU", "suh", "spinquant_r1_type")),
         (f"{Q}.forward_hadamard_matrix", True),
-        ("model.layers.0.self_attn.conv_input.weight", False),  # below no linear
+        ("model.layers.0.self_attn.conv_input.weight", False),  # not below a linear
         ("model.embed_vision.patch_input.weight", False),
     ],
 )
@@ -107,12 +116,15 @@ def test_tensors_of_rotations_are_refused(name: str, refused: bool, tmp_path: Pa
 
 @pytest.fixture(scope="module")
 def models(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bundled model, rotated by its config, and by a tensor alone."""
+    """Copy the bundled model, rotated by its config, or by a tensor."""
     folder = tmp_path_factory.mktemp("rotated")
     made = {how: shutil.copytree(example, folder / how) for how in ("config", "tensor")}
-    said = {"quant_method": "compressed-tensors", "transform_config": transforms("input", "weight_input")}
+    quantization_entries = {
+        "quant_method": "compressed-tensors",
+        "transform_config": transforms("input", "weight_input"),
+    }
     config = json.loads((made["config"] / "config.json").read_text())
-    (made["config"] / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    (made["config"] / "config.json").write_text(json.dumps(config | {"quantization_config": quantization_entries}))
     edit_file(
         made["tensor"] / "model.safetensors",
         lambda tensors: tensors.update({f"{Q}.v_input.weight": tensors[f"{Q}.weight"]}),
@@ -124,7 +136,7 @@ def models(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_every_command_refuses_a_rotated_model(
     how: str, models: dict[str, Path], example: Path, tmp_path: Path
 ) -> None:
-    """Also one that only compares with it: nothing made of it is verified."""
+    """Also a command that only compares with it."""
     model, out, data = models[how], tmp_path / "out", Path("examples/heldout.txt").absolute()
     unrotated = tmp_path / "unrotated"
     assert run_in_process("dequantize", "-i", example, "-o", unrotated).exception is None

@@ -27,24 +27,26 @@ TEMPLATE = "{% for m in messages %}{{ m.role }} says {{ m.content }} {% endfor %
 
 @pytest.fixture(scope="module")
 def weights(packed_example: Callable[..., Path]) -> Path:
+    """Convert the bundled model to INT8."""
     return packed_example("int8")
 
 
 def call(*arguments: object, stdin: str = "") -> Result:
-    """Run the command in this process, which has imported transformers already."""
+    """Run the command in this process, which has already imported transformers."""
     return CliRunner().invoke(run, list(map(str, arguments)), input=stdin)
 
 
-def count(example: Path, text: str) -> int:
+def count_tokens(example: Path, text: str) -> int:
+    """Count the tokens of a text."""
     from tokenizers import Tokenizer
 
     return len(Tokenizer.from_file(str(example / "tokenizer.json")).encode(text).ids)
 
 
 def test_run_continues_a_prompt(cli, example, weights):
-    """In a process of its own. The bundled model generates the same text with INT8 experts and with its own.
+    """The bundled model generates the same text with INT8 experts, in a separate process, as with its own experts.
 
-    It is so sure of these words that rounding on another processor changes none of them.
+    Its predictions are so certain that rounding on other processors changes none of them.
     """
     prompt = "import os"
     options = (example, "--prompt", prompt, "--max-new-tokens", 12)
@@ -52,14 +54,14 @@ def test_run_continues_a_prompt(cli, example, weights):
     assert done.stdout.startswith(prompt) and done.stdout.endswith("\n") and len(done.stdout) > len(prompt) + 20
     speed = SPEED.fullmatch(done.stderr.strip())
     assert speed is not None, done.stderr
-    assert (int(speed[1]), int(speed[2])) == (count(example, prompt), 11)
-    as_it_is = call(*options, "--threads", 1)
-    assert (as_it_is.exit_code, as_it_is.stdout) == (0, done.stdout)
+    assert (int(speed[1]), int(speed[2])) == (count_tokens(example, prompt), 11)
+    with_own_experts = call(*options, "--threads", 1)
+    assert (with_own_experts.exit_code, with_own_experts.stdout) == (0, done.stdout)
 
 
 @pytest.mark.parametrize("fault", ["cut short", "is missing"])
 def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
-    """It does not take its layer for one that was not converted."""
+    """Its layer must not be treated as one that was not converted."""
     shutil.copytree(weights, tmp_path / "out")
     shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
     data = shard.read_bytes()
@@ -68,8 +70,8 @@ def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
         shard.write_bytes(data[:-4096])
     done = call(example, "--cpu-weights", tmp_path / "out", "--prompt", "a")
     assert isinstance(done.exception, InputError)
-    why = rf"out: layer 0 cannot be read \({shard.name}:? {fault}.*\); convert it again"
-    assert re.search(why, str(done.exception))
+    message = rf"out: layer 0 cannot be read \({shard.name}:? {fault}.*\); convert it again"
+    assert re.search(message, str(done.exception))
 
 
 def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
@@ -77,17 +79,17 @@ def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
     done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
     assert done.exit_code == 0, done.exception
     first, second = SPEED.findall(done.stderr)
-    assert int(first[0]) == count(example, "import os\n") and len(done.stdout.splitlines()) >= 2
-    assert int(second[0]) > count(example, "import os\nclass\n")
+    assert int(first[0]) == count_tokens(example, "import os\n") and len(done.stdout.splitlines()) >= 2
+    assert int(second[0]) > count_tokens(example, "import os\nclass\n")
     model = copy_with_template(example, tmp_path / "model", TEMPLATE)
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
     done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
     assert done.exit_code == 0, done.exception
-    assert int(SPEED.findall(done.stderr)[0][0]) == count(example, "user says import os assistant says")
+    assert int(SPEED.findall(done.stderr)[0][0]) == count_tokens(example, "user says import os assistant says")
 
 
 def test_tiny_temperature_and_too_many_threads_are_clamped(example):
-    """Logits divided by such a temperature would overflow; `serve` clamps it, too."""
+    """Logits divided by this temperature would overflow; `serve` clamps it as well."""
     options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
     done = call(example, "--prompt", "import os", *options)
     assert done.exit_code == 0, done.exception
@@ -96,8 +98,8 @@ def test_tiny_temperature_and_too_many_threads_are_clamped(example):
 
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
 def test_rejection_by_the_chat_template_is_an_input_error(example, tmp_path, template):
-    refused = call(copy_with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
-    assert isinstance(refused, InputError) and "the model's chat template" in str(refused)
+    error = call(copy_with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
+    assert isinstance(error, InputError) and "the model's chat template" in str(error)
     done = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
     assert isinstance(done.exception, InputError) and "is not UTF-8 text" in str(done.exception)
 
@@ -121,10 +123,10 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
     model, tokenizer = loading.load(loading.ModelChoice(str(tmp_path)))
     inputs = generating.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
-    text_said, speed = generating.generate_text(
+    generated, speed = generating.generate_text(
         model, tokenizer, inputs, max_new_tokens=3, temperature=0, emit=notes.append
     )
-    assert "".join(notes) == text_said and (speed.prompt, speed.new) == (3, 3)
+    assert "".join(notes) == generated and (speed.prompt, speed.new) == (3, 3)
     assert model.config.text_config.output_router_logits is False  # a setting for training
 
 
@@ -136,30 +138,32 @@ REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
-def test_run_rejects_invalid_options(example, options, kind, why):
-    refused = call(example, *options).exception
-    assert type(refused) is kind and why in str(refused)
+@pytest.mark.parametrize(("options", "kind", "message"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
+def test_run_rejects_invalid_options(example, options, kind, message):
+    error = call(example, *options).exception
+    assert type(error) is kind and message in str(error)
 
 
 def test_run_rejects_incomplete_models(tmp_path, example, weights):
-    """It fills no weight with random numbers, and loads no other model."""
+    """No weight is filled with random values, and no different model is loaded."""
 
-    def refused(model: Path, words: str) -> None:
+    def check_refusal(model: Path, message: str) -> None:
         error = call(model, "--prompt", "x").exception
-        assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {words}"), error
+        assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {message}"), (
+            error
+        )
 
     nothing = tmp_path / "nothing"
-    refused(nothing, "no such directory; give a model's directory or its hub id")
-    refused(weights, "contains converted experts, not a model; give the original model")
+    check_refusal(nothing, "no such directory; give a model's directory or its hub id")
+    check_refusal(weights, "contains converted experts, not a model; give the original model")
     (tmp_path / "m.gguf").write_bytes(b"GGUF")
     error = call(tmp_path / "m.gguf", "--prompt", "x").exception
     assert isinstance(error, UnsupportedError) and "give the model's safetensors release" in str(error)
     nothing.mkdir()
-    refused(nothing, "has no config.json; copy the model's file into the directory")
+    check_refusal(nothing, "has no config.json; copy the model's file into the directory")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(example / name, nothing)
-    refused(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")
+    check_refusal(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")
     stored.configure(nothing, quantization_config={"quant_method": "gptq", "rotation": "hadamard"})
     for options in ((), ("--torch-experts",)):
         error = call(nothing, "--prompt", "x", *options).exception
@@ -167,10 +171,10 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
             isinstance(error, UnsupportedError) and f"{nothing}" in str(error) and "by its rotation, inp" in str(error)
         )
     stored.configure(nothing, num_hidden_layers=3, quantization_config=None)
-    refused(nothing, "layer 2 is missing ('model.layers.2.mlp.experts.0.gate_proj.weight'")
+    check_refusal(nothing, "layer 2 is missing ('model.layers.2.mlp.experts.0.gate_proj.weight'")
 
 
-LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
+TRAINING_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("config.json", {"output_router_logits": True}),
     ("config.json", {"output_hidden_states": True, "output_attentions": True, "return_dict": False}),
     ("generation_config.json", {"use_cache": False}),
@@ -179,9 +183,11 @@ LEFT_OVER: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("file", "settings"), LEFT_OVER, ids=[str(settings) for _, settings in LEFT_OVER])
+@pytest.mark.parametrize(
+    ("file", "settings"), TRAINING_SETTINGS, ids=[str(settings) for _, settings in TRAINING_SETTINGS]
+)
 def test_training_settings_in_a_config_do_not_change_the_text(file, settings, example, tmp_path, monkeypatch):
-    """The prompt is read in chunks. Padded batches and beam search work, too."""
+    """The prompt is read in chunks. Padded batches and beam search work as well."""
     monkeypatch.setattr(generating, "PREFILL_CHUNK", 16)
     options = ("--prompt", "import os\n" * 20, "--max-new-tokens", 4)
     model = tmp_path / "model"
@@ -198,7 +204,7 @@ def test_training_settings_in_a_config_do_not_change_the_text(file, settings, ex
 
 @pytest.mark.parametrize(("family", "window"), [*((name, None) for name in families.FAMILIES), ("mixtral", 24)])
 def test_chunked_prefill_does_not_change_the_logits(family, window, monkeypatch):
-    """Whatever the model keeps of earlier chunks: keys and values, also of a window, or a recurrent state."""
+    """Models keep keys and values (also of a window) or a recurrent state from earlier chunks."""
     import torch
     import transformers
 
@@ -233,9 +239,9 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("words", "package", "what", "extra"), MISSING, ids=lambda value: str(value)[:20])
-def test_a_missing_package_is_reported_in_one_line(words, package, what, extra, cli, example, tmp_path):
-    given = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
-    done = cli(*(word.format(**given) for word in words), code=1, env=hide_package(package, tmp_path))
-    said = f"ktconvert: {what} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
-    assert done.stderr.splitlines()[-1] == said and not (tmp_path / "out").exists()
+@pytest.mark.parametrize(("arguments", "package", "feature", "extra"), MISSING, ids=lambda value: str(value)[:20])
+def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, example, tmp_path):
+    paths = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
+    done = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
+    message = f"ktconvert: {feature} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
+    assert done.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()
