@@ -52,7 +52,7 @@ SPEED = re.compile(r"prefill \d+ tokens in [\d.]+ s .*, decode \d+ tokens in [\d
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint, packed (packed) and converted (cold); theirs: the packed one as transformers loads it."""
+    """A checkpoint, packed (packed) and converted (cold); theirs: the packed model in transformers."""
 
     original: Path
     packed: Path
@@ -78,7 +78,7 @@ mixtral = pytest.mark.parametrize("case", CASES[1:2], indirect=True, ids=["mixtr
 
 
 def load(model: Path, cold: Path, **options: Any) -> Any:
-    """As docs/how-to/use-from-python.md says."""
+    """Load a model as docs/how-to/use-from-python.md describes."""
     return hf.load(model, own_quantization=False, cpu_weights=cold, threads=2, **options)
 
 
@@ -87,12 +87,12 @@ def logits(model: Any) -> Any:
 
 
 def distance(got: Any, want: Any) -> float:
-    """The largest of all tokens."""
+    """Return the largest distance of all tokens."""
     return float(hf.row_distances(got, want).max())
 
 
-def some(seed: int = 0) -> Any:
-    """A mask in which each layer has hot and cold experts."""
+def make_mask(seed: int = 0) -> Any:
+    """Return a mask in which each layer has hot and cold experts."""
     mask = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
     for row in mask:
         row[torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(seed))[:3]] = True
@@ -103,8 +103,8 @@ def bits(tensor: Any) -> Any:
     return tensor.view(torch.uint16).numpy()
 
 
-def one_by_one(case: Case, module: Any, hidden: Any, ids: Any, weights: Any) -> Any:
-    """For each token each of its experts alone: hot ones in float32, cold ones by Experts with one expert."""
+def compute_separately(case: Case, module: Any, hidden: Any, ids: Any, weights: Any) -> Any:
+    """Compute each expert of each token alone: hot experts in float32, cold ones by Experts with one expert."""
     cold = Experts.load(case.cold, module.layer)
     out = torch.zeros(hidden.shape)
     for token, row in enumerate(hidden):
@@ -120,9 +120,9 @@ def one_by_one(case: Case, module: Any, hidden: Any, ids: Any, weights: Any) -> 
 
 
 @each_family
-def test_hot_weights_are_those_that_compressed_tensors_unpacks(case):
+def test_hot_weights_equal_those_of_compressed_tensors(case):
     """Bit for bit; and only hot ones are there."""
-    mask = some()
+    mask = make_mask()
     model = load(case.packed, case.cold, gpu_experts_mask=mask)
     assert "experts=8, hidden=128, intermediate=128, hot=3 on cpu" in str(model)
     assert not any("experts" in name and "shared" not in name for name in model.state_dict())
@@ -138,8 +138,8 @@ def test_hot_weights_are_those_that_compressed_tensors_unpacks(case):
 
 @each_family
 @pytest.mark.parametrize("tokens", [1, 40])
-def test_each_token_and_expert_computed_alone_gives_the_same(case, tokens):
-    mask = some()
+def test_results_equal_separate_tokens_and_experts(case, tokens):
+    mask = make_mask()
     model = load(case.packed, case.cold, gpu_experts_mask=mask)
     kinds = set()
     for layer, (hidden, ids, weights, out) in record_experts(
@@ -147,7 +147,7 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case, tokens):
     ).items():
         kinds |= set(mask[layer][ids].flatten().tolist())
         module = experts_of(model)[layer]
-        expected = one_by_one(case, module, hidden.reshape(-1, HIDDEN), ids, weights)
+        expected = compute_separately(case, module, hidden.reshape(-1, HIDDEN), ids, weights)
         far = distance(out.reshape(-1, HIDDEN), expected)
         print(f"{case.kind} layer {layer}, {tokens} tokens: {far:.4f}")
         assert far < LAYER
@@ -162,7 +162,7 @@ def test_each_token_and_expert_computed_alone_gives_the_same(case, tokens):
 
 
 @each_family
-def test_no_expert_hot_is_the_converted_model(case):
+def test_a_model_without_hot_experts_equals_the_converted_one(case):
     """Bit for bit, and no matter whether the rest comes from the packed model or the original."""
     want = logits(load(case.packed, case.cold))
     none = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
@@ -173,24 +173,24 @@ def test_no_expert_hot_is_the_converted_model(case):
 
 
 @mixtral
-def test_another_device_gets_all_it_needs(case):
+def test_hot_experts_compute_on_their_device(case):
     """meta stands for a GPU: a tensor left behind on the CPU would not go together with the weights."""
     meta = torch.device("meta")
-    hot = hot_experts.load_hot_experts(HotWeights(case.packed), 1, some()[1].numpy(), meta)
+    hot = hot_experts.load_hot_experts(HotWeights(case.packed), 1, make_mask()[1].numpy(), meta)
     ids = torch.arange(2 * EXPERTS).reshape(-1, 4) % EXPERTS
     out = hot.forward(torch.zeros(len(ids), HIDDEN), ids, torch.ones(ids.shape))
     assert (out.device, out.dtype, out.shape) == (meta, torch.float32, (len(ids), HIDDEN))
 
 
 @mixtral
-def test_hot_experts_from_a_model_in_bf16_and_from_another_checkpoint(case):
+def test_hot_experts_may_come_from_bf16_or_a_second_checkpoint(case):
     model = load(case.original, case.cold, num_gpu_experts=EXPERTS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(case.original)
     for layer, module in experts_of(model).items():
         for expert, (gate_up, down) in module.hot.weights.items():
             assert torch.equal(gate_up, experts_of(theirs)[layer].gate_up_proj[expert])
             assert torch.equal(down, experts_of(theirs)[layer].down_proj[expert])
-    mask = some(1)
+    mask = make_mask(1)
     other = load(case.original, case.cold, gpu_experts_mask=mask, gpu_experts=case.packed)
     assert torch.equal(logits(other), logits(load(case.packed, case.cold, gpu_experts_mask=mask)))
 
@@ -201,7 +201,7 @@ def copied(case: Case, folder: Path) -> Path:
 
 
 def overwrite(folder: Path, pattern: str, value: int) -> int:
-    """Fill the tensors whose names match with 16-bit words of this value; how many there are."""
+    """Fill the tensors whose names match with 16-bit words of this value; return their number."""
     names = []
 
     def fill(tensors: Tensors) -> None:
@@ -217,7 +217,7 @@ def overwrite(folder: Path, pattern: str, value: int) -> int:
 
 @qwen
 def test_cold_experts_of_the_packed_model_are_not_read(case, tmp_path):
-    """With NaN in all their scales and codes, and an impossible shape, nothing changes; a hot one is refused."""
+    """NaN in all their scales and codes, and an impossible shape, change nothing."""
     spoilt = copied(case, tmp_path / "spoilt")
     assert overwrite(spoilt, r".*\.experts\.[3-7]\..*", 0x7FC0) == LAYERS * 5 * 3 * 3
     want = logits(load(case.packed, case.cold, num_gpu_experts=3))
@@ -231,8 +231,8 @@ def test_cold_experts_of_the_packed_model_are_not_read(case, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def spoken_by(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> dict[str, Path]:
-    """The bundled trained model: packed, converted, and a mask for it."""
+def trained_model(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any], example: Path) -> dict[str, Path]:
+    """Return the bundled model, packed and converted, and a mask for it."""
     root = tmp_path_factory.mktemp("bundled")
     cli("gpu", "-i", example, "-o", root / "w4", "--quant-method", "RTN", "--quant-type", "W4A16")
     cli("cpu", "-i", example, "-o", root / "int8", "--quant-method", "int8", "--threadpool-count", 1)
@@ -243,19 +243,19 @@ def spoken_by(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any],
 
 
 def call(*arguments: object) -> Result:
-    """The command in this process, which has imported transformers already."""
+    """Run the command in this process, which has already imported transformers."""
     return CliRunner().invoke(run, list(map(str, arguments)))
 
 
 PROMPT = "def add("
 
 
-def test_hot_and_cold_experts_speak_together(cli, spoken_by, tmp_path, monkeypatch):
+def test_hot_and_cold_experts_generate_together(cli, trained_model, tmp_path, monkeypatch):
     """Without compressed-tensors, which only the packed model alone needs; there one line says what to install."""
-    options = (spoken_by["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
-    cold = ("--cpu-weights", spoken_by["int8"])
+    options = (trained_model["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
+    cold = ("--cpu-weights", trained_model["int8"])
     missing = absent.hide_package("compressed_tensors", tmp_path)
-    done = cli("run", *options, *cold, "--gpu-experts-mask", spoken_by["mask"], env=missing)
+    done = cli("run", *options, *cold, "--gpu-experts-mask", trained_model["mask"], env=missing)
     assert done.stdout.startswith(PROMPT) and len(done.stdout) > len(PROMPT) + 20
     assert SPEED.fullmatch(done.stderr), done.stderr
     assert call(*options, *cold, "--num-gpu-experts", 3).stdout == done.stdout
@@ -266,15 +266,15 @@ def test_hot_and_cold_experts_speak_together(cli, spoken_by, tmp_path, monkeypat
     assert said in str(call(*options).exception)
 
 
-def test_the_server_has_hot_experts_too(spoken_by):
-    """It loads a packed model by another door of transformers' than `run`."""
+def test_the_server_supports_hot_experts(trained_model):
+    """The server loads a packed model by a different function of transformers than `run`."""
     pytest.importorskip("fastapi")
-    choice = ModelChoice(str(spoken_by["w4"]), cpu_weights=spoken_by["int8"], num_gpu_experts=3, threads=1)
+    choice = ModelChoice(str(trained_model["w4"]), cpu_weights=trained_model["int8"], num_gpu_experts=3, threads=1)
     body = json.dumps({"prompt": PROMPT, "max_tokens": 12, "temperature": 0}).encode()
-    with serve_in_process(spoken_by["w4"], choice) as running:
+    with serve_in_process(trained_model["w4"], choice) as running:
         answer = json.load(urllib.request.urlopen(f"{running.url}/v1/completions", body, timeout=PATIENCE))
-    options = ("--cpu-weights", spoken_by["int8"], "--num-gpu-experts", 3, "--threads", 1)
-    spoken = call(spoken_by["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)
+    options = ("--cpu-weights", trained_model["int8"], "--num-gpu-experts", 3, "--threads", 1)
+    spoken = call(trained_model["w4"], *options, "--prompt", PROMPT, "--max-new-tokens", 12)
     assert spoken.stdout == f"{PROMPT}{answer['choices'][0]['text']}\n"
 
 
@@ -291,14 +291,14 @@ MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
 
 
 @pytest.mark.parametrize(("content", "why"), [m[1:] for m in MASKS], ids=[m[0] for m in MASKS])
-def test_masks_that_do_not_fit_or_are_damaged(spoken_by, content, why, tmp_path):
+def test_wrong_and_damaged_masks_are_rejected(trained_model, content, why, tmp_path):
     mask = tmp_path / "mask.safetensors"
     if isinstance(content, dict):
         save_file(content, mask)
     else:
-        mask.write_bytes(content(spoken_by["mask"].read_bytes()))
-    options = ("--cpu-weights", spoken_by["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
-    error = call(spoken_by["w4"], *options).exception
+        mask.write_bytes(content(trained_model["mask"].read_bytes()))
+    options = ("--cpu-weights", trained_model["int8"], "--gpu-experts-mask", mask, "--prompt", "x")
+    error = call(trained_model["w4"], *options).exception
     assert type(error) is InputError
     assert re.match(rf"{re.escape(str(mask))}: .*{why}", str(error)), error
 
@@ -318,19 +318,19 @@ REFUSED: list[tuple[tuple[str, ...], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("options", "kind", "why"), REFUSED, ids=["N", "mask", "both", "many", "exchanged"])
-def test_options_that_do_not_go_together(spoken_by, options, kind, why):
-    arguments = [option.format(**spoken_by) for option in options]
-    error = call(spoken_by["w4"], *arguments, "--prompt", "x").exception
+def test_contradicting_options_are_rejected(trained_model, options, kind, why):
+    arguments = [option.format(**trained_model) for option in options]
+    error = call(trained_model["w4"], *arguments, "--prompt", "x").exception
     assert type(error) is kind, error
     assert why in str(error)
 
 
-def test_options_of_the_config(spoken_by):
+def test_config_options_are_checked(trained_model):
     with pytest.raises(UsageError, match="select experts with gpu_experts_mask or num_gpu_experts"):
-        KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts=spoken_by["w4"])
+        KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts=trained_model["w4"])
     with pytest.raises(UsageError, match="-1 experts cannot be hot"):
-        KTConvertConfig(cpu_weights=spoken_by["int8"], num_gpu_experts=-1)
-    config = KTConvertConfig(cpu_weights=spoken_by["int8"], gpu_experts_mask=torch.tensor([[True, False]]))
+        KTConvertConfig(cpu_weights=trained_model["int8"], num_gpu_experts=-1)
+    config = KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts_mask=torch.tensor([[True, False]]))
     again = KTConvertConfig.from_dict(json.loads(config.to_json_string()))
     assert again.gpu_experts_mask == [[True, False]]
     with pytest.raises(InputError, match=r"gpu_experts_mask: is float64 of shape \[1, 2\]"):
@@ -338,9 +338,9 @@ def test_options_of_the_config(spoken_by):
 
 
 @qwen
-def test_checkpoints_of_another_kind(case, tmp_path, spoken_by):
+def test_unsupported_checkpoints_are_rejected(case, tmp_path, trained_model):
     with pytest.raises(UnsupportedError, match="layer 0 has 8 experts of hidden size 256 and width 256, the model"):
-        load(case.packed, case.cold, num_gpu_experts=1, gpu_experts=spoken_by["w4"])
+        load(case.packed, case.cold, num_gpu_experts=1, gpu_experts=trained_model["w4"])
 
     config = json.loads((case.packed / "config.json").read_text())["quantization_config"]
     floats = config | {"format": "float-quantized"}
@@ -372,7 +372,7 @@ def test_a_pattern_of_the_ignore_list_has_a_time_limit(case, example, tmp_path):
 
 
 @qwen
-def test_packed_weights_beside_the_experts(case, tmp_path, example):
+def test_packed_non_expert_weights_are_rejected(case, tmp_path, example):
     """transformers would fill in random numbers for them."""
     model, name = copied(case, tmp_path / "model"), "model.layers.1.self_attn.q_proj.weight"
     shutil.copy(example / "tokenizer.json", model)
@@ -394,7 +394,7 @@ def test_packed_weights_beside_the_experts(case, tmp_path, example):
 
 
 @qwen
-def test_experts_that_torch_computes_take_no_adapter(case):
+def test_hot_experts_reject_adapters(case):
     peft = pytest.importorskip("peft")
     mask = torch.ones(LAYERS, EXPERTS, dtype=torch.bool)
     attention = peft.get_peft_model(
@@ -409,7 +409,7 @@ def test_experts_that_torch_computes_take_no_adapter(case):
         )
 
 
-def test_more_than_fits_into_memory(monkeypatch):
+def test_too_many_hot_experts_are_rejected(monkeypatch):
     masks = [np.ones(1 << 20, np.bool_)]
     with pytest.raises(ResourceError, match=r"1048576 hot experts take .* GiB in BF16, and cpu has .* choose fewer"):
         hot_experts.require_memory(masks, 7168, 2048, torch.device("cpu"))

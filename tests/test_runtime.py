@@ -1,4 +1,4 @@
-"""The forward: kt-kernel's bits in exact mode, closer to the truth by default, and the same bits however it is run."""
+"""The forward: kt-kernel's bits in exact mode, closer to the truth by default, and the same bits in all settings."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ METHODS = ("AMXINT4", "AMXINT8")
 
 @dataclass(frozen=True)
 class Golden:
-    """What kt-kernel wrote and computed."""
+    """Weights and results of kt-kernel."""
 
     packed: LayerWeights
     hidden: npt.NDArray[np.uint16]
@@ -67,7 +67,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture(scope="module")
 def pools() -> list[Pool]:
-    """One thread, as many as CPUs, more than CPUs, and groups of them as for two NUMA nodes."""
+    """Return pools with one thread, as many as CPUs, more than CPUs, and in groups for two NUMA nodes."""
     return [Pool(1), Pool(2), Pool(7), make_grouped_pool(2, 2), make_grouped_pool(5, 2)]
 
 
@@ -76,7 +76,7 @@ Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64
 
 @pytest.fixture(scope="session")
 def make(random_experts: Any) -> Make:
-    """Random experts with random tokens for them: (experts, hidden, ids, weights)."""
+    """Draw experts and tokens for them: (experts, hidden, ids, weights)."""
 
     def construct(method="AMXINT8", experts=8, hidden=256, width=128, tokens=9, topk=3, **options: Any) -> Any:
         rng = np.random.default_rng(hidden + width + tokens)
@@ -91,7 +91,7 @@ def make(random_experts: Any) -> Make:
 
 
 def reference(packed: LayerWeights, x: Any, ids: Any, weights: Any) -> npt.NDArray[np.float64]:
-    """The layer in float64 on the dequantized weights, nothing rounded."""
+    """Compute the layer in float64 from the dequantized weights, without rounding."""
     linears: dict[tuple[str, int], npt.NDArray[np.float64]] = {}
     for part in packed.arrays:
         dense = FORMATS[packed.method].encoding.decode(packed.arrays[part], part.n, part.k).astype(np.float64)

@@ -1,5 +1,4 @@
-"""What the runtime loads is checked first: one sentence for each thing that can be wrong; every form of output gives
-the same numbers."""
+"""Loading by the runtime: checks with a message for each fault, and equal results for each form of output."""
 
 import json
 import shutil
@@ -24,14 +23,14 @@ Outputs = dict[tuple[str, str], Path]
 
 @pytest.fixture(scope="module")
 def outputs(packed_example: Any) -> Outputs:
-    """The bundled model in two parts: merged and loose, INT4 and INT8."""
+    """Convert the bundled model in two NUMA slices: merged and loose, INT4 and INT8."""
     forms = {"merged": (), "loose": ("--no-merge-safetensor",)}
     return {(m, form): packed_example(m, 2, *more) for m in ("int4", "int8") for form, more in forms.items()}
 
 
 @pytest.fixture
 def damaged(outputs: Outputs, tmp_path: Path) -> Path:
-    """A merged INT4 output to do harm to, as kt-kernel would have written it: without a manifest."""
+    """Return a merged INT4 output to damage, without a manifest, as kt-kernel writes it."""
     shutil.copytree(outputs["int4", "merged"], tmp_path / "out")
     (tmp_path / "out" / "manifest.json").unlink()
     return tmp_path / "out"
@@ -142,7 +141,7 @@ HARMS: list[tuple[Callable[[Path], object], str, str]] = [
 
 
 @pytest.mark.parametrize(("harm", "form", "sentence"), HARMS)
-def test_damage_is_reported_in_one_sentence(harm, form, sentence, outputs, tmp_path):
+def test_damage_is_reported_with_a_message(harm, form, sentence, outputs, tmp_path):
     """And the other layer is whole."""
     out = shutil.copytree(outputs["int8", form], tmp_path / "out")
     (out / "manifest.json").unlink()
@@ -203,7 +202,7 @@ def test_invalid_weights_are_rejected(random_experts):
 
 @pytest.mark.parametrize("fails", [3, 1])
 def test_the_first_exception_is_raised_and_stops_further_items(fails):
-    """With two threads not that of the thread that failed first: here item 1 fails while item 0 is still at work."""
+    """The first item counts, not the first thread that failed: item 1 fails while item 0 is still running."""
     second_failed, begun = threading.Event(), []
 
     def work(item: int) -> None:

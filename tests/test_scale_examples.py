@@ -1,6 +1,6 @@
-"""docs/how-to/many-machines.md and examples/executors: what users copy is what the tests run, and other executors give the same bytes.
+"""docs/how-to/many-machines.md and examples/executors: tests run what users copy; executors give equal bytes.
 
-Ray and MPI are no requirement of anything here: their tests say so and are skipped where they are not installed.
+Ray and MPI are optional: their tests are skipped with a message if they are missing.
 """
 
 import multiprocessing
@@ -34,14 +34,14 @@ OPTIONS = [word for word in WORKER if word != "--no-dashboard"]  # of every `das
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory, example: Path) -> conversion.Tree:
-    """The bundled model by threads."""
+    """Convert the bundled model with threads."""
     output = tmp_path_factory.mktemp("threads") / "out"
     done = conversion.ktconvert("cpu", "-i", example, "-o", output, "--quant-method", "int8")
     assert done.returncode == 0, done.stderr
     return conversion.tree(output)
 
 
-def test_every_worker_is_started_as_the_tests_start_theirs():
+def test_the_page_starts_workers_like_the_tests():
     lines = [line for line in PAGE.splitlines() if re.match(r"(numactl .* )?dask worker ", line)]
     script = (EXAMPLES / "slurm.sh").read_text().replace("\\\n", "")
     [inside] = re.findall(r"srun (dask worker [^&]*)", script)
@@ -53,14 +53,14 @@ def test_every_worker_is_started_as_the_tests_start_theirs():
             assert (name, value) in pairs, (name, words)
 
 
-def test_the_ray_executor_of_the_page_is_that_of_the_example():
+def test_the_page_shows_the_ray_executor_of_the_example():
     [block] = re.findall(r"```python\n(class RayExecutor.*?)```", PAGE, re.S)
     assert block in (EXAMPLES / "with_ray.py").read_text()
     assert len([line for line in block.splitlines() if line and '"""' not in line]) <= 12
 
 
-def test_the_settings_of_tls_are_those_that_the_tests_use(tmp_path):
-    """The YAML of the page, and the environment of the rig, say the same to Dask."""
+def test_the_page_has_the_tls_settings_of_the_tests(tmp_path):
+    """The YAML of the page and the environment of the rig give Dask the same settings."""
     from dask.config import collect_env
 
     [block] = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
@@ -80,7 +80,7 @@ def test_the_hours_of_gptq_follow_from_the_named_numbers(monkeypatch):
     assert f"{plain}, {descent} and {full} s for an expert" in " ".join(PAGE.split())
 
 
-def test_the_script_for_slurm_is_a_script():
+def test_the_slurm_script_has_valid_syntax():
     subprocess.run(["bash", "-n", EXAMPLES / "slurm.sh"], check=True)
 
 
@@ -96,7 +96,7 @@ def test_any_executor_makes_the_bytes_of_threads(tmp_path, example, expected, mo
 
 @pytest.fixture
 def ray_head() -> Iterator[str]:
-    """The address of a Ray cluster of one host that ends with the test."""
+    """Start a Ray cluster of one host for a test; return its address."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--port", str(port)]

@@ -1,4 +1,4 @@
-"""`ktconvert cpu --scale gptq`: kt-kernel's formats with codes that were compensated in a calibration run."""
+"""`ktconvert cpu --scale gptq`: kt-kernel's formats with codes that a calibration run compensates."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ VERIFIED = ("bundled int4", "bundled int8", "bundled mxfp4", "bundled rawint4", 
 
 @pytest.fixture(scope="session")
 def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with an output of each case, and what was said beside it."""
+    """Return a folder with an output and the messages of each case."""
 
     def make(root: Path) -> None:
         server = model_server()
@@ -99,7 +99,7 @@ def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs):
 
 
 def test_experts_are_equalized_before_they_run(outputs):
-    """The calibration run reads equalized experts, which compute the same; and what is compensated is nearer."""
+    """The calibration run reads equalized experts, which compute the same; compensation then reduces the error."""
     manifest = json.loads((outputs / "equalized" / "manifest.json").read_bytes())
     assert manifest["model"]["equalized"] == ["layer 0: 0-7"]
     assert "8 experts are equalized" in (outputs / "equalized.verified").read_text()
@@ -109,7 +109,7 @@ def test_experts_are_equalized_before_they_run(outputs):
 
 
 def test_experts_with_too_few_tokens_are_listed(outputs):
-    """In the model card and in what is said; they are rounded, with scales by importance."""
+    """The model card and the messages list them; they are rounded, with scales by importance."""
     card = (outputs / "bundled few" / "README.md").read_text()
     assert "gate and up saw every token, down those routed to its expert" in card
     said = (outputs / "bundled few.said").read_text()
@@ -119,7 +119,7 @@ def test_experts_with_too_few_tokens_are_listed(outputs):
     assert same and len(same) < len(few)
 
 
-def test_what_an_expert_sees_matters(outputs):
+def test_codes_depend_on_the_inputs_of_an_expert(outputs):
     mixed, every, routed = (tensors(outputs / f"bundled {name}", ".weight") for name in ("int4", "all", "routed"))
     first = [name for name in mixed if name.startswith("blk.0.")]
     gate = [name for name in first if "down" not in name]
@@ -128,7 +128,7 @@ def test_what_an_expert_sees_matters(outputs):
     assert any(mixed[name] != routed[name] for name in gate)
 
 
-def test_it_is_recorded_how_it_was_made(outputs):
+def test_the_manifest_records_the_calibration(outputs):
     """Data, options and machine: in the manifest, the metadata of each shard and the model card."""
     output = outputs / "bundled int4"
     manifest = json.loads((output / "manifest.json").read_text())
@@ -154,14 +154,14 @@ def test_it_is_recorded_how_it_was_made(outputs):
 
 
 def listed(said: str) -> list[str]:
-    """What the command said of experts with too few tokens, as the manifest has it."""
+    """Return the message about experts with too few tokens, as the manifest should have it."""
     found = re.findall(
         r"layer (\d+): \d+ of 8 experts not compensated in down, because fewer .*: ([\d, ]+)$", said, re.M
     )
     return [f"layer {layer}: {format_ranges([int(number) for number in few.split(', ')])}" for layer, few in found]
 
 
-def test_other_arrangements_keep_what_is_recorded(outputs, example, tmp_path, cli):
+def test_resplit_keeps_the_record(outputs, example, tmp_path, cli):
     """Resplit, and the experts that had too few tokens; what converting again gives is not known."""
     few = json.loads((outputs / "bundled few" / "manifest.json").read_text())["model"]
     assert few["too_few_tokens"] == listed((outputs / "bundled few.said").read_text()) != []
@@ -177,8 +177,8 @@ def test_other_arrangements_keep_what_is_recorded(outputs, example, tmp_path, cl
 
 
 @pytest.mark.parametrize(("suffix", "byte", "words"), [("weight", 8, "-7 to 7"), ("scale", 0xFF, "not finite")])
-def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tmp_path, cli):
-    """A code -8, and a scale that is no number, though the manifest says that just they were written."""
+def test_verify_finds_impossible_codes_and_scales(suffix, byte, words, outputs, example, tmp_path, cli):
+    """A code of -8 and a scale that is NaN are found although the hashes of the manifest match."""
     output = tmp_path / "out"
     shutil.copytree(outputs / "bundled int4", output)
     name = f"blk.1.ffn_down_exps.3.numa.1.{suffix}"
@@ -208,7 +208,7 @@ def test_verify_finds_what_must_not_be(suffix, byte, words, outputs, example, tm
         (("-i", "{gguf}"), 3, "--scale gptq does not support GGUF"),
     ],
 )
-def test_refused(options, code, words, example, tmp_path, cli):
+def test_unsupported_options_are_refused(options, code, words, example, tmp_path, cli):
     stored = gguf.model([("Q4_0", "Q8_0", "F16")], experts=1, hidden=128, width=128)
     about = gguf.model_metadata(1, embedding_length=128, expert_count=1, expert_feed_forward_length=128)
     given = [option.format(gguf=gguf.write(tmp_path / "model.gguf", stored, about)) for option in options]

@@ -1,6 +1,4 @@
-"""`ktconvert cpu --scale imatrix`: the bytes of the weighted search, what is recorded of the statistics, and what is
-refused.
-"""
+"""`ktconvert cpu --scale imatrix`: bytes of the weighted search, the record of the statistics, and refusals."""
 
 import hashlib
 import json
@@ -28,7 +26,7 @@ COUNTS = np.array([9, 0, 400], np.int64)  # no token came to expert 1
 
 
 def statistics(path: Path, shapes: Any = SHAPES, seed: int = 0) -> Path:
-    """Importances between 1e-3 and 1e3, other ones for each expert."""
+    """Draw importances between 1e-3 and 1e3, different for each expert."""
 
     def load(layer: int) -> LayerSums:
         rng = np.random.default_rng([seed, layer])
@@ -50,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def imatrix(source: Path) -> Path:
-    """In the folder that --statistics would name."""
+    """Write the matrix into the folder that --statistics would name."""
     return statistics(source.parent / "statistics" / "imatrix.gguf")
 
 
@@ -61,7 +59,7 @@ def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
 
 
 def refused(done: Result, code: int, *words: str) -> None:
-    """One sentence, this exit code, these words."""
+    """Assert a refusal with this exit code, whose message contains these texts."""
     error = done.exception
     assert isinstance(error, KtconvertError) and error.exit_code == code, error
     for word in words:
@@ -76,8 +74,8 @@ def output(request: pytest.FixtureRequest, source: Path, imatrix: Path) -> Path:
     return path
 
 
-def test_the_bytes_are_those_of_the_definition(source, imatrix, output):
-    """Each part is searched by itself, weighted by its own columns' mean squares; where there are none, not weighted."""
+def test_bytes_equal_the_definition(source, imatrix, output):
+    """Each NUMA slice is searched with the mean squares of its own columns, and unweighted without tokens."""
     opened = open_imatrix(imatrix, "small", SHAPES)
     linears = [*product(range(LAYERS), range(EXPERTS), ("gate", "up", "down"))]
     assert {linear[1] for linear in linears if opened.importance(*linear) is None} == {1}
@@ -85,8 +83,8 @@ def test_the_bytes_are_those_of_the_definition(source, imatrix, output):
     assert check_search(source, output, linears, opened.importance) > 10 or output.name == "mxfp4"
 
 
-def test_backward_weights_are_those_of_mse(source, imatrix, tmp_path):
-    """A row of a transpose is a column of the linear: its importance is the same all along the row."""
+def test_backward_weights_equal_those_of_mse(source, imatrix, tmp_path):
+    """A row of a transpose is a column of the linear: its importance is constant along the row."""
     convert(source, tmp_path / "imatrix", imatrix, "--save-backward-weights", "--layers", "0")
     more = ("--save-backward-weights", "--layers", "0")
     assert run_in_process("cpu", "-i", source, "-o", tmp_path / "mse", "--scale", "mse", *more).exception is None
@@ -114,7 +112,7 @@ def test_the_statistics_are_recorded(source, imatrix, output, tmp_path):
     assert "no token reached these experts" in done.stderr and "layer 0: 1; layer 1: 1" in done.stderr
 
 
-def test_other_statistics_are_another_conversion(source, imatrix, tmp_path):
+def test_different_statistics_have_different_fingerprints(source, imatrix, tmp_path):
     output = tmp_path / "out"
     plans = []
     for path in (imatrix, statistics(tmp_path / "other.gguf", seed=1)):
@@ -137,7 +135,7 @@ def test_the_plan_counts_the_memory(source, imatrix, tmp_path):
     assert planned("--scale", "imatrix", "--imatrix", imatrix) > planned("--scale", "mse")
 
 
-def test_merge_and_resplit_keep_what_is_recorded(source, imatrix, tmp_path):
+def test_merge_and_resplit_keep_the_record(source, imatrix, tmp_path):
     loose, merged, four = (tmp_path / name for name in ("loose", "merged", "one"))
     convert(source, loose, imatrix, "--no-merge-safetensor")
     for command in (("merge", "-i", loose, "-o", merged), ("resplit", merged, four, "--threadpool-count", "1")):
@@ -156,7 +154,7 @@ def test_merge_and_resplit_keep_what_is_recorded(source, imatrix, tmp_path):
     )
 
 
-def test_it_is_verified(source, imatrix, output, tmp_path):
+def test_verify_accepts_the_output(source, imatrix, output, tmp_path):
     for how in (("--imatrix", imatrix), ("--statistics", imatrix.parent)):
         report = json.loads(run_in_process("verify", output, "--against", source, *how, "--json").stdout)
         assert report["ok"] and report["errors"] and report["scale"] == "imatrix"
@@ -171,7 +169,7 @@ def test_it_is_verified(source, imatrix, output, tmp_path):
     )
 
 
-def test_options_that_do_not_go_together(source, imatrix, tmp_path):
+def test_contradicting_options_are_refused(source, imatrix, tmp_path):
     output = tmp_path / "out"
     for how, words in (
         (("--scale", "imatrix"), "needs the importance of inputs"),
@@ -195,7 +193,7 @@ def test_options_that_do_not_go_together(source, imatrix, tmp_path):
     ],
     ids=["layers", "experts", "width"],
 )
-def test_statistics_of_another_model(source, tmp_path, shapes, words):
+def test_statistics_of_a_different_model_are_refused(source, tmp_path, shapes, words):
     """One sentence names both; and if they are damaged or missing."""
     other, output = statistics(tmp_path / "imatrix.gguf", shapes), tmp_path / "out"
     command = ("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", other)
@@ -208,8 +206,8 @@ def test_statistics_of_another_model(source, tmp_path, shapes, words):
     assert not output.exists()
 
 
-def test_a_folder_of_statistics(source, imatrix, tmp_path):
-    """What statistics.json says of the importance matrix beside it must be so, whichever option names the file."""
+def test_a_folder_of_statistics_must_match_its_description(source, imatrix, tmp_path):
+    """The importance matrix must match statistics.json, whichever option names the file."""
     folder = tmp_path / "statistics"
     shutil.copytree(imatrix.parent, folder)
     counts = np.tile(COUNTS, (LAYERS, 1))
@@ -241,8 +239,8 @@ def test_a_folder_of_statistics(source, imatrix, tmp_path):
     refused(run_in_process(*experts), 5, "counts.safetensors: differs from the file that statistics.json")
 
 
-def test_it_is_resumed(source, imatrix, output, tmp_path):
-    """From a kill to identical bytes; with other statistics, or without them, not at all."""
+def test_resume_needs_the_same_statistics(source, imatrix, output, tmp_path):
+    """A resume gives identical bytes; with different statistics, or without them, it is refused."""
     again, given = tmp_path / "out", tmp_path / "given.gguf"
     shutil.copy(imatrix, given)
     command = [*KTCONVERT, "cpu", "-i", source, "-o", again, "--quant-method", output.name]

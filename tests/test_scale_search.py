@@ -68,14 +68,14 @@ def test_results_equal_golden_bytes(grid: str) -> None:
 
 
 def moments_of(rng: np.random.Generator, k: int, tokens: int, wide: float = 1.0) -> Any:
-    """The sum of x xT over tokens whose columns are correlated, and differ by 10 to the power of `wide`."""
+    """Draw second moments of tokens with correlated columns, whose sizes differ by 10 to the power of `wide`."""
     x = rng.standard_normal((tokens, k)) + rng.standard_normal((tokens, 1)) * rng.standard_normal(k)
     x *= 10.0 ** rng.uniform(-wide, wide, k)
     return (x.T @ x).astype(np.float32)
 
 
 def hostile_moments(rng: np.random.Generator, k: int) -> Any:
-    """Maybe singular, and with columns that no input ever had; rows lie apart."""
+    """Draw second moments that may be singular, with columns that no input had."""
     moments = np.zeros((k, k + 5), np.float32)[:, :k]
     moments[:] = moments_of(rng, k, int(rng.choice([0, 1, 30, 500])), rng.choice([0.0, 3.0, 15.0]))
     moments[:32] = moments[:, :32] = 0
@@ -95,7 +95,7 @@ SEEDS = st.integers(0, 1 << 30)
 
 
 def rows(rng: np.random.Generator, n: int, k: int, kind: str) -> Any:
-    """BF16 bits [n, k]: any finite bits, values of a distribution at any scale, or rows that went wrong once."""
+    """Draw BF16 bits [n, k]: any finite bits, values at any scale, or rows that once gave errors."""
     if kind == "bits":
         return rng.integers(0, 0x7F80, (n, k), np.uint16) | rng.integers(0, 2, (n, k), np.uint16) << 15
     if kind == "ugly":
@@ -125,7 +125,7 @@ def test_every_instruction_set_equals_the_definition(
 
 
 def errors(bf16: Any, numbers: Any, weights: Any, group: int) -> Any:
-    """Of each group, sqrt(sum h (x - y)^2 / sum h x^2), in float64."""
+    """Return sqrt(sum h (x - y)^2 / sum h x^2) of each group, in float64."""
     x = reference.bf16_to_f32(bf16).astype(np.float64).reshape(len(bf16), -1, group)
     y = numbers.astype(np.float64).reshape(x.shape)
     total = np.maximum((weights * x**2).sum(axis=2), 1e-300)
@@ -136,7 +136,7 @@ def errors(bf16: Any, numbers: Any, weights: Any, group: int) -> Any:
 @settings(deadline=None, max_examples=20)
 @given(seed=SEEDS, weighted=st.sampled_from(list(IMPORTANCES)))
 def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, weighted: str) -> None:
-    """In the error that is made small, whichever importance; and what is packed is what was chosen."""
+    """This holds for the minimized error, with any importance; the chosen codes are packed unchanged."""
     rng, form = np.random.default_rng(seed), FORMS[name]
     n, k = 128, 128
     drawn = rng.standard_t(rng.uniform(1, 8), (n, k)) * 10.0 ** rng.uniform(-30, 30, (n, 1))
@@ -183,7 +183,7 @@ def test_second_moments_reduce_the_error_of_outputs(grid: str, most: float) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_encodings_are_decoded_a_few_rows_at_a_time(bits: int, kind: str) -> None:
-    """Also where columns are contiguous: as for the matrices of fine-tuning."""
+    """Also with contiguous columns, as in backward matrices."""
     form, n, k = ROWS[bits], 384, 128
     for turn in (np.asarray, transposed):
         values, about = source(kind, n, k, block=(48, 80))

@@ -146,7 +146,7 @@ def test_each_adapter_answers_like_a_separate_model(server, alone, expected):
 
 
 def test_concurrent_answers_do_not_mix_adapters(server, expected):
-    """They compute alternately, token by token."""
+    """The adapters compute alternately, token by token."""
     asked = NAMES * 2
     server.passes.clear()
     waiting = server.waiting(0, lambda: server.scheduler.lock.has_waiters() or len(server.passes) > ANSWER)
@@ -158,7 +158,7 @@ def test_concurrent_answers_do_not_mix_adapters(server, expected):
 
 
 def test_switching_adapters_gives_identical_bits(example, int8, folders, alone):
-    """Also for many tokens at once. The model's weights are in memory once, and unchanged."""
+    """This also holds for many tokens at once. The model's weights are in memory once, and unchanged."""
     model, _ = loading.load(chosen(example, int8))
     weights = {id(parameter) for parameter in model.parameters()}
     adapters = adapter_loading.Adapters(model, folders, BASE)
@@ -188,7 +188,7 @@ def test_serve_answers_like_run_with_an_adapter(example, int8, folders, tmp_path
 
 
 def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_path):
-    """In one sentence, before anything is loaded."""
+    """The message comes before anything is loaded."""
     both, twice = folders["both"], shutil.copytree(folders["both"], tmp_path / "both")
     cases: list[tuple[tuple[Any, ...], int, str]] = [
         ((both, twice), 2, f"--adapter {twice}: a different adapter is also named both; choose a different name"),
@@ -210,7 +210,7 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
 
 
 def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):
-    """It is not split into a name and a folder."""
+    """Its path is not split into a name and a folder."""
     from ktconvert.pipeline.options.types import NamedPath
 
     folder = shutil.copytree(folders["both"], tmp_path / "lr=2e-4")

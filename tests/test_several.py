@@ -1,4 +1,4 @@
-"""Several outputs of one reading: each is what it would be alone, all or none are begun, the source is read once."""
+"""Several outputs from one read: each equals a single conversion, all or none are begun, the source is read once."""
 
 import re
 from concurrent.futures import ProcessPoolExecutor
@@ -22,8 +22,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, conversion.Tree]:
-    """What each method gives alone."""
+def single_outputs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, conversion.Tree]:
+    """Convert with each method separately."""
     base = tmp_path_factory.mktemp("alone")
     for method in METHODS:
         done = conversion.run_in_process("cpu", "-i", source, "-o", base / method, "--quant-method", method, "-q")
@@ -37,20 +37,20 @@ def require_equal(folder: Path, wanted: dict[str, conversion.Tree]) -> None:
         assert conversion.find_differences(conversion.tree(folder / name), files) == []
 
 
-def test_outputs_equal_single_conversions_and_share_reads(source, alone, tmp_path):
+def test_outputs_equal_single_conversions_and_share_reads(source, single_outputs, tmp_path):
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
     assert done.returncode == 0, done.stderr
-    require_equal(tmp_path, alone)
+    require_equal(tmp_path, single_outputs)
     said = conversion.parse_events(done.stdout)
     order = [(each["unit"], Path(each["output"]).name) for each in said if each["event"] == "start"]
-    assert order == [(f"experts.layer-{layer:03d}", name) for layer in range(3) for name in alone]
+    assert order == [(f"experts.layer-{layer:03d}", name) for layer in range(3) for name in single_outputs]
     finished = [each["output"] for each in said if each["event"] == "finished"]
-    assert finished == [str(tmp_path / name) for name in alone]
+    assert finished == [str(tmp_path / name) for name in single_outputs]
     (begin,) = (each for each in said if each["event"] == "begin")
     assert begin["total_bytes"] == 3 * 3 * 2 * 3 * 2 * conversion.HIDDEN * conversion.WIDTH
 
 
-def test_finished_outputs_stay_and_missing_ones_are_made(source, alone, tmp_path):
+def test_finished_outputs_stay_and_missing_ones_are_made(source, single_outputs, tmp_path):
     done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
     assert done.exit_code == 0, done.output
     before = conversion.identity(tmp_path / "out-int8")
@@ -58,7 +58,7 @@ def test_finished_outputs_stay_and_missing_ones_are_made(source, alone, tmp_path
     assert done.exit_code == 0, done.output
     assert f"{tmp_path / 'out-int8'} is finished: nothing to do" in done.output
     assert conversion.identity(tmp_path / "out-int8") == before
-    require_equal(tmp_path, alone)
+    require_equal(tmp_path, single_outputs)
 
 
 def test_input_is_hashed_once(source, tmp_path):
@@ -69,11 +69,11 @@ def test_input_is_hashed_once(source, tmp_path):
     assert all(file.sha256 for plan in plans for file in plan.source if file.name.endswith(".safetensors"))
 
 
-def test_executor_makes_the_same_outputs(source, alone, tmp_path):
+def test_executor_makes_the_same_outputs(source, single_outputs, tmp_path):
     order = commands.make_options("cpu", input=source, output=tmp_path / "out", quant_method=",".join(METHODS))
     with ProcessPoolExecutor(2) as executor:
         assert commands.run(commands.make_plans(order), executor)
-    require_equal(tmp_path, alone)
+    require_equal(tmp_path, single_outputs)
 
 
 # What makes one output impossible, and what is said of it.

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: what is read is right, and whatever is damaged or hostile is refused in one sentence."""
+"""Opening checkpoints: correct data, and messages for everything that is damaged or hostile."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def tensor(shape: list[int], start: int, stop: int, dtype: str = "U8") -> Header
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    """Two shards with an index, and a config."""
+    """Write two shards with an index, and a config."""
     root = tmp_path / "sharded"
     root.mkdir()
     weight_map = {}
@@ -48,7 +48,7 @@ def edit_index(root: Path, **changed: str | None) -> None:
     (root / INDEX).write_text(json.dumps(tree))
 
 
-def test_sharded_directory(sharded):
+def test_a_sharded_directory_is_opened(sharded):
     source = open_checkpoint(sharded)
     assert sorted(source.tensors) == ["a", "b", "c"]
     assert [s.name for s in source.shards] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -60,7 +60,7 @@ def test_sharded_directory(sharded):
     assert source.shards[0].blob is None and source.ignored == ()
 
 
-def test_single_file_and_directory_without_index(sharded):
+def test_single_files_and_missing_indexes_are_opened(sharded):
     (sharded / INDEX).unlink()
     assert sorted(open_checkpoint(sharded).tensors) == ["a", "b", "c"]
     alone = open_checkpoint(str(sharded / "model-00001-of-00002.safetensors"))
@@ -70,7 +70,7 @@ def test_single_file_and_directory_without_index(sharded):
     assert alone.companions() == []
 
 
-def test_every_dtype_is_seen_as_it_should_be(tmp_path):
+def test_every_dtype_is_viewed_correctly(tmp_path):
     header, at = {}, 0
     for dtype, bits in DTYPE_BITS.items():
         header[dtype] = tensor([4, 2], at, at + bits, dtype)
@@ -89,7 +89,7 @@ def test_every_dtype_is_seen_as_it_should_be(tmp_path):
         source.array("F6_E2M3")
 
 
-def test_scalars_and_empty_tensors(tmp_path):
+def test_scalars_and_empty_tensors_are_read(tmp_path):
     header = {"scalar": tensor([], 0, 4, "F32"), "none": tensor([0, 3], 4, 4, "F32")}
     (tmp_path / "model.safetensors").write_bytes(encode(header, struct.pack("<f", 1.5)))
     source = open_checkpoint(tmp_path)
@@ -98,7 +98,7 @@ def test_scalars_and_empty_tensors(tmp_path):
 
 
 def resident(file: Path) -> int:
-    """KiB of this file that are mapped into memory now."""
+    """Return how many KiB of this file are mapped into memory."""
     lines = iter(Path("/proc/self/smaps").read_text().splitlines())
     return sum(int(next(x for x in lines if x.startswith("Rss:")).split()[1]) for line in lines if str(file) in line)
 
@@ -120,7 +120,7 @@ def test_release_gives_pages_back(tmp_path):
     assert resident(file) == 0
 
 
-def test_a_file_that_was_cut_after_opening_is_not_mapped(sharded):
+def test_a_file_truncated_after_opening_is_not_mapped(sharded):
     source = open_checkpoint(sharded)
     os.truncate(source.shards[0].path, 10)
     with pytest.raises(InputError, match="changed"):
@@ -133,7 +133,7 @@ OTHERS = """.gitattributes .cache/x.json pytorch_model.bin pytorch_model.bin.ind
     original/consolidated.00.pth model.safetensors.index.fp16.json sub/w.safetensors a.PT"""
 
 
-def test_companions(sharded):
+def test_companions_are_listed(sharded):
     for name in (*COMPANIONS.split(), *OTHERS.split()):
         (sharded / name).parent.mkdir(parents=True, exist_ok=True)
         (sharded / name).write_text("{}")
@@ -141,7 +141,7 @@ def test_companions(sharded):
     assert open_checkpoint(sharded).companions() == sorted([*COMPANIONS.split(), "config.json"])
 
 
-def test_consolidated_weights(sharded):
+def test_consolidated_weights_are_ignored_beside_shards(sharded):
     """Beside others they are ignored; alone they are the checkpoint, with a config of their own. Folders are not walked."""
     save(sharded / "consolidated.safetensors", "other")
     save(sharded / "original" / "model-00001-of-00002.safetensors", "a")
@@ -167,7 +167,7 @@ def save(path: Path, *names: str) -> None:
 
 
 def only(root: Path, name: str, data: bytes = b"PK") -> None:
-    """One other file is all there is."""
+    """Replace the checkpoint by one other file."""
     for path in root.iterdir():
         path.unlink()
     (root / name).write_bytes(data)
@@ -204,14 +204,14 @@ BILLION = "model-00001-of-999999999.safetensors"
         (lambda root: special(root, os.mkdir), "not a regular file|cannot be"),
     ],
 )
-def test_files_that_are_no_checkpoint(spoil, words, sharded):
+def test_files_that_are_no_checkpoint_are_refused(spoil, words, sharded):
     spoil(sharded)
     with pytest.raises(InputError, match=words):
         open_checkpoint(sharded)
 
 
 @pytest.mark.parametrize(("name", "what"), [("m.pt", r"PyTorch \.pt"), ("pytorch_model.bin", r"PyTorch \.bin")])
-def test_other_formats(sharded, name, what):
+def test_other_formats_are_refused(sharded, name, what):
     only(sharded, name)
     for path, words in ((sharded, what), (sharded / name, r"not a \.safetensors or \.gguf file")):
         with pytest.raises(UnsupportedError, match=words):
@@ -230,7 +230,7 @@ OUTSIDE = ("/etc/passwd", "../model", "sub/../../model", "x\0y", "a\\b")
         ({"d": "model-00003-of-00003.safetensors"}, "which is missing; download the missing file, or the index of the"),
     ],
 )
-def test_an_index_cannot_lead_elsewhere(sharded, changed, words):
+def test_an_index_cannot_name_files_elsewhere(sharded, changed, words):
     edit_index(sharded, **changed)
     with pytest.raises(InputError) as failure:
         open_checkpoint(sharded)
@@ -249,8 +249,8 @@ FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safete
         ({"a": f"./{FIRST}", "b": f".//{FIRST}"}, None),
     ],
 )
-def test_headers_decide_where_an_index_differs(sharded, changed, words):
-    """All that is there is read, with a note: loaders go by the headers, too."""
+def test_headers_override_a_different_index(sharded, changed, words):
+    """All existing tensors are read, with a note, since loaders also follow the headers."""
     edit_index(sharded, **changed)
     source = open_checkpoint(sharded)
     assert sorted(source.tensors) == ["a", "b", "c"] and source.tensors["a"].file == FIRST
@@ -325,7 +325,7 @@ SETS: dict[str, tuple[Callable[[Path], object], list[str], str]] = {
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_files_that_count_are_those_of_transformers(name, sharded):
+def test_the_same_files_are_read_as_by_transformers(name, sharded):
     modeling = pytest.importorskip("transformers.modeling_utils")
     change, expected, note = SETS[name]
     change(sharded)
@@ -349,7 +349,7 @@ def test_weights_that_transformers_would_not_read_are_named(sharded):
 
 
 @pytest.mark.parametrize("name", [FIRST, INDEX])
-def test_a_file_without_permission_is_not_to_be_downloaded_again(name, sharded):
+def test_a_file_without_permission_is_reported_as_such(name, sharded):
     (sharded / name).chmod(0)
     anyone = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
     done = conversion.ktconvert("inspect", sharded, prefix=anyone)
@@ -407,7 +407,7 @@ LIES: dict[str, list[bytes]] = {
 
 
 @pytest.mark.parametrize(("words", "data"), [(words, data) for words, files in LIES.items() for data in files])
-def test_headers_that_lie(tmp_path, words, data):
+def test_false_headers_are_refused(tmp_path, words, data):
     file = tmp_path / "model.safetensors"
     file.write_bytes(data)
     with pytest.raises(InputError) as failure:
@@ -423,7 +423,7 @@ FILES_OF_OTHER = ("config.json", "tokenizer.model", "model-00001-of-00002.safete
 
 @pytest.fixture
 def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A hub cache as huggingface_hub lays it out: blobs, a snapshot of links, a ref."""
+    """Write a hub cache as huggingface_hub does: blobs, a snapshot of links, a ref."""
     root = tmp_path / "hub"
     model = root / "models--org--name"
     snapshot = model / "snapshots" / COMMIT
@@ -441,7 +441,7 @@ def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return root
 
 
-def test_cached_snapshot_of_links(cache):
+def test_a_cached_snapshot_is_opened(cache):
     source = open_checkpoint("org/name")
     assert sorted(source.tensors) == ["a", "b", "c"] and source.config == {"hidden_size": 3}
     assert source.shards[0].blob == f"{1:064x}" and source.array("b")[0, 0] == ord("b")
@@ -455,7 +455,7 @@ CACHES |= {"c/huggingface/hub": {"XDG_CACHE_HOME": "c"}, "d/.cache/huggingface/h
 
 
 @pytest.mark.parametrize("where", CACHES)
-def test_where_the_cache_lies(tmp_path, monkeypatch, where):
+def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch, where):
     for name in ("HF_HUB_CACHE", "HF_HOME", "HUGGINGFACE_HUB_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in CACHES[where].items():
@@ -463,7 +463,7 @@ def test_where_the_cache_lies(tmp_path, monkeypatch, where):
     assert hub.cache_root() == tmp_path / where
 
 
-def test_an_existing_path_wins(cache, tmp_path, monkeypatch):
+def test_an_existing_path_overrides_a_hub_id(cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     safetensors.numpy.save_file({"mine": np.zeros(1)}, tmp_path / "org" / "name" / "model.safetensors")
@@ -473,7 +473,7 @@ def test_an_existing_path_wins(cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("value", ["1", "YES"])
-def test_offline(cache, monkeypatch, value):
+def test_offline_mode_uses_only_the_cache(cache, monkeypatch, value):
     monkeypatch.setenv("HF_HUB_OFFLINE", value)
     assert open_checkpoint("org/name").root.name == COMMIT
     with pytest.raises(InputError, match=r"org/other: is not in the local cache .*hf download org/other`"):
@@ -490,7 +490,7 @@ def test_offline(cache, monkeypatch, value):
             open_checkpoint("org/name", revision)
 
 
-def test_what_is_no_hub_id(cache):
+def test_invalid_hub_ids_are_refused(cache):
     for name in ("org/name/more", "/org/name", "~org/name", "org", "./org/name", "../org/name", "x\0y"):
         with pytest.raises(InputError, match="no such file"):
             open_checkpoint(name)

@@ -1,5 +1,4 @@
-"""However the command was started: signals ignored, standard streams closed, a reader that is gone
-or a disk that is full."""
+"""Unusual starts of the command: ignored signals, closed streams, a closed pipe, a full disk."""
 
 import errno
 import json

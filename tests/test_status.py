@@ -1,4 +1,4 @@
-"""ktconvert status: what a work directory tells, while a conversion runs and after it stopped."""
+"""ktconvert status: the state of a work directory during and after a conversion."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_conversion_may_end_while_status_reads_it(bench, monkeypatch, module, na
 
 @pytest.mark.parametrize("then", ["it goes on", "it is killed"])
 def test_running_conversion_is_reported(bench, then):
-    """It stands still while it makes a unit."""
+    """The conversion is stopped while it makes a unit."""
     line = [*conversion.KTCONVERT, "cpu", "-i", bench.source, "-o", bench.output, "--cpuinfer-threads", "1", "-q"]
     stop = killpoint.signal_environment(killpoint.build(bench.base), bench.work / "partial" / "experts", 2)
     running = subprocess.Popen(line, env={**os.environ, **stop})

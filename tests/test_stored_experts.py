@@ -1,5 +1,7 @@
-"""Commands and transformers with the experts of a checkpoint as they are stored: the same model as their decoded numbers
-give, or one sentence before anything is computed."""
+"""Commands and transformers with the experts of a checkpoint as they are stored.
+
+They compute the same model as the decoded values, or fail with a message before they compute anything.
+"""
 
 import json
 import re
@@ -34,13 +36,13 @@ GATE = "model.layers.1.mlp.experts.3.gate_proj.weight"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
-    """The bundled model, stored in each way."""
+    """Store the bundled model in each encoding."""
     root = tmp_path_factory.mktemp("models")
     return {method: stored.model(example, root / method, method) for method in METHODS}
 
 
 def call(command: Any, *arguments: object) -> Result:
-    """The command in this process, which has imported transformers already."""
+    """Run the command in this process, which has already imported transformers."""
     return CliRunner().invoke(command, list(map(str, arguments)))
 
 
@@ -66,7 +68,7 @@ def test_a_model_computes_with_its_stored_experts(method, models, example):
 
 
 def test_the_quantization_setting_of_a_model_is_overridden(models):
-    """It need not be taken out of its config, wherever that has it."""
+    """It can stay in the model's config, wherever it is there."""
     for options in ({}, {"cpu_weights": models["BF16"]}):
         want = logits(loaded(models["FP8"], **options))
         ours = hf.load_complete(models["FP8"], quantization_config=KTConvertConfig(**options))
@@ -134,7 +136,7 @@ def test_verify_computes_a_layer(method, models):
 
 @pytest.mark.parametrize("method", ["fp8", "rawint4"])
 def test_outputs_in_native_formats_count_as_checkpoints(method, models, tmp_path, cli):
-    """What `cpu --layout kt` writes is experts alone: with another model, in parts, and in verify with its other checks."""
+    """`cpu --layout kt` writes only experts: they are used with a different model, in slices, and in verify."""
     out = tmp_path / "out"
     cli("cpu", "-i", models["BF16"], "-o", out, "--layout", "kt", "--quant-method", method)
     if method == "fp8":
@@ -165,8 +167,8 @@ FAULTS: list[tuple[Callable[[Path], None], type[KtconvertError], str]] = [
 
 
 @pytest.mark.parametrize(("break_", "kind", "why"), FAULTS, ids=["cut", "two"])
-def test_damage_is_reported_in_one_sentence(break_, kind, why, models, example, tmp_path, monkeypatch):
-    """By each command, and nothing is computed."""
+def test_damage_is_reported_with_a_message(break_, kind, why, models, example, tmp_path, monkeypatch):
+    """Every command reports it, and nothing is computed."""
     model = stored.model(example, tmp_path / "model", "BF16")
     break_(model)
     monkeypatch.setattr(Experts, "forward", None)
@@ -204,7 +206,7 @@ V4 = {"model_type": "deepseek_v4", "n_routed_experts": 2, "hidden_size": 256, "m
 
 
 def limited(folder: Path, layers: int = 1, **config: Any) -> Path:
-    """DeepSeek-V4's experts in MXFP4, the same in each layer."""
+    """Write DeepSeek-V4's experts in MXFP4, the same in each layer."""
     layer = native.read("MXFP4_v4")
     tensors = {
         name.replace("layers.0", f"layers.{number}"): tensor
@@ -215,7 +217,7 @@ def limited(folder: Path, layers: int = 1, **config: Any) -> Path:
 
 
 def test_layers_may_have_different_limits(tmp_path, cli):
-    """From the checkpoint and from what it is converted into; as Step-3.5 lists them, 0 for none."""
+    """From the checkpoint and its outputs; Step-3.5 lists limits per layer, 0 for none."""
     model, limits = limited(tmp_path / "in", layers=3, swiglu_limits=[0.25, 0, 0.5]), (0.25, 0.0, 0.5)
     cli("cpu", "-i", model, "-o", tmp_path / "numa", "--quant-method", "mxfp4", "--threadpool-count", 2)
     cli("cpu", "-i", model, "-o", tmp_path / "kt", "--quant-method", "mxfp4", "--layout", "kt")
@@ -244,7 +246,7 @@ def test_invalid_limits_are_rejected(limit, tmp_path):
 
 
 def limited_experts(family: str, **config: Any) -> Any:
-    """A tiny model of transformers, whose experts are limited."""
+    """Return a tiny model of transformers whose experts have limits."""
     with torch.device("meta"):
         sizes = {**families.COMMON, **families.WIDTHS, "head_dim": 32, **config}
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **sizes))

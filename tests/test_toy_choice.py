@@ -1,6 +1,6 @@
-"""A made-up way to choose codes, whole in this file and put into the table as one row: converted and verified.
+"""An invented quantizer, defined in this file and added to the table as one row: it converts and verifies.
 
-As a program this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
+As a program, this file is `ktconvert` with that row: python tests/test_toy_choice.py cpu -i ... --scale toy
 """
 
 import json
@@ -20,15 +20,15 @@ from rig.toys import Toy, main
 LARGEST = 100 / 127  # of the codes
 
 
-def truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
-    """Toward zero, and some codes are never used."""
+def choose_truncated(bf16: Any, grid: Grid, importance: Any = None) -> tuple[Any, Any]:
+    """Choose codes toward zero; some codes are never used."""
     values = reference.bf16_to_f32(bf16)
     assert np.isfinite(values).all()
     step = np.abs(values).max(axis=1, keepdims=True) / np.float32(LARGEST * grid.high)
     return np.trunc(values / step).astype(np.int8), (step / grid.step).astype(np.float32)
 
 
-TOY = Quantizer("toy", 7, truncated)
+TOY = Quantizer("toy", 7, choose_truncated)
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +46,13 @@ def output(source: Path, ktconvert: Toy) -> Path:
     return path
 
 
-def test_its_codes_are_packed(source, output):
-    """The output holds the codes of the choice, computed by the NumPy definition."""
+def test_chosen_codes_are_packed(source, output):
+    """The output holds the chosen codes, computed by the NumPy definition."""
     linears = [(1, 1, projection) for projection in ("gate", "up", "down")]
-    check_search(source, output, linears, search=truncated)
+    check_search(source, output, linears, search=choose_truncated)
 
 
-def test_it_is_verified(source, output, ktconvert):
+def test_verify_accepts_the_output(source, output, ktconvert):
     document = json.loads((output / "manifest.json").read_bytes())
     assert document["model"]["scale"] == document["settings"]["scale"] == "toy"
     assert "| scales | `--scale toy` |" in (output / "README.md").read_text()
@@ -63,7 +63,7 @@ def test_it_is_verified(source, output, ktconvert):
     assert json.loads(ktconvert("inspect", output, "--json").stdout)["scale"] == "toy"
 
 
-def test_what_has_no_codes_to_choose_is_refused(source, tmp_path, ktconvert):
+def test_formats_without_codes_are_refused(source, tmp_path, ktconvert):
     fp8 = ("--quant-method", "fp8", "--scale", "toy")
     for layout in ((), ("--layout", "kt")):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *fp8, *layout, code=2)
@@ -71,7 +71,7 @@ def test_what_has_no_codes_to_choose_is_refused(source, tmp_path, ktconvert):
     assert not (tmp_path / "out").exists()
 
 
-def test_it_is_another_conversion(source, output, tmp_path, ktconvert):
+def test_the_choice_changes_bytes_and_settings(source, output, tmp_path, ktconvert):
     """Other bytes than by default, and the default is named in the settings alone."""
     plain = tmp_path / "plain"
     ktconvert("cpu", "-i", source, "-o", plain, *OPTIONS[:2])
@@ -80,7 +80,7 @@ def test_it_is_another_conversion(source, output, tmp_path, ktconvert):
     assert document["settings"]["scale"] == "absmax" and "scale" not in document["model"]
 
 
-def test_the_plan_says_what_it_would_gain(source, tmp_path, ktconvert):
+def test_the_plan_names_scales_that_lower_the_error(source, tmp_path, ktconvert):
     for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
         done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
         assert ("--scale mse reduces the error in files of the same size" in done.stderr) is said

@@ -1,7 +1,6 @@
-"""An encoding is one row: a made-up one, defined here alone, is converted and verified by the real command.
+"""An invented encoding, defined in this file and added to the table as one row: the command converts it.
 
-This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` is ktconvert with one more row in its
-table.
+This file is also that command: `python tests/test_toy_encoding.py cpu -i ...` is ktconvert with an extra row.
 """
 
 import json
@@ -22,8 +21,8 @@ from rig.safetensors import edit_file, read_folder
 from rig.toys import main
 
 
-def decoded(linear: of.Matrix) -> Any:
-    """float32 [n, k]: half the square of a code, with its sign, times the scale. No C knows of it."""
+def decode(linear: of.Matrix) -> Any:
+    """Return float32 [n, k]: half the square of a code, with its sign, times the scale. C does not know it."""
     codes = linear.values.astype(np.float32)
     return codes * np.abs(codes) / 2 * linear.each_scale()
 
@@ -33,7 +32,7 @@ def linear_of(source: Any, tensors: Any, quantization: Any, input_major: bool) -
     return of.Matrix(read_aligned(source, tensors["toy"]).view(np.int8), TOY, scales[:, None], (1, 1 << 30))
 
 
-TOY = of.Kind("toy", np.dtype(np.int8), decode=decoded)
+TOY = of.Kind("toy", np.dtype(np.int8), decode=decode)
 ROW = CheckpointEncoding(
     name="TOY8",
     title="TOY8",
@@ -47,7 +46,7 @@ ROW = CheckpointEncoding(
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A toy checkpoint, and the same one in BF16."""
+    """Write a toy checkpoint, and the same one in BF16."""
     rng = np.random.default_rng(0)
     stored: dict[str, Any] = {}
     plain: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("options", [(1,), (3, "--save-backward-weights")], ids=["whole", "parts"])
-def test_converted_and_verified(checkpoints, options, tmp_path, ktconvert):
+def test_outputs_equal_those_of_the_decoded_values(checkpoints, options, tmp_path, ktconvert):
     source, plain = checkpoints
     ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--input-type", "toy", "--threadpool-count", *options)
     ktconvert("cpu", "-i", plain, "-o", tmp_path / "plain", "--threadpool-count", *options)
@@ -73,7 +72,7 @@ def test_converted_and_verified(checkpoints, options, tmp_path, ktconvert):
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["model"]["dtypes"] == ["TOY8"]
 
 
-def test_for_a_gpu_and_inspected(checkpoints, tmp_path, ktconvert):
+def test_gpu_and_inspect_read_the_encoding(checkpoints, tmp_path, ktconvert):
     source, plain = checkpoints
     gpu = "--quant-method", "RTN", "--quant-type", "W4A16"
     ktconvert("gpu", "-i", source, "-o", tmp_path / "out", *gpu)
@@ -83,7 +82,7 @@ def test_for_a_gpu_and_inspected(checkpoints, tmp_path, ktconvert):
     assert json.loads(ktconvert("inspect", source, "--json").stdout)["expert_dtypes"] == ["TOY8"]
 
 
-def test_what_lacks_a_tensor_is_refused_by_name(checkpoints, tmp_path, ktconvert):
+def test_a_missing_tensor_is_named(checkpoints, tmp_path, ktconvert):
     name = "model.layers.1.mlp.experts.1.up_proj.weight"
     for lost, words in (("_qs", f"is TOY8 but {name}_qs is missing"), ("_q", f"weight '{name}_q' is missing")):
         model = shutil.copytree(checkpoints[0], tmp_path / lost)
@@ -91,7 +90,7 @@ def test_what_lacks_a_tensor_is_refused_by_name(checkpoints, tmp_path, ktconvert
         assert words in ktconvert("cpu", "-i", model, "-o", tmp_path / "out", code=5).stderr
 
 
-def test_without_the_row_it_is_no_input(checkpoints, tmp_path, cli):
+def test_the_encoding_is_refused_without_its_row(checkpoints, tmp_path, cli):
     cli("cpu", "-i", checkpoints[0], "-o", tmp_path / "out", code=3)
 
 

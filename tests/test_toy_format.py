@@ -123,7 +123,7 @@ OPTIONS = ("--quant-method", "toy8", "--threadpool-count", "2", "--save-backward
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sizes that are multiples of nothing."""
+    """Write a source whose sizes are multiples of nothing."""
     return conversion.checkpoint(tmp_path_factory.mktemp("toy") / "source", layers=2, hidden=74, width=58)
 
 
@@ -134,7 +134,7 @@ def toys(source: Path, ktconvert: Toy) -> Path:
     return output
 
 
-def test_it_is_converted(source, toys, ktconvert):
+def test_the_format_is_converted(source, toys, ktconvert):
     config = json.loads((toys / "config.json").read_bytes())
     assert config["quantization_config"] == {"quant_method": "toy", "parts": 2}
     assert "# Toys" in (toys / "README.md").read_text()
@@ -147,7 +147,7 @@ def test_it_is_converted(source, toys, ktconvert):
     assert [m["legal"] for m in makeable if m["method"] == "TOY8"] == [[1, 2]]
 
 
-def test_it_is_verified(source, toys, tmp_path, ktconvert):
+def test_verify_accepts_the_format_and_finds_damage(source, toys, tmp_path, ktconvert):
     assert "verified" in ktconvert("verify", toys).stdout
     page = tmp_path / "report.html"
     report = json.loads(ktconvert("verify", toys, "--against", source, "--full", "--json", "--report", page).stdout)
@@ -164,13 +164,13 @@ def test_it_is_verified(source, toys, tmp_path, ktconvert):
         shard.write_bytes(before)
 
 
-def test_it_is_resumed(source, toys, tmp_path, ktconvert):
+def test_the_format_is_resumed(source, toys, tmp_path, ktconvert):
     """Killed before several of its changes to the directory, and resumed each time: the same bytes."""
     ktconvert.check_resume(tmp_path, "cpu", "-i", source, "--non-experts", "copy", *OPTIONS)
     assert conversion.tree(tmp_path / "killed1") == conversion.tree(toys)
 
 
-def test_it_has_no_loose_files_and_our_runtime_cannot_compute_it(source, toys, tmp_path, ktconvert):
+def test_loose_files_and_computing_are_refused(source, toys, tmp_path, ktconvert):
     done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
     assert "TOY8 has no loose files" in done.stderr
     assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr

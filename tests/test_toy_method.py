@@ -56,7 +56,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Method:
 
 @pytest.fixture
 def layers(tmp_path: Path) -> tuple[native.Native, Path, Path]:
-    """An input, and the same weights with a scale for each row, and with one for the weight."""
+    """Draw an input, and the same weights with a scale for each row and with one for the whole weight."""
     layer = native.read("FP8_PERCHANNEL_default")
     scales = {name: tensor.bits.flat[0] for name, tensor in layer.tensors.items() if "scale" in name}
 

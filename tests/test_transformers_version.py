@@ -28,7 +28,7 @@ TOO_OLD = f"transformers 5.16.1 is too old: ktconvert was tested with {TESTED}; 
 
 
 def claim(folder: Path, version: str) -> Path:
-    """A folder for the path, where transformers says that it is of this version."""
+    """Return a folder for the path in which transformers claims this version."""
     about = folder / f"transformers-{version}.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: transformers\nVersion: {version}\n")

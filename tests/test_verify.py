@@ -60,13 +60,13 @@ def convert(source: Path, output: Path, *options: object) -> Path:
 
 @pytest.fixture(scope="module")
 def conversions(packed_example: Callable[..., Path]) -> dict[str, Path]:
-    """The bundled model as INT4 and INT8, merged and loose, for two NUMA nodes."""
+    """Convert the bundled model to INT4 and INT8, merged and loose, for two NUMA nodes."""
     return example_outputs(packed_example, SHAPES)
 
 
 @pytest.fixture
 def copy(conversions: dict[str, Path], tmp_path: Path) -> Copy:
-    """A copy of a conversion, which may be damaged."""
+    """Return a function that copies a conversion, to damage it."""
     return lambda name: Path(shutil.copytree(conversions[name], tmp_path / name))
 
 
@@ -384,7 +384,7 @@ def test_unfinished_output_is_refused(tmp_path):
 
 @pytest.mark.parametrize(("method", "case"), [("int4", "small_t2"), ("int8", "small_t2"), ("int8", "nodd2_t1")])
 def test_outputs_of_kt_kernel_verify(method, case, tmp_path, write_safetensors, write_qwen):
-    """The golden files, laid out as convert_cpu_weights.py and as merge_cpu_weights.py write them, and loose."""
+    """The golden files, arranged as convert_cpu_weights.py and merge_cpu_weights.py write them, and loose."""
     name = f"amx_{method}.v{ROW_GRIDS[method].version}.{case}.safetensors"
     tensors = read_file(GOLDEN / name)
     source = write_qwen(tmp_path / "source", {0: {p: tensors[f"in.{p}"].bits for p in ("gate", "up", "down")}})

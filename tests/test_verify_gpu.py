@@ -39,14 +39,14 @@ def convert(source: Path, output: Path, kind: str, *more: str) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[str, Path]:
-    """The bundled model, rounded to nearest."""
+    """Convert the bundled model with RTN."""
     root = tmp_path_factory.mktemp("converted")
     return {kind: convert(example, root / kind, kind) for kind in KINDS}
 
 
 @pytest.fixture
 def copy(converted: dict[str, Path], tmp_path: Path) -> Copy:
-    """A copy of a converted model, which may be changed."""
+    """Return a function that copies a converted model, to change it."""
     return lambda kind: Path(shutil.copytree(converted[kind], tmp_path / kind))
 
 
@@ -88,14 +88,14 @@ def edit(name: str, change: Callable[[bytes], bytes]) -> Callable[[Tensors], Non
 
 
 def blank(packed: bytes, columns: int = 200) -> bytes:
-    """Zeros in some columns of W8A16 codes [256, 256]."""
+    """Set some columns of W8A16 codes [256, 256] to zero."""
     codes = np.frombuffer(packed, np.uint8).reshape(256, 256).copy()
     codes[:, :columns] = 0x80
     return codes.tobytes()
 
 
 def nudge_codes(packed: bytes) -> bytes:
-    """W8A16 codes, every fifth one step higher, as after some calibration."""
+    """Raise every fifth W8A16 code by one, as a calibration could."""
     codes = np.frombuffer(packed, np.uint8).copy()
     codes[::5] += codes[::5] < 255
     return codes.tobytes()
@@ -228,7 +228,7 @@ def test_misplaced_experts_are_found(copy, example):
     stored = read_folder(output)
 
     def turn(tensors: Tensors) -> None:
-        """In layer 1, each expert's tensor has the bytes of the next one."""
+        """Give each expert's tensor in layer 1 the bytes of the next expert."""
         for name in tensors:
             tensors[name] = stored[
                 re.sub(r"(layers\.1\..*experts\.)(\d)", lambda m: f"{m[1]}{(int(m[2]) + 1) % 8}", name)
@@ -247,7 +247,7 @@ def test_misplaced_experts_are_found(copy, example):
 
 @loads
 def test_names_that_transformers_ignores_are_found(tmp_path):
-    """As llmcompressor's oneshot writes it: transformers loads it, and leaves every expert random."""
+    """The output is as llmcompressor's oneshot writes it: transformers loads it with random experts."""
     source = families.make("mixtral", False, tmp_path / "source")
     output = convert(source, tmp_path / "out", "W4A16")
     report = run_verify(output, "--against", source)

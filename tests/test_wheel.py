@@ -50,8 +50,8 @@ print(kernels.isa(), experts.forward(hidden, ids, weights).tobytes().hex())
 """
 
 
-def missing(what: str) -> None:
-    """Skips, or fails where nothing may be missing."""
+def skip_or_fail(what: str) -> None:
+    """Skip the test, or fail if nothing may be missing."""
     if os.environ.get("KTCONVERT_WHEEL") == "required":
         pytest.fail(what)
     pytest.skip(what)
@@ -61,12 +61,12 @@ def missing(what: str) -> None:
 def wheel() -> Path:
     found = sorted((ROOT / "dist").glob(f"ktconvert-{__version__}-*.whl"))
     if len(found) != 1:
-        missing("there is no wheel of this version in dist/: run `make wheel`")
+        skip_or_fail("there is no wheel of this version in dist/: run `make wheel`")
     return found[0]
 
 
 def run(command: list[str | Path], **more: Any) -> str:
-    """Its standard output; a failure shows all that it printed."""
+    """Run a command and return its output; a failure shows everything that it printed."""
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **more)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -74,7 +74,7 @@ def run(command: list[str | Path], **more: Any) -> str:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Callable[..., Path]:
-    """A virtual environment with the wheel, by Python, extra and what else is to be installed."""
+    """Return a function that makes a virtual environment with the wheel, by Python, extra and further packages."""
     made: dict[tuple[str, ...], Path] = {}
 
     def make(python: str, extra: str = "", *more: str) -> Path:
@@ -89,16 +89,16 @@ def environment(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Callab
     return make
 
 
-def bare(venv: Path) -> dict[str, str]:
-    """Nothing but this environment: no compiler, no headers, no other Python."""
+def isolated_environment(venv: Path) -> dict[str, str]:
+    """Return variables for only this environment: no compiler, no headers, no other Python."""
     return {"PATH": str(venv / "bin"), "HOME": str(venv.parent)}
 
 
 def interpreter(version: str) -> str:
-    """A Python of this version that runs, or the test is skipped."""
+    """Return a Python of this version, or skip the test."""
     found = shutil.which(f"python{version}")
     if found is None or subprocess.run([found, "-c", "import venv, ensurepip"], capture_output=True).returncode:
-        missing(f"there is no Python {version} with venv here")
+        skip_or_fail(f"there is no Python {version} with venv here")
     assert found is not None
     return found
 
@@ -117,7 +117,7 @@ def test_one_wheel_for_every_cpython_with_the_gil(wheel: Path) -> None:
     assert not {n.partition("/")[0] for n in names} - {"ktconvert", f"ktconvert-{__version__}.dist-info"}
 
 
-def test_its_kernels_give_the_bytes_that_are_tested(wheel: Path, tmp_path: Path) -> None:
+def test_the_kernels_of_the_wheel_give_golden_bytes(wheel: Path, tmp_path: Path) -> None:
     """Golden vectors, every kernel of each instruction set that this CPU has, and no instruction elsewhere."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -131,31 +131,33 @@ def test_its_kernels_give_the_bytes_that_are_tested(wheel: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("version", PYTHONS)
-def test_converts_without_a_compiler(version: str, environment: Any, wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_converts_without_a_compiler(version: str, environment: Any, wheel: Path, tmp_path: Path) -> None:
     venv = environment(interpreter(version))
-    assert shutil.which("cc", path=bare(venv)["PATH"]) is None
+    assert shutil.which("cc", path=isolated_environment(venv)["PATH"]) is None
     pip = [venv / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps", "--force-reinstall", wheel]
-    run(pip, env=bare(venv))
-    found = json.loads(run(["ktconvert", "version", "--json"], env=bare(venv)))
+    run(pip, env=isolated_environment(venv))
+    found = json.loads(run(["ktconvert", "version", "--json"], env=isolated_environment(venv)))
     assert found["ktconvert"] == __version__ and found["python"].startswith(version)
     assert found["build"]["wheel"].startswith("cp311-abi3-manylinux_2_28_")
     out = tmp_path / "int8"
-    run(["ktconvert", "cpu", "-i", EXAMPLE, "-o", out, "--quant-method", "int8"], env=bare(venv))
-    assert run(["ktconvert", "verify", out, "--against", EXAMPLE], env=bare(venv)).endswith("verified\n")
+    run(["ktconvert", "cpu", "-i", EXAMPLE, "-o", out, "--quant-method", "int8"], env=isolated_environment(venv))
+    assert run(["ktconvert", "verify", out, "--against", EXAMPLE], env=isolated_environment(venv)).endswith(
+        "verified\n"
+    )
     packages = json.loads(run([venv / "bin" / "python", "-m", "pip", "list", "--format=json"]))
     assert not {package["name"] for package in packages} & {"torch", "transformers", "gguf", "requests"}
 
 
-def test_generates_with_the_extra_run(environment: Any, tmp_path: Path) -> None:
+def test_the_extra_run_generates_text(environment: Any, tmp_path: Path) -> None:
     torch = next(x for x in (ROOT / ".ci" / "constraints.txt").read_text().split() if x.startswith("torch=="))
     venv = environment(interpreter("3.11"), "[run]", torch)
     out = tmp_path / "int8"
-    run(["ktconvert", "cpu", "-i", EXAMPLE, "-o", out, "--quant-method", "int8"], env=bare(venv))
+    run(["ktconvert", "cpu", "-i", EXAMPLE, "-o", out, "--quant-method", "int8"], env=isolated_environment(venv))
     command = ["ktconvert", "run", EXAMPLE, "--cpu-weights", out, "--prompt", "def ", "--max-new-tokens", "8"]
-    assert run(command, env=bare(venv)).startswith("def ")
+    assert run(command, env=isolated_environment(venv)).startswith("def ")
 
 
-def test_types_are_seen_in_an_installed_package(environment: Any, tmp_path: Path) -> None:
+def test_the_installed_package_has_types(environment: Any, tmp_path: Path) -> None:
     venv = environment(interpreter("3.11"))
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -168,16 +170,16 @@ def test_types_are_seen_in_an_installed_package(environment: Any, tmp_path: Path
     assert 'Argument 1 to "plan" has incompatible type "int"; expected "str"' in done.stdout
 
 
-def test_an_x86_64_cpu_without_any_extension(environment: Any, tmp_path: Path) -> None:
+def test_the_wheel_runs_on_a_plain_x86_64_cpu(environment: Any, tmp_path: Path) -> None:
     """QEMU's oldest: SSE3 and no more. Its bytes are those of this CPU."""
     qemu = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
     if sysconfig.get_platform() != "linux-x86_64" or qemu is None:
-        missing("there is no qemu-x86_64 here: install it (Debian: apt install qemu-user)")
+        skip_or_fail("there is no qemu-x86_64 here: install it (Debian: apt install qemu-user)")
     venv = environment(interpreter("3.11"), "", OLD_NUMPY)
     python = (venv / "bin" / "python").resolve()
     site = next((venv / "lib").glob("python*/site-packages"))
     emulated = [qemu, "-cpu", "qemu64", python]
-    env = {**bare(venv), "PYTHONPATH": str(site)}
+    env = {**isolated_environment(venv), "PYTHONPATH": str(site)}
     outputs, results = [], []
     for here in ([venv / "bin" / "python"], emulated):
         out = tmp_path / f"out{len(outputs)}"

@@ -27,12 +27,12 @@ def kt_kernel(  # type: ignore[no-untyped-def]
     lora_rank=16, lora_alpha=32.0, lora_dropout=0.0, max_cache_depth=1, group_size=128, zero_point=True,
     full_weight_grad=False, swiglu_limit=0.0, swiglu_alpha=0.0,
 ):  # fmt: skip
-    """The parameters of kt-kernel 0.7.2, in their order."""
+    """Return the parameters of kt-kernel 0.7.2 in their order."""
 
 
 @pytest.fixture(scope="module")
 def stacked(example: Path) -> list[Stacked]:
-    """gate, up and down of the bundled model's two layers."""
+    """Return gate, up and down of the bundled model's two layers."""
     source = load_file(example / "model.safetensors")
 
     def stack(layer: int, name: str) -> torch.Tensor:
@@ -245,7 +245,7 @@ def test_deferred_experts_are_added_once_and_only_by_the_next_layer(packed_examp
 @pytest.mark.parametrize("order", ["one by one", "layer by layer", "after an unused layer"])
 @pytest.mark.parametrize("way", ["forward", "submit"])
 def test_models_do_not_mix(packed_example, way, order):
-    """A model that is loaded twice, and computes layer by layer with other inputs, has the sums of its own."""
+    """A model that is loaded twice and computes layer by layer with different inputs keeps separate sums."""
     path = packed_example("int8", 1)
     layers = [{"layer_idx": 0, "max_deferred_experts_per_token": 1}, {"layer_idx": 1}]
     batches = [make_inputs(4, seed) for seed in (0, 1)]
@@ -390,7 +390,7 @@ def test_kt_kernel_can_be_imported_by_name():
 
 
 def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
-    """A stand-in for it is installed, whose own __init__ must not run and whose extension is loaded when it is used."""
+    """A substitute is installed, whose __init__ must not run and whose extension is loaded at its first use."""
     files = {
         "__init__.py": "raise RuntimeError('the real package was imported')",
         "_cpu_detect.py": "import sys, types\n"

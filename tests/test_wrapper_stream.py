@@ -32,7 +32,7 @@ def folder(packed_example: Callable[..., Path]) -> Path:
 
 
 def model(folder: Path, defer: int, threads: tuple[int, int] = (2, 2)) -> list[KTMoEWrapper]:
-    """Both layers; the first defers."""
+    """Load both layers; the first defers."""
     deferred = (defer, 0)
     return [
         load(folder, layer_idx=n, cpuinfer_threads=threads[n], max_deferred_experts_per_token=deferred[n])
@@ -51,12 +51,12 @@ def run(wrappers: list[KTMoEWrapper], batch: Batch) -> list[torch.Tensor]:
 
 
 def buffers_of(wrapper: KTMoEWrapper) -> BufferCache:
-    """Those of its model."""
+    """Return the buffers of a model."""
     return wrapper._member.model.buffers
 
 
 class Stream:
-    """What was launched, and a thread that did it."""
+    """The recorded launches, and a thread that runs them."""
 
     def __init__(self) -> None:
         self.log: list[tuple[int, Job]] = []
@@ -90,7 +90,7 @@ class Stream:
 
 @pytest.fixture
 def stream(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """A stand-in for a CUDA stream, number 7."""
+    """Return a substitute for a CUDA stream, number 7."""
     result = Stream()
     monkeypatch.setattr(streams, "launch", result.launch)
     monkeypatch.setattr(streams, "use_stream", lambda device, number: contextlib.nullcontext(number))
@@ -214,7 +214,7 @@ def test_gpu_tensors_compute(folder, defer):
 @gpu
 @pytest.mark.parametrize("name", ["number", "stream", "none"])
 def test_forwards_keep_the_order_of_a_stream(folder, name):
-    """What comes before on the stream is seen, what comes after waits, though the host does not."""
+    """Earlier work on the stream is visible, later work waits, although the host does not."""
     wrapper = model(folder, 0)[0]
     batch = make_inputs(16, 5)
     want = wrapper.forward(*batch)
