@@ -149,9 +149,7 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
 
     def check_refusal(model: Path, message: str) -> None:
         error = call(model, "--prompt", "x").exception
-        assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {message}"), (
-            error
-        )
+        assert isinstance(error, InputError | UnsupportedError) and str(error).startswith(f"{model}: {message}"), error
 
     nothing = tmp_path / "nothing"
     check_refusal(nothing, "no such directory; give a model's directory or its hub id")
