@@ -68,7 +68,7 @@ def test_text_report_explains_small_layers_and_lowered_threads(caches, cache_byt
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: cache_bytes)
     done = run(output, "--tokens", "1,4", "--threads", 100000)
     assert note in done.stdout and ("note" in done.stdout) == bool(note)
-    assert "--threads 100000 is lowered" in done.stderr and f"{machine.usable_cpus()} thread" in done.stdout
+    assert "--threads 100000 is capped at the" in done.stderr and f"{machine.usable_cpus()} thread" in done.stdout
     lines = done.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("tokens "))
     assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "4"]

@@ -102,7 +102,7 @@ def change_header(path: Path) -> None:
 CHANGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "header": (SHARD, change_header, r"header of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}"),
     "companion's size": ("tokenizer.json", append, r"tokenizer.json had \d+ bytes, has \d+"),
-    "companion gone": ("tokenizer.json", Path.unlink, r"tokenizer.json is gone"),
+    "companion gone": ("tokenizer.json", Path.unlink, r"tokenizer.json is missing"),
     "companion new": ("more.txt", Path.touch, r"more.txt is new"),
     "config": ("config.json", append, r"config.json had \d+ bytes, has \d+"),
 }

@@ -255,7 +255,7 @@ def test_verify_detects_different_codes_of_up(source: Path, tmp_path: Path, monk
             "FP8 keeps every number of these experts, or scales rows and columns together",
         ),
         (("cpu", "--quant-method", "bf16"), 2, "BF16 keeps every number"),
-        (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up is scaled"),  # for a model that clamps up
+        (("cpu", "--quant-method", "mxfp4"), 3, "which changes if up_proj is scaled"),  # for a model that clamps up
         (("cpu", "--scale", "gptq", "--save-statistics", "S"), 2, "would describe the equalized experts"),
         (("gpu", "--quant-type", "W4A16", "--engine", "oneshot"), 2, "reads the original checkpoint"),
     ],

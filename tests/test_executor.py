@@ -182,7 +182,7 @@ BAD_SCHEDULER_FILES = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"typ
         ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
         ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
         ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
-        *((f"dask:{name}", 2, (name, "is not what `dask scheduler")) for name in BAD_SCHEDULER_FILES),
+        *((f"dask:{name}", 2, (name, "not a file of `dask scheduler")) for name in BAD_SCHEDULER_FILES),
         ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers")),
         ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers")),
     ],

@@ -148,7 +148,7 @@ def test_group_size_can_be_chosen(kind: str, group: int, tmp_path: Path, cli: An
     cli("verify", out, "--against", example, "--full", "--no-load")
     command = f"--model {out} --kt-weight-path {out} --kt-method RAWINT4"
     if (kind, group) == ("W4A16", 32):
-        assert command in stderr and "by kt-kernel's RAWINT4, as the experts on the CPU" in card
+        assert command in stderr and "with kt-kernel's RAWINT4, as the experts on the CPU" in card
         cli("verify", out, "--run", "--no-load")
     else:
         assert "RAWINT4" not in stderr + card

@@ -90,7 +90,7 @@ def test_outputs_equal_those_of_the_decoded_values(name, written, tmp_path, cli)
             assert message.count("rounds twice") == (out == "ours")
             is_4_bit = method == "int4" and out == "ours" and encoding.is_4_bit
             assert (
-                "bits per weight already" in message and "int4 17 to 49 %; --quant-method int8" in message
+                "bits per weight, and int4" in message and "of 17 to 49 % in int4; --quant-method int8" in message
             ) == is_4_bit
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     assert read_folder(ours) == read_folder(theirs)
@@ -340,10 +340,10 @@ def test_gptq_versions_are_read_from_either_config(version, tmp_path):
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({"checkpoint_format": "gptq_v2"}, "says checkpoint_format gptq_v2, but config.json has gptq"),
-        ({"desc_act": True}, "says desc_act true, but config.json has false"),
-        ({"sym": True}, "says sym true, but config.json has false"),
-        ({"bits": 8}, "says bits 8, but config.json has 4"),
+        ({"checkpoint_format": "gptq_v2"}, "has checkpoint_format gptq_v2, but config.json has gptq"),
+        ({"desc_act": True}, "has desc_act true, but config.json has false"),
+        ({"sym": True}, "has sym true, but config.json has false"),
+        ({"bits": 8}, "has bits 8, but config.json has 4"),
         ({"group_size": 64}, "says group_size 64, but config.json has 128"),
         ({"quant_method": "awq"}, "says quant_method awq, but config.json has gptq"),
     ],

@@ -121,7 +121,7 @@ def test_layers_option_excludes_missing_layers(manifest, tmp_path, cli, four_lay
     loose = copy_loose(complete, tmp_path / "loose", manifest)
     shutil.rmtree(loose / "_layer_2")
     arguments = ["merge", "-i", loose, "-o", tmp_path / "out", "-r", source]
-    assert "layer 2 has no experts here" in cli(*arguments, "--layers", "1-2", code=2).stderr
+    assert "layer 2 has no experts; layers with experts" in cli(*arguments, "--layers", "1-2", code=2).stderr
     cli(*arguments, "--layers", "1,3")
     assert {int(name.split(".")[1]) for name in read_folder(tmp_path / "out")} == {1, 3}
     cli("verify", tmp_path / "out", "--against", source)
@@ -144,10 +144,10 @@ def test_the_original_of_another_model_is_refused(manifest, tmp_path, cli, write
     original.mkdir()
     config = json.loads((source / "config.json").read_text())
     for change, sentence in (
-        ({"first_k_dense_replace": 1}, "says by first_k_dense_replace that layer 0 is dense"),
-        ({"mlp_only_layers": [0, 2]}, "says by mlp_only_layers that layer 0 is dense"),
-        ({"decoder_sparse_step": 2}, "says by decoder_sparse_step that layer 0 is dense"),
-        ({"num_hidden_layers": 3}, "says num_hidden_layers = 3, and layer 3 has experts"),
+        ({"first_k_dense_replace": 1}, "layer 0 is dense according to first_k_dense_replace"),
+        ({"mlp_only_layers": [0, 2]}, "layer 0 is dense according to mlp_only_layers"),
+        ({"decoder_sparse_step": 2}, "layer 0 is dense according to decoder_sparse_step"),
+        ({"num_hidden_layers": 3}, "has num_hidden_layers = 3, but layer 3 has experts"),
         ({"num_experts": 4}, "says num_experts = 4, layer 0 has experts 2"),
         ({"hidden_size": 256}, "says hidden_size = 256, layer 0 has hidden size 128"),
         ({"moe_intermediate_size": 256}, "says moe_intermediate_size = 256, layer 0 has expert width 128"),

@@ -69,7 +69,7 @@ def single_outputs(source: Path) -> dict[str, Path]:
         (map_options("0=int5"), "int5 cannot be the method of single layers; int4, int8, mxfp4, fp8 and bf16 can"),
         (map_options("0="), "cannot be the method of single layers"),
         (map_options("4-5=int8"), "--method-map 4-5: layer 5 has no experts; layers with experts: 0-4"),
-        (map_options("3-1=int8"), "runs backwards"),
+        (map_options("3-1=int8"), "the range 3-1 is reversed; write 1-3"),
         (map_options("x=int8"), "--method-map x: give layer numbers"),
         (map_options("0-2=int8", "all=int4"), "every layer would have int4; give --quant-method int4"),
         ([*map_options("0=int8"), "--layers", "0"], "every layer would have int8"),

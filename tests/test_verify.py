@@ -174,7 +174,7 @@ def _map(output: Path, **change: Any) -> None:
 # Damage -> the output, a function that damages it, and words of the message if there is no manifest.
 IN_LAYER_1 = "blk.1.ffn_up_exps.2.numa.0.weight"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a loose file cut off": ("int8-loose", lambda o: _cut(weight_file(o)), "where its name says"),
+    "a loose file cut off": ("int8-loose", lambda o: _cut(weight_file(o)), "but its name states"),
     "a shard cut off": ("int8-merged", lambda o: rewrite(o / FIRST, (o / FIRST).read_bytes()[:400_000]), FIRST),
     "a shard cut off in its header": ("int8-merged", lambda o: rewrite(o / FIRST, b"short"), FIRST),
     "another name": ("int4-merged", lambda o: ((o / INDEX).unlink(), edit_header(o / FIRST, lambda h: h.update({OTHER_NAME: h.pop(MISNAMED)}))), "kt-kernel does not read this name"),

@@ -282,7 +282,7 @@ def test_ignore_list_that_matches_experts_is_found(copy):
     output = copy("W4A16")
     hits = "hits model.layers.0.mlp.experts.7.up_proj, which is quantized"
     slow = ("re:(?:(?:.|..)*?)*[!#]", "the ignore list: the regular expression")
-    for pattern, words in (("re:.*experts.7.up_proj", hits), slow, ("re:(", "the ignore list: '(' is no regular")):
+    for pattern, words in (("re:.*experts.7.up_proj", hits), slow, ("re:(", "the ignore list: '(' is not a regular")):
         edit_json(output / "config.json", lambda config, p=pattern: config["quantization_config"]["ignore"].append(p))
         (problem,) = problems(run_verify(rewrite(output, lambda _: None)), "quantization")
         assert words in problem
