@@ -190,7 +190,9 @@ def test_patterns_match_as_in_compressed_tensors(build: Build) -> None:
 def test_groups_and_ranks_that_do_not_divide_rows_are_refused(build: Build) -> None:
     output_format, style = FORMATS["W4A16"], style_of("qwen3_moe", Separate)
     for shape, what in (((E, 192, 128), "hidden size 192"), ((E, 256, 64), "expert width 64")):
-        with pytest.raises(UnsupportedError, match=f"groups of 128 columns, but the {what} of this model is not a multiple"):
+        with pytest.raises(
+            UnsupportedError, match=f"groups of 128 columns, but the {what} of this model is not a multiple"
+        ):
             notes_on_loading(output_format, build("qwen3_moe", style, shape=shape), (1,))
     model = build("qwen3_moe", style, shape=(E, 128, 768))
     note = "Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2."

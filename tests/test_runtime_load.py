@@ -135,7 +135,11 @@ HARMS: list[tuple[Callable[[Path], object], str, str]] = [
         r"layer 0 cannot be read \(model-0.*safetensors is missing\); convert",
     ),
     (leave_a_gap, "merged", r"layer 0 cannot be read \(model-00001"),
-    (shorten_a_file_and_its_name, "loose", "expert 2, down_proj, NUMA slice 0, weight: contains 32704 bytes, not 32768"),
+    (
+        shorten_a_file_and_its_name,
+        "loose",
+        "expert 2, down_proj, NUMA slice 0, weight: contains 32704 bytes, not 32768",
+    ),
     (lambda out: shorten(min((out / "_layer_0" / "_numa_1").iterdir())), "loose", "bytes, but its name states"),
 ]
 
