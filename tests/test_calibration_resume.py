@@ -307,7 +307,9 @@ def test_statistics_folder_is_not_overwritten(conversions):
         )
     shutil.copy(conversions.dataset, existing)
     inside = gpu(conversions.model, output, existing / conversions.dataset.name, "--overwrite", "--delete-others")
-    conversion.check_refusal(conversions.run(output, *inside), 2, str(existing / conversions.dataset.name), "is read")
+    conversion.check_refusal(
+        conversions.run(output, *inside), 2, str(existing / conversions.dataset.name), "is an input inside"
+    )
     (existing / conversions.dataset.name).unlink()
     assert conversion.names(existing) == ["thesis.txt"]
     beside_model = calibrated.gpu_arguments(conversions.model, output, "W4A16", conversions.dataset)

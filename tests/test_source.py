@@ -400,7 +400,7 @@ LIES: dict[str, list[bytes]] = {
         encode({"a": tensor([1], 0, 1), "b": tensor([1], 2, 3)}, b"xyz"),
         encode({"a": tensor([1], 1, 2)}, b"xy"),
     ],
-    "cut short": [encode({"a": tensor([4], 0, 4)}, b"xyz")],
+    "truncated": [encode({"a": tensor([4], 0, 4)}, b"xyz")],
     "longer than its header states": [encode({"a": tensor([2], 0, 2)}, b"xyz"), encode({}, b"x")],
     "__metadata__": [encode({"__metadata__": about}) for about in ({"a": 1}, [])],
 }
