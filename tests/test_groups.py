@@ -23,7 +23,7 @@ RULES = [*((4, rule) for rule in kernels.GROUP_RULES), *((8, rounding) for round
 
 def difficult_rows(n: int, k: int, seed: int = 0) -> Any:
     """Return BF16 bits [n, k] of Gaussian rows, and of rows that once revealed faults."""
-    rows = np.random.default_rng(seed).permutation(test_kernels.ugly(64, k, seed))
+    rows = np.random.default_rng(seed).permutation(test_kernels.difficult_values(64, k, seed))
     return reference.f32_to_bf16(rows[np.arange(n) % 64])
 
 

@@ -344,8 +344,8 @@ def test_gptq_versions_are_read_from_either_config(version, tmp_path):
         ({"desc_act": True}, "has desc_act true, but config.json has false"),
         ({"sym": True}, "has sym true, but config.json has false"),
         ({"bits": 8}, "has bits 8, but config.json has 4"),
-        ({"group_size": 64}, "says group_size 64, but config.json has 128"),
-        ({"quant_method": "awq"}, "says quant_method awq, but config.json has gptq"),
+        ({"group_size": 64}, "has group_size 64, but config.json has 128"),
+        ({"quant_method": "awq"}, "has quant_method awq, but config.json has gptq"),
     ],
 )
 def test_contradicting_configs_are_refused(declared, message, tmp_path, cli):

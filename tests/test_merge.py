@@ -148,9 +148,9 @@ def test_the_original_of_another_model_is_refused(manifest, tmp_path, cli, write
         ({"mlp_only_layers": [0, 2]}, "layer 0 is dense according to mlp_only_layers"),
         ({"decoder_sparse_step": 2}, "layer 0 is dense according to decoder_sparse_step"),
         ({"num_hidden_layers": 3}, "has num_hidden_layers = 3, but layer 3 has experts"),
-        ({"num_experts": 4}, "says num_experts = 4, layer 0 has experts 2"),
-        ({"hidden_size": 256}, "says hidden_size = 256, layer 0 has hidden size 128"),
-        ({"moe_intermediate_size": 256}, "says moe_intermediate_size = 256, layer 0 has expert width 128"),
+        ({"num_experts": 4}, "has num_experts = 4, but layer 0 has experts 2"),
+        ({"hidden_size": 256}, "has hidden_size = 256, but layer 0 has hidden size 128"),
+        ({"moe_intermediate_size": 256}, "has moe_intermediate_size = 256, but layer 0 has expert width 128"),
     ):
         (original / "config.json").write_text(json.dumps(config | change))
         done = cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", original, code=5)

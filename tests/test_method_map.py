@@ -190,9 +190,9 @@ def damage_manifest(out: Path) -> None:
 DAMAGE = {
     "a wrong method with the same names": (
         damage_shard(0, method="AMXINT4"),
-        "says method AMXINT4, its tensors have AMXINT8",
+        "has method AMXINT4, but its tensors have AMXINT8",
     ),
-    "an unknown method": (damage_shard(0, method="AMXINT9"), "says method AMXINT9, its tensors have AMXINT8"),
+    "an unknown method": (damage_shard(0, method="AMXINT9"), "has method AMXINT9, but its tensors have AMXINT8"),
     "a method with different sizes": (
         damage_shard(3, method="BF16"),
         "its metadata has method BF16, but its tensors have FP8",
@@ -239,7 +239,7 @@ def test_loading_a_layer_with_a_wrong_method_is_refused(mix):
     sizes = (2, 1, conversion.HIDDEN, conversion.WIDTH)
     for layer, method in METHODS.items():
         KTMoEWrapper(layer, *sizes, None, 2, 2, str(mix), 512, method=NAMES[method]).load_weights()
-    with pytest.raises(UnsupportedError, match="layer 1 has method MXFP4 by its byte counts, not AMXINT4"):
+    with pytest.raises(UnsupportedError, match="layer 1 has method MXFP4 according to its byte counts, not AMXINT4"):
         KTMoEWrapper(1, *sizes, None, 2, 2, str(mix), 512, method="AMXINT4").load_weights()
 
 

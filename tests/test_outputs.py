@@ -287,7 +287,7 @@ def test_verify_does_not_advise_options_of_other_programs(outputs, cli):
             "--layout kt is for mxfp4, fp8, bf16, rawint4; int4 has the layout numa: leave out --layout",
             ("int4", *KT),
         ),
-        (2, "--layout kt holds only experts", ("fp8", *KT, "--non-experts", "keep")),
+        (2, "--layout kt contains only experts", ("fp8", *KT, "--non-experts", "keep")),
         (2, "has no loose files", ("fp8", *KT, "--no-merge-safetensor")),
     ],
 )
@@ -353,8 +353,8 @@ def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, 
             Experts.load(out, 0)
 
     for name, value, message in (
-        ("method", other, f"manifest.json: says method {other}, the weights .*; convert it ag"),
-        ("numa", 2, "manifest.json: says numa 2, the weights .*; convert it ag"),
+        ("method", other, f"manifest.json: has method {other}, but the weights .*; convert it ag"),
+        ("numa", 2, "manifest.json: has numa 2, but the weights .*; convert it ag"),
         ("activation", "swiglu_limit", "manifest has activation swiglu_limit, but these settings silu; set"),
     ):
         document = json.loads(manifest_text)

@@ -84,10 +84,10 @@ def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
 
 
 WRONG = [
-    ({"method": "AMXINT8"}, "method AMXINT4 by its byte counts, not AMXINT8"),
-    ({"num_experts": 16}, "num_experts 8 by its byte counts, not 16"),
-    ({"hidden": 512}, "hidden_size 256 by its byte counts, not 512"),
-    ({"intermediate": 128}, "moe_intermediate_size 256 by its byte counts, not 128"),
+    ({"method": "AMXINT8"}, "method AMXINT4 according to its byte counts, not AMXINT8"),
+    ({"num_experts": 16}, "num_experts 8 according to its byte counts, not 16"),
+    ({"hidden": 512}, "hidden_size 256 according to its byte counts, not 512"),
+    ({"intermediate": 128}, "moe_intermediate_size 256 according to its byte counts, not 128"),
     ({"layer": 7}, "has no layer 7, but layers 0-1"),
 ]
 
@@ -168,7 +168,7 @@ def test_contradictory_manifests_of_loose_files_are_rejected(name, value, output
     about = json.loads((tmp_path / "out" / "manifest.json").read_text())
     about["model"][name] = value
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(about))
-    with pytest.raises(UnsupportedError, match=f"manifest.json: its model says {name} {value}"):
+    with pytest.raises(UnsupportedError, match=f"manifest.json: its model has {name} {value}"):
         Experts.load(tmp_path / "out", 0)
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_golden import assert_equal_bytes, read_slices
-from test_kernels import KINDS, source, transposed, ugly
-from test_kernels import Matrix as of_kind
+from test_kernels import KINDS, difficult_values, make_matrix, make_source
 
 from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
@@ -99,7 +98,7 @@ def rows(rng: np.random.Generator, n: int, k: int, kind: str) -> Any:
     if kind == "bits":
         return rng.integers(0, 0x7F80, (n, k), np.uint16) | rng.integers(0, 2, (n, k), np.uint16) << 15
     if kind == "ugly":
-        return reference.f32_to_bf16(ugly(64, k, int(rng.integers(1 << 30)))[:n])
+        return reference.f32_to_bf16(difficult_values(64, k, int(rng.integers(1 << 30)))[:n])
     drawn = {"gauss": rng.standard_normal, "t2": lambda shape: rng.standard_t(2, shape)}[kind]((n, k))
     scaled = drawn * 10.0 ** rng.uniform(-43, 38, (n, 1))
     return reference.f32_to_bf16(np.clip(scaled, -3.38e38, 3.38e38).astype(np.float32))
@@ -186,8 +185,8 @@ def test_encodings_are_decoded_a_few_rows_at_a_time(bits: int, kind: str) -> Non
     """Also with contiguous columns, as in backward matrices."""
     form, n, k = ROWS[bits], 384, 128
     for turn in (np.asarray, transposed):
-        values, about = source(kind, n, k, block=(48, 80))
-        matrix = of_kind(turn(values), kind, **about)
+        values, about = make_source(kind, n, k, block=(48, 80))
+        matrix = make_matrix(turn(values), kind, **about)
         codes, scale = scale_search.search(bits, reference.decode(matrix))
         weight, scales = (np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k))
         quantize(form, MSE, matrix, (weight, scales))

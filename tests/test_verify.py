@@ -242,7 +242,7 @@ def test_changed_config_is_found(copy):
     assert other in problems(run_verify(output), "config")
     path.write_text(before.replace('"hidden_size": 256', '"hidden_size": 512'))
     report = run_verify(output)
-    assert "config.json says hidden_size = 512, layer 0 has hidden size 256" in report["message"]
+    assert "config.json has hidden_size = 512, but layer 0 has hidden size 256" in report["message"]
     assert any("config.json" in problem for problem in problems(report, "hashes"))
     path.write_text("{")
     assert "config.json" in require_refused(output)

@@ -62,7 +62,7 @@ def test_only_the_mask_may_be_omitted(packed_example):
     before_06 = KTMoEWrapper(**given, **threads, num_gpu_experts=3)
     assert before_06.gpu_experts_mask.tolist() == [True] * 3 + [False] * 5
     assert not KTMoEWrapper(**given, **threads, num_gpu_experts=3, gpu_experts_mask=None).gpu_experts_mask.any()
-    with pytest.raises(TypeError, match="needs cpuinfer_threads, weight_path as well"):
+    with pytest.raises(TypeError, match="also requires cpuinfer_threads, weight_path"):
         KTMoEWrapper(**given)
 
 
