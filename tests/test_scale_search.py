@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_golden import assert_equal_bytes, read_slices
-from test_kernels import KINDS, difficult_values, make_matrix, make_source
+from test_kernels import KINDS, difficult_values, in_columns, make_matrix, make_source
 
 from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
@@ -184,7 +184,7 @@ def test_second_moments_reduce_the_error_of_outputs(grid: str, most: float) -> N
 def test_encodings_are_decoded_a_few_rows_at_a_time(bits: int, kind: str) -> None:
     """Also with contiguous columns, as in backward matrices."""
     form, n, k = ROWS[bits], 384, 128
-    for turn in (np.asarray, transposed):
+    for turn in (np.asarray, in_columns):
         values, about = make_source(kind, n, k, block=(48, 80))
         matrix = make_matrix(turn(values), kind, **about)
         codes, scale = scale_search.search(bits, reference.decode(matrix))
