@@ -625,8 +625,8 @@ def test_row_from_a_file_can_have_fused_experts() -> None:
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ('name = "My MoE"', "", "name must be given"),
-        ('name = "My MoE"', "name = 3", "name must be given"),
+        ('name = "My MoE"', "", "name is missing, or not a string"),
+        ('name = "My MoE"', "name = 3", "name is missing, or not a string"),
         ("[[stored]]", "[[stowed]]", "unknown key stowed"),
         ("[[stored]]", "[other]", "unknown key other"),
         ('style = "separate"', 'style = "loose"', "stored.style must be one of separate, fused, stacked"),

@@ -117,7 +117,7 @@ def test_experts_without_tokens_have_no_importance(models: dict[str, Path], serv
 def test_mtp_layers_are_excluded(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
     dataset, _ = calibrated.write_dataset(tmp_path, "texts", (60,))
     statistics = [calibrate(servers, models[name], tmp_path / name, dataset) for name in ("deepseek_v3", "MTP")]
-    assert "note: the MTP layers (layer 2) are left out" in (tmp_path / "MTP.log").read_text()
+    assert "note: the MTP layers (layer 2) are skipped" in (tmp_path / "MTP.log").read_text()
     for name in ("imatrix.gguf", "counts.safetensors"):
         first, second = ((each.folder / name).read_bytes() for each in statistics)
         assert first[4096:] == second[4096:] and len(first) == len(second)  # the headers contain the checkpoint's hash
@@ -199,7 +199,7 @@ def test_dataset_inside_the_output_is_refused(models: dict[str, Path], servers: 
     before = conversion.identity(tmp_path)
     command = calibrated.calibrate_arguments(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others")
     done = servers.run(command, tmp_path / "log")
-    conversion.check_refusal(done, 2, f"{dataset} is read", "the input is never written to")
+    conversion.check_refusal(done, 2, f"{dataset} is an input inside {output}", "which this run would write to")
     (tmp_path / "log").unlink()
     assert conversion.identity(output) == {k: v for k, v in before.items() if k.startswith(str(output))}
 

@@ -199,9 +199,9 @@ def write_damaged_files(folder: Path) -> dict[str, tuple[Path, str]]:
     contents = {
         "bad line": ("bad.jsonl", b'{"text": "a"}\n{"text": b}\n', "line 2: Expecting value"),
         "cut off": ("cut.jsonl", b'{"text": "a"}\n{"text": "b', "line 2: Unterminated string"),
-        "no objects": ("numbers.jsonl", b"1\n2\n", "line 1: no JSON object"),
-        "null": ("null.jsonl", b'null\n{"text": "a"}\n', "line 1: no JSON object"),
-        "null in an array": ("null.json", b'[null,\n{"text": "a"}]', "no JSON object"),
+        "no objects": ("numbers.jsonl", b"1\n2\n", "line 1: not a JSON object"),
+        "null": ("null.jsonl", b'null\n{"text": "a"}\n', "line 1: not a JSON object"),
+        "null in an array": ("null.json", b'[null,\n{"text": "a"}]', "not a JSON object"),
         "deep": ("deep.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 70 + b"]" * 70 + b"}", "line 2: nested too deeply"),
         "far too deep": ("deeper.jsonl", b'{"text": ' + b"[" * 100000 + b"]" * 100000 + b"}", "line 1: nested too deeply"),
         "deep in an array": ("deep.json", b'[\n{"a": ' + b'{"a":' * 100000 + b"1" + b"}" * 100001 + b"]", "too deeply"),

@@ -107,7 +107,7 @@ def test_advice_names_sizes_and_remedies_for_small_cards() -> None:
     assert "21.0 GiB in BF16 and are processed 8 at a time" in lines[1]
     assert "196.0 MiB, shared by all its experts, that of down 16.0 MiB" in lines[1]
     assert "12GiB on a card of 24 GiB, 30GiB on a card of 48 GiB, 50GiB on a card of 80 GiB" in lines[3]
-    assert describe_footprint(DEEPSEEK)[2].startswith("on a GPU it would take")
+    assert describe_footprint(DEEPSEEK)[2].startswith("on a GPU it would need")
     assert (
         "for each expert, that of down"
         in describe_footprint(replace(DEEPSEEK, calibrate="routed", experts_at_once=1))[1]

@@ -159,7 +159,7 @@ def test_verify_accepts_equalized_experts(case: str, source: Path, imatrix: Path
     statistics = ("--imatrix", imatrix) if case == "imatrix" else ()
     report = require_accepted(output, "--against", source, "--full", *statistics)
     assert (
-        "2 experts are equalized, up has the codes that it has without --equalize"
+        "2 experts are equalized, and up has the same codes as without --equalize"
         in find_check(report, "source")["result"]
     )
     assert report["equalized"] == [SCRAMBLED] and f"| equalized | {SCRAMBLED} |" in (output / "README.md").read_text()

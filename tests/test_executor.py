@@ -97,7 +97,7 @@ def test_flipped_bits_in_files_of_workers_are_detected(inputs: dict[str, str], t
     threads = conversion.tree(tmp_path / "threads")
     assert conversion.find_differences(conversion.tree(tmp_path / "out"), threads) == []
     warnings = sorted(e["text"].partition(":")[0] for e in events.recorded if e["event"] == "warning")
-    assert warnings == [f"experts.layer-00{layer} is made again" for layer in range(3)]
+    assert warnings == [f"experts.layer-00{layer} is converted again" for layer in range(3)]
 
 
 def test_processes_of_an_executor_do_not_keep_the_lock(tmp_path: Path) -> None:
@@ -177,11 +177,11 @@ BAD_SCHEDULER_FILES = {"GARBAGE": "{", "LIST": "[]", "WITHOUT": json.dumps({"typ
         ("nonsense", 2, ("nonsense", "threads, dask")),
         ("threads:0", 2, ("a number of threads",)),
         ("threads:many", 2, ("a number of threads",)),
-        ("dask:", 2, ("no such file", "tcp://HOST:PORT")),
+        ("dask:", 2, ("file not found", "tcp://HOST:PORT")),
         ("dask:local:0", 2, ("a number of workers",)),
         ("DASK:Local:0", 2, ("dask:local:0", "a number of workers")),
-        ("Dask:MISSING.json", 2, ("dask:MISSING.json", "no such file")),
-        ("dask:MISSING.json", 2, ("MISSING.json", "no such file")),
+        ("Dask:MISSING.json", 2, ("dask:MISSING.json", "file not found")),
+        ("dask:MISSING.json", 2, ("MISSING.json", "file not found")),
         *((f"dask:{name}", 2, (name, "not a file of `dask scheduler")) for name in BAD_SCHEDULER_FILES),
         ("dask:tcp://nothing", 1, ("tcp://nothing", "no Dask scheduler answers")),
         ("dask:tls://127.0.0.1:1", 1, ("tls://127.0.0.1:1", "no Dask scheduler answers")),

@@ -180,13 +180,13 @@ def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
         assert code == expected and str(path) in text
     assert not hot_experts.read_mask(theirs).any()
     code, text = error_of(folder, "--output", tmp_path / "none" / "mask.safetensors", "--num-gpu-experts", 1)
-    assert code == 2 and "no directory" in text
+    assert code == 2 and "does not exist; create it first" in text
 
 
 @pytest.mark.parametrize(
     ("counts", "name", "dtype", "message"),
     [
-        (COUNTS, "tokens", "I64", "holds 'tokens'"),
+        (COUNTS, "tokens", "I64", "contains 'tokens'"),
         (COUNTS.astype(np.int32), "counts", "I32", "is I32 of shape [3, 4]"),
         (COUNTS[0], "counts", "I64", "is I64 of shape [4]"),
         (-COUNTS, "counts", "I64", "negative numbers"),

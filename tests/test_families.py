@@ -39,10 +39,10 @@ class Outcome(NamedTuple):
     without   relative error of the original without experts; if it is large, the experts decide the logits
     """
 
-    unbuilt: str = ""
-    refused: str = ""
+    build_error: str = ""
+    refusal: str = ""
     warned: bool = False
-    computes: str = ""
+    load_error: str = ""
     error: float = 0.0
     without: float = 0.0
 
@@ -77,17 +77,17 @@ def try_family(model_type: str, row: Row, folder: Path) -> Outcome:
         original = kind.from_pretrained(folder / "model", dtype=torch.float32)
         expected_logits = _logits(original)
     except Exception as error:  # any error that this transformers raises for a model of its own
-        return Outcome(unbuilt=str(error) or repr(error))
+        return Outcome(build_error=str(error) or repr(error))
     paths = ("-i", folder / "model", "-o", folder / "int8")
     done = conversion.ktconvert("cpu", *paths, "--quant-method", "int8", "--threadpool-count", "1")
     if done.returncode:
-        return Outcome(refused=f"{done.stderr.strip().splitlines()[-1]} (exit code {done.returncode})")
+        return Outcome(refusal=f"{done.stderr.strip().splitlines()[-1]} (exit code {done.returncode})")
     warned = "would compute something else" in done.stdout + done.stderr
     try:
         config = KTConvertConfig(cpu_weights=folder / "int8", threads=1)
         ours = kind.from_pretrained(folder / "model", dtype=torch.float32, quantization_config=config)
     except KtconvertError as error:
-        return Outcome(warned=warned, computes=str(error))
+        return Outcome(warned=warned, load_error=str(error))
     error = _distance(_logits(ours), expected_logits)
     _zero_experts(original, ours)
     return Outcome(warned=warned, error=error, without=_distance(_logits(original), expected_logits))

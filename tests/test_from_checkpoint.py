@@ -253,7 +253,7 @@ def test_unsupported_weights_are_described_and_rejected(kind: str, tmp_path: Pat
     with pytest.raises(UnsupportedError, match=message):
         Experts.load(path, 0)
     if kind.startswith("E8M0"):
-        with pytest.raises(UnsupportedError, match=f"{message}, MXFP8 neither; convert"):
+        with pytest.raises(UnsupportedError, match=f"{message}, and neither does MXFP8; convert"):
             Experts.load(path, 0, method="MXFP8")
 
 

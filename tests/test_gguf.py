@@ -199,10 +199,10 @@ def test_a_split_is_opened_by_its_directory_and_by_any_of_its_files(tmp_path: Pa
 
 BAD_SPLITS: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "a file is missing": (lambda files: files.pop(), r"m-00003-of-00003\.gguf: missing, one of 3 files of a split"),
-    "another count": (lambda files: files[1][1].update({"split.count": 4}), "split.count is 4, but .* should be 3"),
+    "another count": (lambda files: files[1][1].update({"split.count": 4}), "split.count is 4, but .* require 3"),
     "no count": (lambda files: files[2][1].pop("split.count"), "split.count is missing"),
-    "another number": (lambda files: files[1][1].update({"split.no": 2}), "split.no is 2, but .* should be 1"),
-    "a tensor is missing": (lambda files: files[2][2].popitem(), "split.tensors.count is 9, but .* should be 8"),
+    "another number": (lambda files: files[1][1].update({"split.no": 2}), "split.no is 2, but .* require 1"),
+    "a tensor is missing": (lambda files: files[2][2].popitem(), "split.tensors.count is 9, but .* require 8"),
     "a tensor in two files": (
         lambda files: files[2][2].update(files[0][2]),
         r"is in m-00001-of-00003\.gguf and in m-00003-of-00003",
@@ -485,7 +485,7 @@ ENDLESS = (1 << 64) - 1
         (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + bytes(40), "big-endian"),
         (file([], [], bytes(24), counts=(ENDLESS, 0)), "tensors, too many for a file of"),
         (file([], [], bytes(24), counts=(0, ENDLESS)), "key-value pairs, too many for a file of"),
-        (file([], [], bytes(24), counts=(1, 0)), "ends inside its header|cannot hold|begins|cut short|too short"),
+        (file([], [], bytes(24), counts=(1, 0)), "ends inside its header|cannot hold|begins|truncated|too short"),
         (file([struct.pack("<Q", ENDLESS) + bytes(40)], []), "bytes in a key"),
         (file([pair("a" * 1001, 1)], []), "1001 bytes in a key"),
         (file([pair("a", 1), pair("a", 1)], []), "key 'a' appears twice"),
@@ -507,7 +507,7 @@ ENDLESS = (1 << 64) - 1
         (file([], [info("a", [32], 2, 1)], bytes(64)), "no multiple of 32"),
         (file([], [info("a", [64], 2, 0), info("b", [32], 2, 32)], bytes(64)), "'b' overlaps 'a'"),
         (file([], [ONE], bytes(17)), "truncated: tensor 'a'"),
-        (file([], [info("a", [32], 2, 1 << 62)], bytes(64)), "cut short"),
+        (file([], [info("a", [32], 2, 1 << 62)], bytes(64)), "truncated"),
         (file([], [], bytes(24), version=1), "GGUF version 1"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "Git LFS pointer"),
     ],

@@ -166,7 +166,7 @@ def test_error_for_unsuitable_groups_names_a_size_that_fits(tmp_path: Path, gpu:
     stored = {f"{name}.weight": ("BF16", bits) for name, bits in linears.items()}
     folder = save(source | stored, model_type="mixtral", num_local_experts=E, intermediate_size=64)
     stderr = gpu(folder, "--quant-type", "W4A16", code=3).stderr
-    assert "do not divide the expert width 64 of this model; give --group-size 64, convert it with" in stderr
+    assert "but the expert width 64 of this model is not a multiple; give --group-size 64, convert it with" in stderr
     stderr = gpu(folder, "--quant-type", "W4A16", "--group-size", 32).stderr
     assert "kt-kernel's RAWINT4 cannot compute these experts on the CPU: it looks for model.layers." in stderr
     assert "kt-method RAWINT4" not in stderr + (tmp_path / "out" / "README.md").read_text()

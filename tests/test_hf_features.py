@@ -281,7 +281,7 @@ def test_ids_of_no_expert_are_skipped_or_rejected(weights: Path) -> None:
         without_outside = scores.copy()
         without_outside[2, 1] = 0
         assert np.array_equal(actual, experts.forward(hidden, valid_ids, without_outside))
-        message = rf"ids\[2, 1\] is {outside}, and layer 1 has experts 0 to 7"
+        message = rf"ids\[2, 1\] is {outside}, but layer 1 has experts 0 to 7"
         with pytest.raises(ValueError, match=message):
             experts.forward(hidden, ids, scores, strict_ids=True)
         with pytest.raises(ValueError, match=message):

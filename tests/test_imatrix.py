@@ -220,7 +220,7 @@ BAD: list[tuple[str, Callable[[dict[str, Any]], Any], str]] = [
     ("no counts", lambda t: t.pop("blk.4.ffn_up_exps.weight.counts"), "not both in_sum2 and counts"),
     ("no sums", lambda t: t.pop("blk.4.ffn_up_exps.weight.in_sum2"), "not both in_sum2 and counts"),
     ("no up", lambda t: [t.pop(f"blk.4.ffn_up_exps.weight.{x}") for x in ("in_sum2", "counts")], "layer 4, up"),
-    ("one count", lambda t: t.update({"blk.4.ffn_up_exps.weight.counts": np.ones(1, np.float32)}), "do not belong"),
+    ("one count", lambda t: t.update({"blk.4.ffn_up_exps.weight.counts": np.ones(1, np.float32)}), "do not match"),
     ("float16", lambda t: t.update({"blk.4.ffn_up_exps.weight.counts": np.ones((3, 1), np.float16)}), "F16, not F32"),
     ("no experts", lambda t: [t.pop(n) for n in list(t) if "exps" in n], "no importance matrix of experts"),
 ]

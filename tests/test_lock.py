@@ -372,7 +372,7 @@ def test_a_lock_of_another_host_needs_force_unlock(tmp_path, preloads):
                 done = run_on("a", *arguments)
                 conversion.check_refusal(done, 7, name, "wait for it or stop it")
                 assert "--force-unlock removed" not in done.stderr
-            conversion.check_refusal(run_on("b", *repeat), 7, name, str(lock_file), "made 20", "--force-unlock")
+            conversion.check_refusal(run_on("b", *repeat), 7, name, str(lock_file), "from 20", "--force-unlock")
             assert run_on("b", "resume", output, "--dry-run", "--force-unlock").returncode == 0
             assert conversion.identity(output.parent) == before
         conversion.check_refusal(run_on("b", "resume", output), 7, name, str(lock_file), "--force-unlock")
@@ -410,7 +410,7 @@ def test_a_file_system_without_any_lock_is_refused(tmp_path):
     library = shims.build_refusing(tmp_path, "EOPNOTSUPP", "flock", "link", "renameat2")
     source = conversion.checkpoint(tmp_path / "source", layers=1)
     done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", env={"LD_PRELOAD": str(library)})
-    conversion.check_refusal(done, 7, str(tmp_path / "out.work/lock.held"), "choose another")
+    conversion.check_refusal(done, 7, str(tmp_path / "out.work/lock.held"), "choose a different file system")
 
 
 @pytest.mark.parametrize("name", ["partial", "attempts", "store", "out", "plan.json", "journal.jsonl", "lock"])
@@ -456,6 +456,6 @@ def test_a_work_directory_of_another_user_is_refused(tmp_path, name):
     (root / "store").mkdir(parents=True)
     (root / "lock").touch()
     os.chown(root / name, 12345, -1)
-    with pytest.raises(OutputError, match=r"user 12345, and (this is user 0|the work directory to user 0)"):
+    with pytest.raises(OutputError, match=r"user 12345, but (this is user 0|the work directory to user 0)"):
         acquire(root, tmp_path / "out")
     assert {path.name for path in root.iterdir()} == {"lock", "store"}

@@ -157,7 +157,7 @@ def test_shares_need_equal_options(bench):
     other = bench.cpu("--part", "1/2", "--quant-method", "int8")
     assert other.returncode == 7 and "--quant-method was int4, is int8" in other.stderr
     both = bench.cpu("--part", "1/2", "--executor", "dask:local:2")
-    assert both.returncode == 2 and "give one of the two" in both.stderr
+    assert both.returncode == 2 and "both divide the work; give one of them" in both.stderr
 
 
 @pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])

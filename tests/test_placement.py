@@ -189,7 +189,7 @@ def test_a_plan_counts_memory_by_node(available, is_short, example, tmp_path, mo
 @needs_mbind
 def test_a_shortage_is_reported_once(monkeypatch):
     monkeypatch.setattr(machine, "memory_nodes", lambda root=None: (0, 1))
-    with pytest.warns(UserWarning, match=r"out: .*\(node 1 has 0.00 GiB left for 2.00 GiB\): the rest is on other"):
+    with pytest.warns(UserWarning, match=r"out: .*\(node 1 has 0.00 GiB left for 2.00 GiB\); the rest is on other"):
         weights.warn_of_shortages("out", [1 << 31] * 2, [0, 1], {0: 1 << 40, 1: 0})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -36,7 +36,7 @@ def call() -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("nodes", [[10_000], [-1], [0, 0], [], "0", ["0"], [0.0]], ids=str)
 def test_invalid_nodes_are_rejected(nodes):
-    with pytest.raises(ValueError, match=re.escape(f"some of {list(machine.numa_nodes())}, not {nodes!r}")):
+    with pytest.raises(ValueError, match=re.escape(f"from {list(machine.numa_nodes())}, not {nodes!r}")):
         Pool(2, numa_nodes=nodes)
 
 

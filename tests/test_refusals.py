@@ -169,7 +169,9 @@ def test_files_that_appear_during_the_run_are_not_replaced(source, expected, out
         )
         continue_process(process, 7, f"{output}: ", words)
     assert conversion.identity(output) == before
-    conversion.check_refusal(conversion.ktconvert("resume", output), 7, "thesis.txt" if existed else "is not empty")
+    conversion.check_refusal(
+        conversion.ktconvert("resume", output), 7, "thesis.txt" if existed else "is not an output of ktconvert"
+    )
     assert conversion.identity(output) == before
     if existed:
         (output / "thesis.txt").unlink()
@@ -187,7 +189,9 @@ def test_the_input_cannot_be_the_output(tmp_path, source, where):
     (tmp_path / "link").symlink_to(mine)
     outputs = {"the input": mine, "inside it": mine / "a" / "b", "around it": tmp_path / "around"}
     outputs |= {"a link to it": tmp_path / "link", "its work folder": tmp_path / "around" / "model"}
-    check_refused_unchanged(mine, outputs[where], 2, "the input is never written to", within=tmp_path)
+    inside = where in ("around it", "its work folder")
+    message = "which this run would write to" if inside else "the input is never written to"
+    check_refused_unchanged(mine, outputs[where], 2, message, within=tmp_path)
 
 
 def _link_shards(source: Path, output: Path) -> list[str | Path]:
@@ -245,7 +249,7 @@ def test_input_files_are_not_overwritten(make, source, output):
     before = conversion.identity(output.parent)
     for more in ((), ("--dry-run",)):
         done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more)
-        conversion.check_refusal(done, 2, str(output), "the input is never written to")
+        conversion.check_refusal(done, 2, str(output), "choose a different")
         assert conversion.identity(output.parent) == before
 
 
@@ -313,7 +317,7 @@ def test_the_input_under_a_second_name_cannot_be_the_output(tmp_path, source, mo
     before = conversion.identity(first)
     for output in (second / "model", second / "model" / "inside"):
         done = convert(first / "model", output, "--overwrite", "--delete-others", prefix=mounts.prefix)
-        conversion.check_refusal(done, 2, str(output), "the input is never written to")
+        conversion.check_refusal(done, 2, str(output), "choose a different")
     assert conversion.identity(first) == before
 
 
@@ -332,7 +336,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mou
 
 LIMITS = {
     "nothing": (0, ("out.work/lock: File too large; raise", "ulimit -f", "then run the command again")),
-    "a shard": (100_000, ("limit of 97.7 KiB (ulimit -f) is below 16.0 MiB", "; raise it.")),
+    "a shard": (100_000, ("limit of 97.7 KiB (ulimit -f) is below the 16.0 MiB", "; raise it.")),
     "its header": ((16 << 20) + 100, ("limit of 16.0 MiB (ulimit -f); raise it or set --max-shard-size lower.",)),
     "a companion": (40 << 20, ("vocab.txt", "41.0 MiB to copy exceed the file size limit of 40.0 MiB", "ulimit -f")),
 }

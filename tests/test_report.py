@@ -250,8 +250,10 @@ def test_refusals_come_before_any_work(output, statistics, tmp_path):
     assert page.read_text() == "my own page"
     page.write_text(old)
     (tmp_path / "folder.html").mkdir()
-    assert "ends in .html" in refusal_message(UsageError, output, "--report", tmp_path / "r.txt")
-    assert "no directory" in refusal_message(UsageError, output, "--report", tmp_path / "none" / "r.html")
+    assert "give a file with the ending .html" in refusal_message(UsageError, output, "--report", tmp_path / "r.txt")
+    assert "does not exist; create it first" in refusal_message(
+        UsageError, output, "--report", tmp_path / "none" / "r.html"
+    )
     assert "not writable" in refusal_message(UsageError, output, "--report", tmp_path / "folder.html")
     assert "--statistics without --report" in refusal_message(UsageError, output, "--statistics", statistics)
     with_page = (output, "--report", page, "--statistics")

@@ -59,14 +59,14 @@ def test_run_continues_a_prompt(cli, example, weights):
     assert (with_own_experts.exit_code, with_own_experts.stdout) == (0, done.stdout)
 
 
-@pytest.mark.parametrize("fault", ["cut short", "is missing"])
+@pytest.mark.parametrize("fault", ["truncated", "is missing"])
 def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
     """Its layer must not be treated as one that was not converted."""
     shutil.copytree(weights, tmp_path / "out")
     shard = tmp_path / "out" / "model-00001-of-00002.safetensors"
     data = shard.read_bytes()
     shard.unlink()
-    if fault == "cut short":
+    if fault == "truncated":
         shard.write_bytes(data[:-4096])
     done = call(example, "--cpu-weights", tmp_path / "out", "--prompt", "a")
     assert isinstance(done.exception, InputError)
@@ -134,7 +134,7 @@ REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
     ((), UsageError, "either --prompt TEXT or --chat"),
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
     (("--prompt", ""), InputError, "the prompt contains no tokens"),
-    (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: is no directory"),
+    (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: not a directory"),
 ]
 
 

@@ -284,8 +284,8 @@ def ones(*shape: int, dtype: Any = np.bool_) -> Any:
 
 MASKS: list[tuple[str, dict[str, Any] | Callable[[bytes], bytes], str]] = [
     ("rows", {hot_experts.MASK_NAME: ones(3, 8)}, r"has shape \[3, 8\], but the model has 2 decoder layers"),
-    ("columns", {hot_experts.MASK_NAME: ones(2, 9)}, r"layer 0 has 8 experts; a mask of shape \[2, 8\]"),
-    ("key", {"mask": ones(2, 8)}, r"holds 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
+    ("columns", {hot_experts.MASK_NAME: ones(2, 9)}, r"layer 0 has 8 experts; use a mask of shape \[2, 8\]"),
+    ("key", {"mask": ones(2, 8)}, r"contains 'mask'; a safetensors file with a tensor 'gpu_experts_mask'"),
     ("bytes", lambda whole: whole[:-1] + b"\x02", "contains bytes other than 0 and 1"),
 ]
 
@@ -339,7 +339,7 @@ def test_config_options_are_checked(trained_model):
 
 @qwen
 def test_unsupported_checkpoints_are_rejected(case, tmp_path, trained_model):
-    with pytest.raises(UnsupportedError, match="layer 0 has 8 experts of hidden size 256 and width 256, the model"):
+    with pytest.raises(UnsupportedError, match="layer 0 has 8 experts of hidden size 256 and width 256, but the model"):
         load(case.packed, case.cold, num_gpu_experts=1, gpu_experts=trained_model["w4"])
 
     config = json.loads((case.packed / "config.json").read_text())["quantization_config"]

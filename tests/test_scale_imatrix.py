@@ -199,7 +199,7 @@ def test_statistics_of_a_different_model_are_refused(source, tmp_path, shapes, w
     command = ("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", other)
     refused(run_in_process(*command), 5, str(other), str(source), *words)
     other.write_bytes(other.read_bytes()[:-1000])
-    refused(run_in_process(*command), 5, str(other), "cut short")
+    refused(run_in_process(*command), 5, str(other), "truncated")
     other.unlink()
     refused(run_in_process(*command), 5, str(other))
     refused(run_in_process(*command[:-2], "--statistics", tmp_path), 5, str(other))
@@ -222,8 +222,8 @@ def test_a_folder_of_statistics_must_match_its_description(source, imatrix, tmp_
         refused(
             run_in_process(*command, *way, "-o", folder, "--overwrite", "--delete-others"),
             2,
-            f"{folder} is or ",
-            "is read",
+            f"{folder} is part of the input {folder}",
+            "the input is never written to",
         )
     assert conversion.identity(folder) == before
     describe(folder, SHAPES, intermediate=2 * WIDTH)

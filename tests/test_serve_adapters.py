@@ -154,7 +154,7 @@ def test_concurrent_answers_do_not_mix_adapters(server, expected):
         answers = list(clients.map(lambda name: chat(server, name), asked))
     assert answers == [expected[name] for name in asked]
     turns = [first != second for (first, *_), (second, *_) in pairwise(server.passes)]
-    assert sum(turns) > len(turns) / 2
+    assert sum(turns) > 2 * len(asked)  # one after the other, there would be fewer than len(asked)
 
 
 def test_switching_adapters_gives_identical_bits(example, int8, folders, alone):
@@ -193,7 +193,7 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
     cases: list[tuple[tuple[Any, ...], int, str]] = [
         ((both, twice), 2, f"--adapter {twice}: a different adapter is also named both; choose a different name"),
         ((f"a={both}", f"a={twice}"), 2, "a different adapter is also named a"),
-        ((f"{BASE}={both}",), 2, f"--adapter {both}: the model is called {BASE}, too"),
+        ((f"{BASE}={both}",), 2, f"--adapter {both}: the model is also named {BASE}"),
         ((f"a={tmp_path / 'nowhere'}",), 5, "nowhere: has no adapter_config.json; give the directory of an adapter"),
         (("a=",), 2, "is empty; give a path"),
         ((f"={both}",), 2, "has no name; give NAME=PATH"),
@@ -234,7 +234,11 @@ CHANGES = (
         ({"target_modules": ["q_proj"]}, {"peft_type": "IA3"}, "not a LoRA adapter"),
         ({"target_modules": ["experts"]}, {"r": 8}, "their rank in adapter_config.json is 8"),
         ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "v_proj"]}, adapter_loading.LACKS_TENSORS),
-        ({"target_modules": ["q_proj", "v_proj"]}, {"target_modules": ["q_proj"]}, "which its settings do not name"),
+        (
+            {"target_modules": ["q_proj", "v_proj"]},
+            {"target_modules": ["q_proj"]},
+            "which its settings or the model lack",
+        ),
     ],
 )
 def test_serve_rejects_adapters_that_do_not_fit(settings, config, why, example, int8, folders, tmp_path):

@@ -103,7 +103,7 @@ def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
     refused = call(run, model, *options, "--cpu-weights", model).exception
     assert isinstance(refused, UnsupportedError) and "layer 0 compute gelu" in str(refused)
     both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception
-    assert isinstance(both, UsageError) and "leave out --cpu-weights" in str(both)
+    assert isinstance(both, UsageError) and "exclude each other; leave out one" in str(both)
 
 
 def test_eval_gives_the_divergence_of_stored_experts(models, example):
@@ -161,7 +161,7 @@ def with_two_types(model: Path) -> None:
 
 
 FAULTS: list[tuple[Callable[[Path], None], type[KtconvertError], str]] = [
-    (cut_short, InputError, r"model\.safetensors: .*(cut short|shorter)"),
+    (cut_short, InputError, r"model\.safetensors: .*(truncated|shorter)"),
     (with_two_types, UnsupportedError, "layer 1 are BF16 and FP16, which no method of this runtime"),
 ]
 

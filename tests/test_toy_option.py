@@ -75,7 +75,7 @@ def test_saved_plan_restores_the_value(example, tmp_path):
 
 
 def test_api_checks_names_and_values(tmp_path):
-    for wrong, words in (({"toys": 1}, "no option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
+    for wrong, words in (({"toys": 1}, "unknown option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
         with pytest.raises(ValueError, match=words):
             make_options("cpu", input="a", output=tmp_path, **wrong)
 

@@ -280,7 +280,7 @@ def test_unsupported_gradients_are_rejected() -> None:
         f32_to_bf16(rng.standard_normal(shape, np.float32)) for shape in ((E, WIDTH, H), (E, WIDTH, H), (E, H, WIDTH))
     ]
     limited = Experts.from_bf16(*bits, method="MXFP4", swiglu_limit=7.0)
-    with pytest.raises(UnsupportedError, match=r"no gradients of experts in .* swiglu_limit"):
+    with pytest.raises(UnsupportedError, match=r"gradients are unsupported for experts in .* swiglu_limit"):
         compute_with_lora(limited, hidden, ids, weights)
     with pytest.raises(ValueError, match="dropout must be from 0 to less than 1"):
         compute_with_lora(experts("BF16"), hidden, ids, weights, factors(), dropout=1.0)

@@ -55,7 +55,7 @@ def test_output_without_its_manifest_is_refused(copy):
     output = copy("W4A16")
     (output / "manifest.json").unlink()
     report = run_verify(output)
-    assert report["code"] == 3 and "is packed by compressed-tensors and has no manifest.json; " in report["message"]
+    assert report["code"] == 3 and "is packed by compressed-tensors, but has no manifest.json; " in report["message"]
 
 
 def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
@@ -134,7 +134,7 @@ def test_predictions_are_compared_on_a_given_text(converted, example, tmp_path):
     assert predictions["tokens"] == 127 * (predictions["tokens"] // 127) and predictions["kl"] < predictions["bound"]
     text.write_text("too short")
     report = run_verify(converted["W8A16"], "--against", example, "--text", text)
-    assert report["code"] == 5 and "128 are needed" in report["message"]
+    assert report["code"] == 5 and "128 are required" in report["message"]
     assert run_verify(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
@@ -147,7 +147,7 @@ def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monk
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
     report = run_verify(converted["W4A16"], "--against", example)
     assert report["ok"] and report["predictions"] is None
-    each = "predictions were not compared: each of the two models needs 1.0 GiB of memory, 1.0 GiB are free"
+    each = "predictions were not compared: each of the two models needs 1.0 GiB of memory, but 1.0 GiB are free"
     assert [note[: len(each)] for note in report["notes"]] == [each]
     monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
     report = run_verify(converted["W4A16"], "--against", example)
@@ -280,7 +280,7 @@ def test_fp8_without_scales_is_found(copy):
 
 def test_ignore_list_that_matches_experts_is_found(copy):
     output = copy("W4A16")
-    hits = "hits model.layers.0.mlp.experts.7.up_proj, which is quantized"
+    hits = "matches model.layers.0.mlp.experts.7.up_proj, which is quantized"
     slow = ("re:(?:(?:.|..)*?)*[!#]", "the ignore list: the regular expression")
     for pattern, words in (("re:.*experts.7.up_proj", hits), slow, ("re:(", "the ignore list: '(' is not a regular")):
         edit_json(output / "config.json", lambda config, p=pattern: config["quantization_config"]["ignore"].append(p))

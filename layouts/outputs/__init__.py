@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.encodings import amx, fp4, fp8, pack_quantized, plain
 from ktconvert.layouts.encodings.encoding import Encoding
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import cards, whole_model
 from ktconvert.layouts.outputs.configs import describe_cpu
 from ktconvert.layouts.outputs.format import Format as Format

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.outputs.linear_names import explain_not_rawint4
 from ktconvert.layouts.tensors import PROJECTIONS, format_ranges

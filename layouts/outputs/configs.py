@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Card, Description, Format
 from ktconvert.layouts.outputs.output import Output
 

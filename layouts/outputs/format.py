@@ -9,7 +9,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, explain_size
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.loose import SUFFIXES, file_path
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing, TensorNames

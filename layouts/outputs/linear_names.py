@@ -11,7 +11,7 @@ from typing import Any, Final
 from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId, slice_shape
 from ktconvert.layouts.tensors import PROJECTIONS

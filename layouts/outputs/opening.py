@@ -12,7 +12,8 @@ from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_hea
 from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import Manifest, OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
+from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames

@@ -14,7 +14,8 @@ import numpy as np
 from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.encodings.encoding import Read
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.files.manifest import Manifest, OutputFacts, OutputFile
+from ktconvert.layouts.files.facts import OutputFacts
+from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Bytes

@@ -11,7 +11,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, suffixes
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import cards, ignore
 from ktconvert.layouts.outputs.format import Arrangement, Description, Format
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, LinearNames, are_templates

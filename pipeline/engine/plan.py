@@ -12,7 +12,8 @@ import msgspec
 
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.files.documents import Number
-from ktconvert.layouts.files.manifest import OutputFacts, SourceFile
+from ktconvert.layouts.files.facts import OutputFacts
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.pipeline import __version__
 from ktconvert.pipeline.engine.paths import Paths, locate

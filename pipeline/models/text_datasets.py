@@ -26,7 +26,7 @@ from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import FULL
-from ktconvert.layouts.files.manifest import DatasetFacts
+from ktconvert.layouts.files.facts import DatasetFacts
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.report.text import first_line

@@ -9,7 +9,7 @@ import click
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files.documents import Count
-from ktconvert.layouts.files.manifest import MachineFacts
+from ktconvert.layouts.files.facts import MachineFacts
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import (
     REQUIRED,

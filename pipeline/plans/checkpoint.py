@@ -18,7 +18,8 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import OutputFacts, SourceFile
+from ktconvert.layouts.files.facts import OutputFacts
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import one_or_all

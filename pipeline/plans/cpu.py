@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import Format, backward_only_format, formats_by_option, has_all_loose_files, loose, mixed
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import Slicing

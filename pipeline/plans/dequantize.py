@@ -11,7 +11,8 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.layouts.files.manifest import OutputFacts, SourceFile
+from ktconvert.layouts.files.facts import OutputFacts
+from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import cards, configs, dequantized
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions

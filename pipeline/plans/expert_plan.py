@@ -11,7 +11,7 @@ from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
-from ktconvert.layouts.files.manifest import CalibrationFacts, OutputFacts
+from ktconvert.layouts.files.facts import CalibrationFacts, OutputFacts
 from ktconvert.layouts.outputs import Format, cards, configs, formats_by_option, loose, mixed
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import (

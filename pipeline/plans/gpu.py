@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import Format, cards, formats_by_option
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list

@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
-from ktconvert.layouts.files.manifest import OutputFacts
+from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
 from ktconvert.layouts.outputs.format import one_or_all
 from ktconvert.layouts.outputs.measuring import Measure, measure
