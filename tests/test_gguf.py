@@ -504,7 +504,7 @@ ENDLESS = (1 << 64) - 1
         (file([], [info("a", [1 << 40] * 4, 0, 0)], bytes(64)), "larger than any file"),
         (file([], [info("a", [31], 2, 0)], bytes(64)), "stored in blocks of 32"),
         (file([], [ONE, info("a", [32], 2, 32)], bytes(64)), "tensor 'a' appears twice"),
-        (file([], [info("a", [32], 2, 1)], bytes(64)), "no multiple of 32"),
+        (file([], [info("a", [32], 2, 1)], bytes(64)), "not a multiple of 32"),
         (file([], [info("a", [64], 2, 0), info("b", [32], 2, 32)], bytes(64)), "'b' overlaps 'a'"),
         (file([], [ONE], bytes(17)), "truncated: tensor 'a'"),
         (file([], [info("a", [32], 2, 1 << 62)], bytes(64)), "truncated"),

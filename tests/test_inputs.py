@@ -552,7 +552,7 @@ def make_value_too_large(tensors: Stored, quantization: Quantization, base: str)
         ("DeepSeek-V4", set_value(".scale", (3, 2), 255), "w1.scale': scale [3, 2] is nan"),
         ("FP8 in blocks", set_value(".weight_scale_inv", (2, 1), np.nan), "weight_scale_inv': scale [2, 1] is nan"),
         ("FP8 in blocks", set_value(".weight_scale_inv", (2, 1), np.inf), "weight_scale_inv': scale [2, 1] is inf"),
-        ("DeepSeek-V4", make_value_too_large, "holds a value that is not finite at row 5, column 141"),
+        ("DeepSeek-V4", make_value_too_large, "contains a value that is not finite at row 5, column 141"),
         ("MXFP8", set_value(".weight_scale_inv", (3, 2), 255), "weight_scale_inv': scale [3, 2] is nan"),
         ("modelopt NVFP4", set_value(".weight_scale", (3, 2), 0x7F), "weight_scale': scale [3, 2] is nan"),
         ("ct NVFP4", set_value(".weight_global_scale", 0, 0), "weight_global_scale' divides scales and is 0"),

@@ -334,7 +334,7 @@ def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_expe
     assert any("differ from the source in the manifest" in note for note in report["notes"])
     assert report["errors"][0]["relative_error"] > 0.5
     sentence = against("other shape", 4, 512, 2)["message"]
-    assert "layer 0 has 8 experts of 256 x 256" in sentence and "has 4 of 256 x 512" in sentence
+    assert "layer 0 has 8 experts of 256 x 256, but 4 of 256 x 512 in" in sentence
     assert any("layers 2 of" in problem for problem in problems(against("more layers", 8, 256, 3), "source"))
 
 

@@ -301,7 +301,7 @@ def test_the_next_layer_must_get_the_same_tokens(packed_example):
     second.forward(*make_inputs(3))
 
 
-NODES = re.escape(f"some of {list(machine.numa_nodes())}, not ")
+NODES = re.escape(f"from {list(machine.numa_nodes())}, not ")
 
 
 NOT_YET = "'SYCL_GPTQ_INT4' is not implemented yet.*AMXINT4, AMXINT8"
