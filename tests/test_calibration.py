@@ -209,7 +209,7 @@ def write_damaged_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "no JSON": ("bad.json", b'[{"text": "a"}, {', "cannot be read as json"),
         "parquet cut off": ("cut.parquet", good[:-9], "cannot be read as parquet .*; repair it"),
         "Latin-1": ("latin.txt", "café\n".encode("latin-1"), "'utf-8' codec can't decode"),
-        "other columns": ("columns.jsonl", b'{"prompt": "a", "answer": "b"}\n', "none of the columns .* only prompt, answer;"),
+        "other columns": ("columns.jsonl", b'{"prompt": "a", "answer": "b"}\n', "none of the columns .* but prompt, answer;"),
         "a number": ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: column text contains int, not text"),
         "messages of text": ("messages.jsonl", b'{"messages": "hello"}\n', "row 1: column messages is not a list of messages"),
         "messages without a role": ("roles.jsonl", b'{"messages": [{"content": 1}]}\n', "row 1: the chat template rejects .*no role"),

@@ -492,7 +492,7 @@ ENDLESS = (1 << 64) - 1
         (file([gguf.text(b"\xff") + bytes(12)], []), "not UTF-8"),
         (file([gguf.text("a") + struct.pack("<I", 13) + bytes(30)], []), "unknown type 13"),
         (file([gguf.text("a") + struct.pack("<IQ", 8, ENDLESS) + bytes(30)], []), "bytes in 'a'"),
-        (file([gguf.text("a") + struct.pack("<IIQ", 9, 8, ENDLESS) + bytes(30)], []), "texts in 'a'"),
+        (file([gguf.text("a") + struct.pack("<IIQ", 9, 8, ENDLESS) + bytes(30)], []), "strings in 'a'"),
         (file([gguf.text("a") + struct.pack("<IIQQ", 9, 8, 2, ENDLESS) + bytes(30)], []), "ends inside its header"),
         (file([gguf.text("a") + struct.pack("<IIQ", 9, 6, 1 << 62) + bytes(30)], []), "numbers in 'a'"),
         (file([gguf.text("a") + struct.pack("<IIQ", 9, 9, 1) + struct.pack("<IQ", 9, 1) * 9], []), "nested too deeply"),

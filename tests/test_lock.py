@@ -378,7 +378,7 @@ def test_a_lock_of_another_host_needs_force_unlock(tmp_path, preloads):
         conversion.check_refusal(run_on("b", "resume", output), 7, name, str(lock_file), "--force-unlock")
         done = run_on("b", "resume", output, "--force-unlock")
     assert done.returncode == 0, done.stderr
-    assert f"--force-unlock removed {lock_file} of process {process.pid} on host a, made 20" in done.stderr
+    assert f"--force-unlock removed {lock_file} of process {process.pid} on host a, from 20" in done.stderr
     assert conversion.find_differences(conversion.tree(output), conversion.tree(tmp_path / "whole")) == []
     assert conversion.names(output.parent) == ["out"]
 

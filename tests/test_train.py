@@ -469,7 +469,10 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
     adapter = tmp_path / "adapter"
     words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "-o", adapter)
     failed = cli(*words, "--learning-rate", 1e30, code=6)
-    assert re.search("is not finite at step .*; start over with a smaller --learning-rate", failed.stderr) and not adapter.exists()
+    assert (
+        re.search("is not finite at step .*; start over with a smaller --learning-rate", failed.stderr)
+        and not adapter.exists()
+    )
     old = locate(adapter).store / "checkpoint.5"
     old.mkdir()
     cli(*words, "--max-steps", 1, "--overwrite")
