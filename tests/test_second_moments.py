@@ -127,7 +127,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "negative count": (one("counts", at(0)(-1)), "negative numbers"),
     "another layer's": (swapped, "of layer 0, not of layer 1"),
     "another shape": (other_shape, "needs F32 of shape"),
-    "cut": (cut, "cut short"),
+    "cut": (cut, "truncated"),
     "missing": (lambda folder: (folder / second_moments.file_name(1)).unlink(), "no second moments of layer 1"),
 }
 

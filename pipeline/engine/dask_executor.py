@@ -25,6 +25,7 @@ from ktconvert.pipeline.report.text import duration
 UNIT = {"unit": 1}  # Dask resource of workers: the number of units that a worker may make at the same time
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
 TIMEOUT = 3600.0  # default of --executor-timeout: seconds to wait while there are no workers
+CONNECT_ATTEMPTS = 3
 SILENT_SECONDS = 30.0  # seconds without a heartbeat until a note; workers send one every few seconds
 POLL_SECONDS = 1.0
 LOCAL = "local"
@@ -235,9 +236,21 @@ def _client(connect: Callable[..., Any], where: str) -> Any:
             problem = f"not a file of `dask scheduler --scheduler-file` ({error})"
             raise UsageError(f"--executor dask:{where}: {problem}; give the scheduler's file.") from error
     try:
-        return connect(address)
-    except (OSError, TimeoutError, ValueError, TypeError) as error:
+        return _connect(connect, address)
+    except (AssertionError, OSError, TimeoutError, ValueError, TypeError) as error:
         why = str(error).strip().splitlines() or [type(error).__name__]
         raise KtconvertError(
             f"--executor dask:{where}: no Dask scheduler answers ({why[0]}); start it first."
         ) from error
+
+
+def _connect(connect: Callable[..., Any], address: str) -> Any:
+    """Connect to a scheduler, again if the client meets a busy one.
+
+    Dask's client asserts that the scheduler's first batch has one message. If another client connects meanwhile, the
+    batch may have two.
+    """
+    for _ in range(CONNECT_ATTEMPTS - 1):
+        with contextlib.suppress(AssertionError):
+            return connect(address)
+    return connect(address)
