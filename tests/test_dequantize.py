@@ -226,7 +226,9 @@ def test_decoded_weights_that_are_not_finite_are_refused(code: int, tmp_path: Pa
     values.view(np.uint8)[200, 100] = code
     tensors[f"{name}.weight"] = dtype, values
     source = write_model(tmp_path / "model", tensors, {**CONFIG, "quantization_config": FP8})
-    message = rf"model\.safetensors: tensor '{name}\.weight' holds a value that is not finite at row 200, column 100; "
+    message = (
+        rf"model\.safetensors: tensor '{name}\.weight' contains a value that is not finite at row 200, column 100; "
+    )
     with pytest.raises(InputError, match=message):
         run(make_plan(make_options("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
     assert not (tmp_path / "out").exists()

@@ -142,7 +142,7 @@ def test_resume_reports_kills_for_memory(bench, monkeypatch, capsys):
         assert end.value.code == 4  # the memory limit is refused after the last run was reported
         stderr = capsys.readouterr().err
         assert "1 of 3 units are finished and kept" in stderr
-        assert ("the kernel has killed for memory since then" in stderr) == reported
+        assert ("the kernel has killed a process for memory since" in stderr) == reported
 
 
 def test_a_kill_during_assembly_is_reported(bench):

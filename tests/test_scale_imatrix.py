@@ -173,8 +173,8 @@ def test_contradicting_options_are_refused(source, imatrix, tmp_path):
     output = tmp_path / "out"
     for how, words in (
         (("--scale", "imatrix"), "needs the importance of inputs"),
-        (("--scale", "mse", "--imatrix", imatrix), "not mse"),
-        (("--statistics", imatrix.parent), "not absmax"),
+        (("--scale", "mse", "--imatrix", imatrix), "not for --scale mse"),
+        (("--statistics", imatrix.parent), "not for --scale absmax"),
         (("--scale", "imatrix", "--imatrix", imatrix, "--statistics", imatrix.parent), "one of them"),
         (("--scale", "imatrix", "--imatrix", imatrix, "--quant-method", "fp8"), "leave out --scale"),
     ):

@@ -146,7 +146,7 @@ class _Rule:
     style: Style
     prefix: str
     matrix: str
-    role: str  # of the table of encodings, BIAS or ASIDE; the format's name if it is foreign
+    role: str  # in the table of encodings, BIAS or UNUSED; the format's name if it is foreign
     foreign: bool
     name: str  # to be formatted with layer and expert
     layer: int  # which of the name's numbers is the layer, which the expert (-1: none)

@@ -234,7 +234,7 @@ def _open_decoded(source: TensorSource, weight: Weight, expert: int) -> Read:
             return _decode(matrix, transposed, start, stop)
         except kernels.NonFinite as error:
             of_expert = f" of expert {expert}" if len(weight.shape) == 3 else ""
-            what = f"holds a value that is not finite at row {error.row}, column {error.column}{of_expert}"
+            what = f"contains a value that is not finite at row {error.row}, column {error.column}{of_expert}"
             info = weight.values
             remedy = "download the file again or ask its publisher"
             raise InputError.from_tensor(info.name, what, remedy, source.path(info)) from error

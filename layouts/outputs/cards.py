@@ -105,7 +105,7 @@ def _gpu_rows(card: Card, facts: OutputFacts) -> Rows:
     )
 
 
-def _dequantized_rows(card: Card, facts: OutputFacts) -> Rows:
+def _make_decoding_rows(card: Card, facts: OutputFacts) -> Rows:
     decoded = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items()) or "none"
     return ("quantized weights of the source, now BF16", decoded), ("tensors", f"{facts['tensors']}")
 
@@ -140,7 +140,7 @@ def launch_lines(model: str, method: str, numa: str, folder: str = FOLDER) -> tu
     )
 
 
-def whole_model_lines(facts: OutputFacts, folder: str = FOLDER) -> tuple[str, ...]:
+def make_launch_lines(facts: OutputFacts, folder: str = FOLDER) -> tuple[str, ...]:
     """Return the command that starts SGLang with the output as the model, with its own or other experts on the CPU."""
     if explain_not_rawint4(facts) is None:
         return launch_lines(folder, "RAWINT4", "NUMA_NODES", folder)
@@ -176,7 +176,7 @@ def _use_whole_model(facts: OutputFacts, base_model: str | None, non_experts: st
     on_the_gpu = "As the GPU half beside CPU experts that `ktconvert cpu` made:"
     return (
         on_the_cpu if explain_not_rawint4(facts) is None else on_the_gpu,
-        *("", *whole_model_lines(facts), ""),
+        *("", *make_launch_lines(facts), ""),
         f'Or without kt-kernel: `AutoModelForCausalLM.from_pretrained("{FOLDER}")`, with compressed-tensors installed.',
     )
 
@@ -268,7 +268,7 @@ DEQUANTIZED = Card(
         "The whole model, dequantized: each quantized weight is BF16, rounded once to nearest even from its value",
         "in float32, under the name and in the shape of a BF16 release. Everything else is as in the original.",
     ),
-    rows=_dequantized_rows,
+    rows=_make_decoding_rows,
     use=_use_dequantized,
 )
 

@@ -132,9 +132,8 @@ class Format:
 
     def apply_settings(self, settings: Mapping[str, object]) -> Format:
         """Return this format with the encoding that a command's settings, or a manifest's facts, select."""
-        values = tuple(
-            settings.get(name) for name in self.settings
-        )  # values from a manifest may have any type, so never use them as keys
+        # Values from a manifest may have any type, so never use them as keys.
+        values = tuple(settings.get(name) for name in self.settings)
         chosen = (encoding for of, encoding in self.variants.items() if of == values)
         return replace(self, encoding=next(chosen, self.encoding))
 

@@ -142,9 +142,8 @@ def _read_output(
             elif not recognised[0].is_possible:
                 why = IMPOSSIBLE
             else:
-                why = (
-                    None if names.tensor_name(*recognised) == entry.name else FOREIGN_NAME
-                )  # numbers with leading zeros
+                # A number with leading zeros is read, but is not the name that kt-kernel looks for.
+                why = None if names.tensor_name(*recognised) == entry.name else FOREIGN_NAME
                 _add(output, output.tensors, recognised, entry)
             if why is not None:
                 output.strays.append((entry.name, shard, why))

@@ -146,8 +146,8 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
         raise InputError(f"{source.companion_root / 'config.json'}: {why}")
     if model.activation != "silu" or model.weights_on != "output":
         raise UnsupportedError(
-            f"{model.source.root}: its experts do not compute silu(gate) * "
-            f"up with routing weights on the output, which cannot be calibrated yet; {alternative}."
+            f"{model.source.root}: its experts do not compute silu(gate) * up with routing weights on the "
+            f"output, which cannot be calibrated yet; {alternative}."
         )
 
 

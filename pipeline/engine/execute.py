@@ -233,7 +233,7 @@ def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
     run, units = last
     died = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
     if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
-        died += "; the kernel has killed for memory since then: lower --cpuinfer-threads or set --max-memory"
+        died += "; the kernel has killed a process for memory since; lower --cpuinfer-threads or set --max-memory"
     reporter.note(f"{died}; {done} of {len(plan.units)} units are finished and kept")
 
 

@@ -239,9 +239,8 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
         require_unchanged(plan)
     stored = work.paths.store / unit.stored_name
     if unit.folder:
-        publish.remove_tree(
-            stored
-        )  # left by a run that was killed before it recorded the folder; renaming cannot replace a folder
+        # Renaming cannot replace a folder, which a run leaves that was killed before it recorded the folder.
+        publish.remove_tree(stored)
     if (chain := finished.chain) is not None:
         publish.remove_tree(chain.scratch)
         if chain.side is not None:

@@ -141,8 +141,7 @@ def _open_plan(conversion: Conversion) -> OpenPlan:
     except OSError as error:
         raise OutputError(
             f"{paths.root}: cannot be read on this host ({error.strerror}); every host needs the file system of "
-            "--output at "
-            "the same path."
+            "--output at the same path."
         ) from error
     if token != conversion.run:
         raise OutputError(

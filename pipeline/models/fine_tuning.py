@@ -231,7 +231,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
         raise UnsupportedError(
             f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; use a smaller "
-            f"number."
+            "number."
         )
     model.config.use_cache = False
     require_unchanged(plan)  # now that all of it is in memory

@@ -173,7 +173,7 @@ def _render_chat(messages: Any, tokenizer: Any, where: str) -> str:
     except Exception as error:  # a template may raise any error
         raise InputError(
             f"{where}: the chat template rejects its messages ({first_line(error)}); use messages with role and "
-            f"content, or a column text"
+            "content, or a column text"
         ) from error
 
 
@@ -349,9 +349,8 @@ def _hub_error(dataset: str, error: BaseException) -> KtconvertError:
         return InputError(f"{dataset}: {first_line(error)}; choose one with --dataset-split")
     return InputError(
         f"{dataset}: cannot be loaded ({first_line(error)}); set --dataset to a file ({SUFFIXES}) or a folder of "
-        f"such "
-        f"files, or run `hf download --repo-type dataset {dataset}` on a machine with network access and set HF_HOME "
-        "to its cache, or use --quant-method RTN, which needs no data"
+        f"such files, or run `hf download --repo-type dataset {dataset}` on a machine with network access and set "
+        "HF_HOME to its cache, or use --quant-method RTN, which needs no data"
     )
 
 

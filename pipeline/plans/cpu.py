@@ -135,8 +135,8 @@ def _format(options: CpuOptions) -> Format:
     fmt = formats[method]
     if not fmt.arrangement.sliced and options.non_experts != "skip":
         raise UsageError(
-            f"--non-experts {options.non_experts}: --layout {options.layout} contains only experts; leave out one of "
-            f"them."
+            f"--non-experts {options.non_experts}: --layout {options.layout} contains only experts; leave out one "
+            "of them."
         )
     alone = backward_only_format(method) if fmt.arrangement.sliced else None
     if alone is not None and backward:
@@ -232,7 +232,7 @@ def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> lis
         notes.append(
             f"the output has no config.json and no tokenizer, because a {model.source.container.title} does not "
             f"contain them in kt-kernel's form; --config MODEL copies them from the Hugging Face model (directory or "
-            f"id)"
+            "id)"
         )
     return notes
 
@@ -256,7 +256,7 @@ def _format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str
         notes.append(
             f"the experts already have {model.bits:g} bits per weight, and int4 with one scale per row loses more "
             f"accuracy: weights from Q4_K have an error of 7.2 to 8.6 % in int8, and of {lost} in int4; "
-            f"--quant-method int8 is the better choice"
+            "--quant-method int8 is the better choice"
         )
     for name, other in () if kept else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):

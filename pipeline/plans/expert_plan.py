@@ -240,7 +240,8 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     given = options.importance
     path = given.file
     if not quantizer.importance and path is not None and (given.imatrix is not None or not quantizer.moments):
-        raise UsageError(f"--imatrix and --statistics are for --scale imatrix, not {quantizer.name}; leave them out.")
+        flag = "--statistics" if given.imatrix is None else "--imatrix"
+        raise UsageError(f"{flag} is not for --scale {quantizer.name}; leave it out.")
     if path is None:
         if quantizer.importance:
             raise UsageError(

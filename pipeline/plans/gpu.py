@@ -79,7 +79,7 @@ def _rawint4_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
         return ()
     if why := explain_not_rawint4(facts):
         return (f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {why}; use `ktconvert cpu` for those",)
-    block = cards.whole_model_lines(facts, str(output))
+    block = cards.make_launch_lines(facts, str(output))
     command = " ".join(line.rstrip("\\").strip() for line in block[1 : block.index("```")])
     return (f"one directory for CPU and GPU: {command}",)
 

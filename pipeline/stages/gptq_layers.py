@@ -51,9 +51,9 @@ ROWS = 32  # rows to decode at a time, until a value is not zero
 class GptqWork(chain.LayerWork):
     """The work of a layer's unit.
 
-    grid         how the layer's experts are cut
+    slicing      the NUMA slices of the layer's experts
     quantizer    the quantizer that chooses scales
-    metadata     of the shard
+    metadata     entries of the shard's header
     run_oneshot  path of the samples -> a function that returns a linear, for --engine oneshot
     loose        whether the unit is a folder of loose files
     """

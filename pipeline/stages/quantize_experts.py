@@ -69,8 +69,7 @@ class ExpertsWork(ExpertsToWrite):
                 raise InputError(
                     f"{self.model.source.path(info)}: tensor {info.name} (layer {self.slicing.layer}, expert {expert}, "
                     f"{projection}_proj) contains a value that is not finite at row {row}, column {column}; download "
-                    f"the "
-                    "file again or ask its publisher."
+                    "the file again or ask its publisher."
                 ) from error
         return packed
 
@@ -147,8 +146,8 @@ def stage(
 ) -> Stage[ExpertsWork]:
     """Return the stage that converts these layers.
 
-    quantizerthe quantizer of layers whose format supports it
-    options  (name, value) of options that change bytes
+    quantizer  chooses the codes of layers whose format supports it
+    options    (name, value) of options that change bytes
     """
     names = fmt.names_for_source(model)
     units = []

@@ -161,7 +161,6 @@ def _open_checker(task: WorkerTask) -> tuple[ItemChecker, int]:
         different = sorted({name for name, *_ in set(inputs.identity) ^ set(task.files)})
         raise OutputError(
             f"{', '.join(different[:3])} of {task.options.output} or its source differ on this host; every host "
-            f"needs the same "
-            "files at the same paths."
+            "needs the same files at the same paths."
         )
     return ItemChecker(inputs, CollectingReporter()), worker_threads(task.threads)

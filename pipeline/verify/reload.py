@@ -271,7 +271,7 @@ def read_samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.in
     if text is not None:
         raise InputError(
             f"--text: has {len(ids)} tokens for {root}, but {length} are required; give a longer text, or leave out "
-            f"--text."
+            "--text."
         )
     return np.random.default_rng(0).integers(0, config.vocab_size, (SAMPLES, length))
 
