@@ -41,9 +41,9 @@ def __getattr__(name: str) -> Any:
         transformers_version.check_version(functools.partial(warnings.warn, stacklevel=3))
     if name in _MODULES:
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
-    if name == "__version__":  # of ktconvert, not of kt-kernel
+    if name == "__version__":  # ktconvert's version, not kt-kernel's
         return str(importlib.import_module("importlib.metadata").version("ktconvert"))
-    if name == "__cpu_variant__":  # by kt-kernel's name
+    if name == "__cpu_variant__":  # kt-kernel's name of the instruction set
         instruction_sets = importlib.import_module("ktconvert.native_quant.instruction_sets")
         return instruction_sets.VARIANTS.get(instruction_sets.isa(), instruction_sets.isa())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

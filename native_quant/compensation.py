@@ -36,7 +36,7 @@ class CodeRange(NamedTuple):
 def gptq_block(
     code_range: CodeRange, kind: str, inverse: F32, scale: F32, weight: F32, value: F32, error: F32, *, threads: int = 1
 ) -> None:
-    """Quantize the columns of a block one after the other, each time correcting the columns to its right.
+    """Quantize the columns of a block from left to right, and correct the columns to the right of each.
 
     All arrays are float32; width is at most MAX_COLUMNS.
     code_range  -128 <= least <= 0 <= most <= 127, precision at most 7
@@ -44,7 +44,8 @@ def gptq_block(
     inverse     [width, width]: the block's factor of the inverse Hessian; only the upper triangle is read
     scale       [n, width]: the scale of each weight
     weight      [n, width]: corrected in place
-    value, error   [n, width], written: the dequantized codes and their errors
+    value       [n, width], written: the dequantized codes
+    error       [n, width], written: their errors
     NaN stays NaN. The number of threads changes no bit. Equations: numerics.md, section 7.
     """
     _require_codes(code_range, threads)
@@ -71,12 +72,12 @@ SLICE: int = lib.KTQ_SLICE_COLUMNS
 
 
 def compensate(code_range: CodeRange, slices: F32, scale: F32, weight: F32, gradient: F32, *, threads: int = 1) -> None:
-    """Quantize all columns of a linear one after the other, each time correcting those to its right.
+    """Quantize all columns of a linear from left to right, and correct the columns to the right of each.
 
     All arrays are float32; k is a multiple of SLICE.
     code_range  as in gptq_block
-    slices      [k / SLICE, k, SLICE]: the factor U of the inverse Hessian in and above the diagonal, and below it
-                U[j, i] / U[j, j]
+    slices      [k / SLICE, k, SLICE]: the factor U of the inverse Hessian on and above the diagonal, and
+                U[j, i] / U[j, j] below it
     scale       [n, k]: the scale of each weight
     weight      [n, k]: replaced by the values of the codes
     gradient    [n, k], written: (weight - values) @ Hessian, the gradient of the remaining error
@@ -124,7 +125,8 @@ def descend(code_range: CodeRange, hessian: F32, scale: F32, codes: I8, gradient
     changed: list[int] = []
 
     def sweep(rows: slice) -> int:
-        count, group = ffi.new("int64_t *"), k // scale.shape[1]
+        count = ffi.new("int64_t *")
+        group = k // scale.shape[1]
         arrays = (("float[]", scale), ("int8_t[]", codes), ("float[]", gradient))
         pointers = (ffi.from_buffer(c_type, array[rows]) for c_type, array in arrays)
         result: int = lib.ktq_descend(*code_range, len(codes[rows]), k, group, metric, diagonal, *pointers, count)

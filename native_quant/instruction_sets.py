@@ -22,7 +22,7 @@ KERNELS: tuple[tuple[str, str], ...] = tuple(
     for row in takewhile(lambda row: lib.ktq_kernel_isa(row) >= 0, count())
 )
 
-COMPILER: str = _text(lib.ktq_compiler())  # compiler of the extension
+COMPILER: str = _text(lib.ktq_compiler())  # compiler of the extension, such as "gcc 12.2.0"
 
 _environment_read = False
 _environment_lock = threading.Lock()
@@ -40,7 +40,10 @@ def isa() -> str:
 
 
 def set_isa(name: str | None) -> None:
-    """Use this instruction set and none above it; None: the best available. Raises ValueError if it is unavailable."""
+    """Use an instruction set and those that it contains.
+
+    None: the best available one. Raises ValueError if it is unavailable.
+    """
     global _environment_read
     with _environment_lock:
         _environment_read = True
@@ -84,8 +87,9 @@ def read_environment() -> None:
             _environment_read = True
             if os.environ.get("KTCONVERT_DEBUG") == "1":
                 source = "KTCONVERT_ISA" if name else "KT_KERNEL_CPU_VARIANT" if variant else "the best available"
-                used, offered = ISAS[lib.ktq_isa()], ", ".join(available_isas())
-                print(f"ktconvert: computes with {used} ({source}) of {offered}", file=sys.stderr)
+                in_use = ISAS[lib.ktq_isa()]
+                available = ", ".join(available_isas())
+                print(f"ktconvert: computes with {in_use} ({source}) of {available}", file=sys.stderr)
 
 
 def raise_error(error: int) -> None:

@@ -72,8 +72,8 @@ def _check_size(bits: int, n: int, k: int) -> None:
     require_bits(bits)
     rows, columns = GEOMETRIES[bits]
     if n < 1 or k < 1 or n % rows or k % columns:
-        needed = str(rows) if rows == columns else f"{rows} and {columns}"
-        raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {needed}, not {n} x {k}")
+        multiples = str(rows) if rows == columns else f"{rows} and {columns}"
+        raise ValueError(f"{bits}-bit weights need rows and columns in multiples of {multiples}, not {n} x {k}")
 
 
 def _check_packed(bits: int, n: int, k: int, weight: Array, scale: Array, writable: bool) -> tuple[Any, Any]:
@@ -170,10 +170,11 @@ def pack_codes(bits: int, codes: I8, weight: U8) -> None:
     first = ffi.cast("int8_t *", codes.__array_interface__["data"][0])
     error = lib.ktq_pack_codes(bits, n, k, first, row_stride, packed, bad_row)
     if error == lib.KTQ_ERANGE:
-        row, largest = codes[bad_row[0]].astype(np.int16), 2 ** (bits - 1) - 1
+        row = codes[bad_row[0]].astype(np.int16)
+        largest = 2 ** (bits - 1) - 1
         column = int(np.argmax(np.abs(row) > largest))
-        where = f"row {bad_row[0]}, column {column}"
-        raise ValueError(f"the code at {where} is {row[column]}, not in -{largest}..{largest}")
+        position = f"row {bad_row[0]}, column {column}"
+        raise ValueError(f"the code at {position} is {row[column]}, not in -{largest}..{largest}")
     raise_error(error)
 
 
@@ -242,8 +243,8 @@ def require_multiples(multiple: int, n: int, k: int) -> None:
 
 def _panels_or_rows(codes: Array, types: tuple[np.dtype[Any], Any], n: int, k: int) -> tuple[int, Any]:
     """Return C's number of the order that the shape of codes implies, and the pointer. Raises ValueError."""
-    in_rows = codes.shape == (n, k)
-    order, shape = (lib.KTQ_ROWS, (n, k)) if in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))
+    is_in_rows = codes.shape == (n, k)
+    order, shape = (lib.KTQ_ROWS, (n, k)) if is_in_rows else (lib.KTQ_PANELS, (n // PANEL_ROWS, PANEL_ROWS * k))
     return order, pointer_to("codes", codes, types, shape)
 
 
@@ -256,7 +257,8 @@ def pack_bf16(matrix: Matrix, codes: U16) -> None:
     def call(n: int, k: int, source: Any, bad_row: Any) -> int:
         require_multiples(BF16_MULTIPLE, n, k)
         if codes.ndim == 1:
-            order, out = int(lib.KTQ_BLOCKS), pointer_to("codes", codes, UINT16, (n * k,))
+            order = int(lib.KTQ_BLOCKS)
+            out = pointer_to("codes", codes, UINT16, (n * k,))
         else:
             order, out = _panels_or_rows(codes, UINT16, n, k)
         return lib.ktq_pack_bf16(order, n, k, source, scratch_buffer(k), out, bad_row)
@@ -285,13 +287,14 @@ def unpack_mxfp4_rows(codes: U8, exponents: U8, rows: U8, row_exponents: U8) -> 
 
     Writes rows, uint8 [n, k/2], the even column in the lower half of a byte, and row_exponents, uint8 [n, k/32].
     """
-    n, k = rows.shape[0], 2 * rows.shape[1]
+    n = rows.shape[0]
+    k = 2 * rows.shape[1]
     require_multiples(PANEL_ROWS, n, k)
-    read = (codes, (n // PANEL_ROWS, PANEL_ROWS * k // 2)), (exponents, (n // PANEL_ROWS, k))
-    written = (rows, (n, k // 2)), (row_exponents, (n, k // PANEL_ROWS))
-    sources = (pointer_to("each array", array, UINT8, shape, writable=False) for array, shape in read)
-    results = (pointer_to("each array", array, UINT8, shape) for array, shape in written)
-    raise_error(lib.ktq_mxfp4_rows(n, k, *sources, *results))
+    inputs = (codes, (n // PANEL_ROWS, PANEL_ROWS * k // 2)), (exponents, (n // PANEL_ROWS, k))
+    outputs = (rows, (n, k // 2)), (row_exponents, (n, k // PANEL_ROWS))
+    input_pointers = (pointer_to("each array", array, UINT8, shape, writable=False) for array, shape in inputs)
+    output_pointers = (pointer_to("each array", array, UINT8, shape) for array, shape in outputs)
+    raise_error(lib.ktq_mxfp4_rows(n, k, *input_pointers, *output_pointers))
 
 
 def pack_fp8(matrix: Matrix, codes: U8, scales: F32) -> None:

@@ -32,7 +32,7 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 
 
 def process_cpus() -> frozenset[int]:
-    """Return the CPUs that this process may use, whatever its threads are bound to now.
+    """Return the CPUs that this process may use, even if its threads are bound to some of them now.
 
     They are the CPUs of the first thread at import and, if OpenMP had bound it before, those of OpenMP's places.
     """
@@ -61,8 +61,9 @@ def _openmp_cpus() -> frozenset[int]:
 
 def affinity(root: Path = ROOT) -> frozenset[int]:
     """Return the numbers of the CPUs that this process may use and that are online."""
-    own, online = process_cpus(), parse_list(read_text(root / "sys/devices/system/cpu/online") or "")
-    return own & online or own
+    process = process_cpus()
+    online = parse_list(read_text(root / "sys/devices/system/cpu/online") or "")
+    return process & online or process
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
@@ -73,7 +74,8 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 def usable_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
     """Return the number of threads that this process can keep busy, at least 1: its CPUs, capped by its quota."""
-    count, quota = len(affinity(root) if cpus is None else cpus), cpu_quota(root)
+    count = len(affinity(root) if cpus is None else cpus)
+    quota = cpu_quota(root)
     return max(1, count if quota is None else min(count, math.ceil(quota)))
 
 
@@ -110,8 +112,8 @@ def node_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[in
 def core_cpus(root: Path = ROOT, cpus: Collection[int] | None = None) -> dict[int, tuple[int, ...]]:
     """Return one CPU number for each physical core of this process, by NUMA node."""
     by_node = node_cpus(root, cpus).items()
-    firsts = {node: {_core_of(cpu, root): cpu for cpu in reversed(members)} for node, members in by_node}
-    return {node: tuple(sorted(first.values())) for node, first in firsts.items()}
+    first_cpus = {node: {_core_of(cpu, root): cpu for cpu in reversed(members)} for node, members in by_node}
+    return {node: tuple(sorted(cores.values())) for node, cores in first_cpus.items()}
 
 
 def pool_count(root: Path = ROOT, cpus: Collection[int] | None = None) -> int:
@@ -157,7 +159,7 @@ def memory_available(root: Path = ROOT) -> int:
     """
     meminfo = read_table(root / "proc/meminfo")
     free = meminfo.get("MemAvailable", meminfo.get("MemFree", 0) + meminfo.get("Cached", 0)) * 1024
-    left = [free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    available = [free or os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for group in cgroups("memory", root):
         limit = group_memory_limit(group)
         usage = first_number(group, "memory.current", "memory.usage_in_bytes")
@@ -165,8 +167,8 @@ def memory_available(root: Path = ROOT) -> int:
             stat = read_table(group / "memory.stat")
             # v1 counts the whole subtree under total_*; v2's plain names already do.
             cache = sum(stat.get(f"total_{name}", stat.get(name, 0)) for name in ("inactive_file", "active_file"))
-            left.append(max(0, limit - max(0, usage - cache)))
-    return min(left)
+            available.append(max(0, limit - max(0, usage - cache)))
+    return min(available)
 
 
 def memory_limit(root: Path = ROOT) -> int | None:
@@ -340,11 +342,13 @@ def read_cpuinfo(key: str, root: Path) -> str | None:
 def mounts(root: Path) -> Iterator[tuple[str, str, str, list[str]]]:
     """Yield (root inside the file system, mount point, type, options of the file system) for every mount; proc(5)."""
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
-        before, dash, after = line.partition(" - ")
-        left, right = before.split(" "), after.split(" ")
-        if dash and len(left) >= 5 and len(right) >= 3:
-            inside, point = (re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), name) for name in left[3:5])
-            yield inside, point, right[0], right[2].split(",")
+        mount_text, separator, type_text = line.partition(" - ")
+        mount_fields, type_fields = mount_text.split(" "), type_text.split(" ")
+        if separator and len(mount_fields) >= 5 and len(type_fields) >= 3:
+            root_path, mount_point = (
+                re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), name) for name in mount_fields[3:5]
+            )
+            yield root_path, mount_point, type_fields[0], type_fields[2].split(",")
 
 
 def cgroups(controller: str, root: Path) -> Iterator[Path]:
@@ -352,21 +356,21 @@ def cgroups(controller: str, root: Path) -> Iterator[Path]:
 
     A container may see only the top of its own hierarchy, or nothing: then there are fewer folders, or missing ones.
     """
-    ours: dict[str, str] = {}  # controller -> path; the unified hierarchy has the empty name
+    paths: dict[str, str] = {}  # controller -> path; the unified hierarchy has the empty name
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
-        ours.update(dict.fromkeys(names.split(","), path))
+        _, _, remainder = line.partition(":")
+        names, _, path = remainder.partition(":")
+        paths.update(dict.fromkeys(names.split(","), path))
     for name, kind in ((controller, "cgroup"), ("", "cgroup2")):
         hierarchies = [m for m in mounts(root) if m[2] == kind and (kind == "cgroup2" or name in m[3])]
-        if name not in ours or not hierarchies:
+        if name not in paths or not hierarchies:
             continue
-        inside, point, _, _ = hierarchies[0]
-        own = PurePosixPath(ours[name])
+        root_path, mount_point, _, _ = hierarchies[0]
+        group_path = PurePosixPath(paths[name])
         # A bind-mounted hierarchy starts at `inside`; what is above it or outside the namespace (/..) is hidden.
-        relative = own.relative_to(inside) if own.is_relative_to(inside) else PurePosixPath()
+        relative = group_path.relative_to(root_path) if group_path.is_relative_to(root_path) else PurePosixPath()
         parts = () if ".." in relative.parts else tuple(p for p in relative.parts if p != "/")
-        top = root / point.lstrip("/")
+        top = root / mount_point.lstrip("/")
         for depth in range(len(parts), -1, -1):
             yield top.joinpath(*parts[:depth])
 

@@ -22,14 +22,15 @@ class Kind:
 
     Equations: numerics.md, section 1.
 
-    name     name of its definition in quantizers/reference.py.
-    dtype    NumPy type of an item.
-    number   its constant in C; None: `decode` decodes it.
-    scaled   whether values are multiplied by scales.
-    columns, items   a block has this many columns and is stored in this many items.
-    rows     an item holds this many rows of one column.
-    by_rows  whether C reads it only if the columns of a row are contiguous.
-    decode   Matrix -> float32 [n, k], for a few rows at a time; for kinds that C cannot decode.
+    name     name of the definition in quantizers/reference.py
+    dtype    NumPy type of an item
+    number   constant of ktq.h; None: C cannot decode the kind, and `decode` does
+    scaled   whether values are multiplied by scales
+    columns  columns of a block
+    items    items that store a block
+    rows     rows of one column that an item stores
+    by_rows  whether C requires that the columns of a row are contiguous
+    decode   function that decodes a few rows of a Matrix to float32 [n, k]; only if `number` is None
     """
 
     name: str
@@ -52,15 +53,21 @@ class Kind:
 class Matrix:
     """A linear [n out_features, k in_features] in its stored encoding; a view that copies nothing.
 
-    values  2-D items of the kind. If a block is one column: [n, k], with either axis contiguous (transposed). Else the
-            whole blocks that hold each row's columns, or whole items that hold several rows.
-    scales  float32 [ceil(N / block[0]), ceil(K / block[1])] of the *whole* stored linear; None without scales.
-    block   rows and columns that share one scale.
-    origin  position of element [0, 0] in the whole linear, by which a slice finds its scales.
-    skip    columns of each row's first block (rows of the first item) before the linear's first one.
-    width, height   k and n if blocks or items may hold more columns or rows; None: all that they hold.
-    zeros   only for integers: the code of 0, float32 shaped as scales; None: 2^(bits-1).
-    group_of  int32 [K]: the column of `scales` for each column of the whole linear; None: given by block.
+    An item is the array element in which codes are stored, such as a byte or a 32-bit word. A storage block is the
+    smallest number of columns that fill whole items: 1 for BF16, 2 for INT4, 256 for Q4_K (see Kind). N and K are the
+    sizes of the whole stored linear, of which this may be a slice.
+
+    values         2-D array of items. [n, k] if a storage block is one column; one of the axes must be contiguous, so a
+                   transposed view is possible. Otherwise [n, items] with all storage blocks of a row, or, if an item
+                   stores several rows, [items, k]
+    scales         float32 [ceil(N / block[0]), ceil(K / block[1])], of the whole linear; None: no scales
+    block          rows and columns that share a scale
+    origin         row and column of element [0, 0] in the whole linear, which select its scales
+    skip           columns of each row's first storage block that do not belong to the slice (rows of the first item)
+    width          k, if the last storage block has more columns; None: all its columns
+    height         n, if the last item has more rows; None: all its rows
+    zeros          only for integers: zero points, float32 in the shape of scales; None: 2^(bits-1)
+    column_groups  int32 [K]: the column of `scales` for each column of the whole linear; None: determined by `block`
     """
 
     values: Array
@@ -72,7 +79,7 @@ class Matrix:
     width: int | None = None
     height: int | None = None
     zeros: Floats | None = None
-    group_of: I32 | None = None
+    column_groups: I32 | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -86,29 +93,30 @@ class Matrix:
 
     def rows(self, start: int, stop: int) -> Matrix:
         """Return the linear's rows start..stop-1."""
-        origin, each = (self.origin[0] + start, self.origin[1]), self.kind.rows
-        if each == 1:
+        origin = (self.origin[0] + start, self.origin[1])
+        item_rows = self.kind.rows
+        if item_rows == 1:
             return replace(self, values=self.values[start:stop], origin=origin)
-        first, last = (self.skip + start) // each, -(-(self.skip + stop) // each)
-        skip = self.skip + start - first * each
+        first = (self.skip + start) // item_rows
+        last = -(-(self.skip + stop) // item_rows)
+        skip = self.skip + start - first * item_rows
         return replace(self, values=self.values[first:last], origin=origin, skip=skip, height=stop - start)
 
     def columns(self, start: int, stop: int) -> Matrix:
         """Return the linear's columns start..stop-1."""
         origin = self.origin[0], self.origin[1] + start
-        each, items = self.kind.columns, self.kind.items
-        if each == items == 1:
+        block_columns, items = self.kind.columns, self.kind.items
+        if block_columns == items == 1:
             return replace(self, values=self.values[:, start:stop], origin=origin)
-        first, last = (self.skip + start) // each, -(-(self.skip + stop) // each)
-        values, skip = self.values[:, first * items : last * items], self.skip + start - first * each
+        first = (self.skip + start) // block_columns
+        last = -(-(self.skip + stop) // block_columns)
+        values = self.values[:, first * items : last * items]
+        skip = self.skip + start - first * block_columns
         return replace(self, values=values, origin=origin, skip=skip, width=stop - start)
 
-    def every_other(self, first: int) -> Matrix:
-        """Return the linear's rows first, first + 2, ...
-
-        Scales become one per row, since every block loses every other row.
-        """
-        if self.kind.dtype == np.uint32:  # words of one column follow each other, or hold several rows
+    def alternate_rows(self, first: int) -> Matrix:
+        """Return the rows first, first + 2, and so on; scales become one per row."""
+        if self.kind.dtype == np.uint32:  # words of a column are contiguous, or store several rows
             return Matrix(decode(self)[first::2], BF16)
         values = self.values[first::2]
         if self.scales is None:
@@ -130,18 +138,22 @@ class Matrix:
         scales = None if self.scales is None else np.ascontiguousarray(self.scales.T)
         return Matrix(self.values.T, self.kind, scales, self.block[::-1], self.origin[::-1])
 
-    def each_scale(self) -> Floats:
+    def element_scales(self) -> Floats:
         """Return the scale of every element: float32 [n, k]."""
         assert self.scales is not None, self.kind
-        return self._each(self.scales)
+        return self._expand(self.scales)
 
-    def each_zero(self) -> Floats | None:
+    def element_zeros(self) -> Floats | None:
         """Return the zero point of every element: float32 [n, k]; None if all are 2^(bits-1)."""
-        return None if self.zeros is None else self._each(self.zeros)
+        return None if self.zeros is None else self._expand(self.zeros)
 
-    def _each(self, grid: Floats) -> Floats:
+    def _expand(self, grid: Floats) -> Floats:
         (n, k), (row, column), (rows, columns) = self.shape, self.origin, self.block
-        at = (column + np.arange(k)) // columns if self.group_of is None else self.group_of[column : column + k]
+        at = (
+            (column + np.arange(k)) // columns
+            if self.column_groups is None
+            else self.column_groups[column : column + k]
+        )
         return cast("Floats", grid[np.ix_((row + np.arange(n)) // rows, at)])
 
 
@@ -154,7 +166,7 @@ INT4 = Kind("int4", np.dtype(np.uint8), lib.KTQ_INT4, scaled=True, columns=2, by
 FP4_E2M1 = Kind("fp4_e2m1", np.dtype(np.uint8), lib.KTQ_FP4_E2M1, scaled=True, columns=2, by_rows=True)
 INT8 = Kind("int8", np.dtype(np.uint8), lib.KTQ_INT8, scaled=True, by_rows=True)
 INT8_SIGNED = Kind("int8_signed", np.dtype(np.uint8), lib.KTQ_INT8_SIGNED, scaled=True, by_rows=True)
-# The same codes in words of 32 bits, low bits first; the words need not be contiguous: GPTQ's [k*b/32, n] transposed.
+# The same codes in 32-bit words, low bits first; words need not be contiguous: GPTQ's [k*b/32, n] transposed.
 INT4_WORDS = Kind("int4_words", np.dtype(np.uint32), lib.KTQ_INT4, scaled=True, columns=8)
 INT8_WORDS = Kind("int8_words", np.dtype(np.uint32), lib.KTQ_INT8, scaled=True, columns=4)
 # A word holds 8 rows of a column, in the order 0 2 4 6 1 3 5 7: AWQ's [k, n/8] transposed.
@@ -166,7 +178,7 @@ Q4_K = Kind("q4_k", np.dtype(np.uint8), lib.KTQ_Q4_K, columns=256, items=144, by
 Q5_K = Kind("q5_k", np.dtype(np.uint8), lib.KTQ_Q5_K, columns=256, items=176, by_rows=True)
 Q6_K = Kind("q6_k", np.dtype(np.uint8), lib.KTQ_Q6_K, columns=256, items=210, by_rows=True)
 GGML_MXFP4 = Kind("ggml_mxfp4", np.dtype(np.uint8), lib.KTQ_GGML_MXFP4, columns=32, items=17, by_rows=True)
-GGML = {"Q4_0": Q4_0, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "MXFP4": GGML_MXFP4}  # by ggml's names
+GGML = {"Q4_0": Q4_0, "Q8_0": Q8_0, "Q4_K": Q4_K, "Q5_K": Q5_K, "Q6_K": Q6_K, "MXFP4": GGML_MXFP4}  # ggml's names
 # One kind for each encoding that C decodes.
 KINDS = {kind.name: kind for kind in (BF16, FP16, F32, FP8_E4M3, INT4, INT8, FP4_E2M1, *GGML.values())}
 INTEGERS = (INT4, INT8, INT8_SIGNED, INT4_WORDS, INT8_WORDS, INT4_AWQ)
@@ -219,53 +231,63 @@ def c_source(matrix: Matrix) -> tuple[Any, Any]:
         raise ValueError(f"{kind.name} values must be {kind.dtype} in this machine's byte order, not {values.dtype!r}")
     n, k = matrix.shape
     if kind.rows > 1:
-        stored, needed, axis = values.shape[0] * kind.rows, n, "rows"
+        stored = values.shape[0] * kind.rows
+        needed = n
+        axis = "rows"
     else:
-        stored, needed, axis = values.shape[1] // kind.items * kind.columns, k, "columns"
+        stored = values.shape[1] // kind.items * kind.columns
+        needed = k
+        axis = "columns"
     if values.shape[1] % kind.items or needed < 1 or matrix.skip < 0 or matrix.skip + needed > stored:
         raise ValueError(f"values of shape {values.shape} hold {stored} {axis}, not {needed} after {matrix.skip}")
     (row_stride, column_stride), item = values.strides, kind.dtype.itemsize
     # NumPy may give any stride to an axis of length 1.
     row_stride = row_stride if values.shape[0] > 1 else item
     column_stride = column_stride if values.shape[1] > 1 else item
-    either = kind.items == kind.rows == 1 and not kind.by_rows
-    if item not in ((row_stride, column_stride) if either else (row_stride if kind.rows > 1 else column_stride,)):
+    can_transpose = kind.items == kind.rows == 1 and not kind.by_rows
+    if item not in (
+        (row_stride, column_stride) if can_transpose else (row_stride if kind.rows > 1 else column_stride,)
+    ):
         raise ValueError(f"one axis of values must be contiguous, not strides {values.strides}")
     if row_stride < 0 or column_stride < 0:
         raise ValueError(f"values must not run backwards, as strides {values.strides} do")
 
     source = (kind.number, _address(values), row_stride, column_stride)
     if not kind.scaled:
-        if any(array is not None for array in (matrix.scales, matrix.zeros, matrix.group_of)):
+        if any(array is not None for array in (matrix.scales, matrix.zeros, matrix.column_groups)):
             raise ValueError(f"{kind.name} values have no scales of their own")
         return ffi.new(_SOURCE, (*source, ffi.NULL, *[0] * 5, matrix.skip)), None
-    scales, zeros, group_of = _check_scales(matrix)
+    scales, zeros, column_groups = _check_scales(matrix)
     grid = (_address(scales), scales.shape[1], *matrix.block, *matrix.origin)
-    optional = (ffi.NULL if array is None else _address(array) for array in (zeros, group_of))
-    return ffi.new(_SOURCE, (*source, *grid, matrix.skip, *optional)), (scales, zeros, group_of)
+    optional = (ffi.NULL if array is None else _address(array) for array in (zeros, column_groups))
+    return ffi.new(_SOURCE, (*source, *grid, matrix.skip, *optional)), (scales, zeros, column_groups)
 
 
 def _check_scales(matrix: Matrix) -> tuple[Floats, Any, Any]:
     """Return scales, zero points and column groups as contiguous arrays. Raises ValueError for inconsistent ones."""
-    name, shape, scales, block, origin = matrix.kind.name, matrix.shape, matrix.scales, matrix.block, matrix.origin
+    name = matrix.kind.name
+    shape = matrix.shape
+    scales = matrix.scales
+    block = matrix.block
+    origin = matrix.origin
     if scales is None or scales.ndim != 2 or scales.dtype != np.float32:
         raise ValueError(f"{name} values need float32 scales with two dimensions")
     if min(block) < 1 or min(origin) < 0 or max(*block, *origin) >= 2**31:
         raise ValueError(f"block {block} and origin {origin} are out of range")
-    zeros, group_of = matrix.zeros, matrix.group_of
-    if matrix.kind not in INTEGERS and (zeros is not None or group_of is not None):
+    zeros, column_groups = matrix.zeros, matrix.column_groups
+    if matrix.kind not in INTEGERS and (zeros is not None or column_groups is not None):
         raise ValueError(f"{name} values have no zero points, and no groups but blocks")
     if zeros is not None and (zeros.dtype != np.float32 or zeros.shape != scales.shape):
         raise ValueError(f"zero points must be float32 of shape {scales.shape}, as the scales")
     last = [(start + size - 1) // step for size, start, step in zip(shape, origin, block, strict=True)]
-    if group_of is not None:
-        named = group_of[origin[1] : origin[1] + shape[1]]
-        if group_of.ndim != 1 or group_of.dtype != np.int32 or len(named) != shape[1] or named.min() < 0:
+    if column_groups is not None:
+        groups = column_groups[origin[1] : origin[1] + shape[1]]
+        if column_groups.ndim != 1 or column_groups.dtype != np.int32 or len(groups) != shape[1] or groups.min() < 0:
             raise ValueError("the group of each column must be an int32, 0 or more")
-        last[1] = int(named.max())
+        last[1] = int(groups.max())
     if any(index >= count for index, count in zip(last, scales.shape, strict=True)):
         raise ValueError(f"scales of shape {scales.shape} do not cover {shape} at {origin} in blocks of {block}")
-    arrays = (a if a is None else np.require(a, requirements=["C", "A"]) for a in (scales, zeros, group_of))
+    arrays = (a if a is None else np.require(a, requirements=["C", "A"]) for a in (scales, zeros, column_groups))
     return tuple(arrays)  # type: ignore[return-value]
 
 

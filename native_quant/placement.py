@@ -60,26 +60,27 @@ def explain_denial() -> str | None:
 
 
 def slice_nodes(index: int, count: int, nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes for the memory of one of `count` NUMA slices: those of the thread groups that begin with it.
+    """Return the nodes for the memory of one of `count` NUMA slices: the nodes of the thread groups that begin with it.
 
-    nodes: those of the pool. The assignment of slices to groups is that of forward/moe.c.
+    nodes: the pool's nodes. Slices are assigned to groups as in forward/moe.c.
     """
     groups = min(len(nodes), count)
-    own = (node for group, node in enumerate(nodes) if group % groups == index % groups)
-    return tuple(dict.fromkeys(map(machine.nearest_memory, own)))
+    group_nodes = (node for group, node in enumerate(nodes) if group % groups == index % groups)
+    return tuple(dict.fromkeys(map(machine.nearest_memory, group_nodes)))
 
 
 def describe_shortages(slice_bytes: Sequence[int], nodes: Sequence[int], available: Mapping[int, int]) -> str:
     """Name the nodes that have less memory available than NUMA slices of these sizes (bytes) need there; "" if none.
 
-    nodes: those of a pool; available: a result of machine.node_memory_available(). Always "" on a machine with one
-    node.
+    nodes      the pool's nodes
+    available  result of machine.node_memory_available()
+    On a machine with one node the result is always "".
     """
     needs: dict[int, float] = {}
     for index, size in enumerate(slice_bytes if len(available) > 1 else ()):
-        homes = slice_nodes(index, len(slice_bytes), nodes)
-        for home in homes:
-            needs[home] = needs.get(home, 0) + size / len(homes)
+        owners = slice_nodes(index, len(slice_bytes), nodes)
+        for owner in owners:
+            needs[owner] = needs.get(owner, 0) + size / len(owners)
     return ", ".join(
         f"node {node} has {available[node] / 2**30:.2f} GiB left for {needed / 2**30:.2f} GiB"
         for node, needed in needs.items()

@@ -62,21 +62,27 @@ def _search(kernel: Callable[..., int], grid: int, multiple: int, bf16: U16, imp
     (n, k), (row_stride, column_stride) = bf16.shape, bf16.strides
     if column_stride != 2:
         raise ValueError(f"each row of values must be contiguous, not strides {bf16.strides}")
-    weights, moments, moments_stride, vectors = ffi.NULL, ffi.NULL, 0, ffi.NULL
+    weights = ffi.NULL
+    moments = ffi.NULL
+    moments_stride = 0
+    vectors = ffi.NULL
     if importance is not None:
-        actual, stride = f"{importance.dtype} of shape {importance.shape}", importance.strides
+        actual = f"{importance.dtype} of shape {importance.shape}"
+        stride = importance.strides
         if importance.shape not in ((k,), (k, k)) or importance.dtype != np.float32:
             raise ValueError(f"importance must be float32 [{k}] or [{k}, {k}], not {actual}")
         if importance.ndim == 2:
             if stride[1] != 4 or stride[0] % 4:
                 raise ValueError(f"each row of second moments must be contiguous, not strides {stride}")
-            moments, moments_stride = ffi.cast("float *", importance.__array_interface__["data"][0]), stride[0] // 4
+            moments = ffi.cast("float *", importance.__array_interface__["data"][0])
+            moments_stride = stride[0] // 4
             vectors = ffi.from_buffer("float[]", np.empty(lib.KTQ_VECTOR_FLOATS * k, np.float32))
         diagonal = np.ascontiguousarray(np.diagonal(importance) if importance.ndim == 2 else importance)
         if not (diagonal >= 0).all() or not np.isfinite(importance).all():
             raise ValueError("importance must be finite and not negative")
         weights = ffi.from_buffer("float[]", diagonal)
-    codes, rows = np.empty((n, k), np.int8), ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
+    codes = np.empty((n, k), np.int8)
+    rows = ffi.cast("uint8_t *", bf16.__array_interface__["data"][0])
     inputs = n, k, rows, row_stride, weights, moments, moments_stride
     outputs = ffi.cast("float *", scratch_buffer(k)), vectors, ffi.from_buffer("int8_t[]", codes), scales
     call_kernel(lambda bad_row: kernel(grid, *inputs, *outputs, bad_row), lambda row: bf16[row])

@@ -130,7 +130,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
 
     n, k = weight.shape
     scale = _replace_zeros(scale, k)
-    group_of = factor.order // (k // scale.shape[1])
+    column_groups = factor.order // (k // scale.shape[1])
     columns = weight.index_select(1, factor.order).to(torch.float32).masked_fill_(factor.dead[factor.order], 0)
     losses = torch.zeros(n, device=weight.device)
     for first in range(0, k, BLOCK):
@@ -138,7 +138,7 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
         work = columns[:, block].contiguous()
         value, error = torch.empty_like(work), torch.empty_like(work)
         inverse = factor.upper[block, block].contiguous()
-        _compensate_block(Block(work, inverse, scale.index_select(1, group_of[block]), value, error), code_range)
+        _compensate_block(Block(work, inverse, scale.index_select(1, column_groups[block]), value, error), code_range)
         columns[:, block] = value
         losses += error.square().sum(1) / 2
         # A batch of one: for a plain product, the matrix library may use a different method with different bits.

@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, PREFIXES, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.archs import ARCHS, PREFIXES, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.expert_function import (
+    ACTIVATIONS,
+    PLAIN,
+    ExpertFunction,
+    read_functions,
+    record_functions,
+)
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
@@ -60,7 +67,7 @@ class Model:
             self.non_experts[f"{base}{layer}.mlp.shared_experts.gate_proj.weight"] = self.bits(4, 4)
             self.non_experts[f"{base}{layer}.mlp.gate.weight"] = self.bits(shape[0], 4)
         self.non_experts[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
-        inner: dict[str, Any] = {"hidden_act": "silu"} if arch.activation == "silu" else {}
+        inner: dict[str, Any] = {"hidden_act": "silu"} if arch.function.activation == "silu" else {}
         inner |= {arch.layers[0]: max(layers) + 1, arch.experts[0]: shape[0]}
         inner |= {"hidden_size": shape[1], arch.width[0]: shape[2]}
         self.config: dict[str, Any] = {"model_type": arch.matches[0] if arch.matches else "unheard_of"}
@@ -153,16 +160,18 @@ def test_every_row_is_read_in_every_style(arch: Arch, prefix: str, tmp_path: Pat
             assert parsed.dtypes == ("BF16",)
             assert parsed.has_shared_experts
             check(model, parsed)
-            assert parsed.is_plain == (not parsed.notes) == (arch.activation == "silu" and arch.weights_on == "output")
-            assert all("AMXINT4" in note and arch.instead in note for note in parsed.notes)
+            assert parsed.is_plain == (not parsed.notes) == (arch.function in (PLAIN, ExpertFunction("swiglu_step")))
+            assert all(
+                "AMXINT4" in note and str(parsed.functions[min(parsed.functions)]) in note for note in parsed.notes
+            )
 
 
 def test_rows_name_each_family_once() -> None:
     names = [m for arch in ARCHS for m in arch.matches]
     assert len(names) == len(set(names)) and len(ROWS) == len(ARCHS)
     for arch in ARCHS:
-        assert arch.activation in ACTIVATIONS and (arch.stored or arch.refusal)
-        assert arch.weights_on in ("output", "input")
+        assert arch.function.activation in ACTIVATIONS and (arch.stored or arch.refusal)
+        assert arch.function.weights_on in ("output", "input")
 
 
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a.refusal], ids=lambda a: a.name)
@@ -172,34 +181,80 @@ def test_unsupported_architectures_are_refused(arch: Arch, tmp_path: Path) -> No
         model.read(tmp_path)
 
 
-# (row, entries of the config, expected activation). The config may name a different one, or use a different spelling.
-ACTIVATION: list[tuple[str, dict[str, Any], str]] = [
-    ("Mixtral", {"hidden_act": "gelu"}, "gelu"),
-    ("Mixtral", {"swiglu_limit": 7.0}, "swiglu_limit"),
-    ("Mixtral", {"hidden_act": "SiLU"}, "silu"),
-    ("Mixtral", {"hidden_act": None}, "silu"),
-    ("Kimi-K3", {"hidden_act": "situ"}, "situ"),
-    (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}, "gelu"),
-    ("MiniMax-M3", {"hidden_act": "swigluoai"}, "swiglu_oai"),
-    ("MiniMax-M3", {"hidden_act": "silu"}, "swiglu_oai"),  # transformers writes this
-    ("DeepSeek-V4", {"hidden_act": "silu", "swiglu_limit": 10.0}, "swiglu_limit"),
-    ("JetMoE", {"activation_function": "silu"}, "silu"),
-    ("Step-3.5, 3.7", {"swiglu_limits": [0, 0, 0]}, "silu"),  # limits of zero mean no limit
+# (row, entries of the config, expected function). The config may name a different one, or use a different spelling.
+LIMITED, OAI = ExpertFunction(limit=10.0), ExpertFunction("swiglu_oai", 7.0, 1.702)
+SOFTCAP = ExpertFunction("softcap", alpha=4.0, beta=25.0)
+FUNCTIONS: list[tuple[str, dict[str, Any], ExpertFunction]] = [
+    ("Mixtral", {"hidden_act": "gelu"}, ExpertFunction("gelu_erf")),
+    ("Mixtral", {"hidden_act": "gelu_new"}, ExpertFunction("gelu_tanh")),
+    ("Mixtral", {"swiglu_limit": 7.0}, ExpertFunction(limit=7.0)),
+    ("Mixtral", {"hidden_act": "SiLU"}, PLAIN),
+    ("Mixtral", {"hidden_act": None}, PLAIN),
+    ("Mixtral", {"hidden_act": "situ", "activation_situ_beta": 3}, ExpertFunction("softcap", alpha=3.0)),
+    ("Kimi-K3", {"hidden_act": "situ"}, SOFTCAP),
+    ("Kimi-K3", {"activation_situ_beta": 3, "activation_situ_linear_beta": 0}, ExpertFunction("softcap", alpha=3.0)),
+    (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}, ExpertFunction("gelu_tanh")),
+    ("MiniMax-M3", {"hidden_act": "swigluoai"}, OAI),
+    ("MiniMax-M3", {"hidden_act": "silu", "swiglu_limit": 5}, replace(OAI, limit=5.0)),  # transformers writes silu
+    ("DeepSeek-V4", {"hidden_act": "silu", "swiglu_limit": 9.0}, ExpertFunction(limit=9.0)),
+    ("DeepSeek-V4", {}, LIMITED),
+    ("JetMoE", {"activation_function": "silu"}, PLAIN),
+    ("Step-3.5, 3.7", {"swiglu_limits": [0, 0, 0]}, PLAIN),  # limits of zero mean no limit
+    ("Step-3.5, 3.7", {"swiglu_limits": [7, 7, 7]}, ExpertFunction("swiglu_step", limit=7.0)),
+    ("Ling 3", {"expert_swiglu_limit_list": [4, 4, 4]}, ExpertFunction(limit=4.0)),
 ]
 NO_ACTIVATION: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act = \["silu"\], an activation that is not'),
-    ("Kimi-K3", {"hidden_act": "xielu"}, UnsupportedError, 'hidden_act = "xielu", an activation that is not known'),
-    ("Kimi-K3", {"hidden_act": "silu"}, InputError, r"and experts of Kimi-K3 compute 4 \* tanh\(gate / 4\)"),
-    (GEMMA, {"hidden_activation": "silu"}, InputError, rf"of {GEMMA} compute gelu\(gate\) \* up"),
+    ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act is \["silu"\], an unknown activation'),
+    ("Kimi-K3", {"hidden_act": "xielu"}, UnsupportedError, 'hidden_act is "xielu", an unknown activation'),
+    ("SmallThinker", {"hidden_act": "silu"}, InputError, r"but experts of SmallThinker compute relu\(gate\)"),
+    (GEMMA, {"hidden_activation": "silu"}, InputError, rf"of {GEMMA} compute gelu_tanh\(gate\) \* up"),
 ]
 
 
-@pytest.mark.parametrize(("name", "config", "activation"), ACTIVATION)
-def test_activation_follows_from_config_and_row(name: str, config: Any, activation: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "config", "function"), FUNCTIONS)
+def test_function_follows_from_config_and_row(name: str, config: Any, function: ExpertFunction, tmp_path: Path) -> None:
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(config)
     parsed = model.read(tmp_path)
-    assert parsed.activation == activation and parsed.is_plain == (activation == "silu")
+    assert set(parsed.functions.values()) == {function}
+    assert parsed.is_plain == (function == PLAIN)
+
+
+WRONG_CONSTANTS: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "DeepSeek-V4",
+        {"swiglu_limit": float("nan")},
+        "swiglu_limit must be a finite number of at least 0 for layer 1, not NaN",
+    ),
+    ("DeepSeek-V4", {"swiglu_limit": -1}, "swiglu_limit must be a finite number of at least 0 for layer 1, not -1"),
+    ("Step-3.5, 3.7", {"swiglu_limits": [7]}, "swiglu_limits has 1 values, none for layer 1"),
+    ("Kimi-K3", {"activation_situ_beta": 0}, "activation_situ_beta must be a finite number above 0 for layer 1, not 0"),
+    ("MiniMax-M3", {"swiglu_alpha": "x"}, 'swiglu_alpha must be a finite number above 0 for layer 1, not "x"'),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "message"), WRONG_CONSTANTS)
+def test_wrong_constants_of_activations_are_refused(name: str, config: Any, message: str, tmp_path: Path) -> None:
+    model = Model(ROWS[name], ROWS[name].stored[0])
+    model.config.update(config)
+    with pytest.raises(InputError, match=message):
+        model.read(tmp_path)
+
+
+def test_unknown_limits_are_refused(tmp_path: Path) -> None:
+    model = Model(ROWS["Mixtral"], ROWS["Mixtral"].stored[0])
+    model.config["expert_clamp_value"] = 7.0
+    with pytest.raises(UnsupportedError, match=r"expert_clamp_value = 7\.0 may limit the experts"):
+        model.read(tmp_path)
+
+
+def test_records_of_functions_are_read_back() -> None:
+    functions = {0: PLAIN, 1: LIMITED, 2: LIMITED, 5: SOFTCAP, 6: PLAIN}
+    record = record_functions(functions)
+    assert record["1-2"] == {"activation": "silu", "limit": 10.0} and read_functions(record) == functions
+    for wrong in ({"0": {"activation": "x"}}, {"a": {}}, {"0": {"limit": float("nan")}}, {"0": 1}, [], {"5-1": {}}):
+        with pytest.raises(InputError, match="the record of what experts compute cannot be read"):
+            read_functions(wrong)
 
 
 @pytest.mark.parametrize(("name", "config", "error", "message"), NO_ACTIVATION)
@@ -209,7 +264,7 @@ def test_unknown_or_contradicting_activations_are_refused(
     """The error names the option that decides."""
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(config)
-    message += ".*; say with --arch-file what the experts compute: activation = 'silu',"
+    message += ".*; give --arch-file with the activation of the experts: activation = 'silu',"
     with pytest.raises(error, match=message):
         model.read(tmp_path)
 
@@ -588,7 +643,8 @@ ROW = """
 name = "My MoE"
 matches = ["my_moe"]
 experts = ["how_many"]
-activation = "gelu"
+activation = "gelu_tanh"
+limit = 3
 
 [[stored]]
 style = "separate"
@@ -598,19 +654,21 @@ down = "blocks.{layer}.moe.{expert}.c.weight"
 """
 
 
-@pytest.mark.parametrize(("activation", "config_activation"), [("gelu", "relu2"), ("silu", "situ"), ("silu", "gelu")])
+@pytest.mark.parametrize(
+    ("activation", "config_activation"), [("gelu_tanh", "xielu"), ("silu", "relu"), ("silu", "relu2")]
+)
 def test_activation_of_a_row_from_a_file_wins(activation: str, config_activation: str, tmp_path: Path) -> None:
-    arch = parse_arch(ROW.replace('"gelu"', f'"{activation}"'))
+    arch = parse_arch(ROW.replace('"gelu_tanh"', f'"{activation}"'))
     model = Model(arch, arch.stored[0], "")
     model.config["hidden_act"] = config_activation
-    assert model.read(tmp_path / "given", (arch, *ARCHS)).activation == activation
-    silent = parse_arch(ROW.replace('activation = "gelu"', ""))
-    if config_activation != "relu2":
-        assert model.read(tmp_path / "silent", (silent, *ARCHS)).activation == config_activation
+    assert model.read(tmp_path / "given", (arch, *ARCHS)).functions[1] == ExpertFunction(activation, limit=3.0)
+    silent = parse_arch(ROW.replace('activation = "gelu_tanh"\nlimit = 3\n', ""))
+    if config_activation != "xielu":
+        assert model.read(tmp_path / "silent", (silent, *ARCHS)).functions[1].activation == config_activation
 
 
 def test_row_from_a_file_applies_to_any_checkpoint(tmp_path: Path) -> None:
-    arch = parse_arch(ROW.replace('matches = ["my_moe"]', "").replace('"gelu"', '"silu"'))
+    arch = parse_arch(ROW.replace('matches = ["my_moe"]', "").replace('"gelu_tanh"', '"silu"').replace("limit = 3", ""))
     model = Model(replace(arch, matches=("qwen3_moe",)), arch.stored[0], "")
     parsed = model.read(tmp_path / "model", (arch, *ARCHS))
     assert parsed.arch is arch
@@ -631,7 +689,7 @@ def test_row_from_a_file_can_have_fused_experts() -> None:
         ("[[stored]]", "[other]", "unknown key other"),
         ('style = "separate"', 'style = "loose"', "stored.style must be one of separate, fused, stacked"),
         ('style = "separate"', 'style = "fused"', "unknown key stored.gate"),
-        ('"gelu"', '"magic"', "activation must be one of silu"),
+        ('"gelu_tanh"', '"magic"', "activation must be one of silu"),
         ('["how_many"]', '"how_many"', "experts must be a list"),
         (".{expert}.a", ".a", "stored.gate must be a tensor name with {layer} and {expert}"),
         ("blocks.{layer}.moe.{expert}.a", "{expert}.{layer}.a", "stored.gate"),

@@ -52,7 +52,7 @@ def linear(
         np.asarray(scales, np.float32),
         (1, group),
         zeros=rng.integers(0, 1 << BITS[kind], shape).astype(np.float32) if zeros else None,
-        group_of=rng.permutation(np.arange(k, dtype=np.int32) // group) if order else None,
+        column_groups=rng.permutation(np.arange(k, dtype=np.int32) // group) if order else None,
     )
 
 
@@ -115,7 +115,7 @@ def test_every_code_decodes_with_scales_of_every_size(kind: str, order: bool) ->
     matrix = Matrix(codes, KINDS[kind], column, (1, 10**6))
     column_groups = np.zeros(matrix.shape[1], np.int32) if order and kind in packed.BITS else None
     for zeros in (None, np.full_like(column, 3))[: 2 if kind in packed.BITS else 1]:
-        assert_decodes_to(replace(matrix, zeros=zeros, group_of=column_groups))
+        assert_decodes_to(replace(matrix, zeros=zeros, column_groups=column_groups))
 
 
 def rejected_position(matrix: Matrix) -> tuple[int, int]:
@@ -202,7 +202,7 @@ def test_any_slice_decodes_with_its_own_codes_and_scales(
         assert (
             kernels.decode(sliced.rows(inner_top, bottom - top)) == expected[top + inner_top : bottom, first:stop]
         ).all()
-        assert (kernels.decode(matrix.every_other(n > 1)) == expected[n > 1 :: 2]).all()
+        assert (kernels.decode(matrix.alternate_rows(n > 1)) == expected[n > 1 :: 2]).all()
 
 
 @pytest.mark.usefixtures("isa")

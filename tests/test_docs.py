@@ -22,8 +22,9 @@ import pytest
 from ktconvert.layouts import errors
 from ktconvert.layouts.checkpoints import archs
 from ktconvert.layouts.checkpoints.arch_file import NO_KEYS, parse_arch
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, Arch, Style
+from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Style
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, PLAIN
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, formats_by_option
 from ktconvert.native_quant.matrix import KINDS
@@ -437,12 +438,12 @@ def _row(arch: Arch) -> str:
     stored = ", ".join(_style_cell(style) for style in arch.stored)
     if arch.refusal is not None:
         result = f"**refused**: {arch.refusal}"
-    elif arch.activation != "silu" or arch.weights_on != "output":
-        result = f"converted with a warning: {arch.instead}"
+    elif arch.function != PLAIN:
+        result = "converted, for ktconvert's runtime"
     else:
         result = "converted"
-    inputs = ", weights on the input" if arch.weights_on == "input" else ""
-    computes = f"`{arch.activation}`{inputs}" if arch.stored else ""
+    inputs = ", weights on the input" if arch.function.weights_on == "input" else ""
+    computes = f"`{arch.function.activation}`{inputs}" if arch.stored else ""
     return f"| {arch.name} | {', '.join(f'`{m}`' for m in arch.matches)} | {stored} | {computes} | {result} |"
 
 
@@ -459,9 +460,11 @@ def test_documented_architectures_equal_the_table() -> None:
 
 def test_activations_prefixes_and_config_keys_are_documented() -> None:
     page = read_text(ARCHITECTURES_PAGE)
-    for name, formula in ACTIVATIONS.items():
+    for name, activation in ACTIVATIONS.items():
         assert f"`{name}`" in page
-        assert formula in page
+        assert activation.formula.format(alpha="alpha", beta="beta") in page
+        for constant in activation.constants:
+            assert all(f"`{key}`" in page for key in constant.keys)
     keys = {*archs.NUM_LAYERS, *archs.NUM_EXPERTS, *archs.MOE_WIDTH, *archs.DENSE_WIDTH, *archs.HIDDEN, *archs.PREFIXES}
     for key in keys - {""}:
         assert f"`{key}`" in page, key

@@ -255,7 +255,7 @@ def test_a_file_of_a_hub_repository_is_read_from_the_cache(snapshot: Path) -> No
         ("qwen3moe", "Qwen3-MoE, Qwen3-Coder", None),
         ("llama", "Mixtral", None),
         ("llama4", "Llama-4", "with routing weights on their input"),
-        ("gemma4", "Gemma-4 26B-A4B", "compute gelu(gate)"),
+        ("gemma4", "Gemma-4 26B-A4B", "compute gelu_tanh(gate)"),
         ("smallthinker", "SmallThinker", "compute relu(gate)"),
         ("kimi-k3", "Kimi-K3", "compute 4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)"),
         ("brandnew", "gguf:brandnew", "is not in the table of architectures; its experts are stored as in any GGUF"),
@@ -316,12 +316,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"expert_feed_forward_length": 512}, "expert width of layer 0 must be 256"),
     ({"change": remove_tensors("up")}, r"'blk\.1\.ffn_up_exps\.weight' is missing"),
     ({"change": remove_tensors(*PROJECTIONS)}, "layer 1 has a router but no experts"),
-    ({"arch": "kimi-k3", "hidden_activation": "silu"}, 'hidden_act = "silu", and experts of Kimi-K3 compute'),
+    (
+        {"arch": "smallthinker", "hidden_activation": "silu"},
+        'hidden_act is "silu", but experts of SmallThinker compute',
+    ),
 ]
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"arch": "gpt-oss"}, "its experts have biases and a clamped activation"),
     ({"change": add_bias}, r"'blk\.1\.ffn_up_exps\.bias': .* no place for biases"),
-    ({"hidden_activation": "relu2"}, 'hidden_act = "relu2", an activation that is not known; say with --arch'),
+    ({"hidden_activation": "xielu"}, 'hidden_act is "xielu", an unknown activation; give --arch-file'),
     ({"change": add_scale}, r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale .*is not an input yet; use"),
 ]
 
@@ -339,9 +342,14 @@ def test_contradicting_and_unsupported_models_are_refused(
 
 def test_metadata_names_activation_and_mtp_layers(tmp_path: Path) -> None:
     """The row or the metadata names the activation; the last blocks are MTP."""
-    for arch, activation in (("kimi-k3", "situ"), ("gemma4", "gelu"), ("qwen3moe", "silu"), ("qwen3moe", "situ")):
-        source = write_small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=activation)
-        assert read_model(source).activation == activation
+    for arch, name, activation in (
+        ("kimi-k3", "situ", "softcap"),
+        ("gemma4", "gelu", "gelu_tanh"),
+        ("qwen3moe", "silu", "silu"),
+        ("qwen3moe", "relu", "relu"),
+    ):
+        source = write_small(tmp_path / f"{arch}.gguf", arch=arch, hidden_activation=name)
+        assert read_model(source).functions[0].activation == activation
     moe = read_model(write_small(tmp_path / "m.gguf", nextn_predict_layers=1))
     assert moe.layers == (0,) and moe.mtp_layers == (1,)
     assert any("MTP layers (layer 1) are left out" in note for note in moe.notes)

@@ -181,9 +181,9 @@ def read_linears(folder: Path) -> dict[str, Matrix]:
 
 def float32_values(linear: Matrix) -> Any:
     """Return (q - z) * s before it is rounded, by the definition."""
-    zeros = linear.each_zero()
+    zeros = linear.element_zeros()
     half = np.float32(1 << packed.BITS[linear.kind.name] - 1)
-    return (packed.read_codes(linear).astype(np.float32) - (half if zeros is None else zeros)) * linear.each_scale()
+    return (packed.read_codes(linear).astype(np.float32) - (half if zeros is None else zeros)) * linear.element_scales()
 
 
 def digest(bits: Any) -> str:
@@ -580,7 +580,7 @@ def test_damaged_values_stop_the_conversion(name, damage, message, tmp_path):
 def test_an_unset_column_order_is_ignored(tmp_path):
     store_unset = replace_tensor(".weight_g_idx", "I32", (H,), -1)
     folder, _ = write("ct 4", tmp_path, lambda t, _: [store_unset(t, {}, BASE.format(e, "gate")) for e in range(E)])
-    assert open_model(folder).linear(0, 1, "gate").group_of is None
+    assert open_model(folder).linear(0, 1, "gate").column_groups is None
 
 
 def test_gpt_oss_is_refused(tmp_path, cli):

@@ -44,7 +44,7 @@ def test_checkpoint_is_described(example, cli):
     assert report["kind"] == "checkpoint" and report["architecture"].startswith("Qwen3-MoE")
     assert (report["experts"], report["hidden"], report["intermediate"]) == ([8], [256], [256])
     assert report["moe_layers"] == [0, 1] and report["dense_layers"] == [] and report["mtp_layers"] == []
-    assert report["expert_dtypes"] == ["BF16"] and report["activation"] == "silu" and report["weights_on"] == "output"
+    assert report["expert_dtypes"] == ["BF16"] and report["functions"] == {"0-1": {"activation": "silu"}}
     assert report["routed_bytes"] == 2 * 8 * 3 * 256 * 256 * 2 and not report["shared_experts"]
     assert report["total_bytes"] == report["routed_bytes"] + report["rest_bytes"] == sum(report["dtypes"].values())
     int4, int8 = (method for method in report["methods"] if method["method"] in ("AMXINT4", "AMXINT8"))

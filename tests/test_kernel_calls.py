@@ -139,9 +139,12 @@ BAD: list[tuple[Any, str]] = [
     (decode(zeros((8, 4)).T, matrix_kinds.INT8, ONES, (1, 8)), "one axis of values must be contiguous"),
     (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), zeros=zeros((4, 2), np.float32)), "zero points must be float32"),
     (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), zeros=zeros((4, 1))), "zero points must be float32"),
-    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), group_of=np.full(8, -1, np.int32)), "group of each column must be"),
-    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), group_of=np.full(8, 1, np.int32)), "do not cover"),
-    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), group_of=zeros(7, np.int32)), "group of each column must be"),
+    (
+        decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), column_groups=np.full(8, -1, np.int32)),
+        "group of each column must be",
+    ),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), column_groups=np.full(8, 1, np.int32)), "do not cover"),
+    (decode(EIGHT, matrix_kinds.INT8, ONES, (1, 8), column_groups=zeros(7, np.int32)), "group of each column must be"),
     (
         decode(zeros((1, 8), np.uint32), matrix_kinds.INT4_AWQ, np.ones((8, 1), np.float32), (1, 8), skip=1, height=8),
         SKIPPED,

@@ -23,7 +23,7 @@ from rig.gemm import gemm_bf16
 from rig.native import GOLDEN, Native, distance
 from rig.safetensors import read_file, write_file
 
-TYPES = [row.type for row in METHODS["LLAMAFILE"].rows]
+TYPES = [row.weight_type for row in METHODS["LLAMAFILE"].all_rows]
 BLOCKS = list(kernels.BLOCK_FORMATS)
 NEAR_FLOAT64 = 4e-3  # relative L2 of a layer's output: h and the output are BF16, and so are Q6_K's weights
 NEAR_FLOAT64_F16 = 1.8e-3  # for F16 experts, where only the output is BF16

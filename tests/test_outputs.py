@@ -158,7 +158,7 @@ def keep_tensors(method: str, part: Matrix) -> list[Any]:
         (row, column), (n, k) = (start // 128 for start in part.origin), part.shape
         scales = part.scales[row : row + n // 128, column : column + k // 128]  # type: ignore[index]
         return [floats.to_panels(np.ascontiguousarray(part.values)), scales]
-    scales = part.each_scale()[:, ::32]
+    scales = part.element_scales()[:, ::32]
     values = reference.bf16_to_f32(reference.decode(part)) / np.repeat(scales, 32, axis=1)
     codes = (
         np.searchsorted(encodings.E2M1[:8], np.abs(values)).astype(np.uint8) | np.signbit(values).astype(np.uint8) << 3
@@ -355,7 +355,6 @@ def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, 
     for name, value, message in (
         ("method", other, f"manifest.json: has method {other}, but the weights .*; convert it ag"),
         ("numa", 2, "manifest.json: has numa 2, but the weights .*; convert it ag"),
-        ("activation", "swiglu_limit", "manifest has activation swiglu_limit, but these settings silu; set"),
     ):
         document = json.loads(manifest_text)
         document["model"][name] = value

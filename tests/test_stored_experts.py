@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 from click.testing import CliRunner, Result
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
@@ -92,16 +94,29 @@ def test_run_needs_only_the_model(method, models):
     assert done.stdout == named.stdout == by_torch.stdout
 
 
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu", "relu"])
+def test_experts_with_other_activations_are_computed(activation, example, tmp_path):
+    """From the checkpoint and from what it is converted into: the text is that of transformers."""
+    model = stored.model(example, tmp_path / "model", "BF16")
+    stored.configure(model, hidden_act=activation)
+    options = ("--prompt", "def add(", "--max-new-tokens", 8)
+    by_torch = call(run, model, *options, "--torch-experts")
+    result = call(run, model, *options)
+    assert (result.exit_code, result.stdout) == (0, by_torch.stdout), result.exception
+    assert "transformers computes the experts" not in result.stderr
+
+
 def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
-    """run says so; --cpu-weights and verify refuse it."""
-    model = stored.model(example, tmp_path / "gelu", "BF16")
-    stored.configure(model, hidden_act="gelu")
+    """run says so; --cpu-weights refuses it. No method computes F32."""
+    model = stored.model(example, tmp_path / "f32", "BF16")
+    tensors = safetensors.torch.load_file(model / "model.safetensors")
+    safetensors.torch.save_file({name: tensor.float() for name, tensor in tensors.items()}, model / "model.safetensors")
     options = ("--prompt", "def add(", "--max-new-tokens", 4)
-    done, by_torch = call(run, model, *options), call(run, model, *options, "--torch-experts")
-    assert (done.exit_code, done.stdout) == (0, by_torch.stdout), done.exception
-    assert re.search(r"note: transformers computes the experts, since: .*layer 0 compute gelu", done.stderr)
+    result, by_torch = call(run, model, *options), call(run, model, *options, "--torch-experts")
+    assert (result.exit_code, result.stdout) == (0, by_torch.stdout), result.exception
+    assert re.search(r"note: transformers computes the experts, since: .*layer 0 are F32", result.stderr)
     refused = call(run, model, *options, "--cpu-weights", model).exception
-    assert isinstance(refused, UnsupportedError) and "layer 0 compute gelu" in str(refused)
+    assert isinstance(refused, UnsupportedError) and "layer 0 are F32" in str(refused)
     both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception
     assert isinstance(both, UsageError) and "exclude each other; leave out one" in str(both)
 
@@ -224,7 +239,7 @@ def test_layers_may_have_different_limits(tmp_path, cli):
     layer = native.read("MXFP4_v4")
     outs: list[list[Any]] = []
     for path in (model, tmp_path / "numa", tmp_path / "kt"):
-        assert tuple(open_experts(path).swiglu(n).limit for n in range(3)) == limits
+        assert tuple(open_experts(path).function(n).limit for n in range(3)) == limits
         experts = [Experts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
         outs.append([one.forward(layer.hidden, layer.ids, layer.weights) for one in experts])
         for n in range(3):
@@ -241,8 +256,8 @@ def test_layers_may_have_different_limits(tmp_path, cli):
 @pytest.mark.parametrize("limit", ["7", -1, [1, "x"], float("nan"), True, {"a": 1}])
 def test_invalid_limits_are_rejected(limit, tmp_path):
     model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
-    with pytest.raises(InputError, match="swiglu_limit must be a number from 0 on for layer 1, not"):
-        open_experts(model).swiglu(1)
+    with pytest.raises(InputError, match=r"swiglu_limit must be a finite number of at least 0 for layer [01], not"):
+        open_experts(model).function(1)
 
 
 def limited_experts(family: str, **config: Any) -> Any:
@@ -253,15 +268,13 @@ def limited_experts(family: str, **config: Any) -> Any:
 
 
 def test_only_modules_with_the_same_limit_are_replaced(tmp_path):
-    from ktconvert.native_quant.runtime.swiglu import Swiglu
-
     model = limited_experts("deepseek_v4", swiglu_limit=7.0, num_local_experts=8)
-    assert [place.layer for place in find_experts(model, lambda layer: Swiglu(7.0))] == [0, 1]
-    for other in (Swiglu(), Swiglu(6.5), Swiglu(7.0, 1.702)):
+    assert [place.layer for place in find_experts(model, lambda layer: ExpertFunction(limit=7.0))] == [0, 1]
+    for other in (PLAIN, ExpertFunction(limit=6.5), ExpertFunction("swiglu_oai", 7.0, 1.702)):
         with pytest.raises(
             UnsupportedError, match=r"DeepseekV4Experts\) has a different activation, but these experts"
         ):
             find_experts(model, lambda layer, other=other: other)
-    mixed = {0: Swiglu(7.0), 1: Swiglu(10.0)}
-    with pytest.raises(UnsupportedError, match=r"layers\.1\..* silu\(gate\) \* up with swiglu_limit=10 with"):
+    mixed = {0: ExpertFunction(limit=7.0), 1: ExpertFunction(limit=10.0)}
+    with pytest.raises(UnsupportedError, match=r"layers\.1\..* silu\(gate\) \* up, gate and up limited to 10; load"):
         find_experts(model, mixed.__getitem__)

@@ -24,7 +24,7 @@ from rig.toys import main
 def decode(linear: of.Matrix) -> Any:
     """Return float32 [n, k]: half the square of a code, with its sign, times the scale. C does not know it."""
     codes = linear.values.astype(np.float32)
-    return codes * np.abs(codes) / 2 * linear.each_scale()
+    return codes * np.abs(codes) / 2 * linear.element_scales()
 
 
 def linear_of(source: Any, tensors: Any, quantization: Any, input_major: bool) -> of.Matrix:

@@ -23,7 +23,6 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice, write_fp8_codes
-from ktconvert.native_quant.runtime.swiglu import ALPHA, LIMIT
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.doctor import describe_extension
 from rig import native
@@ -43,9 +42,9 @@ def write(stored: StoredSlice, out: Sequence[Bytes]) -> None:
 
 WHAT = "E4M3, one for the weight"
 TENSORS = METHODS["FP8_PERCHANNEL"].tensors
-TOY = Method("FP8_PERTENSOR", lib.KTQ_FORMAT_FP8_PERCHANNEL, WHAT, 32, TENSORS, reads=reads, write=write)
-ROWS = [row for method in METHODS.values() for row in method.rows]
-LABELS = [f"{row.name} {row.type}".strip() for row in ROWS]
+TOY = Method("FP8_PERTENSOR", lib.KTQ_FORMAT_FP8_PERCHANNEL, WHAT, 32, TENSORS, accepts=reads, write_stored=write)
+ROWS = [row for method in METHODS.values() for row in method.all_rows]
+LABELS = [f"{row.name} {row.weight_type}".strip() for row in ROWS]
 
 
 @pytest.fixture
@@ -81,14 +80,12 @@ def test_the_toy_method_computes(parts, toy, layers):
 
 def test_commands_know_the_toy_method(toy, layers):
     document = json.loads(CliRunner().invoke(bench, [str(layers[2]), "--tokens", "1", "--json"]).stdout)
-    assert (document["method"], document["weights"], document["activations"]) == (toy.name, toy.weights, "BF16")
+    assert (document["method"], document["weights"], document["activations"]) == (toy.name, toy.description, "BF16")
     assert toy.name in describe_extension().methods
 
 
 def test_unsupported_settings_are_rejected(toy, layers):
     _, rows, whole = layers
-    with pytest.raises(ValueError, match=r"swiglu_limit=7\.0 must be 0 for method='FP8_PERTENSOR'"):
-        Experts.load(whole, 0, swiglu_limit=7.0)
     with pytest.raises(UnsupportedError, match="which method FP8_PERCHANNEL computes, not FP8_PERTENSOR"):
         Experts.load(rows, 0, method=toy.name)
     wrapper = KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(whole), 512, method=toy.name)
@@ -128,7 +125,7 @@ def test_rows_have_the_sizes_of_c(method):
         is_legal = lib.ktq_weight_bytes(method.number, *shape, codes, scales) == lib.KTQ_OK
         # Which no output and no checkpoint makes use of: fewer rows, and fewer columns than the largest type has.
         assert not is_legal or method.activations == "int8" or method.name == "LLAMAFILE"
-    too_many = 2 * lib.KTQ_MOST_COLUMNS
+    too_many = 2 * lib.KTQ_MAX_COLUMNS
     assert lib.ktq_weight_bytes(method.number, method.multiple, too_many, codes, scales) == lib.KTQ_EINVAL
 
 
@@ -136,9 +133,9 @@ def test_output_formats_have_the_encodings_of_the_rows():
     in_parts = {fmt.name: fmt.encoding for fmt in FORMATS.values() if fmt.can_resplit}
     held = {name: method for name, method in METHODS.items() if method.encoding is not None}
     assert in_parts.keys() == held.keys()
-    assert all((in_parts[name] == method.encoding) == (method.arrange is None) for name, method in held.items())
+    assert all((in_parts[name] == method.encoding) == (method.rearrange is None) for name, method in held.items())
     for method in ROWS:
-        assert method.encoding is not None or (method.reads and method.write)
+        assert method.encoding is not None or (method.accepts and method.write_stored)
 
 
 def test_the_page_lists_the_rows():
@@ -146,13 +143,11 @@ def test_the_page_lists_the_rows():
     shown = {cells[0].replace("`", ""): cells[1:] for cells in lines}
 
     def row(method: Method) -> list[str]:
-        checkpoint, output = method.reads is not None, method.encoding is not None
+        checkpoint, output = method.accepts is not None, method.encoding is not None
         sources = ["checkpoints"] * checkpoint + ["outputs, tensors"] * output
-        settings = [f"`{setting}`" for setting in (LIMIT, ALPHA) if setting in method.swiglu]
         nbytes = sum(tensor.nbytes for tensor in method.tensors(2048, 2048))
         size = re.sub(r"0+$", "", f"{nbytes / 2048**2:.4f}").rstrip(".")
-        numbers = method.weights, size, method.activations, ", ".join(sources), str(method.multiple)
-        return [*numbers, ", ".join(settings) or "–"]
+        return [method.description, size, method.activations, ", ".join(sources), str(method.multiple)]
 
     for label, method in zip(LABELS, ROWS, strict=True):
         assert shown[label] == row(method), label

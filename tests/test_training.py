@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -279,8 +280,10 @@ def test_unsupported_gradients_are_rejected() -> None:
     bits = [
         f32_to_bf16(rng.standard_normal(shape, np.float32)) for shape in ((E, WIDTH, H), (E, WIDTH, H), (E, H, WIDTH))
     ]
-    limited = Experts.from_bf16(*bits, method="MXFP4", swiglu_limit=7.0)
-    with pytest.raises(UnsupportedError, match=r"gradients are unsupported for experts in .* swiglu_limit"):
-        compute_with_lora(limited, hidden, ids, weights)
+    weighted = Experts.from_bf16(*bits, method="MXFP4", function=ExpertFunction(weights_on="input"))
+    with pytest.raises(
+        UnsupportedError, match=r"gradients are unsupported for experts in .* routing weights on their input"
+    ):
+        compute_with_lora(weighted, hidden, ids, weights)
     with pytest.raises(ValueError, match="dropout must be from 0 to less than 1"):
         compute_with_lora(experts("BF16"), hidden, ids, weights, factors(), dropout=1.0)

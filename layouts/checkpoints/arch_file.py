@@ -2,8 +2,8 @@
 
 name = "My-MoE"
 matches = ["my_moe"]              # model_type or architectures; left out: any checkpoint
-activation = "silu"               # whatever config.json calls it; optional, as are weights_on, layers, experts, width,
-                                  # hidden and instead
+activation = "silu"               # whatever config.json calls it; optional, as are limit, alpha, beta, weights_on,
+                                  # layers, experts, width and hidden
 
 [[stored]]
 style = "separate"                # or "fused" (gate_up, down) or "stacked" (gate, up, down in 3-D)
@@ -16,15 +16,17 @@ from __future__ import annotations
 
 import string
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, Arch, Fused, Separate, Stacked, Style
+from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
+from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFunction
 from ktconvert.layouts.errors import InputError
 
 STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
 LISTS = ("matches", "layers", "experts", "width", "hidden")
-NO_KEYS = ("refusal", "shares", "decides", "router_scale")  # fields of a row that are not in files
+NO_KEYS = ("refusal", "shares", "decides", "router_scale", "function")  # fields of a row that are not in files
+CONSTANTS = ("limit", "alpha", "beta")
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
@@ -42,7 +44,7 @@ def _parse(text: str) -> Arch:
     except (ValueError, RecursionError) as e:
         reason = "nested too deeply" if isinstance(e, RecursionError) else e
         raise InputError(f"not valid TOML ({reason})") from None
-    known = [f.name for f in fields(Arch) if f.name not in NO_KEYS]
+    known = [*(f.name for f in fields(Arch) if f.name not in NO_KEYS), *CHOICES, *CONSTANTS]
     _require_known_keys(tree, known, "")
     name = tree.pop("name", None)
     if not isinstance(name, str) or not name:
@@ -51,17 +53,21 @@ def _parse(text: str) -> Arch:
     if not isinstance(stored, list) or not stored:
         raise InputError("needs at least one [[stored]] table with the names of the experts' tensors")
     row: dict[str, Any] = {"matches": (), "decides": "activation" in tree}
+    function = ExpertFunction()
     for key, value in tree.items():
         if key in LISTS:
             if not isinstance(value, list) or not all(isinstance(v, str) and v for v in value):
                 raise InputError(f"{key} must be a list of strings")
             row[key] = tuple(value)
-        elif not isinstance(value, str) or value not in CHOICES.get(key, (value,)):
-            allowed = f"one of {', '.join(CHOICES[key])}" if key in CHOICES else "text"
-            raise InputError(f"{key} must be {allowed}")
+        elif key in CONSTANTS:
+            if type(value) not in (int, float) or not 0 <= value < float("inf"):
+                raise InputError(f"{key} must be a finite number of at least 0")
+            function = function.with_constants({key: float(value)})
+        elif value not in CHOICES[key]:
+            raise InputError(f"{key} must be one of {', '.join(CHOICES[key])}")
         else:
-            row[key] = value
-    return Arch(name=name, stored=tuple(_style(table) for table in stored), **row)
+            function = replace(function, **{key: value})
+    return Arch(name=name, stored=tuple(_style(table) for table in stored), function=function, **row)
 
 
 def _style(table: Any) -> Style:

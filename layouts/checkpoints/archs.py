@@ -6,8 +6,10 @@ Names of tensors, config keys and released dtypes were taken from published chec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
+
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 
 # Prefixes of "layers." in tensor names. {prefix} in a template stands for any of them.
 PREFIXES = (
@@ -20,7 +22,7 @@ NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")
 DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # for families with one width for dense layers and experts
-HIDDEN = ("routed_expert_hidden_size", "hidden_size", "dim")
+HIDDEN = ("routed_expert_hidden_size", "moe_latent_size", "hidden_size", "dim")
 # No model has more layers, or more experts in a layer. A file with more is damaged, and listing them fills the memory.
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1 << 16
 
@@ -77,10 +79,8 @@ class Arch:
     layers       config keys of the number of layers; what lies beyond is MTP.
     experts, width, hidden   config keys of E, I and H, to be compared with the tensors' shapes.
     shares       general.architecture of GGUFs that llama.cpp's converter writes for it, too; another row's.
-    activation   key of ACTIVATIONS; silu gives way to another that config.json names.
-    decides      the activation is this one, whatever config.json calls it: an --arch-file may say so.
-    weights_on   where a token's routing weight is multiplied: "output" or "input" of the expert.
-    instead      what to use where activation or weights_on is not what kt-kernel's AMX experts compute.
+    function     what its experts compute; config.json may name another activation than silu, and the constants.
+    decides      its activation holds, whatever config.json calls it: an --arch-file may say so.
     router_scale a GGUF's scale of the down matrices is the router's, unless gate and up have scales, too.
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
                  all the same, they can be read.
@@ -94,38 +94,10 @@ class Arch:
     width: tuple[str, ...] = MOE_WIDTH
     hidden: tuple[str, ...] = HIDDEN
     shares: tuple[str, ...] = ()
-    activation: str = "silu"
+    function: ExpertFunction = PLAIN
     decides: bool = False
-    weights_on: str = "output"
-    instead: str = "serve the original checkpoint without AMXINT4 and AMXINT8"
     router_scale: bool = False
     refusal: str | None = None
-
-
-# Functions of experts before down_proj. kt-kernel's AMXINT4 and AMXINT8 compute only the first.
-# Kimi-K3's situ, with the betas 4 and 25 of its config.json: SituAndMul of its modeling_kimi_linear.py, as torchtitan's
-# tests of kimi_k3 quote it, and pull request 67 of sgl-project/DeepGEMM.
-ACTIVATIONS = {
-    "silu": "silu(gate) * up",
-    "gelu": "gelu(gate) * up",
-    "relu": "relu(gate) * up",
-    "swiglu_oai": "gate * sigmoid(1.702 * gate) * (up + 1) with gate and up clamped",
-    "swiglu_limit": "silu(gate) * up with gate and up clamped to a limit",
-    "swiglu_softcap": "softcap(gate) * sigmoid(gate) * softcap(up)",
-    "situ": "4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)",
-}
-UP_IS_A_FACTOR = ("silu", "gelu", "relu")  # scaling up_proj scales the product
-# hidden_act in config.json -> possible activations. gpt-oss and others write silu, and clamp.
-_SILU = ("silu", "swiglu_limit", "swiglu_oai", "swiglu_softcap")
-HIDDEN_ACTS = {
-    **dict.fromkeys(("silu", "swish", "swiglu"), _SILU),
-    **dict.fromkeys(("swigluoai", "swiglu_oai"), ("swiglu_oai", "swiglu_limit")),
-    **dict.fromkeys(("gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_tanh", "gelu_python"), ("gelu",)),
-    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh"), ("gelu",)),
-    "relu": ("relu",),
-    "situ": ("situ",),
-}
-HIDDEN_ACT = ("hidden_act", "hidden_activation", "activation_function")  # its config keys
 
 
 def _make_separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Separate:
@@ -164,10 +136,10 @@ GGUF_STYLES: tuple[Style, ...] = (
 )
 
 DEEPSEEK2 = ("deepseek2",)  # llama.cpp's architecture of many families
-NATIVE_MXFP4 = "serve the original checkpoint with kt-kernel's MXFP4 method, which clamps as this model does"
-NATIVE_MXFP8 = "serve the original checkpoint with kt-kernel's MXFP8 method, which supports this activation"
-NATIVE_FP8 = "serve an FP8 release with kt-kernel's FP8 method, which can clamp, or keep these experts on the GPU"
-ELSEWHERE = "no method of kt-kernel supports it; keep these experts on the GPU, or use llama.cpp"
+# The functions that several families have.
+LIMITED = ExpertFunction(limit=10.0)
+OAI = ExpertFunction("swiglu_oai", limit=7.0, alpha=1.702)
+SOFTCAP = ExpertFunction("softcap", alpha=4.0, beta=25.0)
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
@@ -176,8 +148,7 @@ ARCHS = (
         "DeepSeek-V4",
         ("deepseek_v4", "DeepseekV4ForCausalLM", "gguf:deepseek4"),
         (*FFN_W, *MLP),
-        activation="swiglu_limit",
-        instead=NATIVE_MXFP4,
+        function=LIMITED,
     ),
     Arch(
         "DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP, shares=DEEPSEEK2
@@ -188,8 +159,7 @@ ARCHS = (
         "Kimi-K3",
         ("kimi_k3", "KimiK3ForConditionalGeneration", "gguf:kimi-k3"),
         SPARSE,
-        activation="situ",
-        instead=ELSEWHERE,
+        function=SOFTCAP,
     ),
     Arch("Qwen2-MoE", ("qwen2_moe", "Qwen2MoeForCausalLM", "gguf:qwen2moe"), MLP),
     Arch("Qwen3-MoE, Qwen3-Coder", ("qwen3_moe", "Qwen3MoeForCausalLM", "gguf:qwen3moe"), MLP),
@@ -226,15 +196,14 @@ ARCHS = (
         ),
         SPARSE,
         width=DENSE_WIDTH,
-        activation="swiglu_oai",
-        instead=NATIVE_MXFP8,
+        function=OAI,
     ),
     Arch(
         "gpt-oss",
         ("gpt_oss", "GptOssForCausalLM", "gguf:gpt-oss"),
         (_make_fused("mlp.", interleaved=True),),
         width=DENSE_WIDTH,
-        activation="swiglu_oai",
+        function=replace(OAI, biases=True),
         refusal="its experts have biases and a clamped activation, which no expert format of kt-kernel can hold; "
         "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
     ),
@@ -243,8 +212,7 @@ ARCHS = (
         ("llama4", "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "gguf:llama4"),
         FEED_FORWARD,
         width=DENSE_WIDTH,
-        weights_on="input",
-        instead=ELSEWHERE,
+        function=ExpertFunction(weights_on="input"),
     ),
     Arch("Mixtral", ("mixtral", "MixtralForCausalLM", "gguf:llama"), SPARSE, width=DENSE_WIDTH),
     Arch(
@@ -266,8 +234,7 @@ ARCHS = (
         "Step-3.5, 3.7",
         ("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration", "gguf:step35"),
         (*MOE, _make_separate("moe.")),
-        activation="swiglu_limit",
-        instead=NATIVE_FP8,
+        function=ExpertFunction("swiglu_step"),
     ),
     Arch(
         "LongCat-Flash", ("longcat_flash", "LongcatFlashForCausalLM"), MLP, layers=("num_layers", "num_hidden_layers")
@@ -281,10 +248,14 @@ ARCHS = (
         ),
         MLP,
     ),
+    Arch("Ling 3", ("bailing_hybrid", "bailing_moe_v3_vl", "BailingMoeV3VLForConditionalGeneration"), MLP),
+    Arch("GLM-5.3-Flash", ("glm5_next", "glm5_next_text", "gguf:glm5next", "gguf:glm5-next"), MLP, function=LIMITED),
+    Arch("Hy4", ("hy_v4", "hy_v4_vl", "HYV4ForCausalLM", "gguf:hy_v4"), MLP, function=LIMITED),
     Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM", "gguf:lfm2moe"), FEED_FORWARD_W),
     Arch(
         "Nemotron-H",
         ("nemotron_h", "NemotronHForCausalLM", "gguf:nemotron_h_moe"),
+        function=ExpertFunction("relu2", gated=False),
         refusal="its experts are two matrices with relu2 and no gate_proj, kt-kernel's are gate, up and down; "
         "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
     ),
@@ -292,8 +263,7 @@ ARCHS = (
         "Gemma-4 26B-A4B",
         ("gemma4", "gemma4_text", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "gguf:gemma4"),
         BARE,
-        activation="gelu",
-        instead=ELSEWHERE,
+        function=ExpertFunction("gelu_tanh"),
         router_scale=True,
     ),
     Arch("dots.llm1", ("dots1", "Dots1ForCausalLM", "gguf:dots1"), MLP),
@@ -307,21 +277,19 @@ ARCHS = (
     Arch("Aria", ("aria", "aria_text"), ARIA, width=DENSE_WIDTH),
     Arch("JetMoE", ("jetmoe", "JetMoeForCausalLM"), JETMOE, width=DENSE_WIDTH),
     Arch("Inkling", ("inkling_mm_model", "InklingForConditionalGeneration"), INKLING, width=DENSE_WIDTH),
-    Arch("Inkling 2", ("inkling2", "inkling2_text"), INKLING, activation="swiglu_softcap"),
+    Arch("Inkling 2", ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"), INKLING, function=SOFTCAP),
     Arch(
         "Grok-1, Grok-2",
         ("Grok1ForCausalLM", "gguf:grok"),
         SPARSE,
         width=DENSE_WIDTH,
-        activation="gelu",
-        instead=ELSEWHERE,
+        function=ExpertFunction("gelu_tanh"),
     ),
     Arch(
         "SmallThinker",
         ("smallthinker", "SmallThinkerForCausalLM", "gguf:smallthinker"),
         (_make_separate("block_sparse_moe.", "gate", "up", "down"),),
         width=("moe_ffn_hidden_size", *MOE_WIDTH),
-        activation="relu",
-        instead=ELSEWHERE,
+        function=ExpertFunction("relu"),
     ),
 )

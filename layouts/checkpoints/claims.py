@@ -9,6 +9,7 @@ from ktconvert.layouts.checkpoints import archs
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch
 from ktconvert.layouts.checkpoints.containers.gguf import KEYS, PREFIX
+from ktconvert.layouts.checkpoints.expert_function import HIDDEN_ACT, HIDDEN_ACTS
 
 Config = dict[str, Any]
 Shape = tuple[int, int, int]  # experts, hidden size, expert width; 0 is unknown
@@ -72,8 +73,8 @@ def moe_layers(config: Config) -> list[int] | None:
 
 # Numbers in the header of a weight file, by config.json's name -> keys of config.json that may have the same number.
 SAME: Mapping[str, tuple[str, ...]] = {
-    "hidden_size": archs.HIDDEN[1:],
-    "routed_expert_hidden_size": archs.HIDDEN[:1],
+    "hidden_size": archs.HIDDEN[2:],
+    "routed_expert_hidden_size": archs.HIDDEN[:2],
     "num_experts": archs.NUM_EXPERTS,
     "moe_intermediate_size": (*archs.MOE_WIDTH, "intermediate_size", "moe_ffn_hidden_size"),
     "intermediate_size": ("intermediate_size", "intermediate_size_mlp", "ffn_hidden_size", "moe_ffn_hidden_size"),
@@ -101,9 +102,9 @@ def find_contradiction(config: Config, header_config: Config, arch: Arch) -> str
         if type(number) is int and said and number not in said.values():
             key = next(iter(said))
             return f"config.json has {key} = {said[key]}, but the header of the weights has {KEYS[name]} = {number}"
-    acts = [cfg.find(each, archs.HIDDEN_ACT) for each in (config, header_config)]
+    acts = [cfg.find(each, HIDDEN_ACT) for each in (config, header_config)]
     if acts[0] and acts[1]:
-        one, two = ({*archs.HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
+        one, two = ({*HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
         if not one & two:
             return f"config.json has {acts[0][0]} = {acts[0][1]}, but the header of the weights has {acts[1][1]}"
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ktconvert.layouts.checkpoints.archs import (
@@ -14,6 +14,7 @@ from ktconvert.layouts.checkpoints.archs import (
     Style,
 )
 from ktconvert.layouts.checkpoints.config import Quantization
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.match import (
     expand_template,
 )
@@ -36,8 +37,7 @@ class MoeModel:
     mtp_layers   layers at or beyond num_hidden_layers, not converted
     mtp_tensors  expert tensors of these layers and of blocks called mtp
     dtypes       names of the encodings that expert weights are stored in, sorted
-    activation   key of ACTIVATIONS
-    weights_on   "output" or "input": where routing weights are multiplied
+    functions    layer -> what its experts compute
     notes        sentences for the plan of an AMX output
     common_notes  those of them that hold for any output
     refusal      why no output can hold these experts; None if one can
@@ -52,8 +52,7 @@ class MoeModel:
     mtp_tensors: frozenset[str]
     dtypes: tuple[str, ...]
     has_shared_experts: bool
-    activation: str
-    weights_on: str
+    functions: Mapping[int, ExpertFunction]
     notes: tuple[str, ...]
     common_notes: tuple[str, ...] = ()
     quantization: Quantization = field(default_factory=Quantization)
@@ -65,7 +64,12 @@ class MoeModel:
     @property
     def is_plain(self) -> bool:
         """True if the experts compute what kt-kernel's AMXINT4 and AMXINT8 compute."""
-        return self.activation == "silu" and self.weights_on == "output"
+        return set(self.functions.values()) == {PLAIN}
+
+    @property
+    def function_names(self) -> str:
+        """What the experts compute, for messages."""
+        return "; ".join(dict.fromkeys(map(str, self.functions.values())))
 
     @property
     def bits(self) -> float:
@@ -99,7 +103,7 @@ class MoeModel:
         if isinstance(moe.style, Fused) and projection != "down":
             second = int(projection == "up")
             if moe.style.interleaved:
-                linear = linear.every_other(second)
+                linear = linear.alternate_rows(second)
             else:
                 linear = linear.rows(second * moe.width, (second + 1) * moe.width)
         exponents = self.exponents(layer, expert) if equalized and projection != "gate" else None
@@ -151,7 +155,7 @@ class MoeModel:
 def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
     """Return the model with experts of these layers equalized (numerics.md, section 10).
 
-    The activation must be one of UP_IS_A_FACTOR.
+    Scaling up must scale what the experts compute (can_scale_up).
     """
     chosen = frozenset(layers)
 

@@ -5,22 +5,20 @@ The tensors decide; the config is compared with them, and a checkpoint whose con
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import (
-    ACTIVATIONS,
     ARCHS,
     GGUF_STYLES,
-    HIDDEN_ACT,
-    HIDDEN_ACTS,
     MOST_LAYERS,
     Arch,
     Fused,
     Style,
 )
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, find_function, states_constants
 from ktconvert.layouts.checkpoints.match import (
     NUMBER,
     SHARED,
@@ -89,13 +87,12 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if mtp_names:
         which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
         of_amx.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
-    activation, weights_on = _activation(source, arch), arch.weights_on
-    if activation != "silu" or weights_on != "output":
-        where = "" if weights_on == "output" else ", with routing weights on their input"
-        usual = "silu(gate) * up with routing weights on the output"
+    functions = {n: find_function(arch.function, source.config, n, arch.name, decides=arch.decides) for n in layers}
+    computed = "; ".join(dict.fromkeys(str(function) for function in functions.values() if function != PLAIN))
+    if computed:
         of_amx.append(
-            f"The experts of {arch.name} compute {ACTIVATIONS[activation]}{where}; kt-kernel's AMXINT4 and AMXINT8 "
-            f"would compute something else, {usual}: {arch.instead}."
+            f"The experts of {arch.name} compute {computed}; kt-kernel's AMXINT4 and AMXINT8 compute only {PLAIN}: use "
+            "ktconvert's runtime (`run`, `serve`, `KTMoEWrapper`)."
         )
     return MoeModel(
         arch=arch,
@@ -105,8 +102,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         mtp_tensors=mtp_names,
         dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
         has_shared_experts=seen.shared,
-        activation=activation,
-        weights_on=weights_on,
+        functions=functions,
         notes=(*notes, *of_amx),
         common_notes=tuple(notes),
         quantization=source.quantization,
@@ -120,6 +116,16 @@ def _find_arch(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
     unconditional = (arch for arch in archs if not arch.matches)
     named = (arch for name in cfg.families(source.config) for arch in archs if name in arch.matches)
     return next(unconditional, None) or next(named, None)
+
+
+def function_by_config(config: dict[str, Any], layer: int) -> ExpertFunction | None:
+    """Return what a layer's experts compute by config.json alone; None if it does not describe it.
+
+    Raises the errors of find_function.
+    """
+    row = next((row for name in cfg.families(config) for row in ARCHS if name in row.matches), Arch("this model", ()))
+    function = find_function(row.function, config, layer, row.name)
+    return None if function == PLAIN and not states_constants(config) else function
 
 
 def _find_style(
@@ -143,8 +149,8 @@ def _find_style(
     if known is not None or not hits:
         return known or Arch(called, ()), seen
     notes.append(
-        f"{called} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and "
-        "are taken to compute silu(gate) * up with routing weights on the output."
+        f"{called} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are taken to "
+        "compute what config.json says, with routing weights on the output."
     )
     return Arch(called, (), (hits[0],)), seen
 
@@ -181,28 +187,6 @@ def _drop_router_scales(seen: NameScan) -> None:
         scaled = [matrix for (matrix, _), tensors in layer.tensors.items() if "scale" in tensors]
         if layer.style in GGUF_STYLES and scaled == ["down"]:
             del layer.tensors["down", -1]["scale"]
-
-
-def _activation(source: TensorSource, arch: Arch) -> str:
-    """Return the activation by the row and the config; if the row has silu, the config decides.
-
-    Raises UnsupportedError for an unknown activation, InputError for a contradiction.
-    """
-    activation, named = arch.activation, cfg.find(source.config, HIDDEN_ACT)
-    if named is not None and not arch.decides:
-        remedy = f"say with --arch-file what the experts compute: activation = {', '.join(map(repr, ACTIVATIONS))}"
-        said = f"config.json says {named[0]} = {json.dumps(named[1])}"
-        meant = HIDDEN_ACTS.get(str(named[1]).lower())
-        if meant is None:
-            raise UnsupportedError(f"{said}, an activation that is not known; {remedy}")
-        if activation not in meant and activation != "silu":
-            raise InputError(f"{said}, and experts of {arch.name} compute {ACTIVATIONS[activation]}; {remedy}")
-        activation = activation if activation in meant else meant[0]
-    limit = cfg.find(source.config, ("swiglu_limit", "swiglu_limits"))
-    if limit is None or activation not in ("silu", "swiglu_limit"):
-        return activation
-    clamps = any(limit[1]) if isinstance(limit[1], list) else bool(limit[1])
-    return "swiglu_limit" if clamps else "silu"
 
 
 # --- what is refused ------------------------------------------------------------------------------

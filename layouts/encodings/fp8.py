@@ -211,7 +211,7 @@ def source_values(matrix: Matrix) -> F32:
     if not keeps_codes(matrix):
         return differences.source_values(matrix)
     with np.errstate(all="ignore"):
-        numbers: F32 = E4M3[matrix.values] * matrix.each_scale()
+        numbers: F32 = E4M3[matrix.values] * matrix.element_scales()
     return numbers
 
 

@@ -129,7 +129,7 @@ def is_exact(model: SourceExperts) -> bool:
 
 def keeps_codes(matrix: Matrix) -> bool:
     """Return whether a linear, or rows of it, is symmetric INT4 in groups of 32 with BF16 scales, which are kept."""
-    symmetric = matrix.kind is INT4 and matrix.zeros is None and matrix.group_of is None
+    symmetric = matrix.kind is INT4 and matrix.zeros is None and matrix.column_groups is None
     whole_groups = matrix.block == (1, GROUP) and matrix.skip == 0 and matrix.origin[1] % GROUP == 0
     if not (symmetric and whole_groups) or matrix.scales is None:
         return False
@@ -141,7 +141,7 @@ def source_values(matrix: Matrix) -> F32:
     if not keeps_codes(matrix):
         return differences.source_values(matrix)
     codes = packed.unpack_codes(4, np.ascontiguousarray(matrix.values[:, : matrix.shape[1] // 2]))
-    numbers: F32 = (codes.astype(np.float32) - 8) * matrix.each_scale()
+    numbers: F32 = (codes.astype(np.float32) - 8) * matrix.element_scales()
     return numbers
 
 

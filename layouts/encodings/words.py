@@ -128,7 +128,7 @@ def _make_pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
         if zeros is not None:
             points = np.ascontiguousarray(packed.unpack_codes(bits, source.view(zeros).T).T[:n], np.float32)
         order = _read_order(source, tensors.get("g_idx"), group)
-        return Matrix(codes, kind, scales, (1, group), zeros=points, group_of=order)
+        return Matrix(codes, kind, scales, (1, group), zeros=points, column_groups=order)
 
     name, optional = kind.name.upper(), frozenset({"zero_point", "g_idx"})
     names = {role: (f"{{t}}_{role}",) for role in ("packed", "scale", "zero_point", "g_idx", "shape")}
@@ -216,7 +216,9 @@ def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
         stored = tensors.get("qzeros")
         zeros = None if stored is None else _read_zeros(source, stored, bits, n, quantization)
         order = _read_order(source, tensors.get("g_idx"), group)
-        return replace(_read_transposed(source, tensors, kind, (k // group, n), group), zeros=zeros, group_of=order)
+        return replace(
+            _read_transposed(source, tensors, kind, (k // group, n), group), zeros=zeros, column_groups=order
+        )
 
     name, title, optional = f"GPTQ_INT{bits}", f"GPTQ ({bits} bits)", frozenset({"qzeros", "g_idx"})
     memory, types = {"scales": 8, "qzeros": 96, "g_idx": 20}, ("gptq",)

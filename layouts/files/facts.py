@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -60,7 +60,7 @@ class CheckedFacts(TypedDict, total=False):
     experts: Experts | list[Experts] | str
     hidden: Count | list[Count] | str
     intermediate: Count | list[Count] | str
-    activation: str
+    functions: dict[str, dict[str, Any]]
     dtypes: list[str]
     backward: bool
     scale: str
@@ -80,7 +80,6 @@ class OutputFacts(CheckedFacts, total=False):
 
     methods         of a mixed output: method -> its layers, as in "0-5, 60"
     layout          value of --layout, if it is not the default
-    weights_on      "input" or "output" of an expert
     second_moments  sha256 of the input statistics, as imatrix
     packed_linears  number of quantized linears; linear_names: projection -> template of their names (`gpu`)
     decoded         title of an encoding -> number of weights that were stored in it (`dequantize`)
@@ -94,7 +93,6 @@ class OutputFacts(CheckedFacts, total=False):
     rounding: str
     bits: int | list[int]
     group_size: int | None
-    weights_on: str
     second_moments: str
     packed_linears: int
     linear_names: dict[str, str]

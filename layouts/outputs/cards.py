@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ktconvert.layouts.checkpoints.expert_function import describe_record
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.outputs.linear_names import explain_not_rawint4
@@ -114,7 +115,7 @@ def _size_rows(facts: OutputFacts) -> Rows:
     return (
         ("experts per layer", f"{facts['experts']}"),
         ("hidden size, expert width", f"{facts['hidden']}, {facts['intermediate']}"),
-        ("activation", f"{facts['activation']}"),
+        *([("experts compute", describe_record(facts["functions"]))] if "functions" in facts else []),
     )
 
 

@@ -101,7 +101,7 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
                     "slower one."
                 ] = None
         notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {fits}."] = None
-    if model.activation != "silu" or model.weights_on != "output":
+    if not model.is_plain:
         usual = "silu(gate) * up with routing weights on the output only"
         notes[f"Marlin computes {usual}; these experts need a different kernel."] = None
     return tuple(notes)

@@ -10,19 +10,19 @@ TARGET static inline ints bf16_magnitudes(const uint8_t *values) {
 }
 
 /* BF16 in the upper half of each 32 bits, and the rest of the sum in the lower half; not for NaN. */
-TARGET static inline ints bf16_above_of_numbers(floats x) {
+TARGET static inline ints round_numbers_to_bf16(floats x) {
     ints u = castps_si(x), odd = and_si(srli_epi32(u, 16), set1_epi32(1));
     return add_epi32(add_epi32(u, set1_epi32(0x7fff)), odd);
 }
 
 /* The same, also for NaN. */
-TARGET static inline ints bf16_above(floats x) {
-    return where_epi32(nan_ps(x), set1_epi32(KT_BF16_NAN << 16), bf16_above_of_numbers(x));
+TARGET static inline ints round_to_bf16(floats x) {
+    return where_epi32(nan_ps(x), set1_epi32(KT_BF16_NAN << 16), round_numbers_to_bf16(x));
 }
 
 /* BF16 in each 32 bits; not for NaN. */
 TARGET static inline ints to_bf16(floats x) {
-    return srli_epi32(bf16_above_of_numbers(x), 16);
+    return srli_epi32(round_numbers_to_bf16(x), 16);
 }
 
 /* BF16 back in float32. */
@@ -36,7 +36,7 @@ TARGET static inline ints kt_upper_halves(ints first, ints second) {
 }
 
 /* 16 bits each: codes below 128, less `offset` - 128, as BF16, if that is a small integer: 128 and a code are one. */
-TARGET static inline ints bf16_of_codes(ints codes, floats offset) {
+TARGET static inline ints codes_to_bf16(ints codes, floats offset) {
     ints above = or_si(codes, set1_epi16(0x4300));
     floats first = sub_ps(castsi_ps(slli_epi32(above, 16)), offset), second = sub_ps(upper_half(above), offset);
     return or_si(srli_epi32(castps_si(first), 16), castps_si(second));

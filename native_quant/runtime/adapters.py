@@ -84,11 +84,11 @@ def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
     by_projection: list[Sequence[ProjectionAdapter]] = [
         child.active_projection_adapters() if hasattr(child, "active_projection_adapters") else () for child in children
     ]
-    adapters = [adapter for each in by_projection for adapter in each]
+    adapters = [adapter for projection_adapters in by_projection for adapter in projection_adapters]
     if not adapters:
         return None
     settings = {(adapter.rank, adapter.scaling, adapter.dropout) for adapter in adapters}
-    if all(len(each) == 1 for each in by_projection) and len(settings) == 1:
+    if all(len(projection_adapters) == 1 for projection_adapters in by_projection) and len(settings) == 1:
         lora = Lora(*(tensor.to(CPU) for (adapter,) in by_projection for tensor in (adapter.a, adapter.b)))
         return LayerAdapter(lora, adapters[0].scaling, adapters[0].dropout)
     if torch.is_grad_enabled():
@@ -96,7 +96,11 @@ def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
     # Making zeros and scaled copies takes longer than computing a token.
     cache: dict[Any, tuple[Any, LayerAdapter]] = module.__dict__.setdefault("_joined", {})
     key = tuple((id(adapter.a), id(adapter.b), adapter.scaling) for adapter in adapters)
-    versions = tuple((one.a._version, one.b._version, len(each)) for each in by_projection for one in each)
+    versions = tuple(
+        (adapter.a._version, adapter.b._version, len(projection_adapters))
+        for projection_adapters in by_projection
+        for adapter in projection_adapters
+    )
     if key not in cache or cache[key][0] != versions:
         cache[key] = versions, _join(children, by_projection)
     return cache[key][1]
@@ -104,16 +108,16 @@ def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
 
 def _join(children: Sequence[Any], by_projection: Sequence[Sequence[ProjectionAdapter]]) -> LayerAdapter:
     """Concatenate the active adapters of each projection along the rank, padded to the largest sum of ranks."""
-    adapters = [adapter for each in by_projection for adapter in each]
-    rank = max(sum(adapter.rank for adapter in each) for each in by_projection)
+    adapters = [adapter for projection_adapters in by_projection for adapter in projection_adapters]
+    rank = max(sum(adapter.rank for adapter in projection_adapters) for projection_adapters in by_projection)
     tensors: list[torch.Tensor] = []
-    for child, each in zip(children, by_projection, strict=True):
+    for child, projection_adapters in zip(children, by_projection, strict=True):
         base = getattr(child, "base_layer", child)
-        a = [adapter.a for adapter in each]
-        b = [adapter.b * adapter.scaling for adapter in each]
-        if missing := rank - sum(adapter.rank for adapter in each):
-            like: dict[str, Any] = {"dtype": adapters[0].a.dtype, "device": adapters[0].a.device}
-            a.append(torch.zeros(base.experts, missing, base.in_features, **like))
-            b.append(torch.zeros(base.experts, base.out_features, missing, **like))
+        a = [adapter.a for adapter in projection_adapters]
+        b = [adapter.b * adapter.scaling for adapter in projection_adapters]
+        if padding := rank - sum(adapter.rank for adapter in projection_adapters):
+            options: dict[str, Any] = {"dtype": adapters[0].a.dtype, "device": adapters[0].a.device}
+            a.append(torch.zeros(base.experts, padding, base.in_features, **options))
+            b.append(torch.zeros(base.experts, base.out_features, padding, **options))
         tensors += (torch.cat(a, 1).to(CPU), torch.cat(b, 2).to(CPU))
     return LayerAdapter(Lora(*tensors), 1.0, max(adapter.dropout for adapter in adapters))

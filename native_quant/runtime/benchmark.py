@@ -144,7 +144,8 @@ def every_expert(topk: int, experts: int) -> I64:
 def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
     """Time forwards of a layer for about a second, with new random routing each time so that weights are not cached."""
     rng = np.random.default_rng(seed)
-    hidden, out = random_bf16(rng, tokens, experts.hidden), np.empty((tokens, experts.hidden), np.uint16)
+    hidden = random_bf16(rng, tokens, experts.hidden)
+    out = np.empty((tokens, experts.hidden), np.uint16)
     weights = np.full((tokens, topk), 1 / topk, np.float32)
     times: list[float] = []
     touched = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.checkpoints.expert_function import ExpertFunction, read_functions
+from ktconvert.layouts.checkpoints.recognition import function_by_config
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
@@ -26,7 +29,6 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.swiglu import LIMIT, PLAIN, Swiglu, read_swiglu
 
 MEMORY = ("auto", "map", "copy")
 MAX_COPIED = 0.8  # fraction of the available memory that copies may take
@@ -37,8 +39,8 @@ class ConvertedExperts(ExpertSource):
     """A converted directory.
 
     slice_bytes     bytes of each NUMA slice, in all layers
-    fits_memory     whether all layers fit into memory before the first was loaded
-    node_available  memory that was available on each NUMA node at that time, in bytes
+    fits_memory     whether all layers fitted into the available memory when the directory was opened
+    node_available  bytes of memory that were available on each NUMA node at that time
     """
 
     path: Path
@@ -65,20 +67,27 @@ class ConvertedExperts(ExpertSource):
     def shape(self, layer: int) -> tuple[int, int, int]:
         return self.measured.shapes[layer]
 
-    def swiglu(self, layer: int) -> Swiglu:
-        recorded = (metadata.get("activation") for metadata in self.output.metadata.values())
-        activation, method = next(filter(None, recorded), "silu"), METHODS.get(self.measured.method_of(layer))
-        return method.get_swiglu(self.config, activation, layer) if method else PLAIN
+    def function(self, layer: int) -> ExpertFunction | None:
+        try:
+            return self._functions.get(layer) or function_by_config(self.config, layer)
+        except KtconvertError as error:
+            raise error.with_path(self.output.root) from None
+
+    @functools.cached_property
+    def _functions(self) -> dict[int, ExpertFunction]:
+        """The recorded functions of the layers: metadata of shards, or for loose files the manifest."""
+        records = [json.loads(shard["functions"]) for shard in self.output.metadata.values() if "functions" in shard]
+        return read_functions(next(iter(records), self.output.facts.get("functions", {})))
 
     def require_computable(self) -> None:
         fmt = self.measured.fmt
-        if fmt is None or any(own.name not in METHODS for own in fmt.formats):
-            why = f"its method is {self.measured.method}, which this runtime cannot compute"
-            raise UnsupportedError(f"{self.path}: {why}; convert the model with `ktconvert cpu`.")
+        if fmt is None or any(layer_format.name not in METHODS for layer_format in fmt.formats):
+            problem = f"its method is {self.measured.method}, which this runtime cannot compute"
+            raise UnsupportedError(f"{self.path}: {problem}; convert the model with `ktconvert cpu`.")
 
     def require_readable(self, layer: int) -> None:
-        if because := "; ".join(self.damage[:3]):
-            raise InputError(f"{self.path}: layer {layer} cannot be read ({because}); {AGAIN}.")
+        if reasons := "; ".join(self.damage[:3]):
+            raise InputError(f"{self.path}: layer {layer} cannot be read ({reasons}); {AGAIN}.")
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         return packed.linears(expert)
@@ -89,12 +98,12 @@ class ConvertedExperts(ExpertSource):
         assert measured.fmt is not None
         if layer not in measured.shapes:
             self.require_readable(layer)
-            has = f"has no layer {layer}, but layers {format_ranges(list(measured.shapes)) or 'none'}"
-            raise UnsupportedError(f"{self.path}: {has}; use one of these, or convert again with this layer.")
+            contents = f"has no layer {layer}, but layers {format_ranges(list(measured.shapes)) or 'none'}"
+            raise UnsupportedError(f"{self.path}: {contents}; use one of these, or convert again with this layer.")
         count, h, i = measured.shapes[layer]
         fmt = measured.fmt.layer_format(layer)
         required.check(self.path, layer, "byte counts", (count, h, i), fmt.name)
-        self.require_metadata(layer, required.swiglu)
+        self.require_metadata(layer)
         self.require_manifest()
         transposed = required.transposed
         if transposed is None:
@@ -106,7 +115,7 @@ class ConvertedExperts(ExpertSource):
         memory = required.memory
         if memory == "auto":
             memory = "copy" if self.fits_memory or output.loose else "map"
-        if memory == "map" and not output.loose and METHODS[fmt.name].arrange is None:
+        if memory == "map" and not output.loose and METHODS[fmt.name].rearrange is None:
             views = {key: self._map_tensor(tensor) for key, tensor in stored.items()}
         else:  # one mapping per loose file would exceed the kernel's limit
             weights.warn_of_shortages(str(self.path), self.slice_bytes, pool.nodes, self.node_available)
@@ -114,7 +123,7 @@ class ConvertedExperts(ExpertSource):
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
         # Tensors in the order of the encoding; their names depend on the format of the layer.
         tensors = {s: fmt.encoding.tensors(s.n, s.k) for s, _ in views}
-        arrays = {s: tuple(views[s, tensor.name] for tensor in own) for s, own in tensors.items()}
+        arrays = {s: tuple(views[s, tensor.name] for tensor in slice_tensors) for s, slice_tensors in tensors.items()}
         packed = weights.LayerWeights(rows, slicing, count, arrays)
         weights.run_parallel(
             lambda item: self._arrange_slice(fmt, *item), packed.arrays.items(), machine.physical_cores()
@@ -126,41 +135,22 @@ class ConvertedExperts(ExpertSource):
         """Raise UnsupportedError if the manifest's method or number of NUMA slices contradict the byte counts."""
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
-                what = f"has {name} {recorded}, but the weights beside it have {actual}"
-                raise UnsupportedError(f"{self.output.root / manifest.NAME}: {what}; {AGAIN}.")
+                problem = f"has {name} {recorded}, but the weights beside it have {actual}"
+                raise UnsupportedError(f"{self.output.root / manifest.NAME}: {problem}; {AGAIN}.")
 
-    def require_metadata(self, layer: int, swiglu: Swiglu) -> None:
-        """Raise UnsupportedError if metadata in our shards contradict their byte counts or the required activation.
-
-        Loose files have no metadata; the manifest has the activation of their experts.
-        """
+    def require_metadata(self, layer: int) -> None:
+        """Raise UnsupportedError if metadata in our shards contradict their byte counts."""
         output, measured = self.output, self.measured
         names = ("num_experts", "hidden_size", "moe_intermediate_size")
         sizes = dict(zip(names, map(str, measured.shapes[layer]), strict=True))
         actual = {"method": measured.method_of(layer), "numa": str(measured.numa), **sizes}
-        actual |= {"weights_on": "output", "activation": swiglu.activation}
-        by_file = {shard: about for shard, about in output.metadata.items() if about.get("layer") == str(layer)}
-        if output.loose:
-            facts: Mapping[str, Any] = output.facts
-            by_file = {manifest.NAME: {name: facts[name] for name in ("activation", "weights_on") if name in facts}}
-        for shard, metadata in by_file.items():
-            if "activation" in metadata and self._is_in_config(layer, metadata["activation"], swiglu):
-                actual["activation"] = metadata["activation"]
-            wrong = next((name for name in actual if metadata.get(name, actual[name]) != actual[name]), None)
-            if wrong is not None:
-                settings = wrong == "activation" and _supports_limit(measured.method_of(layer))
-                give = "set swiglu_limit and swiglu_alpha to the values in the model's config.json."
-                recorded = f"its {'model' if output.loose else 'header'} has {wrong} {metadata[wrong]}"
-                what = f"{recorded}, but its bytes and this runtime {actual[wrong]}"
-                raise UnsupportedError(what, give if settings else f"{AGAIN}.", path=output.root / shard)
-
-    def _is_in_config(self, layer: int, activation: str, swiglu: Swiglu) -> bool:
-        """Return whether config.json has these settings for the layer. Raises UnsupportedError if they differ."""
-        configured = read_swiglu(self.output.config, activation, layer)
-        if configured in (None, swiglu) or not _supports_limit(self.measured.method_of(layer)):
-            return configured == swiglu
-        what = f"the experts of layer {layer} have {configured} according to config.json, not {swiglu}"
-        raise UnsupportedError(f"{self.output.root}: {what}; use the values of config.json.")
+        for shard, metadata in output.metadata.items():
+            if metadata.get("layer") != str(layer):
+                continue
+            for name, value in actual.items():
+                if (recorded := metadata.get(name, value)) != value:
+                    problem = f"its header has {name} {recorded}, but according to its bytes it is {value}"
+                    raise UnsupportedError(problem, f"{AGAIN}.", path=output.root / shard)
 
     def _find_tensors(
         self, fmt: Format, slicing: Slicing, experts: int
@@ -169,22 +159,22 @@ class ConvertedExperts(ExpertSource):
         output = self.output
         for numa_slice in slicing.all_slices(range(experts)):
             for tensor in fmt.encoding.tensors(numa_slice.n, numa_slice.k):
-                what, size = tensor.name, tensor.nbytes
-                described = output.names.describe(numa_slice.id, what)
-                stored = output.tensors.get((numa_slice.id, what))
+                role, size = tensor.name, tensor.nbytes
+                described = output.names.describe(numa_slice.id, role)
+                stored = output.tensors.get((numa_slice.id, role))
                 if stored is None:
-                    because = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
-                    raise InputError(f"{output.root}: {described} is missing{because}; {AGAIN}.")
-                where = f"{output.root / stored.file}: {described}"
+                    reasons = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
+                    raise InputError(f"{output.root}: {described} is missing{reasons}; {AGAIN}.")
+                location = f"{output.root / stored.file}: {described}"
                 if stored.nbytes != size or stored.file in output.damaged:
-                    why = output.damaged.get(stored.file) or f"contains {stored.nbytes} bytes, not {size}"
-                    raise InputError(f"{where}: {why}; {AGAIN}.")
+                    problem = output.damaged.get(stored.file) or f"contains {stored.nbytes} bytes, not {size}"
+                    raise InputError(f"{location}: {problem}; {AGAIN}.")
                 # kt-kernel's scripts write flat tensors of AMXINT4 and AMXINT8 with different dtypes, and do not check
                 # them.
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
-                    here, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
-                    raise InputError(f"{where} is {here}, must be {required}; {AGAIN}.")
-                yield (numa_slice, what), stored
+                    actual, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
+                    raise InputError(f"{location} is {actual}, must be {required}; {AGAIN}.")
+                yield (numa_slice, role), stored
 
     def _map_tensor(self, stored: TensorInfo) -> Bytes:
         path = self.output.root / stored.file
@@ -212,7 +202,8 @@ class ConvertedExperts(ExpertSource):
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
             return stored[tensor][start:stop]
 
-        encoding, arrange = fmt.encoding, METHODS[fmt.name].arrange
+        encoding = fmt.encoding
+        rearrange = METHODS[fmt.name].rearrange
         checks = list(zip(encoding.tensors(numa_slice.n, numa_slice.k), encoding.defects, strict=True))[1:]
         defects = [
             (tensor.name, find_defect(read, numa_slice.n, numa_slice.k))
@@ -220,18 +211,14 @@ class ConvertedExperts(ExpertSource):
             if find_defect is not None
         ]
         try:
-            if arrange is not None:
-                arrange(stored, numa_slice.n, numa_slice.k)
+            if rearrange is not None:
+                rearrange(stored, numa_slice.n, numa_slice.k)
         except ValueError as error:
             defects.append(("weight", str(error)))
-        for name, what in defects:
-            if what:
+        for name, problem in defects:
+            if problem:
                 path = self.output.root / self.output.tensors[numa_slice.id, name].file
-                raise InputError(f"{path}: {self.output.names.describe(numa_slice.id, name)}: {what}; {AGAIN}.")
-
-
-def _supports_limit(method: str) -> bool:
-    return method in METHODS and LIMIT in METHODS[method].swiglu
+                raise InputError(f"{path}: {self.output.names.describe(numa_slice.id, name)}: {problem}; {AGAIN}.")
 
 
 @functools.lru_cache(maxsize=8)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.weights import LayerWeights
 
 FileStatus = tuple[str, int, int, int]
@@ -20,30 +20,47 @@ FileStatus = tuple[str, int, int, int]
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a caller for a layer's experts, as in Experts.load. None: whatever the files have.
+    """Requirements of a caller for a layer's experts; the fields are arguments of Experts.load. None: any value.
 
-    transposed  whether gradients use the transposes that `cpu --save-backward-weights` wrote
+    function  what the experts compute, for files that do not record it; otherwise limit and alpha must agree
     """
 
     method: str | None = None
     num_experts: int | None = None
     hidden: int | None = None
     intermediate: int | None = None
-    parts: int | None = None
+    slices: int | None = None
     memory: str = "auto"
-    swiglu: Swiglu = PLAIN
+    function: ExpertFunction | None = None
     transposed: bool | None = False
 
     def check(
         self, path: Path, layer: int, evidence: str, shape: tuple[int, int, int], method: str | None = None
     ) -> None:
-        """Raise UnsupportedError if method or sizes (E, H, I) of the files differ. evidence: how these are known."""
+        """Raise UnsupportedError if the files have a different method or different sizes.
+
+        evidence  source of shape and method, for the message
+        shape     E, H, I of the files
+        """
         names = ("method", "num_experts", "hidden_size", "moe_intermediate_size")
         required = (method and self.method, self.num_experts, self.hidden, self.intermediate)
         for name, value, actual in zip(names, required, (method, *shape), strict=True):
             if value is not None and value != actual:
-                has = f"layer {layer} has {name} {actual} according to its {evidence}, not {value}"
-                raise UnsupportedError(f"{path}: {has}; use this model's directory, or {name}={actual}.")
+                contents = f"layer {layer} has {name} {actual} according to its {evidence}, not {value}"
+                raise UnsupportedError(f"{path}: {contents}; use this model's directory, or {name}={actual}.")
+
+    def choose_function(self, path: Path, layer: int, recorded: ExpertFunction | None) -> ExpertFunction:
+        """Return the recorded function, or the required one if none is recorded; neither: a plain SwiGLU.
+
+        Raises UnsupportedError if their limit or alpha differ.
+        """
+        required = self.function
+        if required is None or recorded is None:
+            return required or recorded or PLAIN
+        if (required.limit, required.alpha) != (recorded.limit, recorded.alpha):
+            what = f"the experts of layer {layer} compute {recorded}, not {required}"
+            raise UnsupportedError(f"{path}: {what}; leave out swiglu_limit and swiglu_alpha.")
+        return recorded
 
 
 class ExpertSource(ABC):
@@ -74,8 +91,11 @@ class ExpertSource(ABC):
         """Return a layer's number of experts, hidden size and intermediate size."""
 
     @abstractmethod
-    def swiglu(self, layer: int) -> Swiglu:
-        """Return the activation of a layer by config.json, as far as its method supports it."""
+    def function(self, layer: int) -> ExpertFunction | None:
+        """Return what a layer's experts compute, as the files or config.json describe it; None if neither does.
+
+        Raises InputError and UnsupportedError for records that cannot be read.
+        """
 
     @abstractmethod
     def require_computable(self) -> None:
@@ -98,9 +118,9 @@ class ExpertSource(ABC):
 
 
 def directory_state(path: Path) -> frozenset[FileStatus]:
-    """Return a value that changes when files of a directory, or of that of a file, change.
+    """Return a value that changes when files in a directory change. path: the directory, or a file in it.
 
-    It has name, bytes, modification time (ns) and inode of weights, JSON files and folders.
+    The value has name, size, modification time (ns) and inode of weights, JSON files and folders.
     """
     folder = path if path.is_dir() else path.parent
     entries = (_file_status(entry) for entry in folder.iterdir() if not entry.name.startswith("."))

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
@@ -24,9 +25,8 @@ from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
 from ktconvert.native_quant.runtime.expert_source import ExpertSource, Requirements
-from ktconvert.native_quant.runtime.methods import METHODS, check_swiglu
+from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 
 Skip = Bool | U8 | None
 
@@ -34,12 +34,13 @@ _warned: set[tuple[str, int, int]] = set()
 
 
 class Experts:
-    """out[t] = sum over j of weights[t, j] * down(silu(gate x) * up x) of expert ids[t, j], x = hidden[t].
+    """The routed experts of a layer, which compute the weighted sum of each token's experts.
 
-    swiglu_limit L > 0 (only some methods): before that, gate = min(gate, L), and up is clamped to -L .. L.
-    swiglu_alpha > 0: gate * sigmoid(alpha * gate) * (up + 1) replaces silu(gate) * up, both clamped to -L .. L.
+    For x = hidden[t], out[t] = sum over j of weights[t, j] * down(f(gate x, up x)), with the matrices gate, up and down
+    of expert ids[t, j], and f the activation of an ExpertFunction.
 
-    Created by load() or from_bf16(). Safe to use from many threads; forwards on one pool run one after the other.
+    Create experts with load() or from_bf16(). They can be used from many threads; forwards on one pool run one after
+    the other.
     """
 
     def __init__(
@@ -49,23 +50,30 @@ class Experts:
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
-        swiglu: Swiglu = PLAIN,
+        function: ExpertFunction = PLAIN,
     ) -> None:
         kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA
-        check_swiglu(packed.method, swiglu)
         slicing = packed.slicing
-        self.method, self.layer = packed.method, slicing.layer
-        self.num_experts, self.hidden, self.intermediate = packed.experts, slicing.hidden, slicing.intermediate
-        self.parts, self.nbytes = slicing.numa, packed.nbytes
-        self.pool, self.exact = pool or get_shared_pool(), exact
+        self.method = packed.method
+        self.layer = slicing.layer
+        self.num_experts = packed.experts
+        self.hidden = slicing.hidden
+        self.intermediate = slicing.intermediate
+        self.parts = slicing.numa
+        self.nbytes = packed.nbytes
+        self.function = function
+        self.pool = pool or get_shared_pool()
+        self.exact = exact
         self.source: Path | None = None  # directory or file of the weights
         self.order = _resolve_order(order, packed.experts)  # expert -> expert in the file
         table = _address_table(packed, self.order)
         transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
-        formats = {f"{projection}_format": row.number for projection, row in packed.rows.items()}
-        sizes = {"experts": self.num_experts, "parts": self.parts, "hidden": self.hidden, "width": slicing.widths}
-        settings = {"swiglu_limit": swiglu.limit, "swiglu_alpha": swiglu.alpha}
-        moe = ffi.new("ktq_moe *", {**formats, **sizes, "expert": table, "transposed": transposed, **settings})
+        formats = {f"{projection}_format": row.number for projection, row in packed.methods.items()}
+        sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
+        moe = ffi.new(
+            "ktq_moe *",
+            {**formats, **sizes, "expert": table, "transposed": transposed, "function": _c_function(function)},
+        )
         # The memory that a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
         self._memory: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, (table, transposed)
 
@@ -91,26 +99,35 @@ class Experts:
     ) -> Experts:
         """Load one layer of a converted directory, ours or kt-kernel's, or of a checkpoint in a native format.
 
-        method .. intermediate  expected values; it is an error if the files differ
-        parts   expected number of NUMA slices. A converted directory has a fixed number; a different one costs speed: a
-                warning, once, or an error if `strict`. A checkpoint is cut into this number of slices (None: one for
-                each of the pool's NUMA nodes, if possible)
-        memory  "copy": a copy on huge pages, each slice on the NUMA node of the threads that compute with it; "map":
-                the files' pages, shared between processes, 8 to 12 % slower, on arbitrary nodes; "auto": copy if the
-                whole directory fits into the available memory, else map. A checkpoint is always copied
-        order   int64 [E]: expert p computes with the file's expert order[p]
-        transposed  whether gradients use the files of `cpu --save-backward-weights`; None: if there are any. A
-                checkpoint has none, and gradients use its own weights
+        method, num_experts, hidden, intermediate
+                    expected values; it is an error if the files differ
+        parts       number of NUMA slices. A converted directory has a fixed number; a different one costs speed, which
+                    causes a warning, once, or an error if `strict`. A checkpoint is divided into this number of slices;
+                    None: one for each of the pool's NUMA nodes, if possible
+        memory      "copy": a copy on huge pages, each slice on the NUMA node of the threads that compute with it
+                    "map": the files' pages, shared between processes, on arbitrary nodes, 8 to 12 % slower
+                    "auto": copy if the whole directory fits into the available memory, else map
+                    A checkpoint is always copied
+        order       int64 [E]: expert p computes with the file's expert order[p]
+        swiglu_limit, swiglu_alpha
+                    settings of kt-kernel for files that do not record what the experts compute (limited_swiglu); if
+                    they record it, both must agree or be 0
+        transposed  whether gradients use the files of `cpu --save-backward-weights`; None: only if they exist. A
+                    checkpoint has no such files, and gradients use its weights
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         if memory not in MEMORY:
             raise ValueError(f"memory must be one of {', '.join(MEMORY)}, not '{memory}'")
-        swiglu, pool, path = Swiglu(swiglu_limit, swiglu_alpha), pool or get_shared_pool(), Path(path)
-        required = Requirements(method, num_experts, hidden, intermediate, parts, memory, swiglu, transposed)
-        packed = open_experts(path).load(layer, pool, required)
+        path = Path(path)
+        pool = pool or get_shared_pool()
+        function = limited_swiglu(swiglu_limit, swiglu_alpha)
+        required = Requirements(method, num_experts, hidden, intermediate, parts, memory, function, transposed)
+        source = open_experts(path)
+        packed = source.load(layer, pool, required)
         if parts is not None and parts != packed.slicing.numa:
             _report_slice_count(str(path), packed.slicing.numa, parts, strict)
-        loaded = cls(packed, pool=pool, exact=exact, order=order, swiglu=swiglu)
+        computed = required.choose_function(path, layer, source.function(layer))
+        loaded = cls(packed, pool=pool, exact=exact, order=order, function=computed)
         loaded.source = path.absolute()
         return loaded
 
@@ -127,8 +144,7 @@ class Experts:
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
-        swiglu_limit: float = 0.0,
-        swiglu_alpha: float = 0.0,
+        function: ExpertFunction = PLAIN,
     ) -> Experts:
         """Quantize experts on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
 
@@ -137,7 +153,7 @@ class Experts:
         """
         pool = pool or get_shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
-        return cls(packed, pool=pool, exact=exact, order=order, swiglu=Swiglu(swiglu_limit, swiglu_alpha))
+        return cls(packed, pool=pool, exact=exact, order=order, function=function)
 
     def forward(
         self,
@@ -151,8 +167,8 @@ class Experts:
     ) -> U16:
         """Compute out [T, H], BF16 bits, from hidden [T, H], BF16 bits, ids [T, k] and weights [T, k].
 
-        An id outside 0 .. E-1 adds nothing, and neither does one that is marked in skip [E]; a token without any other
-        id gives zeros. strict_ids: ids outside are errors.
+        Ids outside 0 .. E-1 and ids that are marked in skip [E] add nothing; a token with only such ids gives zeros.
+        strict_ids: ids outside 0 .. E-1 are errors.
         Raises ValueError for inconsistent arrays, for the first such id, and after close(), MemoryError, ResourceError
         if a forked process cannot start threads, InputError if a mapped file cannot be read.
         """
@@ -181,8 +197,8 @@ class Experts:
 
         Raises ValueError for too many experts per token.
         """
-        if topk > lib.KTQ_MOST_TOPK:
-            raise ValueError(f"{topk} experts per token exceed the limit of {lib.KTQ_MOST_TOPK}")
+        if topk > lib.KTQ_MAX_TOPK:
+            raise ValueError(f"{topk} experts per token exceed the limit of {lib.KTQ_MAX_TOPK}")
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
@@ -208,9 +224,10 @@ class Experts:
 
         Raises UnsupportedError for a method that has no loose files.
         """
-        packed, root = self.packed, Path(folder)
+        packed = self.packed
+        root = Path(folder)
         fmt = FORMATS.get(packed.method)
-        if fmt is None or fmt.loose is None or METHODS[packed.method].arrange is not None:
+        if fmt is None or fmt.loose is None or METHODS[packed.method].rearrange is not None:
             raise UnsupportedError(
                 f"{packed.method} has no loose files in the order of its memory; convert with `ktconvert cpu`."
             )
@@ -290,33 +307,58 @@ class Experts:
             0 if skip is None else _address("skip", skip.view(np.uint8), np.uint8),
             _address("out", out, np.uint16, writable=True),
         )
-        if strict_ids and (outside := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
-            token, column = outside[0].tolist()
-            what = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
-            raise ValueError(f"ids[{token}, {column}] {what}; without strict_ids it adds nothing to token {token}")
+        if strict_ids and (invalid := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
+            token, column = invalid[0].tolist()
+            problem = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
+            raise ValueError(f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}")
         return self.make_call(tokens, ids.shape[1], *addresses)
 
 
 def _address_table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:
     """Return ktq_expert [slices][E], the addresses of matrices or transposes. Raises ValueError for wrong sizes."""
     rows = ffi.new("ktq_expert[]", packed.slicing.numa * packed.experts)
-    users: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}
-    for user, expert in enumerate(order):
-        users[expert].append(user)
+    numbers: dict[int, list[int]] = {expert: [] for expert in range(packed.experts)}  # file's expert -> our numbers
+    for number, expert in enumerate(order):
+        numbers[expert].append(number)
     for numa_slice, stored in packed.arrays.items():
         if numa_slice.backward != transposed:
             continue
         projection, n, k = numa_slice.projection, numa_slice.n, numa_slice.k
         actual = sum(data.nbytes for data in stored)
-        needed = sum(_weight_bytes(packed.rows[projection].number, n, k))
-        if actual != needed:
-            raise ValueError(f"a slice [{n}, {k}] of {packed.method} has {needed} bytes, not {actual}")
+        expected = sum(_weight_bytes(packed.methods[projection].number, n, k))
+        if actual != expected:
+            raise ValueError(f"a slice [{n}, {k}] of {packed.method} has {expected} bytes, not {actual}")
         addresses = [ffi.cast("void *", data.__array_interface__["data"][0]) for data in stored]
-        for user in users[numa_slice.expert]:
-            row = rows[numa_slice.node * packed.experts + user]
+        for number in numbers[numa_slice.expert]:
+            row = rows[numa_slice.node * packed.experts + number]
             for name, address in zip((projection, f"{projection}_scale"), addresses, strict=False):
                 setattr(row, name, address)  # a format without scales has one tensor
     return rows
+
+
+def limited_swiglu(limit: float, alpha: float) -> ExpertFunction | None:
+    """Return the function of kt-kernel's swiglu_limit and swiglu_alpha; None if both are 0.
+
+    Raises ValueError for anything but finite numbers of at least 0.
+    """
+    for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
+        if not 0.0 <= value < float("inf"):
+            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+    if not limit and not alpha:
+        return None
+    return ExpertFunction("swiglu_oai" if alpha else "silu", limit, alpha)
+
+
+def _c_function(function: ExpertFunction) -> dict[str, Any]:
+    """Return the fields of ktq_function."""
+    return {
+        "activation": getattr(lib, f"KTQ_{function.activation.upper()}"),
+        "limit": function.limit,
+        "alpha": function.alpha,
+        "beta": function.beta,
+        "ungated": not function.gated,
+        "weights_on_input": function.weights_on == "input",
+    }
 
 
 def _resolve_order(order: I64 | None, experts: int) -> list[int]:

@@ -17,7 +17,7 @@ from ktconvert.native_quant.runtime.pool import Job, check_error
 from ktconvert.quantizers import panels
 
 BUFFERS = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
-Addresses = Sequence[Sequence[int]]  # for each of BUFFERS, the address of each rank's memory
+Addresses = Sequence[Sequence[int]]  # addresses of each rank's memory, for each of BUFFERS
 
 
 def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
@@ -25,21 +25,21 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
 
     Raises NotImplementedError for a method whose weights no GPU reads, ValueError for wrong arguments.
     """
-    layouts = experts.packed.rows["gate"].row_layouts
+    layouts = experts.packed.methods["gate"].row_layouts
     if not layouts:
-        able = ", ".join(sorted(method.name for method in METHODS.values() if method.row_layouts))
-        why = f"stores weights that no GPU kernel reads (supported: {able})"
+        supported = ", ".join(sorted(method.name for method in METHODS.values() if method.row_layouts))
+        problem = f"stores weights that no GPU kernel reads (supported: {supported})"
         remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
-        raise NotImplementedError(f"method={experts.method!r} {why}: {remedy}")
+        raise NotImplementedError(f"method={experts.method!r} {problem}: {remedy}")
     if not 0 <= expert < experts.num_experts:
         raise ValueError(f"expert_id is {expert}, and layer {experts.layer} has experts 0 to {experts.num_experts - 1}")
     multiple = max(panels.ROWS, *(layout.columns for layout in layouts))
     if ranks < 1 or experts.intermediate % (ranks * multiple):
-        needed = f"must be a multiple of gpu_tp_count times {multiple} for {experts.method}"
-        raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {needed}")
-    used = ("weight", "scale")[: len(layouts)]
+        rule = f"must be a multiple of gpu_tp_count times {multiple} for {experts.method}"
+        raise ValueError(f"gpu_tp_count is {ranks}, but the intermediate size, {experts.intermediate}, {rule}")
+    roles = ("weight", "scale")[: len(layouts)]
     for name, addresses in zip(BUFFERS, buffers, strict=True):
-        if name.split("_")[1] in used and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
+        if name.split("_")[1] in roles and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
     packed = experts.packed
     rectangles: list[tuple[Any, ...]] = []
@@ -74,14 +74,20 @@ def _make_rectangles(
         start, rank_start = first - slice_start, first - rank * rank_width  # within the slice, and within the rank
         if numa_slice.projection == "down":
             row_stride = layout.item_count(rank_width) * layout.size
-            to = target + layout.item_index(rank_start) * layout.size
-            row, column, rows, columns = 0, start, numa_slice.n, last - first
+            destination = target + layout.item_index(rank_start) * layout.size
+            row = 0
+            column = start
+            rows = numa_slice.n
+            columns = last - first
         else:
             row_stride = layout.item_count(numa_slice.k) * layout.size
             rank_row = (numa_slice.projection == "up") * rank_width + rank_start
-            to = target + rank_row // layout.rows * row_stride
-            row, column, rows, columns = start, 0, last - first, numa_slice.k
+            destination = target + rank_row // layout.rows * row_stride
+            row = start
+            column = 0
+            rows = last - first
+            columns = numa_slice.k
         items = layout.item_count(columns) * (layout.size if layout.order == lib.KTQ_IN_ROWS else 1)
         address = source + layout.offset(row, column, numa_slice.k)
-        pointers = ffi.cast("void *", address), ffi.cast("void *", to)
+        pointers = ffi.cast("void *", address), ffi.cast("void *", destination)
         yield layout.order, rows // layout.rows, items, layout.stride(numa_slice.k), row_stride, *pointers

@@ -35,16 +35,16 @@ from ktconvert.native_quant.runtime.pool import get_shared_pool
 class KTConvertConfig(QuantizationConfigMixin):
     """Source and computation of the routed experts.
 
-    cpu_weights  converted weights, or a checkpoint whose experts are computed as they are stored; None: the model that
-                 is loaded
-    exact        use kt-kernel's rounding, bit for bit
-    threads      number of threads for the experts; None: the physical cores that this process may use
-    memory       as for Experts.load
-    gpu_experts_mask   experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
-                       or a safetensors file with a tensor of this name
-    num_gpu_experts    instead of a mask: the first num_gpu_experts experts of each layer
-    gpu_experts        the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that
-                       is loaded
+    cpu_weights       converted weights, or a checkpoint whose experts are computed without conversion; None: the model
+                      that is loaded
+    exact             use kt-kernel's rounding, bit for bit
+    threads           number of threads for the experts; None: the physical cores that this process may use
+    memory            as for Experts.load
+    gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
+                      or a safetensors file with a tensor of this name
+    num_gpu_experts   instead of a mask: the first num_gpu_experts experts of each layer
+    gpu_experts       the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that is
+                      loaded
     Raises UsageError for conflicting options.
     """
 
@@ -90,11 +90,12 @@ class KTConvertQuantizer(HfQuantizer):
         Raises UnsupportedError if the experts cannot be replaced, and errors of Experts.load, masks_by_layer and
         HotWeights.
         """
-        settings, folder = self.quantization_config, Path(checkpoint_files[0]).parent if checkpoint_files else None
+        settings = self.quantization_config
+        folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; set cpu_weights to a directory with its experts")
-        modules = find_experts(model, open_experts(root).swiglu)
+        modules = find_experts(model, open_experts(root).function)
         if folder is not None:
             hf_non_experts.require_unpacked(folder, checkpoint_files or (), model, modules)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -115,13 +116,13 @@ class KTConvertQuantizer(HfQuantizer):
         for module in modules:
             parent, _, name = module.name.rpartition(".")
             block = model.get_submodule(parent)
-            ours = RoutedExperts(module.layer, loaded[module.layer], module.zero_ids, hot.get(module.layer))
-            adapters.add_projections(ours, names, (module.num_experts, module.hidden, module.intermediate))
-            setattr(block, name, ours)
+            replacement = RoutedExperts(module.layer, loaded[module.layer], module.zero_ids, hot.get(module.layer))
+            adapters.add_projections(replacement, names, (module.num_experts, module.hidden, module.intermediate))
+            setattr(block, name, replacement)
             if next(block.parameters(recurse=False), None) is None:
                 block._is_hf_initialized = True  # some families would otherwise initialize the experts
             for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
-                _make_first_attribute(model.get_submodule(name.removeprefix(".")), ours.experts)
+                _make_first_attribute(model.get_submodule(name.removeprefix(".")), replacement.experts)
         base = f"{model.base_model_prefix}."  # an optional prefix of names in the checkpoint
         names_below = (re.escape(module.name.removeprefix(base)) for module in modules)
         model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in names_below)
@@ -136,8 +137,8 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _open_hot_weights(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
         """Open the checkpoint of the hot experts, which must have the model's layers and sizes."""
-        where = self.quantization_config.gpu_experts
-        root = folder if where is None else Path(where).expanduser()
+        gpu_experts = self.quantization_config.gpu_experts
+        root = folder if gpu_experts is None else Path(gpu_experts).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; set gpu_experts to the hot experts' checkpoint")
         source = HotWeights(root)
@@ -147,7 +148,8 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _load_experts(self, root: Path, model_class: str, modules: list[ExpertModule]) -> dict[int, Experts]:
         """Load the experts of every layer, before the model is changed."""
-        settings, source = self.quantization_config, open_experts(root)
+        settings = self.quantization_config
+        source = open_experts(root)
         missing = sorted({module.layer for module in modules}.difference(source.layers))
         if missing:
             source.require_readable(missing[0])
@@ -158,9 +160,8 @@ class KTConvertQuantizer(HfQuantizer):
         loaded: dict[int, Experts] = {}
         options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
-            limit, alpha = source.swiglu(module.layer)
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
-            sizes |= {"intermediate": module.intermediate, "swiglu_limit": limit, "swiglu_alpha": alpha}
+            sizes |= {"intermediate": module.intermediate}
             loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options)
         return loaded
 
@@ -183,7 +184,7 @@ class KTConvertQuantizer(HfQuantizer):
         return True
 
 
-FIRST_ATTRIBUTE = "_some_experts"  # attribute of modules above converted experts (_make_first_attribute)
+FIRST_ATTRIBUTE = "_some_experts"  # attribute of modules that contain converted experts (_make_first_attribute)
 # Settings of the computation that do not depend on the directory of the experts: fields of KTConvertConfig.
 OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 
@@ -220,7 +221,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
             remedy = "pass the directory of an output to from_pretrained"
             raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
-        modules = find_experts(model, open_experts(root).swiglu)
+        modules = find_experts(model, open_experts(root).function)
         renamings = hf_non_experts.make_renamings(model, modules)
         hf_non_experts.require_complete(root, checkpoint_files, model, modules, renamings)
         self.quantization_config.cpu_weights = str(root)
@@ -239,21 +240,24 @@ _loading: Any = modeling_utils
 _get_hf_quantizer = _loading.get_hf_quantizer
 
 
-def _get_quantizer(config: Any, quantization_config: Any, *rest: Any, **named: Any) -> Any:
+def _get_quantizer(config: Any, quantization_config: Any, *arguments: Any, **options: Any) -> Any:
     """Call transformers' get_hf_quantizer, which would refuse a model that has a quantization of its own."""
     if isinstance(quantization_config, dict) and quantization_config.get("quant_method") == NAME:
         quantization_config = KTConvertConfig(**quantization_config)
     if isinstance(quantization_config, KTConvertConfig):
-        model, weights = config.name_or_path or "the model", quantization_config.cpu_weights
+        model = config.name_or_path or "the model"
+        weights = quantization_config.cpu_weights
         hf_non_experts.require_combinable(config, model)
         hf_non_experts.drop_quantization_config(config)
-        own = getattr(config, "quantization_config", None) or {}
-        if isinstance(own, dict) and own.get("quant_method") == QUANT_METHOD:
+        model_quantization = getattr(config, "quantization_config", None) or {}
+        if isinstance(model_quantization, dict) and model_quantization.get("quant_method") == QUANT_METHOD:
             if weights is not None and Path(weights).expanduser().resolve() != Path(model).resolve():
                 raise UsageError(f"{model}: has converted experts of its own; leave out cpu_weights")
-            config.quantization_config = own | {name: getattr(quantization_config, name) for name in OPTIONS}
+            config.quantization_config = model_quantization | {
+                name: getattr(quantization_config, name) for name in OPTIONS
+            }
             quantization_config = None
-    return _get_hf_quantizer(config, quantization_config, *rest, **named)
+    return _get_hf_quantizer(config, quantization_config, *arguments, **options)
 
 
 _loading.get_hf_quantizer = _get_quantizer
@@ -262,6 +266,6 @@ _loading.get_hf_quantizer = _get_quantizer
 def _make_first_attribute(module: torch.nn.Module, experts: Experts) -> None:
     """Make experts the first attribute of a module, so that pickle raises their error before it reaches hooks."""
     if FIRST_ATTRIBUTE not in vars(module):
-        others = dict(vars(module))
+        attributes = dict(vars(module))
         vars(module).clear()
-        vars(module).update({FIRST_ATTRIBUTE: experts, **others})
+        vars(module).update({FIRST_ATTRIBUTE: experts, **attributes})

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime import adapters, training
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
@@ -38,13 +38,16 @@ class RoutedExperts(torch.nn.Module):
 
     def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
         super().__init__()
-        self.layer, self.experts, self.num_experts = layer, experts, experts.num_experts
+        self.layer = layer
+        self.experts = experts
+        self.num_experts = experts.num_experts
         self.zero_ids, self.hot = zero_ids, hot
         self.projections: tuple[str, ...] = ()  # names of the children that adapters.add_projections added
         self._register()
 
     def _register(self) -> None:
-        experts, hot = self.experts, 0 if self.hot is None else len(self.hot)
+        experts = self.experts
+        hot = 0 if self.hot is None else len(self.hot)
         name = f"layer {self.layer} of {experts.source or f'experts in memory {id(experts.packed):x}'}"
         settings = ", exact" * experts.exact + f", {hot} hot" * bool(hot)
         self._handle = register_handle(self, name + settings)
@@ -92,7 +95,8 @@ class RoutedExperts(torch.nn.Module):
     def _compute_with_adapter(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.LayerAdapter
     ) -> torch.Tensor:
-        inputs, dropout = (hidden, ids, weights, adapter.lora, adapter.scaling), adapter.dropout
+        inputs = (hidden, ids, weights, adapter.lora, adapter.scaling)
+        dropout = adapter.dropout
         out = training.compute_with_lora(self.experts, *inputs, dropout=dropout, training=self.training)
         out = out.to(hidden.device, hidden.dtype)
         if self.zero_ids:
@@ -128,19 +132,19 @@ class ExpertModule:
 
 
 def find_experts(
-    model: torch.nn.Module, swiglu_of: Callable[[int], Swiglu] = lambda layer: PLAIN
+    model: torch.nn.Module, read_function: Callable[[int], ExpertFunction | None] = lambda layer: None
 ) -> list[ExpertModule]:
     """Find the routed-experts modules of a transformers model: named `experts`, with 3-D gate_up_proj and down_proj.
 
-    If there are several stacks of layers (a talker beside the thinker), the one in the table of architectures counts.
-    swiglu_of: layer -> the activation of its weights. Raises UnsupportedError if there are no such modules, and for
-    experts with a different computation.
+    Of several stacks of layers (a thinker and a talker), the one in the table of architectures is searched.
+    read_function: layer -> what its experts compute; None: a plain SwiGLU. Raises UnsupportedError if there are no such
+    modules, and for experts with a different computation.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
         match = LAYER.fullmatch(name)
-        stacked = (module._parameters.get(part) for part in ("gate_up_proj", "down_proj"))
-        if match is not None and all(parameter is not None and parameter.ndim == 3 for parameter in stacked):
+        parameters = (module._parameters.get(parameter) for parameter in ("gate_up_proj", "down_proj"))
+        if match is not None and all(parameter is not None and parameter.ndim == 3 for parameter in parameters):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
     prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
     model_class = type(model).__name__
@@ -157,22 +161,24 @@ def find_experts(
             "replaced (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without "
             "cpu_weights, or without trust_remote_code if the model brings classes of its own"
         )
-    found = modules[prefixes[0]]
-    layers = Counter(layer for layer, _, _ in found)
+    experts = modules[prefixes[0]]
+    layers = Counter(layer for layer, _, _ in experts)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
         raise UnsupportedError(
             f"{model_class}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights"
         )
-    for layer, name, module in found:
-        swiglu = swiglu_of(layer)
-        ours = "silu(gate) * up" + (f" with {swiglu}" if any(swiglu) else "")
-        for differs, why in REFUSALS:
-            if differs(module, swiglu):
+    for layer, name, module in experts:
+        function = read_function(layer) or PLAIN
+        for differs, reason in REFUSALS:
+            if differs(module, function):
                 raise UnsupportedError(
-                    f"{model_class}: {name} ({type(module).__name__}) {why}, but these experts compute {ours} with"
-                    " the routing weights on the output; load it without cpu_weights"
+                    f"{model_class}: {name} ({type(module).__name__}) {reason}, but these experts compute {function}; "
+                    "load it without cpu_weights"
                 )
-    return [ExpertModule(name, layer, *_sizes(one), hasattr(one, "identity_expert")) for layer, name, one in found]
+    return [
+        ExpertModule(name, layer, *_sizes(module), hasattr(module, "identity_expert"))
+        for layer, name, module in experts
+    ]
 
 
 def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
@@ -181,30 +187,28 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
     return (experts, columns, rows) if getattr(module, "is_transposed", False) else (experts, rows, columns)
 
 
-def _differs_in_activation(module: Any, swiglu: Swiglu) -> bool:
+def _differs_in_activation(module: Any, function: ExpertFunction) -> bool:
     """Return whether a module's activation differs from that of Experts with these settings.
 
-    Compares results for samples, some of them large because of clamping. Clamping before or after silu, and a lower
-    clamp of gate together with an alpha, differ by at most 1e-3 of the limits of real models, which is tolerated.
+    Compares results for samples, some of them large because of limits.
     """
     spread = torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32)
-    gate_up = spread.sinh().reshape(4, 32)  # to 548; most are small
+    gate_up = spread.sinh().reshape(4, 32)  # up to 548, most of them small
     gate, up = gate_up.chunk(2, dim=-1)
     try:
         result = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
     except (AttributeError, RuntimeError, TypeError):
         return True
     with np.errstate(over="ignore"):
-        defined = torch.from_numpy(swiglu.compute(gate.numpy(), up.numpy()))
-    atol = 1e-3 if swiglu.alpha else 1e-5
-    return result.shape != up.shape or not torch.allclose(result, defined, rtol=1e-3, atol=atol)
+        defined = torch.from_numpy(function.compute(gate.numpy(), up.numpy()))
+    return result.shape != up.shape or not torch.allclose(result, defined, rtol=1e-3, atol=1e-5)
 
 
 # Conditions under which our experts cannot replace a module, and the reasons for the message.
-REFUSALS: tuple[tuple[Callable[[torch.nn.Module, Swiglu], bool], str], ...] = (
-    (lambda module, swiglu: any("bias" in name for name in module._parameters), "has biases"),
+REFUSALS: tuple[tuple[Callable[[torch.nn.Module, ExpertFunction], bool], str], ...] = (
+    (lambda module, function: any("bias" in name for name in module._parameters), "has biases"),
     (
-        lambda module, swiglu: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
+        lambda module, function: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
         f"is not called with {', '.join(ARGUMENTS)}",
     ),
     (_differs_in_activation, "has a different activation"),
@@ -245,7 +249,7 @@ def _parse_handle(handle: torch.Tensor) -> tuple[str, int]:
 
 def _find_by_handle(handle: torch.Tensor) -> RoutedExperts:
     name, number = _parse_handle(handle)
-    same_name = (experts for (other, _), experts in _registered.items() if other == name)
+    same_name = (experts for (other_name, _), experts in _registered.items() if other_name == name)
     experts = _registered.get((name, number)) or next(same_name, None)
     if experts is None:
         raise RuntimeError(
@@ -298,7 +302,8 @@ def backward_operator(
         raise RuntimeError(NO_GRADIENT.format(name=_parse_handle(handle)[0]))
     step = TrainingPass.create(module.experts, hidden, ids, weights, None, 1.0)
     gradients = step.backward(step.forward()[1], gradient)
-    hidden_gradient, weights_gradient = gradients.hidden.to(hidden.device, hidden.dtype), gradients.weights
+    hidden_gradient = gradients.hidden.to(hidden.device, hidden.dtype)
+    weights_gradient = gradients.weights
     if module.zero_ids:
         identity = module.identity_weight(ids, weights).to(hidden.device)
         hidden_gradient = (hidden_gradient.float() + identity * gradient.float()).to(hidden.dtype)

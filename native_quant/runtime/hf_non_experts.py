@@ -64,25 +64,25 @@ def require_complete(
     entries = [entry for file in files for entry in read_header(Path(file)).entries if not KEY.fullmatch(entry.name)]
     if not entries:
         raise UnsupportedError(_advise_original(root, "holds only routed experts"))
-    packed = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
-    if packed is not None:
-        what = f"{packed.name} is quantized ({packed.dtype}), but only routed experts may be"
+    quantized = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
+    if quantized is not None:
+        problem = f"{quantized.name} is quantized ({quantized.dtype}), but only routed experts may be"
         raise UnsupportedError(
-            f"{root}: {what}; run `ktconvert dequantize` on the original checkpoint, and convert its output"
+            f"{root}: {problem}; run `ktconvert dequantize` on the original checkpoint, and convert its output"
         )
     names = [entry.name for entry in entries]
     missing = sorted(list_checkpoint_names(model, modules) - convert_names(model, names, renamings))
     if missing:
-        more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
-        raise UnsupportedError(_advise_original(root, f"lacks {missing[0]}{more} of {type(model).__name__}"))
+        other_tensors = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+        raise UnsupportedError(_advise_original(root, f"lacks {missing[0]}{other_tensors} of {type(model).__name__}"))
 
 
 def list_checkpoint_names(model: Any, modules: Sequence[ExpertModule]) -> set[str]:
     """Return the names, in the model, of the non-expert tensors that a checkpoint must have."""
     optional = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     experts = tuple(f"{module.name}." for module in modules)
-    own = (name for name in model.state_dict() if not name.startswith(experts))
-    stored = (name for name in own if name not in model.all_tied_weights_keys)
+    non_experts = (name for name in model.state_dict() if not name.startswith(experts))
+    stored = (name for name in non_experts if name not in model.all_tied_weights_keys)
     return {name for name in stored if not any(pattern.search(name) for pattern in optional)}
 
 
@@ -91,24 +91,25 @@ def convert_names(model: Any, names: Iterable[str], renamings: Sequence[WeightRe
     mapping = get_model_conversion_mapping(model)
     renaming = [*renamings, *(x for x in mapping if isinstance(x, WeightRenaming))]
     converters = [x for x in mapping if isinstance(x, WeightConverter)]
-    known, targets = model.state_dict(), set()
+    model_tensors = model.state_dict()
+    targets = set()
     for name in names:
-        target, pattern = rename_source_key(name, renaming, converters, model.base_model_prefix, known)
+        target, pattern = rename_source_key(name, renaming, converters, model.base_model_prefix, model_tensors)
         targets.add(target)
         for converter in converters:
             if pattern in converter.source_patterns:  # a converter may split a tensor
-                one, *others = converter.target_patterns
-                targets.update(target.replace(one, other) for other in others)
+                first_pattern, *other_patterns = converter.target_patterns
+                targets.update(target.replace(first_pattern, other) for other in other_patterns)
     return targets
 
 
-def _advise_original(root: Path, why: str) -> str:
+def _advise_original(root: Path, problem: str) -> str:
     """Return the message that a directory cannot be loaded by itself, but with the original checkpoint."""
     readme = root / "README.md"
     base = BASE_MODEL.search(readme.read_text(errors="replace")) if readme.is_file() else None
     original = repr(base[1]) if base else "ORIGINAL"
     call = f"from_pretrained({original}, quantization_config=KTConvertConfig(cpu_weights={str(root)!r}))"
-    return f"{root}: {why}; load the checkpoint that it was converted from, with these experts: {call}"
+    return f"{root}: {problem}; load the checkpoint that it was converted from, with these experts: {call}"
 
 
 def drop_quantization_config(config: Any) -> None:
@@ -117,22 +118,22 @@ def drop_quantization_config(config: Any) -> None:
     transformers accepts one quantization per model, which must be ours. make_dequantizer and require_unpacked handle
     the quantized tensors.
     """
-    for part in (config, config.get_text_config(decoder=True)):
-        own = getattr(part, "quantization_config", None) or {}
-        own = own if isinstance(own, dict) else own.to_dict()
-        if own.get("quant_method") not in (NAME, QUANT_METHOD):
-            vars(part).pop("quantization_config", None)
+    for section in (config, config.get_text_config(decoder=True)):
+        quantization = getattr(section, "quantization_config", None) or {}
+        quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        if quantization.get("quant_method") not in (NAME, QUANT_METHOD):
+            vars(section).pop("quantization_config", None)
 
 
 def require_combinable(config: Any, model: str) -> None:
     """Raise UnsupportedError for any format of compressed-tensors but that of `ktconvert gpu`; read no files."""
-    for part in (config, config.get_text_config(decoder=True)):
-        own = getattr(part, "quantization_config", None) or {}
-        own = own if isinstance(own, dict) else own.to_dict()
-        if own.get("quant_method") == METHOD and own.get("format") != FORMAT:
-            which = "only a model that `ktconvert gpu` packed can be used with CPU weights"
+    for section in (config, config.get_text_config(decoder=True)):
+        quantization = getattr(section, "quantization_config", None) or {}
+        quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
+        if quantization.get("quant_method") == METHOD and quantization.get("format") != FORMAT:
+            rule = "only a model that `ktconvert gpu` packed can be used with CPU weights"
             remedy = f"use the output of `ktconvert dequantize {model} BF16` with the same CPU weights"
-            raise UnsupportedError(f"{model}: is quantized ({METHOD}), and {which}; {remedy}")
+            raise UnsupportedError(f"{model}: is quantized ({METHOD}), and {rule}; {remedy}")
 
 
 def make_dequantizer(root: Path) -> Any:
@@ -149,11 +150,11 @@ def make_dequantizer(root: Path) -> Any:
     with open_checkpoint(root) as source:
         experts = recognise(source, to_read=True).expert_tensor_names()
         non_experts = find_non_expert_tensors(source, experts, quantization).tensors
-        packed = next((name for name, stored in non_experts.items() if isinstance(stored, Weight)), None)
-    if packed is not None:
-        what = f"{packed} is quantized ({quantization.method}), but only routed experts and FP8 weights may be"
+        quantized = next((name for name, stored in non_experts.items() if isinstance(stored, Weight)), None)
+    if quantized is not None:
+        problem = f"{quantized} is quantized ({quantization.method}), but only routed experts and FP8 weights may be"
         remedy = f"use the output of `ktconvert dequantize {root} BF16`, with {root} as cpu_weights"
-        raise UnsupportedError(f"{root}: {what}; {remedy}")
+        raise UnsupportedError(f"{root}: {problem}; {remedy}")
     return None
 
 
@@ -165,9 +166,9 @@ def require_unpacked(root: Path, files: Iterable[str], model: Any, modules: Sequ
     unpacked_names = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
     packed = list_checkpoint_names(model, modules) & convert_names(model, unpacked_names, ())
     if packed:
-        what = f"has quantized weights besides its routed experts ({min(packed)}{PACKED}), which is unsupported"
+        problem = f"has quantized weights besides its routed experts ({min(packed)}{PACKED}), which is unsupported"
         remedy = f"use an output of `ktconvert gpu`, or that of `ktconvert dequantize {root} BF16`"
-        raise UnsupportedError(f"{root}: {what}; {remedy}")
+        raise UnsupportedError(f"{root}: {problem}; {remedy}")
 
 
 # --- dtypes of routers ---------------------------------------------------------------------------
@@ -197,7 +198,7 @@ def get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
     routers = {name: type(module) for name, module in self.named_modules() if ROUTER.search(name)}
     casting = {kind for kind in {*routers.values()} if _casts(kind)}
     names = {re.sub(r"\d+", "*", f"{name}.weight") for name, kind in routers.items() if kind in casting}
-    names = {name for name in names if not any(part in name for part in plan)}
+    names = {name for name in names if not any(pattern in name for pattern in plan)}
     return {**dict.fromkeys((*BIASES, *sorted(names))), **plan}
 
 

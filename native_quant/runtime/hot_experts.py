@@ -1,4 +1,4 @@
-"""Hot experts: those that torch computes, on a GPU if there is one, while the CPU runtime computes the others.
+"""Hot experts: torch computes them, on a GPU if available, while the CPU runtime computes the other experts.
 
 Masks choose them. Their weights are read one linear at a time, packed integers as codes and scales, others as BF16.
 """
@@ -81,16 +81,16 @@ def masks_by_layer(
             if (count or 0) > total:
                 raise UsageError(f"{count} experts cannot be hot: layer {layer} has {total}; give at most {total}")
         return {layer: np.arange(total) < (count or 0) for layer, total in experts.items()}
-    where = mask if isinstance(mask, str) else MASK_NAME
+    source = mask if isinstance(mask, str) else MASK_NAME
     table: Array = read_mask(Path(mask).expanduser()) if isinstance(mask, str) else np.array(mask)
     shape = list(table.shape)
     if table.dtype != np.bool_ or table.ndim != 2:
-        raise InputError(f"{where}: is {table.dtype} of shape {shape}; must be bool [decoder layers, experts]")
+        raise InputError(f"{source}: is {table.dtype} of shape {shape}; must be bool [decoder layers, experts]")
     for layer, total in experts.items():
         if table.shape != (layers, total):
-            has = f"{layers} decoder layers, and layer {layer} has {total} experts"
-            needed = f"use a mask of shape {[layers, total]}"
-            raise InputError(f"{where}: has shape {shape}, but the model has {has}; {needed}")
+            sizes = f"{layers} decoder layers, and layer {layer} has {total} experts"
+            rule = f"use a mask of shape {[layers, total]}"
+            raise InputError(f"{source}: has shape {shape}, but the model has {sizes}; {rule}")
     return {layer: table[layer].copy() for layer in experts}
 
 
@@ -140,8 +140,8 @@ def hot_fraction(counts: I64, mask: Mask) -> F64:
 class HotWeights:
     """The routed experts of a checkpoint: a directory, or a model of the hub. Opening it reads only headers."""
 
-    def __init__(self, where: str | Path) -> None:
-        self._source = open_checkpoint(where)
+    def __init__(self, path: str | Path) -> None:
+        self._source = open_checkpoint(path)
         self._source.require_one_reading()
         self.root = self._source.root
         self.model: MoeModel = recognise(self._source)
@@ -149,18 +149,18 @@ class HotWeights:
     def require_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
         """Raise UnsupportedError if a layer is missing, or if its sizes E, H, I differ from the loaded model's."""
         e, h, i = self.model.shape(layer) if layer in self.model.layers else (0, 0, 0)
-        what = (
+        contents = (
             f"layer {layer} has {e} experts of hidden size {h} and width {i}, but the model has {{}} of {{}} and {{}}"
         )
         if not e:
-            what = f"has no experts of layer {layer}, but the model has"
+            contents = f"has no experts of layer {layer}, but the model has"
         if (e, h, i) != shape:
-            raise UnsupportedError(f"{self.root}: {what.format(*shape)}; use a checkpoint of this model")
+            raise UnsupportedError(f"{self.root}: {contents.format(*shape)}; use a checkpoint of this model")
 
     def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
         """Return int8 codes [n, k] and float32 scales [n, groups], or BF16 bits [n, k] and None. Raises InputError."""
         linear = self.model.linear(layer, expert, projection)
-        is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.group_of is None
+        is_packed = linear.kind in (INT4, INT8) and linear.zeros is None and linear.column_groups is None
         values: Array = read_signed_codes(linear) if is_packed else kernels.decode(linear)
         for info in self.model.expert_tensors(layer, expert):
             self._source.release(info)
@@ -170,8 +170,8 @@ class HotWeights:
         largest = float(np.max(np.abs(linear.scales)))
         if largest > MAX_SCALE:
             scale = self.model.weight(layer, expert, projection).tensors["scale"]
-            what = f"tensor {scale.name!r} contains {largest}, too large for BF16 weights"
-            raise InputError(f"{self._source.path(scale)}: {what}; create this checkpoint again")
+            problem = f"tensor {scale.name!r} contains {largest}, too large for BF16 weights"
+            raise InputError(f"{self._source.path(scale)}: {problem}; create this checkpoint again")
         return values, linear.scales
 
 
@@ -231,11 +231,11 @@ def require_memory(masks: Iterable[Mask], hidden: int, width: int, device: torch
     import torch
 
     count = sum(int(mask.sum()) for mask in masks)
-    need = count * 3 * hidden * width * 2
+    required = count * 3 * hidden * width * 2
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else machine.memory_available()
-    if need > free:
-        what = f"take {need / 2**30:.1f} GiB in BF16, and {device} has {free / 2**30:.1f} GiB left"
-        raise ResourceError(f"{count} hot experts {what}; {REMEDY}")
+    if required > free:
+        problem = f"take {required / 2**30:.1f} GiB in BF16, and {device} has {free / 2**30:.1f} GiB left"
+        raise ResourceError(f"{count} hot experts {problem}; {REMEDY}")
 
 
 def load_hot_experts(source: HotWeights, layer: int, mask: Mask, device: torch.device) -> HotExperts:

@@ -63,17 +63,17 @@ def install_as_kt_kernel() -> None:
 
     Submodules (kt_kernel.cli, .sft, .utils ...) and the C++ extension remain those of the real package, if installed.
     """
-    present = sys.modules.get("kt_kernel")
-    if isinstance(present, _Provided):
+    loaded = sys.modules.get("kt_kernel")
+    if isinstance(loaded, _Provided):
         return
-    if present is not None:
+    if loaded is not None:
         remedy = "call install_as_kt_kernel() before anything imports kt_kernel"
         raise RuntimeError(f"the real kt_kernel is imported already; {remedy}")
     kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA, as kt_kernel does when it is imported
     real = importlib.util.find_spec("kt_kernel")
     module, extension = (_Provided(name, __doc__) for name in PROVIDED)
-    for each in (module, extension):
-        each.__spec__ = ModuleSpec(each.__name__, None, origin="ktconvert")
+    for provided in (module, extension):
+        provided.__spec__ = ModuleSpec(provided.__name__, None, origin="ktconvert")
     sys.modules["kt_kernel"] = module
     if real is not None and real.origin is not None:  # None if any folder has that name
         module.__dict__.update(__path__=real.submodule_search_locations, __file__=real.origin)

@@ -4,7 +4,7 @@ kt-kernel's interface names only a directory and a number of a layer, and severa
 ones. `ModelMember` finds the wrappers of one model, which share pinned buffers and deferred experts.
 
 Deferred experts are as in kt-kernel 0.7.2: with max_deferred_experts_per_token = d, layer L computes the topk - d
-experts of largest weight at once (`split_immediate`); the others begin right after, on the same inputs. Their sum,
+experts of largest weight immediately (`split_immediate`), then starts the others with the same inputs. Their sum,
 rounded to BF16, is added to the output of layer L + 1 before that is rounded. An expert that is immediate for one token
 of a batch is immediate for all of them. The deferred experts of the last layer would never be added: give it d = 0, as
 SGLang does. Unlike kt-kernel, we add deferred experts only once, not with every call of layer L, and raise ValueError
@@ -45,13 +45,13 @@ def split_immediate(
         return ids, None
     if immediate == 0:
         return torch.full_like(ids, -1), ids.clone()
-    known = torch.where((ids >= 0) & (ids < experts), ids, experts)
-    first = known.gather(-1, weights.topk(immediate, dim=-1, sorted=False).indices)
+    valid_ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
+    immediate_ids = valid_ids.gather(-1, weights.topk(immediate, dim=-1, sorted=False).indices)
     is_immediate = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
     # Assigning to is_immediate[experts] would copy from the host, which graph capture refuses.
     is_immediate[experts:].fill_(True)
-    is_immediate.scatter_(0, first.reshape(-1), True)
-    mask = is_immediate[known]
+    is_immediate.scatter_(0, immediate_ids.reshape(-1), True)
+    mask = is_immediate[valid_ids]
     return ids.masked_fill(~mask, -1), ids.masked_fill(mask, -1)
 
 
@@ -84,7 +84,8 @@ class ModelMember:
     the first model that has no wrapper of its layer (any more).
     """
 
-    _members: ClassVar[weakref.WeakValueDictionary[int, ModelMember]] = weakref.WeakValueDictionary()  # as created
+    # In the order of creation.
+    _members: ClassVar[weakref.WeakValueDictionary[int, ModelMember]] = weakref.WeakValueDictionary()
     _numbers: ClassVar[itertools.count[int]] = itertools.count()
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
@@ -110,9 +111,9 @@ class ModelMember:
         """
         deferred = self.model.pending.pop(self.layer - 1, None)
         if deferred is not None and (len(deferred.out) != tokens or deferred.device != device):
-            here, before = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"
-            what = f"was called with {here}, but layer {self.layer - 1} deferred experts of {before}"
-            raise ValueError(f"layer {self.layer} {what}; call the layers in order, with the same tokens")
+            current, previous = f"{tokens} tokens on {device}", f"{len(deferred.out)} tokens on {deferred.device}"
+            problem = f"was called with {current}, but layer {self.layer - 1} deferred experts of {previous}"
+            raise ValueError(f"layer {self.layer} {problem}; call the layers in order, with the same tokens")
         return deferred
 
     def store_deferred(self, deferred: DeferredExperts) -> None:
@@ -144,7 +145,7 @@ class ModelMember:
             chosen = next((model for model in models if not layers & _layers(model, members)), None) or Model()
             for member in group:
                 member._model = chosen
-                chosen.pending.pop(member.layer, None)  # from the wrapper that it replaces
+                chosen.pending.pop(member.layer, None)  # deferred experts of a wrapper that this one replaces
 
     @classmethod
     def clear(cls) -> None:
@@ -259,7 +260,8 @@ class CpuForward:
 
     def _defer(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
         """Start the deferred experts, which the next layer adds. Nobody else may write to the tensors."""
-        layer, out = self._layer, torch.empty_like(hidden)
+        layer = self._layer
+        out = torch.empty_like(hidden)
         call = layer.make_call(hidden, ids, weights, out)
         job = layer.experts.make_job(call, (hidden, ids, weights, out, layer.mask))
         job.submit()
@@ -268,7 +270,8 @@ class CpuForward:
 
 def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
     """Raise ValueError for inconsistent shapes."""
-    shape, pairs = hidden.shape, ids.shape
+    shape = hidden.shape
+    pairs = ids.shape
     if shape[-1] != layer.experts.hidden or pairs != weights.shape or pairs[:-1] != shape[:-1] or len(shape) < 2:
         raise ValueError(
             f"hidden_states must be [tokens, {layer.experts.hidden}], topk_ids and topk_weights [tokens, k]; these are "
@@ -313,10 +316,13 @@ class StreamForward:
         return out
 
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-        layer, own_set, next_set = self._layer, self._set, (self._set + 1) % DEPTH
+        layer = self._layer
+        own_set = self._set
+        next_set = (self._set + 1) % DEPTH
         check_shapes(layer, hidden, ids, weights)
         layer.experts.packed.check_reads()  # raises errors of earlier forwards without a wait
-        tokens, topk = hidden.shape[:-1].numel(), ids.shape[-1]
+        tokens = hidden.shape[:-1].numel()
+        topk = ids.shape[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         self._device = hidden.device
         buffers = layer.member.model.buffers.get(hidden.device, tokens, layer.experts.hidden, topk)
@@ -353,10 +359,12 @@ class StreamForward:
         """
         jobs = self._jobs.setdefault(buffers, {})
         if kind not in jobs:
-            own, layer, deferred = self._set, self._layer, kind == "deferred"
-            ids = buffers.deferred_ids if deferred else buffers.ids
-            out = buffers.out[(own + 1) % DEPTH if deferred else own]
-            call = layer.make_call(buffers.hidden[own], ids[own], buffers.weights[own], out, kind == "add")
+            own_set = self._set
+            layer = self._layer
+            is_deferred = kind == "deferred"
+            ids = buffers.deferred_ids if is_deferred else buffers.ids
+            out = buffers.out[(own_set + 1) % DEPTH if is_deferred else own_set]
+            call = layer.make_call(buffers.hidden[own_set], ids[own_set], buffers.weights[own_set], out, kind == "add")
             jobs[kind] = layer.experts.make_job(call, (layer.mask,))  # not buffers: they own the jobs
         return jobs[kind]
 

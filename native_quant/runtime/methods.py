@@ -19,18 +19,18 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.runtime import stored_slices
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
-from ktconvert.native_quant.runtime.swiglu import ALPHA, LIMIT, PLAIN, Swiglu, read_swiglu
 from ktconvert.quantizers import panels
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The order in memory of a tensor of a slice, from which rows of items, as in checkpoints, can be copied.
+    """The order in memory of a slice's tensor, from which rows of items, as in checkpoints, can be copied.
 
-    order          a constant of ktq.h: KTQ_PANEL_BYTES etc.; KTQ_IN_ROWS: memory already has rows
-    rows, columns  block of the linear that has one item; columns 0: a whole row
-    size           bytes of an item in a row
-    memory_size    bytes of an item in memory; None: the same
+    order        a constant of ktq.h, KTQ_PANEL_BYTES to KTQ_IN_ROWS (which means that memory already has rows)
+    rows         rows of the linear that share an item
+    columns      columns of the linear that share an item; 0: a whole row
+    size         bytes of an item in a row
+    memory_size  bytes of an item in memory; None: `size`
     """
 
     order: int
@@ -66,75 +66,75 @@ class RowLayout:
 class Method:
     """A method of the runtime, or one of several rows of a method.
 
-    name         kt-kernel's name, and the name of its output format. Rows with the same name differ in `type`; gate, up
-                 and down of a layer may each have a different row
-    type         type of the weights if the name does not imply it: a ggml type, or the columns of a scale
-    variants     in the first row of a name: the other rows with the same name
-    number       its row in csrc/forward/formats.c, which names the kernels
-    weights      description of codes and scales, for reports
-    multiple     the hidden size, and the intermediate size of a NUMA slice, must be multiples of it
-    unit         preferred multiple of the intermediate size of a slice (Slicing.multiple); if the whole size is no
-                 multiple of it, slices are multiples of `multiple`
-    tensors      (n, k) -> the tensors of a slice in memory: codes, and scales if there are any
-    encoding     encoding of a slice in memory, for outputs and for packing on the spot; None: only checkpoints have it
-    reads        (weight, layer) -> whether it computes with a checkpoint's weight as stored; None: never
-    write        writes a slice of such a weight to its tensors (stored_slices.py); None: its encoding does. Raises
-                 kernels.NonFinite
-    arrange      rearranges the tensors (stored, n, k) of an output's slice to the order in memory, in place; None: they
-                 have it. Raises ValueError for an invalid code
-    row_layouts  how its tensors are copied to rows for a GPU, for buffers of prefill; (): no GPU reads them
-    swiglu       names of the settings of the activation that it supports
-    activations  "int8" (numerics.md, section 5) or "BF16" (5b)
+    name                kt-kernel's name of the method, and the name of its output format. Rows with the same name
+                        differ in `weight_type`; gate, up and down of a layer may each use a different row
+    weight_type         type of the weights if the name does not imply it: a ggml type, or the columns of a scale
+    variants            only in the first row of a name: the other rows with this name
+    number              number of the row of csrc/forward/formats.c, which names the kernels
+    description         codes and scales, for reports
+    multiple            divides the hidden size, and the intermediate size of each NUMA slice
+    preferred_multiple  divides the intermediate size of each slice, unless it does not divide the whole size
+                        (Slicing.multiple); 0: the same as `multiple`
+    tensors             function (n, k) that returns the tensors of a slice in memory: codes, and scales if any
+    encoding            encoding of a slice in memory, for outputs and for packing at run time; None: only checkpoints
+                        have such weights
+    accepts             function (weight, layer) that returns whether the method computes with a checkpoint's weight
+                        without re-quantizing it; None: never
+    write_stored        function that writes a slice of such a weight to its tensors (stored_slices.py), and raises
+                        kernels.NonFinite; None: use the encoding
+    rearrange           function (tensors, n, k) that brings the tensors of an output's slice into the order in memory,
+                        in place, and raises ValueError for an invalid code; None: they are stored in this order
+    row_layouts         how tensors are copied to rows for the prefill buffers of a GPU; (): not supported
+    activations         "int8" (numerics.md, section 5) or "BF16" (section 5b)
     """
 
     name: str
     number: int
-    weights: str
+    description: str
     multiple: int
     tensors: Callable[[int, int], tuple[TensorInfo, ...]]
     encoding: Encoding | None = None
-    reads: Callable[[Weight, MoeLayer], bool] | None = None
-    write: Callable[[StoredSlice, Sequence[Bytes]], None] | None = None
-    arrange: Callable[[Sequence[Bytes], int, int], None] | None = None
+    accepts: Callable[[Weight, MoeLayer], bool] | None = None
+    write_stored: Callable[[StoredSlice, Sequence[Bytes]], None] | None = None
+    rearrange: Callable[[Sequence[Bytes], int, int], None] | None = None
     row_layouts: tuple[RowLayout, ...] = ()
-    swiglu: tuple[str, ...] = ()
     activations: str = "BF16"
-    unit: int = 0
-    type: str = ""
+    preferred_multiple: int = 0
+    weight_type: str = ""
     variants: tuple[Method, ...] = ()
 
     @property
-    def rows(self) -> tuple[Method, ...]:
+    def all_rows(self) -> tuple[Method, ...]:
+        """The rows with this name."""
         return self, *self.variants
 
     def can_compute(self, weight: Weight, layer: MoeLayer) -> bool:
-        """Return whether it computes with a checkpoint's weight as stored."""
-        return self.reads is not None and self.reads(weight, layer)
+        """Return whether the method computes with a checkpoint's weight without re-quantizing it."""
+        return self.accepts is not None and self.accepts(weight, layer)
 
     def write_slice(self, stored: StoredSlice, out: Sequence[Bytes]) -> None:
         """Write a slice of a checkpoint's weight to its tensors in memory. Raises kernels.NonFinite."""
-        if self.write is not None:
-            self.write(stored, out)
+        if self.write_stored is not None:
+            self.write_stored(stored, out)
         else:
             assert self.encoding is not None, self.name
             self.encoding.quantize(stored.linear, out)
 
-    def get_swiglu(self, config: dict[str, Any], activation: str, layer: int) -> Swiglu:
-        """Return the settings of a layer by config.json, as far as the method supports them."""
-        limit, alpha = read_swiglu(config, activation, layer) or PLAIN
-        return Swiglu(limit if LIMIT in self.swiglu else 0.0, alpha if ALPHA in self.swiglu else 0.0)
 
-
-def _from_encoding(encoding: Encoding, number: int, weights: str, **more: Any) -> Method:
-    return Method(encoding.name, number, weights, encoding.multiple, encoding.tensors, encoding, **more)
+def _make_row(encoding: Encoding, number: int, description: str, **fields: Any) -> Method:
+    """Return the row for an encoding of outputs."""
+    return Method(encoding.name, number, description, encoding.multiple, encoding.tensors, encoding, **fields)
 
 
 def _match_stored(
     *encodings: str, block: Callable[[Weight], tuple[int, int]] | None = None
 ) -> Callable[[Weight, MoeLayer], bool]:
-    """Return a `reads` for contiguous rows in one of these encodings, and with a scale for each block, if given."""
+    """Return a predicate for contiguous rows in one of these encodings.
 
-    def reads(weight: Weight, layer: MoeLayer) -> bool:
+    block: if given, returns the rows and columns that must share a scale.
+    """
+
+    def accepts(weight: Weight, layer: MoeLayer) -> bool:
         interleaved = isinstance(layer.style, Fused) and layer.style.interleaved
         is_contiguous = not layer.input_major and layer.style not in GGUF_STYLES and not interleaved
         return (
@@ -143,7 +143,7 @@ def _match_stored(
             and (block is None or weight.fit(False) == block(weight))
         )
 
-    return reads
+    return accepts
 
 
 def _nvfp4_tensors(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
@@ -163,55 +163,59 @@ def _integer_tensors(group: int, dtype: str) -> Callable[[int, int], tuple[Tenso
     return tensors
 
 
-def _reads_raw(weight: Weight, layer: MoeLayer) -> bool:
+def _accepts_rawint4(weight: Weight, layer: MoeLayer) -> bool:
     """Return whether a weight has compressed-tensors' symmetric integers in groups of 32 columns, with BF16 scales."""
     return _match_stored("INT4", block=lambda _: (4, 32))(weight, layer) and weight.tensors["scale"].dtype == "BF16"
 
 
-def _gptq(group: int, number: int) -> Method:
+def _make_gptq_row(group: int, number: int) -> Method:
     """Return the row for GPTQ's symmetric integers in groups of this number of adjacent columns."""
 
-    def reads(weight: Weight, layer: MoeLayer) -> bool:
+    def accepts(weight: Weight, layer: MoeLayer) -> bool:
         if not _match_stored("GPTQ_INT4")(weight, layer):
             return False
         config = weight.quantization
         return weight.fit()[1] == group and False not in config.symmetric and True not in config.ordered
 
-    weights = f"4-bit integers, float32 for each {group} columns of a row"
-    more: dict[str, Any] = {
-        "reads": reads,
-        "write": stored_slices.write_integers,
-        "swiglu": (LIMIT,),
-        "type": f"groups of {group}",
+    description = f"4-bit integers, float32 for each {group} columns of a row"
+    fields: dict[str, Any] = {
+        "accepts": accepts,
+        "write_stored": stored_slices.write_integers,
+        "weight_type": f"groups of {group}",
     }
-    return Method("GPTQ_INT4", number, weights, group, _integer_tensors(group, "F32"), **more)
+    return Method("GPTQ_INT4", number, description, group, _integer_tensors(group, "F32"), **fields)
 
 
 def _write_encoded(encoding: Encoding) -> Callable[[StoredSlice, Sequence[Bytes]], None]:
     return lambda stored, out: encoding.quantize(stored.linear, out)
 
 
-def _llamafile(
+def _make_llamafile_row(
     name: str,
     number: int,
-    weights: str,
+    description: str,
     write: Callable[[StoredSlice, Sequence[Bytes]], None] = stored_slices.write_blocks,
 ) -> Method:
     """Return the row of LLAMAFILE for a ggml type."""
 
-    def reads(weight: Weight, layer: MoeLayer) -> bool:
+    def accepts(weight: Weight, layer: MoeLayer) -> bool:
         return layer.style in GGUF_STYLES and weight.encoding.name == name
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         sizes = zip(("codes", "scales"), kernels.weight_bytes(number, n, k), strict=True)
         return tuple(TensorInfo(tensor, "U8", (size,), size) for tensor, size in sizes)
 
-    more: dict[str, Any] = {"reads": reads, "write": write, "swiglu": (LIMIT,), "type": name, "unit": GGML_UNIT}
-    return Method("LLAMAFILE", number, weights, GGML_MULTIPLE, tensors, **more)
+    fields: dict[str, Any] = {
+        "accepts": accepts,
+        "write_stored": write,
+        "weight_type": name,
+        "preferred_multiple": GGML_UNIT,
+    }
+    return Method("LLAMAFILE", number, description, GGML_MULTIPLE, tensors, **fields)
 
 
 GGML_MULTIPLE = 128
-GGML_UNIT = 256  # columns of the largest blocks, as in kt-kernel
+GGML_UNIT = 256  # columns of the largest blocks; kt-kernel's unit, too
 
 
 def _index_by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
@@ -226,7 +230,7 @@ def _per_channel(n: int, k: int) -> tuple[TensorInfo, TensorInfo]:
     return fp8.PANELS.tensors(n, k)[0], TensorInfo("scales", "F32", (n,), 4 * n)
 
 
-def _reads_plain(weight: Weight, layer: MoeLayer) -> bool:
+def _accepts_bf16(weight: Weight, layer: MoeLayer) -> bool:
     return weight.encoding.name == "BF16" and layer.style not in GGUF_STYLES
 
 
@@ -237,25 +241,24 @@ K_SCALES = "6 bits and a least value for each 32 columns of a row, FP16 for 256"
 
 METHODS: dict[str, Method] = _index_by_name(
     (
-        _from_encoding(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, **INT8),
-        _from_encoding(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, **INT8),
-        _from_encoding(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, arrange=amx.to_tiles, **INT8),
-        _from_encoding(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, arrange=amx.to_tiles, **INT8),
-        _from_encoding(
+        _make_row(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, **INT8),
+        _make_row(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, **INT8),
+        _make_row(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, rearrange=amx.to_tiles, **INT8),
+        _make_row(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, rearrange=amx.to_tiles, **INT8),
+        _make_row(
             *(plain.PANELS, lib.KTQ_FORMAT_BF16, "BF16"),
-            reads=_reads_plain,
+            accepts=_accepts_bf16,
             row_layouts=(RowLayout(lib.KTQ_PANEL_HALVES, 1, 1, 2),),
         ),
-        _from_encoding(
+        _make_row(
             *(fp8.PANELS, lib.KTQ_FORMAT_FP8, "E4M3, one for each 128 x 128"),
-            reads=_match_stored(*fp8.SOURCES, block=lambda weight: (kernels.FP8_MULTIPLE,) * 2),
+            accepts=_match_stored(*fp8.SOURCES, block=lambda weight: (kernels.FP8_MULTIPLE,) * 2),
             row_layouts=(FP8_CODES, RowLayout(lib.KTQ_IN_ROWS, kernels.FP8_MULTIPLE, kernels.FP8_MULTIPLE, 4)),
-            swiglu=(LIMIT,),
         ),
         Method(
             *("FP8_PERCHANNEL", lib.KTQ_FORMAT_FP8_PERCHANNEL, "E4M3, one for each row", panels.ROWS, _per_channel),
-            reads=_match_stored("F8_E4M3", block=lambda weight: (1, weight.shape[-1])),
-            write=stored_slices.write_per_channel,
+            accepts=_match_stored("F8_E4M3", block=lambda weight: (1, weight.shape[-1])),
+            write_stored=stored_slices.write_per_channel,
             row_layouts=(FP8_CODES, RowLayout(lib.KTQ_IN_ROWS, 1, 0, 4)),
         ),
         Method(
@@ -264,19 +267,17 @@ METHODS: dict[str, Method] = _index_by_name(
             "E4M3, E8M0 for each 32 columns of a row",
             panels.ROWS,
             lambda n, k: (fp8.PANELS.tensors(n, k)[0], fp4.PANELS.tensors(n, k)[1]),
-            reads=_match_stored("MXFP8", block=lambda weight: (1, fp4.GROUP)),
-            write=stored_slices.write_mxfp8,
+            accepts=_match_stored("MXFP8", block=lambda weight: (1, fp4.GROUP)),
+            write_stored=stored_slices.write_mxfp8,
             row_layouts=(FP8_CODES, RowLayout(lib.KTQ_PANEL_SCALE_BYTES, 1, fp4.GROUP, 1)),
-            swiglu=(LIMIT, ALPHA),
         ),
-        _from_encoding(
+        _make_row(
             *(fp4.PANELS, lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row"),
             row_layouts=(
                 RowLayout(lib.KTQ_PANEL_NIBBLES, 1, 2, 1),
                 RowLayout(lib.KTQ_PANEL_EXPONENTS, 1, 32, 2, memory_size=1),
             ),
-            reads=_match_stored("MXFP4"),
-            swiglu=(LIMIT,),
+            accepts=_match_stored("MXFP4"),
         ),
         Method(
             "NVFP4",
@@ -284,8 +285,8 @@ METHODS: dict[str, Method] = _index_by_name(
             "E2M1, E4M3 for each 16 columns of a row, and a float32 for the weight",
             kernels.MXFP4_MULTIPLE,
             _nvfp4_tensors,
-            reads=_match_stored("NVFP4"),
-            write=stored_slices.write_nvfp4,
+            accepts=_match_stored("NVFP4"),
+            write_stored=stored_slices.write_nvfp4,
         ),
         Method(
             "RAWINT4",
@@ -293,39 +294,27 @@ METHODS: dict[str, Method] = _index_by_name(
             "4-bit integers, BF16 for each 32 columns of a row",
             panels.ROWS,
             _integer_tensors(32, "BF16"),
-            reads=_reads_raw,
-            write=stored_slices.write_integers,
+            accepts=_accepts_rawint4,
+            write_stored=stored_slices.write_integers,
             row_layouts=(RowLayout(lib.KTQ_PANEL_OFFSET_NIBBLES, 1, 2, 1), RowLayout(lib.KTQ_PANEL_SCALES, 1, 32, 2)),
-            swiglu=(LIMIT,),
         ),
-        _gptq(128, lib.KTQ_FORMAT_GPTQ_INT4),
-        _gptq(64, lib.KTQ_FORMAT_GPTQ_INT4_64),
-        _gptq(32, lib.KTQ_FORMAT_GPTQ_INT4_32),
-        _llamafile("Q4_0", lib.KTQ_FORMAT_Q4_0, "4-bit integers, FP16 for each 32 columns of a row"),
-        _llamafile("Q8_0", lib.KTQ_FORMAT_Q8_0, "8-bit integers, FP16 for each 32 columns of a row"),
-        _llamafile("Q4_K", lib.KTQ_FORMAT_Q4_K, f"4-bit integers, {K_SCALES}"),
-        _llamafile("Q5_K", lib.KTQ_FORMAT_Q5_K, f"5-bit integers, {K_SCALES}"),
-        _llamafile("Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"),
-        _llamafile(
+        _make_gptq_row(128, lib.KTQ_FORMAT_GPTQ_INT4),
+        _make_gptq_row(64, lib.KTQ_FORMAT_GPTQ_INT4_64),
+        _make_gptq_row(32, lib.KTQ_FORMAT_GPTQ_INT4_32),
+        _make_llamafile_row("Q4_0", lib.KTQ_FORMAT_Q4_0, "4-bit integers, FP16 for each 32 columns of a row"),
+        _make_llamafile_row("Q8_0", lib.KTQ_FORMAT_Q8_0, "8-bit integers, FP16 for each 32 columns of a row"),
+        _make_llamafile_row("Q4_K", lib.KTQ_FORMAT_Q4_K, f"4-bit integers, {K_SCALES}"),
+        _make_llamafile_row("Q5_K", lib.KTQ_FORMAT_Q5_K, f"5-bit integers, {K_SCALES}"),
+        _make_llamafile_row(
+            "Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"
+        ),
+        _make_llamafile_row(
             "MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_encoded(fp4.PANELS)
         ),
-        _llamafile("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_encoded(plain.PANELS)),
-        _llamafile("F16", lib.KTQ_FORMAT_F16, "FP16", stored_slices.write_halves),
+        _make_llamafile_row("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_encoded(plain.PANELS)),
+        _make_llamafile_row("F16", lib.KTQ_FORMAT_F16, "FP16", stored_slices.write_halves),
     )
 )
-
-
-def check_swiglu(method: str, swiglu: Swiglu) -> None:
-    """Raise ValueError for settings of the activation that the method does not support."""
-    for name, value in ((LIMIT, swiglu.limit), (ALPHA, swiglu.alpha)):
-        if value != 0.0 and name not in METHODS[method].swiglu:
-            able = ", ".join(sorted(other.name for other in METHODS.values() if name in other.swiglu))
-            raise ValueError(
-                f"{name}={value} must be 0 for method={method!r}: only {able} can compute it instead of silu(gate) * "
-                "up."
-            )
-        if not 0.0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
 
 
 # --- kt-kernel 0.7.2's names ---------------------------------------------------------------------
@@ -337,7 +326,7 @@ SFT_METHODS = (
     *(f"{name}_SFT_SkipLoRA" for name in ("AMXBF16", *_INTEGERS)),
 )
 SKIP_LORA = "_SFT_SkipLoRA"  # suffix of methods without LoRA
-# The supported ones of SFT_METHODS -> the method of their weights.
+# Supported methods of SFT_METHODS -> the method of their weights.
 SFT_WEIGHTS = {
     "AMXBF16_SFT": "BF16",
     "AMXINT8_SFT": "AMXINT8",
@@ -353,23 +342,18 @@ SFT_WEIGHTS = {
 }
 
 
-def check_method(mode: str, method: str, swiglu: Swiglu) -> None:
+def check_method(mode: str, method: str) -> None:
     """Raise ValueError for arguments that kt-kernel rejects, too, NotImplementedError for those that only we reject."""
     if mode not in ("inference", "sft"):
         raise ValueError(f"unknown mode {mode!r}; choose 'inference' or 'sft'.")
-    known = (*METHODS, *UNSUPPORTED) if mode == "inference" else SFT_METHODS
-    if method not in known:
-        raise ValueError(f"unknown method {method!r} for mode {mode!r}; choose one of {', '.join(sorted(known))}.")
+    names = (*METHODS, *UNSUPPORTED) if mode == "inference" else SFT_METHODS
+    if method not in names:
+        raise ValueError(f"unknown method {method!r} for mode {mode!r}; choose one of {', '.join(sorted(names))}.")
     if mode == "sft":
         if method not in SFT_WEIGHTS:
-            what = f"method={method!r} is a name in kt-kernel's list that kt-kernel cannot construct"
-            raise NotImplementedError(f"{what}: ktconvert trains {', '.join(SFT_WEIGHTS)}.")
-        if any(swiglu):
-            raise NotImplementedError(
-                f"method={method!r} trains only silu(gate) * up: leave swiglu_limit and _alpha 0."
-            )
+            problem = f"method={method!r} is a name in kt-kernel's list that kt-kernel cannot construct"
+            raise NotImplementedError(f"{problem}: ktconvert trains {', '.join(SFT_WEIGHTS)}.")
         return
     if method not in METHODS:
-        what = f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}"
-        raise NotImplementedError(f"{what}; convert with `ktconvert cpu --quant-method int4`, for example.")
-    check_swiglu(method, swiglu)
+        problem = f"method={method!r} is not implemented yet; ktconvert's runtime computes {', '.join(METHODS)}"
+        raise NotImplementedError(f"{problem}; convert with `ktconvert cpu --quant-method int4`, for example.")

@@ -35,39 +35,46 @@ def separate_targets(config: Any, model: Any, experts: Mapping[str, RoutedExpert
     UnsupportedError for expressions that match nothing.
     """
     gate, up, down = projections = next(iter(experts.values())).projections
-    inside = tuple(f"{at}." for at in experts)
-    names = [name for name, _ in model.named_modules() if name and not name.startswith(inside)]
-    requested, modules = config.target_modules, set[str]()
+    prefixes = tuple(f"{path}." for path in experts)
+    names = [name for name, _ in model.named_modules() if name and not name.startswith(prefixes)]
+    requested = config.target_modules
+    modules = set[str]()
     if isinstance(requested, str) and requested.lower() == "all-linear":
         modules.update(f"{EXPERTS}.{name}" for name in projections)
     elif isinstance(requested, str):
-        found = _match_names(requested, names, experts)
-        if not found:
+        matches = _match_names(requested, names, experts)
+        if not matches:
             raise UnsupportedError(NO_MATCH.format(requested))
-        modules = {name for name in found if name.split(".")[-1] in projections}
-        config.target_modules = found - modules
+        modules = {name for name in matches if name.split(".")[-1] in projections}
+        config.target_modules = matches - modules
     elif requested is not None:
-        special = {name for name in requested if name.split(".")[-1] in (EXPERTS, *projections)}
-        config.target_modules = set(requested) - special
-        for name in special:
-            whole = re.sub(r"\bexperts\.\d+\.(\w+)$", rf"{EXPERTS}.\1", name)
-            modules.update([f"{name}.{each}" for each in projections] if name.split(".")[-1] == EXPERTS else [whole])
+        expert_names = {name for name in requested if name.split(".")[-1] in (EXPERTS, *projections)}
+        config.target_modules = set(requested) - expert_names
+        for name in expert_names:
+            joined_name = re.sub(r"\bexperts\.\d+\.(\w+)$", rf"{EXPERTS}.\1", name)
+            modules.update(
+                [f"{name}.{projection}" for projection in projections]
+                if name.split(".")[-1] == EXPERTS
+                else [joined_name]
+            )
     if isinstance(config.exclude_modules, str):
         config.exclude_modules = _match_names(config.exclude_modules, names, experts)
     stacked = {name for name in config.target_parameters or () if name.split(".")[-1] in STACKED}
     parameters: dict[str, str] = {}  # name of a projection -> the targeted parameter
-    for parameter, parts in ((GATE_UP, (gate, up)), (DOWN, (down,))):
-        layers = [at for at in experts if is_named(f"{at}.{parameter}", stacked)]
-        parameters.update({f"{at}.{part}": f"{at}.{parameter}" for at in layers for part in parts})
+    for parameter, targets in ((GATE_UP, (gate, up)), (DOWN, (down,))):
+        layers = [path for path in experts if is_named(f"{path}.{parameter}", stacked)]
+        parameters.update({f"{path}.{projection}": f"{path}.{parameter}" for path in layers for projection in targets})
         # layers_to_transform does not apply to parameters.
-        everywhere = len(layers) == len(experts) and not config.layers_to_transform
-        modules.update(f"{at}.{part}" for at in ([EXPERTS] if everywhere else layers) for part in parts)
+        is_in_all_layers = len(layers) == len(experts) and not config.layers_to_transform
+        modules.update(
+            f"{path}.{projection}" for path in ([EXPERTS] if is_in_all_layers else layers) for projection in targets
+        )
     if stacked:
         config.target_parameters = set(config.target_parameters) - stacked or None
         config.target_modules = config.target_modules or set()  # with None, PEFT would choose
-    every = {f"{at}.{name}": (at, name) for at in experts for name in projections}
-    names += every
-    targeted = {own: parts for own, parts in every.items() if is_named(own, modules)}
+    projection_names = {f"{path}.{name}": (path, name) for path in experts for name in projections}
+    names += projection_names
+    targeted = {full_name: place for full_name, place in projection_names.items() if is_named(full_name, modules)}
     resolved = {
         name: _resolve_patterns(name, getattr(config, name) or {}, names, experts, targeted, parameters, default)
         for name, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha))
@@ -85,13 +92,13 @@ def resolve_patterns(config: Any, model: Any) -> None:
     names = [name for name, _ in model.named_modules() if name] + parameters
     stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
     old_names = {
-        f"{at}.{name}" for at in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")
+        f"{path}.{name}" for path in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")
     }  # names of transformers 4
     if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
-        found = _match_names(config.target_modules, {*names, *old_names}, {})
-        if not found:
+        matches = _match_names(config.target_modules, {*names, *old_names}, {})
+        if not matches:
             raise UnsupportedError(NO_MATCH.format(config.target_modules))
-        config.target_modules = found - old_names | {name.split(".")[-1] for name in found & old_names}
+        config.target_modules = matches - old_names | {name.split(".")[-1] for name in matches & old_names}
     if isinstance(config.exclude_modules, str):
         config.exclude_modules = _match_names(config.exclude_modules, names, {})
     for setting in ("rank_pattern", "alpha_pattern"):
@@ -101,17 +108,17 @@ def resolve_patterns(config: Any, model: Any) -> None:
 def _match_names(pattern: str, names: Iterable[str], experts: Mapping[str, RoutedExperts]) -> set[str]:
     """Return the names of modules that a regular expression matches, also by the names of single experts."""
     match = patterns.compile(pattern, CONFIG).fullmatch
-    found = {name for name in names if name not in experts and match(name)}
-    for at, module in experts.items():
+    matches = {name for name in names if name not in experts and match(name)}
+    for path, module in experts.items():
         for name in module.projections:
-            if any(map(match, (at, f"{at}.{name}", *_expert_names(at, module, name)))):
-                found.add(f"{at}.{name}")
-    return found
+            if any(map(match, (path, f"{path}.{name}", *_expert_names(path, module, name)))):
+                matches.add(f"{path}.{name}")
+    return matches
 
 
-def _expert_names(at: str, module: RoutedExperts, name: str) -> list[str]:
+def _expert_names(path: str, module: RoutedExperts, name: str) -> list[str]:
     """Return the names of a projection of each expert in transformers 4."""
-    return [f"{at}.{expert}.{name}" for expert in range(module.num_experts)]
+    return [f"{path}.{expert}.{name}" for expert in range(module.num_experts)]
 
 
 def _resolve_patterns(
@@ -128,24 +135,31 @@ def _resolve_patterns(
     Regular expressions with repeats are replaced by literal names. Raises UnsupportedError if experts of one layer
     have different values.
     """
-    found = NamePatterns(values, CONFIG)
-    exact: dict[str, Any] = {}
-    for own, (at, name) in targeted.items() if values else ():
-        if own in parameters:
-            value = found.find([parameters[own]], default)
+    values_by_name = NamePatterns(values, CONFIG)
+    literal_values: dict[str, Any] = {}
+    for full_name, (path, name) in targeted.items() if values else ():
+        if full_name in parameters:
+            value = values_by_name.find([parameters[full_name]], default)
         else:
-            each = {found.find((one, own), default) for one in _expert_names(at, experts[at], name)}
-            if len(each) > 1:
+            expert_values = {
+                values_by_name.find((expert_name, full_name), default)
+                for expert_name in _expert_names(path, experts[path], name)
+            }
+            if len(expert_values) > 1:
                 raise UnsupportedError(
-                    f"its {setting} differs between the experts of {at}; train with the same value for all"
+                    f"its {setting} differs between the experts of {path}; train with the same value for all"
                 )
-            (value,) = each
-        if value != found.find([own], default):
-            exact[own] = value
-    plain = all(re.fullmatch(r"[\w.^$\\]+", pattern) for pattern in values)
-    if not plain:
-        exact = {name: value for name in names if (value := found.find([name], None)) is not None} | exact
+            (value,) = expert_values
+        if value != values_by_name.find([full_name], default):
+            literal_values[full_name] = value
+    has_only_literals = all(re.fullmatch(r"[\w.^$\\]+", pattern) for pattern in values)
+    if not has_only_literals:
+        literal_values = {
+            name: value for name in names if (value := values_by_name.find([name], None)) is not None
+        } | literal_values
     by_value: dict[Any, list[str]] = {}
-    for name, value in exact.items():
+    for name, value in literal_values.items():
         by_value.setdefault(value, []).append(re.escape(name))
-    return {"|".join(literal): value for value, literal in by_value.items()} | (dict(values) if plain else {})
+    return {"|".join(escaped_names): value for value, escaped_names in by_value.items()} | (
+        dict(values) if has_only_literals else {}
+    )

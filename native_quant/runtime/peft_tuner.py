@@ -52,7 +52,7 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **other: Any) -> None:
         """Add an adapter. Raises UnsupportedError for settings that need the weights, and for a bad rank."""
-        if not 0 < r <= (most := min(self.in_features, self.out_features, lib.KTQ_MOST_RANK)):
+        if not 0 < r <= (most := min(self.in_features, self.out_features, lib.KTQ_MAX_RANK)):
             raise UnsupportedError(f"LoRA's rank r = {r} is not within 1 to {most}, the limit for this model")
         if config.lora_bias or config.fan_in_fan_out:
             raise UnsupportedError("converted experts support LoRA only without lora_bias and fan_in_fan_out")
@@ -68,7 +68,7 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
         a, b = (torch.zeros(experts, *shape) for shape in ((r, self.in_features), (self.out_features, r)))
         if config.init_lora_weights == "gaussian":
             torch.nn.init.normal_(a, std=1 / r)
-        else:  # as torch.nn.Linear is initialized
+        else:  # the initialization of torch.nn.Linear
             torch.nn.init.uniform_(a, -1 / math.sqrt(self.in_features), 1 / math.sqrt(self.in_features))
         if not config.init_lora_weights:
             torch.nn.init.uniform_(b, -1 / math.sqrt(r), 1 / math.sqrt(r))
@@ -143,9 +143,9 @@ class Tuner(LoraModel):  # type: ignore[misc]
             if (match := FUSED.fullmatch(key)) is None or tensor.ndim != 3:
                 split[key] = tensor
                 continue
-            at, name, side = match["at"], match["name"], match["side"]
+            path, name, side = match["at"], match["name"], match["side"]
             for expert, matrix in enumerate(tensor):
-                split[f"{at}.{expert}.{name}.{side}.{match['adapter']}.weight"] = matrix
+                split[f"{path}.{expert}.{name}.{side}.{match['adapter']}.weight"] = matrix
         return split
 
     @classmethod
@@ -158,8 +158,8 @@ class Tuner(LoraModel):  # type: ignore[misc]
         for name, module in model.named_modules():
             if isinstance(module, RoutedExperts) and module.projections:
                 adapted = {
-                    each: child
-                    for each, child in module.named_children()
+                    projection: child
+                    for projection, child in module.named_children()
                     if isinstance(child, ProjectionLora) and adapter_name in child.lora_A
                 }
                 gate, up, down = module.projections
@@ -180,10 +180,10 @@ def _convert_filled(model: Any, peft_config: Any, adapter_state_dict: Any, adapt
     experts = next((module for module in model.modules() if isinstance(module, RoutedExperts)), None)
     if experts is not None and experts.projections:
         gate, up, _ = experts.projections
-        other = {gate: up, up: gate}
+        partners = {gate: up, up: gate}
         for key, tensor in adapter_state_dict.items():
-            if (match := ONE_EXPERT.fullmatch(key)) and match["name"] in other:
-                missing = f"{match['at']}.{match['expert']}.{other[match['name']]}.{match['side']}.weight"
+            if (match := ONE_EXPERT.fullmatch(key)) and match["name"] in partners:
+                missing = f"{match['at']}.{match['expert']}.{partners[match['name']]}.{match['side']}.weight"
                 filled.setdefault(missing, torch.zeros_like(tensor))
     return _convert(model, peft_config, filled, adapter_name)
 
@@ -227,82 +227,92 @@ def _stack(layers: Mapping[str, AdaptedLayer], adapter: str, stored: Mapping[str
     If an adapter of experts lacks the tensors of a projection, that projection adds nothing, as in PEFT. Raises
     InputError for an adapter of a different model.
     """
-    rest: dict[str, torch.Tensor] = {}
-    found: dict[tuple[str, str, str], torch.Tensor] = {}  # module, projection and side -> tensor of all experts
+    result: dict[str, torch.Tensor] = {}
+    stacked: dict[tuple[str, str, str], torch.Tensor] = {}  # module, projection and side -> tensor of all experts
     matrices: dict[tuple[str, str, str], dict[int, torch.Tensor]] = {}
     for key, tensor in stored.items():
         match = ONE_EXPERT.fullmatch(key) or ALL_EXPERTS.fullmatch(key)
         if match is None:
-            rest[key] = tensor
+            result[key] = tensor
             continue
-        at = match["at"].removeprefix(PREFIX)
-        if at not in layers:
+        path = match["at"].removeprefix(PREFIX)
+        if path not in layers:
             raise InputError(
-                f"the adapter has tensors of {at}, where the model has no experts; use an adapter of this model"
+                f"the adapter has tensors of {path}, where the model has no experts; use an adapter of this model"
             )
         if match.re is ONE_EXPERT:
-            matrices.setdefault((at, match["name"], match["side"]), {})[int(match["expert"])] = tensor
+            matrices.setdefault((path, match["name"], match["side"]), {})[int(match["expert"])] = tensor
         else:
-            by_projection = _split(at, layers[at], adapter, match, tensor)
-            found.update({(at, name, match["side"]): part for name, part in by_projection.items()})
-    for own, each in matrices.items():
-        if sorted(each) != list(range(len(each))) or len({matrix.shape for matrix in each.values()}) > 1:
-            what = ".".join(own)
-            raise InputError(f"the adapter lacks {what} of some experts, or its sizes differ; save the adapter again")
-        found[own] = torch.stack([each[expert] for expert in range(len(each))])
-    known = {(at, name) for at, layer in layers.items() for name in layer.adapted}
-    if others := [".".join(own) for own, tensor in found.items() if own[:2] not in known and tensor.any()]:
-        raise InputError(f"the adapter has {others[0]}, which its settings do not name; save the adapter again")
-    for at, name in sorted(known):
+            by_projection = _split(path, layers[path], adapter, match, tensor)
+            stacked.update({(path, name, match["side"]): part for name, part in by_projection.items()})
+    for place, expert_matrices in matrices.items():
+        if (
+            sorted(expert_matrices) != list(range(len(expert_matrices)))
+            or len({matrix.shape for matrix in expert_matrices.values()}) > 1
+        ):
+            tensor_name = ".".join(place)
+            raise InputError(
+                f"the adapter lacks {tensor_name} of some experts, or its sizes differ; save the adapter again"
+            )
+        stacked[place] = torch.stack([expert_matrices[expert] for expert in range(len(expert_matrices))])
+    adapted_projections = {(path, name) for path, layer in layers.items() for name in layer.adapted}
+    if unknown := [
+        ".".join(place) for place, tensor in stacked.items() if place[:2] not in adapted_projections and tensor.any()
+    ]:
+        raise InputError(f"the adapter has {unknown[0]}, which its settings do not name; save the adapter again")
+    for path, name in sorted(adapted_projections):
         for side in ("lora_A", "lora_B"):
-            mine = getattr(layers[at].adapted[name], side)[adapter]
-            given = found.get((at, name, side))
-            if given is None and found and not {(at, name, "lora_A"), (at, name, "lora_B")} & found.keys():
-                given = torch.zeros_like(mine)
-            if given is None or given.shape != mine.shape:
-                what = "lacks it" if given is None else f"has {list(given.shape)}"
+            parameter = getattr(layers[path].adapted[name], side)[adapter]
+            value = stacked.get((path, name, side))
+            if value is None and stacked and not {(path, name, "lora_A"), (path, name, "lora_B")} & stacked.keys():
+                value = torch.zeros_like(parameter)
+            if value is None or value.shape != parameter.shape:
+                problem = "lacks it" if value is None else f"has {list(value.shape)}"
                 raise InputError(
-                    f"the adapter does not fit this model: {at}.{name}.{side} is {list(mine.shape)}, but the adapter "
-                    f"{what}"
+                    f"the adapter does not fit this model: {path}.{name}.{side} is {list(parameter.shape)}, but the "
+                    f"adapter {problem}"
                 )
-            rest[f"{PREFIX}{at}.{name}.{side}"] = given
-    return rest
+            result[f"{PREFIX}{path}.{name}.{side}"] = value
+    return result
 
 
 def _split(
-    at: str, layer: AdaptedLayer, adapter: str, match: re.Match[str], tensor: torch.Tensor
+    path: str, layer: AdaptedLayer, adapter: str, match: re.Match[str], tensor: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Split PEFT's tensor of a stacked parameter, A [E r, in] or B [out, r E], by projection.
 
     If PEFT made the tensor of gate_up_proj from two projections, their ranks follow each other, and B is zero outside
     of two blocks.
     """
-    side, adapted = match["side"], layer.adapted
+    side = match["side"]
+    adapted = layer.adapted
     if not adapted:
-        raise InputError(f"the adapter has tensors of {at}, which its settings do not name; save the adapter again")
-    experts, a_side = next(iter(adapted.values())).base_layer.experts, side == "lora_A"
-    if tensor.shape[0 if a_side else 1] % experts:
+        raise InputError(f"the adapter has tensors of {path}, which its settings do not name; save the adapter again")
+    experts = next(iter(adapted.values())).base_layer.experts
+    is_a = side == "lora_A"
+    if tensor.shape[0 if is_a else 1] % experts:
         raise InputError(
-            f"the adapter does not fit this model: {at}.{side} is {list(tensor.shape)}, for a different number of "
+            f"the adapter does not fit this model: {path}.{side} is {list(tensor.shape)}, for a different number of "
             "experts"
         )
-    if a_side:
-        whole = tensor.reshape(experts, -1, tensor.shape[-1])
+    if is_a:
+        by_expert = tensor.reshape(experts, -1, tensor.shape[-1])
     else:
-        whole = tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
+        by_expert = tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
     if not match["inner"] and layer.down in adapted:
-        return {layer.down: whole.contiguous()}
-    rank = whole.shape[1 if a_side else 2]
+        return {layer.down: by_expert.contiguous()}
+    rank = by_expert.shape[1 if is_a else 2]
     ranks = [adapted[name].r[adapter] for name in (layer.gate, layer.up) if name in adapted]
     if set(ranks) == {rank}:
-        first, second = (whole, whole) if a_side else whole.chunk(2, 1)
+        first, second = (by_expert, by_expert) if is_a else by_expert.chunk(2, 1)
     else:
-        cut = ranks[0] if layer.gate in adapted else rank - ranks[0]
-        if a_side:
-            first, second = whole[:, :cut], whole[:, cut:]
+        boundary = ranks[0] if layer.gate in adapted else rank - ranks[0]
+        if is_a:
+            first, second = by_expert[:, :boundary], by_expert[:, boundary:]
         else:
-            first, second = whole.chunk(2, 1)
-            if first[..., cut:].any() or second[..., :cut].any():
-                raise InputError(f"the adapter does not fit this model: {at}.{side} has rank {rank}, not {ranks}")
-            first, second = first[..., :cut], second[..., cut:]
+            first, second = by_expert.chunk(2, 1)
+            if first[..., boundary:].any() or second[..., :boundary].any():
+                raise InputError(f"the adapter does not fit this model: {path}.{side} has rank {rank}, not {ranks}")
+            first = first[..., :boundary]
+            second = second[..., boundary:]
     return {layer.gate: first.contiguous(), layer.up: second.contiguous()}

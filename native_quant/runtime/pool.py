@@ -38,8 +38,10 @@ class Pool:
         count = machine.physical_cores() if threads is None else threads
         groups = assign_cpus(count, nodes, machine.node_cpus(), machine.core_cpus())
         cpu_sets = [cpus for group in groups for cpus in group]
-        self.nodes, self.threads = nodes[: len(groups)], len(cpu_sets)
-        pool, bits = ffi.new("ktq_pool **"), b"".join(map(_cpu_bits, cpu_sets))
+        self.nodes = nodes[: len(groups)]
+        self.threads = len(cpu_sets)
+        pool = ffi.new("ktq_pool **")
+        bits = b"".join(map(_cpu_bits, cpu_sets))
         if lib.ktq_pool_new(len(groups), list(map(len, groups)), bits, pool) != lib.KTQ_OK:
             check_error(lib.KTQ_ESYSTEM)
         self.pointer: Any = pool[0]
@@ -73,8 +75,8 @@ def parse_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
     except TypeError:
         numbers = ()
     if not numbers or not set(numbers) <= set(usable) or len(set(numbers)) < len(numbers):
-        these = f"distinct NUMA nodes with CPUs that this process may use, from {list(usable)}"
-        raise ValueError(f"numa_nodes must be {these}, not {nodes!r}")
+        allowed = f"distinct NUMA nodes with CPUs that this process may use, from {list(usable)}"
+        raise ValueError(f"numa_nodes must be {allowed}, not {nodes!r}")
     return numbers
 
 

@@ -28,13 +28,13 @@ from ktconvert.native_quant.runtime.training import CPU, Gradients, Lora, SavedF
 Result = TypeVar("Result")
 
 GROUP = 32  # columns of a scale of RAWINT4
-BACKWARD_FORMATS = {"BF16": "AMXBF16"}  # methods whose transposes have a format of a different name
+BACKWARD_FORMATS = {"BF16": "AMXBF16"}  # method -> format of its transposes, if that has a different name
 
 
 class RAWINT4ExpertWeights(NamedTuple):
-    """4-bit weights of a layer: codes uint8 [E, N, K / 2], value + 8, the even column in the lower half of a byte.
+    """4-bit weights of a layer in groups of 32 columns.
 
-    Scales are BF16 [E, N, K / 32].
+    Codes are uint8 [E, N, K / 2], value + 8, the even column in the lower half of a byte; scales BF16 [E, N, K / 32].
     """
 
     gate_proj: torch.Tensor
@@ -51,7 +51,7 @@ class GradientWindow:
     """The gradients of LoRA for kt-kernel's optimizer: buffers to which several backwards can add.
 
     The first backward after close() overwrites the buffers, later ones add to them. The window is open while the .grad
-    of each parameter is its buffer. It is never open for tensors that are no parameters.
+    of each parameter is its buffer. It is never open for tensors that are not parameters.
     """
 
     layer: int
@@ -96,10 +96,13 @@ class SftMoEWrapper:
 
     Differences:
 
-    - The gradients of all methods, even INT4's, are in windows ("authoritative"); those of inactive experts are zero.
-    - Backward multiplies by the codes of the forward, in BF16. If share_backward_bb is set to False before the weights
-      are loaded, it multiplies by transposes that were quantized separately, in kt-kernel's arithmetic: those of the
-      tensors, or of files, which must exist. They need additional memory. With None, it uses those of files that exist.
+    - For all methods, gradients of LoRA are written to the buffers of init_lora_weights, which become the .grad of the
+      parameters (GradientWindow). kt-kernel calls them authoritative, and has them only for some methods. Experts
+      without tokens get zeros.
+    - By default (share_backward_bb True), backward multiplies by the codes of the forward, in BF16. False, set before
+      the weights are loaded: it multiplies by transposes that were quantized separately, in kt-kernel's arithmetic.
+      They are packed from the tensors, or read from files, which must exist, and need additional memory. None: it uses
+      transposes only if their files exist.
     - Each call reads the parameters of LoRA; update_lora_weights does nothing.
     - Dropout is elementwise, and only applies if save_for_backward is set.
     - The gradient of hidden states is summed in float32.
@@ -135,16 +138,25 @@ class SftMoEWrapper:
             raise ValueError(
                 f"lora_rank and lora_alpha must be positive, lora_dropout from 0 to below 1, not {numbers}"
             )
-        self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
-        self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
-        self.threadpool_count, self.weight_path = threadpool_count, weight_path
+        self.layer_idx = layer_idx
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.hidden_size = hidden_size
+        self.moe_intermediate_size = moe_intermediate_size
+        self.method = method
+        self.threadpool_count = threadpool_count
+        self.weight_path = weight_path
         self.chunked_prefill_size = int(chunked_prefill_size)
-        self.lora_rank, self.lora_alpha, self.lora_dropout = lora_rank, lora_alpha, lora_dropout
+        self.lora_rank = lora_rank
+        self.lora_alpha = lora_alpha
+        self.lora_dropout = lora_dropout
         self.lora_scaling = lora_alpha / lora_rank if lora_rank else 0.0
         self.share_backward_bb: bool | None = None
-        self.share_cache_pool = True  # kt-kernel's; has no effect here
+        self.share_cache_pool = True  # an attribute of kt-kernel; it has no effect here
         self.moe: Experts | None = None
-        self._pool, self._mask, self._weights_method = pool, mask, METHODS[SFT_WEIGHTS[method]]
+        self._pool = pool
+        self._mask = mask
+        self._weights_method = METHODS[SFT_WEIGHTS[method]]
         self._window: GradientWindow | None = None
         self._saved: tuple[TrainingPass, SavedForward] | None = None
         self._reusable: SavedForward | None = None  # memory for the next forward
@@ -196,10 +208,10 @@ class SftMoEWrapper:
             for tensor, dtype, columns in ((codes, torch.uint8, k // 2), (scales, torch.bfloat16, k // GROUP)):
                 if tuple(tensor.shape) != (shape := (experts, n, columns)) or tensor.dtype != dtype:
                     raise ValueError(f"{name} must be {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
-            each = zip(codes.numpy(), scales.float().numpy(), strict=True)
-            linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in each]
+            pairs = zip(codes.numpy(), scales.float().numpy(), strict=True)
+            linears[name] = [Matrix(values, INT4, scale, (1, GROUP)) for values, scale in pairs]
         slicing = Slicing(self.layer_idx, self.hidden_size, self.moe_intermediate_size, self.threadpool_count)
-        no_source: Any = None  # only for messages on zero points and orders, which these weights cannot have
+        no_source: Any = None  # StoredSlice needs it only for messages on zero points and column orders
 
         def write(linear: Matrix, out: Sequence[Bytes]) -> None:
             self._weights_method.write_slice(StoredSlice(linear, no_source, {}), out)
@@ -245,7 +257,10 @@ class SftMoEWrapper:
             raise RuntimeError(f"method={self.method!r} applies no LoRA")
         if len(tensors) != 12:
             raise TypeError(f"init_lora_weights takes six tensors and six gradients, not {len(tensors)} tensors")
-        e, r, h, i = self.num_experts, self.lora_rank, self.hidden_size, self.moe_intermediate_size
+        e = self.num_experts
+        r = self.lora_rank
+        h = self.hidden_size
+        i = self.moe_intermediate_size
         shapes = ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
         names = [*Lora._fields, *(f"grad_{name}" for name in Lora._fields)]
         for name, tensor, shape in zip(names, tensors, shapes * 2, strict=True):
@@ -293,15 +308,18 @@ class SftMoEWrapper:
         if self._forward is not None:
             raise RuntimeError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
         if len(hidden_states) > self.chunked_prefill_size:
-            most = f"chunked_prefill_size={self.chunked_prefill_size}"
-            raise ValueError(f"layer {self.layer_idx}: {len(hidden_states)} tokens are more than {most}")
+            limit = f"chunked_prefill_size={self.chunked_prefill_size}"
+            raise ValueError(f"layer {self.layer_idx}: {len(hidden_states)} tokens are more than {limit}")
         if expert_ids.shape[-1] != self.num_experts_per_tok:
             raise ValueError(f"expert_ids must be [tokens, {self.num_experts_per_tok}], not {tuple(expert_ids.shape)}")
-        x, ids, shares = (tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights))
+        x, ids, routing_weights = (
+            tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights)
+        )
         dropout = self.lora_dropout if save_for_backward and lora is not None else 0.0
-        step = TrainingPass.create(self.moe, x, ids, shares, lora, self.lora_scaling, dropout, self._mask)
+        step = TrainingPass.create(self.moe, x, ids, routing_weights, lora, self.lora_scaling, dropout, self._mask)
 
-        reusable, self._reusable = self._reusable, None
+        reusable = self._reusable
+        self._reusable = None
 
         def compute() -> tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]:
             out, saved = step.forward(reusable)
@@ -312,7 +330,8 @@ class SftMoEWrapper:
     def sync_forward(self, output_device: torch.device | None = None) -> torch.Tensor:
         if self._forward is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
-        future, self._forward = self._forward, None
+        future = self._forward
+        self._forward = None
         out, saved = future.result()
         self._saved = saved or self._saved
         return out if output_device is None else out.to(output_device)
@@ -352,19 +371,21 @@ class SftMoEWrapper:
         if add and step.lora is not None:  # sum in float32, then round
             step = TrainingPass(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
         gradient = grad_output.detach().to(CPU, torch.bfloat16, copy=True)
-        into = None if self._window is None or add else self._window.buffers
+        buffers = None if self._window is None or add else self._window.buffers
 
         def compute() -> Gradients:
-            gradients = step.backward(saved, gradient, scale, into)
+            gradients = step.backward(saved, gradient, scale, buffers)
             self._reusable = saved
             return gradients
 
-        self._device, self._backward = output_device, _start_thread(compute)
+        self._device = output_device
+        self._backward = _start_thread(compute)
 
     def sync_backward(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._backward is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_backward without a submit_backward_async before it")
-        future, self._backward = self._backward, None
+        future = self._backward
+        self._backward = None
         gradients = future.result()
         if self._window is not None and gradients.lora is not None:
             self._window.publish(gradients.lora)
@@ -385,7 +406,8 @@ class SftMoEWrapper:
         return self._window.tensors
 
     def _install(self, experts: Experts) -> None:
-        self.moe, self._saved = experts, None
+        self.moe = experts
+        self._saved = None
 
     @property
     def _shapes(self) -> list[weights.Shape]:
@@ -409,7 +431,8 @@ class KTMoEFunction(torch.autograd.Function):
         lora_ref: torch.Tensor,
         *settings: Any,
     ) -> torch.Tensor:
-        ctx.wrapper, ctx.settings = wrapper, len(settings)
+        ctx.wrapper = wrapper
+        ctx.settings = len(settings)
         ctx.weights = topk_weights.shape, topk_weights.dtype, topk_weights.device
         # Reading a saved tensor makes activation checkpointing compute the forward again before backward needs it.
         ctx.save_for_backward(hidden_states.new_empty(()))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.native_quant.arrays import F32, F64, I64, U16
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.runtime import weights
@@ -24,12 +25,11 @@ from ktconvert.native_quant.runtime.expert_source import Requirements
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.native_quant.runtime.swiglu import PLAIN, Swiglu
 from ktconvert.quantizers.reference import bf16_to_f32
 
 Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
 
-# Relative L2 distance from the reference: of an expert's outputs, of a panel of rows over all experts, of a token.
+# Largest relative L2 distance from the reference, for the outputs of an expert, of a panel of rows, or of a token.
 BOUND, BOUND_BF16 = 0.25, 0.05
 PANEL = 32  # rows that kernels compute together
 IMPLAUSIBLE = 1 << 16  # an expert whose largest output is this many times that of the other experts has a damaged scale
@@ -55,48 +55,55 @@ class Smoke:
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """Compare the outputs in each mode of the method with the reference: single experts, then topk per token."""
     source = open_experts(path)
-    swiglu = source.swiglu(layer)
-    packed = source.load(layer, pool, Requirements(swiglu=swiglu))
+    function = source.function(layer) or PLAIN
+    packed = source.load(layer, pool, Requirements())
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.slicing.hidden)
     linears = functools.partial(source.linears, packed)
-    expected = reference(packed, linears, bf16_to_f32(hidden), swiglu, pool.threads)  # [inputs, E, H]
-    problems, error = list(_find_implausible(layer, expected)), dict[str, float]()
-    alone, together = np.arange(packed.experts, dtype=np.int64)[:, None], every_expert(topk, packed.experts)
-    in_bf16 = METHODS[packed.method].activations == "BF16"
-    modes, bound = ({"default": False}, BOUND_BF16) if in_bf16 else ({"exact": True, "default": False}, BOUND)
+    expected = reference(packed, linears, bf16_to_f32(hidden), function, pool.threads)  # [inputs, E, H]
+    problems = list(_find_implausible(layer, expected))
+    error: dict[str, float] = {}
+    single_ids = np.arange(packed.experts, dtype=np.int64)[:, None]
+    grouped_ids = every_expert(topk, packed.experts)
+    if METHODS[packed.method].activations == "BF16":
+        modes = {"default": False}
+        bound = BOUND_BF16
+    else:
+        modes = {"exact": True, "default": False}
+        bound = BOUND
     for mode, exact in modes.items():
-        with Experts(packed, pool=pool, exact=exact, swiglu=swiglu) as experts:
-            one, many = (_forward(experts, hidden, ids) for ids in (alone, together))
-        where = f"layer {layer}, {mode} mode"
-        bad = np.flatnonzero(~np.isfinite(one).all(axis=(0, 2)))
-        problems += [f"{where}: expert {expert} gives a result that is not finite" for expert in bad]
+        with Experts(packed, pool=pool, exact=exact, function=function) as experts:
+            single, grouped = (_forward(experts, hidden, ids) for ids in (single_ids, grouped_ids))
+        context = f"layer {layer}, {mode} mode"
+        bad = np.flatnonzero(~np.isfinite(single).all(axis=(0, 2)))
+        problems += [f"{context}: expert {expert} gives a result that is not finite" for expert in bad]
         if bad.size:
             continue
-        mixed = expected[:, together].mean(axis=2)  # equal weights
-        our_panels, expected_panels = (x.reshape(*x.shape[:2], -1, PANEL) for x in (one, expected))
+        expected_tokens = expected[:, grouped_ids].mean(axis=2)  # equal weights
+        our_panels, expected_panels = (x.reshape(*x.shape[:2], -1, PANEL) for x in (single, expected))
         distances = {
-            "expert {}": distance(one, expected, (0, 2)),
+            "expert {}": distance(single, expected, (0, 2)),
             f"panel {{}} of {PANEL} output rows, over all experts,": distance(our_panels, expected_panels, (0, 1, 3)),
-            f"token {{}}, {topk} experts together,": distance(many, mixed, (0, 2)),
+            f"token {{}}, {topk} experts together,": distance(grouped, expected_tokens, (0, 2)),
         }
-        for what, errors in distances.items():
-            problems += [f"{where}: {what.format(at)} is {errors[at]:.2g} away from the reference, above {bound}"
-                         for at in np.flatnonzero(~(errors <= bound))]  # fmt: skip
+        for name, errors in distances.items():
+            for index in np.flatnonzero(~(errors <= bound)):
+                outputs = name.format(index)
+                problems.append(f"{context}: {outputs} is {errors[index]:.2g} away from the reference, above {bound}")
         error[mode] = float(distances["expert {}"].max())
-    return Smoke(layer, packed.experts, INPUTS * (len(alone) + len(together)), error, bound, tuple(problems))
+    return Smoke(layer, packed.experts, INPUTS * (len(single_ids) + len(grouped_ids)), error, bound, tuple(problems))
 
 
 def reference(
-    packed: weights.LayerWeights, linears: Linears, hidden: F32, swiglu: Swiglu = PLAIN, threads: int = 1
+    packed: weights.LayerWeights, linears: Linears, hidden: F32, function: ExpertFunction = PLAIN, threads: int = 1
 ) -> F32:
-    """Return down(silu(gate x) * up x) of every expert for every row x of hidden [n, H], in float32: [n, E, H]."""
+    """Return the output of every expert for every row x of hidden [n, H], in float32: [n, E, H]."""
     out = np.zeros((len(hidden), packed.experts, packed.slicing.hidden), np.float32)
 
     def compute(expert: int) -> None:
         with np.errstate(all="ignore"):
             for gate, up, down in linears(expert):
-                out[:, expert] += swiglu.compute(hidden @ gate.T, hidden @ up.T) @ down.T
+                out[:, expert] += function.compute(hidden @ gate.T, hidden @ up.T) @ down.T
 
     with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
         list(executor.map(compute, range(packed.experts)))
@@ -123,7 +130,7 @@ def _find_implausible(layer: int, expected: F32) -> Iterator[str]:
     largest = np.abs(expected).max(axis=(0, 2))
     for expert in np.flatnonzero(~np.isfinite(largest)):
         yield f"layer {layer}: the weights of expert {expert} give a result that is not finite: a scale is damaged"
-    usual = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
-    for expert in np.flatnonzero(np.isfinite(largest) & (largest > IMPLAUSIBLE * usual)) if usual else ():
-        factor = f"{float(largest[expert]) / usual:.1g} times the other experts'"
+    typical = float(np.median(largest[np.isfinite(largest)])) if np.isfinite(largest).any() else 0.0
+    for expert in np.flatnonzero(np.isfinite(largest) & (largest > IMPLAUSIBLE * typical)) if typical else ():
+        factor = f"{float(largest[expert]) / typical:.1g} times the other experts'"
         yield f"layer {layer}: the outputs of expert {expert} are {factor}: a scale is damaged"

@@ -64,7 +64,7 @@ def write_mxfp8(stored: StoredSlice, out: Sequence[Bytes]) -> None:
 
 
 def _write_nibbles(linear: Matrix, codes: Bytes) -> None:
-    """Write 4-bit codes in the order of MXFP4's, whatever their meaning."""
+    """Write 4-bit codes of any meaning in the order of MXFP4."""
     n, k = linear.shape
     rows = np.ascontiguousarray(linear.values).view(np.uint8) if linear.kind == INT4_WORDS else linear.values
     # MXFP4 with scales of 1 keeps its codes.
@@ -80,9 +80,9 @@ def write_nvfp4(stored: StoredSlice, out: Sequence[Bytes]) -> None:
     count, blocks = n // panels.ROWS, k // fp4.GROUP
     fp8.require_finite(linear)
     _write_nibbles(linear, out[0])
-    groups, whole = fp4.read_two_scales(stored.source, tensors)
-    scales = _cut_grid(groups, linear, fp4.NVFP4_GROUP)
-    scale = whole[linear.origin[0] % len(whole)]  # the same in all rows of gate, and in all rows of up
+    group_scales, weight_scales = fp4.read_two_scales(stored.source, tensors)
+    scales = _cut_grid(group_scales, linear, fp4.NVFP4_GROUP)
+    scale = weight_scales[linear.origin[0] % len(weight_scales)]  # the same in all rows of gate, and in all rows of up
     out_panels = out[1].reshape(count, NVFP4_HEADER + 2 * k)
     out_panels[:, :4] = (scale if fp4.FACTOR in tensors else 1 / scale).view(np.uint8)
     in_panels = scales.reshape(count, panels.ROWS, 2 * blocks).transpose(0, 2, 1)
@@ -95,7 +95,7 @@ def write_integers(stored: StoredSlice, out: Sequence[Bytes]) -> None:
     count = n // panels.ROWS
     if linear.zeros is not None and (linear.zeros != 8).any():
         raise _tensor_error(stored, "qzeros", "zero points other than 8, but no config has sym: false")
-    if linear.group_of is not None:
+    if linear.column_groups is not None:
         raise _tensor_error(stored, "g_idx", "an order of columns, but no config has desc_act: true")
     fp8.require_finite(linear)
     _write_nibbles(linear, out[0])
@@ -108,10 +108,10 @@ def write_integers(stored: StoredSlice, out: Sequence[Bytes]) -> None:
         out[1].view(np.float32).reshape(scales.shape)[:] = scales
 
 
-def _tensor_error(stored: StoredSlice, role: str, what: str) -> UnsupportedError:
+def _tensor_error(stored: StoredSlice, role: str, contents: str) -> UnsupportedError:
     info = stored.tensors[role]
     remedy = "convert the model with `ktconvert cpu`"
-    return UnsupportedError.from_tensor(info.name, f"holds {what}", remedy, path=stored.source.path(info))
+    return UnsupportedError.from_tensor(info.name, f"holds {contents}", remedy, path=stored.source.path(info))
 
 
 def write_blocks(stored: StoredSlice, out: Sequence[Bytes]) -> None:

@@ -25,7 +25,7 @@ SUBMIT, WAIT = (int(ffi.cast("uintptr_t", ffi.addressof(lib, f"ktq_job_{name}"))
 
 @functools.cache
 def _cudart() -> Any:
-    """Return the CUDA runtime that torch has loaded, whatever its version."""
+    """Return the CUDA runtime that torch has loaded, in any version."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     paths = {line.split(maxsplit=5)[5] for line in lines if "/libcudart" in line}
     if not paths:
@@ -67,10 +67,10 @@ def is_capturing() -> bool:
 
 
 class Buffers:
-    """Pinned memory for `tokens` tokens: two sets, used in turn.
+    """Pinned memory for `tokens` tokens: two sets, which layers use alternately.
 
     deferred_ids  ids of experts that are deferred to the next layer
-    pending       for each set the jobs that nobody has waited for
+    pending       jobs of each set that nothing has waited for
     """
 
     def __init__(self, tokens: int, hidden: int, topk: int) -> None:
@@ -85,7 +85,7 @@ class Buffers:
 
 
 class BufferCache:
-    """The buffers of one model: all those of captured graphs, and otherwise only the ones used last."""
+    """The buffers of one model: all buffers of captured graphs, and the last used ones."""
 
     captured_sizes: ClassVar[list[int]] = []
 
@@ -96,21 +96,21 @@ class BufferCache:
     def get(self, device: torch.device, tokens: int, hidden: int, topk: int) -> Buffers:
         """Return buffers for this number of tokens. Those used under graph capture are kept until clear()."""
         key = (device, hidden, topk)
-        if (kept := self.kept.get((*key, tokens))) is not None:
-            return kept
+        if (buffers := self.kept.get((*key, tokens))) is not None:
+            return buffers
         in_graph = is_capturing()
-        last_tokens, old = self.last.get(key, (None, None))
-        if last_tokens == tokens and old is not None:
-            buffers = old
+        last_tokens, last_buffers = self.last.get(key, (None, None))
+        if last_tokens == tokens and last_buffers is not None:
+            buffers = last_buffers
         else:
-            if old is not None and not in_graph:
+            if last_buffers is not None and not in_graph:
                 synchronize(device)  # the old buffers may still be in use
             buffers = Buffers(tokens, hidden, topk)
         if in_graph or tokens in self.captured_sizes:
             self.kept[(*key, tokens)] = buffers
-            if buffers is old:
+            if buffers is last_buffers:
                 del self.last[key]
-        elif buffers is not old:
+        elif buffers is not last_buffers:
             self.last[key] = (tokens, buffers)
         return buffers
 

@@ -31,13 +31,13 @@ class Lora(NamedTuple):
 
 
 class SavedForward(NamedTuple):
-    """Intermediate results that backward needs of a forward, BF16, a row for each (token, expert): ktq_kept."""
+    """Intermediate results that backward needs of a forward, BF16, a row for each (token, expert): ktq_activations."""
 
     gate: torch.Tensor  # [T * k, I]
     up: torch.Tensor  # [T * k, I]
     act: torch.Tensor  # [T * k, I]
     down: torch.Tensor  # [parts, T * k, H]
-    low: torch.Tensor  # [2 + parts, T * k, 2 * columns]; empty without LoRA
+    rank_rows: torch.Tensor  # [2 + parts, T * k, 2 * columns]; empty without LoRA
 
 
 class Gradients(NamedTuple):
@@ -132,14 +132,14 @@ class TrainingPass:
         return out, saved
 
     def backward(
-        self, saved: SavedForward, gradient: torch.Tensor, scale: float = 1.0, into: Lora | None = None
+        self, saved: SavedForward, gradient: torch.Tensor, scale: float = 1.0, buffers: Lora | None = None
     ) -> Gradients:
         """Return the gradients for the gradient of the output [T, H].
 
         Those of LoRA are multiplied by `scale` and written to `into`, if given.
         """
         gradient = gradient.to(CPU, torch.bfloat16).contiguous()
-        lora = into
+        lora = buffers
         if lora is None and self.lora is not None:
             lora = Lora(*map(torch.empty_like, self.lora))
         if lora is not None:
@@ -157,9 +157,10 @@ class TrainingPass:
         return gradients
 
     def _shapes(self) -> list[tuple[int, ...]]:
-        rows, x = self.ids.numel(), self.experts
-        low = 0 if self.lora is None else 2 * lib.ktq_low_columns(self.lora.rank)
-        return [*[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, low)]
+        rows = self.ids.numel()
+        x = self.experts
+        rank_columns = 0 if self.lora is None else 2 * lib.ktq_rank_columns(self.lora.rank)
+        return [*[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, rank_columns)]
 
     def _c_call(self, out: torch.Tensor) -> Any:
         skip = 0 if self.skip is None else self.skip.data_ptr()
@@ -186,46 +187,56 @@ class _LoraFunction(torch.autograd.Function):
         # Even the seed is saved as a tensor: activation checkpointing computes the forward again, with a new seed.
         seed = torch.tensor(step.seed)
         ctx.save_for_backward(step.hidden, step.ids, step.weights, seed, *lora, *saved)
-        ctx.step, ctx.factors = (step.experts, step.scaling, step.dropout, step.skip), len(lora)
+        ctx.step = (step.experts, step.scaling, step.dropout, step.skip)
+        ctx.factors = len(lora)
         ctx.kinds = (hidden.dtype, hidden.device), (weights.dtype, weights.device)
         return out.to(hidden.device)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        hidden, ids, weights, seed, *rest = ctx.saved_tensors
-        lora, saved = Lora(*rest[:6]) if ctx.factors else None, SavedForward(*rest[ctx.factors :])
+        hidden, ids, weights, seed, *tensors = ctx.saved_tensors
+        lora = Lora(*tensors[:6]) if ctx.factors else None
+        saved = SavedForward(*tensors[ctx.factors :])
         on_cpu = None if lora is None else Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
         experts, scaling, dropout, skip = ctx.step
         step = TrainingPass(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
         result = step.backward(saved, gradient)
         (dtype, device), (weights_dtype, weights_device) = ctx.kinds
-        factors = () if lora is None else (one.to(two.device) for one, two in zip(result.lora or (), lora, strict=True))
+        factors = (
+            ()
+            if lora is None
+            else (
+                factor_gradient.to(factor.device)
+                for factor_gradient, factor in zip(result.lora or (), lora, strict=True)
+            )
+        )
         return None, result.hidden.to(device, dtype), result.weights.to(weights_device, weights_dtype), *factors
 
 
 def check_lora(experts: Experts, lora: Lora) -> None:
     """Raise ValueError if the tensors of LoRA do not match the experts."""
     e, h, i = experts.num_experts, experts.hidden, experts.intermediate
-    rank, most = lora.rank if lora.gate_a.ndim == 3 else 0, min(h, i, lib.KTQ_MOST_RANK)
+    rank = lora.rank if lora.gate_a.ndim == 3 else 0
+    limit = min(h, i, lib.KTQ_MAX_RANK)
     shapes = (e, rank, h), (e, i, rank), (e, rank, h), (e, i, rank), (e, rank, i), (e, h, rank)
     for name, tensor, shape in zip(Lora._fields, lora, shapes, strict=True):
-        if tuple(tensor.shape) != shape or not 1 <= rank <= most:
+        if tuple(tensor.shape) != shape or not 1 <= rank <= limit:
             raise ValueError(
-                f"LoRA of layer {experts.layer}: {name} must be {list(shape)} with a rank of 1 to {most}, not "
+                f"LoRA of layer {experts.layer}: {name} must be {list(shape)} with a rank of 1 to {limit}, not "
                 f"{list(tensor.shape)}; use an adapter of this model, or a different rank"
             )
         if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.gate_a.dtype:
-            what = f"{name} is {tensor.dtype}; all six must be BF16 or float32"
-            raise ValueError(f"LoRA of layer {experts.layer}: {what}")
+            problem = f"{name} is {tensor.dtype}; all six must be BF16 or float32"
+            raise ValueError(f"LoRA of layer {experts.layer}: {problem}")
 
 
 def require_trainable(experts: Experts) -> None:
     """Raise UnsupportedError for experts whose computation has no gradient in this runtime."""
     if not experts.trainable:
         raise UnsupportedError(
-            f"layer {experts.layer}: gradients are unsupported for experts in {experts.packed.description}, or with a "
-            "swiglu_limit; convert the model with `ktconvert cpu`, or call it under torch.no_grad()"
+            f"layer {experts.layer}: gradients are unsupported for experts in {experts.packed.description}, or with "
+            "routing weights on their input; convert the model with `ktconvert cpu`, or call it under torch.no_grad()"
         )
 
 
@@ -241,4 +252,4 @@ def _c_factors(lora: Lora | None) -> dict[str, Any]:
 
 
 def _c_saved(saved: SavedForward) -> Any:
-    return ffi.new("ktq_kept *", {name: _address(tensor) for name, tensor in saved._asdict().items()})
+    return ffi.new("ktq_activations *", {name: _address(tensor) for name, tensor in saved._asdict().items()})

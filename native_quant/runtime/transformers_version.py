@@ -41,8 +41,8 @@ def explain_too_new() -> str | None:
 def _read_version() -> tuple[str, tuple[int, int]]:
     """Return the version and its (major, minor). A source tree on PYTHONPATH has no metadata and counts as tested."""
     try:
-        found = version("transformers") or ""
+        installed = version("transformers") or ""
     except PackageNotFoundError:
-        found = ""
-    numbers = re.match(r"(\d+)\.(\d+)", found)
-    return found, (int(numbers[1]), int(numbers[2])) if numbers else OLDEST
+        installed = ""
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    return installed, (int(numbers[1]), int(numbers[2])) if numbers else OLDEST

@@ -41,24 +41,24 @@ ALIGNMENT = 64  # a cache line; the kernels read aligned tensors fastest
 class LayerWeights:
     """Packed experts of a layer: E experts of sizes H and I in T NUMA slices.
 
-    rows    projection -> the row of its method; all have the same name
-    arrays  slice of a matrix -> its tensors: codes, and scales if there are any; they own their memory or keep it
-            alive. Includes slices of the transposes if a backward multiplies by them
+    methods  projection -> the row of METHODS that computes it; all have the same name
+    arrays   NUMA slice -> its tensors: codes, and scales if there are any. They own their memory or keep it alive.
+             Includes the transposes if a backward multiplies by them
     """
 
-    rows: Mapping[str, Method]
+    methods: Mapping[str, Method]
     slicing: Slicing
     experts: int
     arrays: dict[NumaSlice, tuple[Bytes, ...]]
 
     @property
     def method(self) -> str:
-        return self.rows["gate"].name
+        return self.methods["gate"].name
 
     @property
     def description(self) -> str:
         """The types of codes and scales, for reports."""
-        return "; ".join(dict.fromkeys(row.weights for row in self.rows.values()))
+        return "; ".join(dict.fromkeys(row.description for row in self.methods.values()))
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class LayerWeights:
 
     def linears(self, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         """Yield gate, up and down of each NUMA slice of an expert, decoded; the method has an encoding."""
-        encoding = self.rows["gate"].encoding
+        encoding = self.methods["gate"].encoding
         assert encoding is not None
         slicing = replace(self.slicing, backward=False)
         for slices in zip(*(slicing.slices(expert, projection) for projection in PROJECTIONS), strict=True):
@@ -78,10 +78,10 @@ class LayerWeights:
 
     def check_reads(self) -> None:
         """Raise InputError if bytes of a mapped file could not be read: results computed with them are wrong."""
-        each = (data for stored in self.arrays.values() for data in stored)
-        if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in each):
-            what = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
-            raise InputError(f"{file}: {what}; restore the file or check the disk, then load the model again.")
+        tensors = (data for stored in self.arrays.values() for data in stored)
+        if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in tensors):
+            problem = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
+            raise InputError(f"{file}: {problem}; restore the file or check the disk, then load the model again.")
 
 
 Shape = tuple[int, ...]
@@ -124,7 +124,8 @@ def pack(
         shapes = f"{gate.shape}, {up.shape} and {down.shape}"
         raise ValueError(f"gate and up must be [E, I, H] and down [E, H, I], not {shapes}")
     linears = {
-        name: [Matrix(one, BF16) for one in array] for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
+        name: [Matrix(expert, BF16) for expert in array]
+        for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
     }
     return pack_linears(method, Slicing(layer, h, i, numa, transposed), linears, encoding.quantize, pool)
 
@@ -149,9 +150,9 @@ def fill_layer(
             write(numa_slice, arrays[numa_slice])
 
     tensors = {s: rows[s.projection].tensors(s.n, s.k) for s in slicing.all_slices(range(experts))}
-    sizes = {(s, tensor.name): tensor.nbytes for s, own in tensors.items() for tensor in own}
+    sizes = {(s, tensor.name): tensor.nbytes for s, slice_tensors in tensors.items() for tensor in slice_tensors}
     with allocate_blocks(sizes, slicing.numa, pool.nodes) as views:
-        arrays = {s: tuple(views[s, tensor.name] for tensor in own) for s, own in tensors.items()}
+        arrays = {s: tuple(views[s, tensor.name] for tensor in slice_tensors) for s, slice_tensors in tensors.items()}
         run_parallel(fill, itertools.product(range(experts), PROJECTIONS), pool.threads)
     return LayerWeights(rows, slicing, experts, arrays)
 
@@ -182,13 +183,14 @@ def write_loose(folder: Path, fmt: Format, numa_slice: NumaSlice, stored: Iterab
 
 def check_limits(method: str, slicing: Slicing) -> None:
     """Raise UnsupportedError for more columns than a sum can have, and for more NUMA slices than a forward adds up."""
-    if slicing.numa > lib.KTQ_MOST_PARTS:
-        numa, most = slicing.numa, lib.KTQ_MOST_PARTS
-        why = f"layer {slicing.layer} has {numa} NUMA slices, and this runtime adds up {most} at most"
-        raise UnsupportedError(f"{why}; make fewer (`ktconvert resplit`).")
-    if max(slicing.hidden, *slicing.widths) > lib.KTQ_MOST_COLUMNS:
-        why = f"a hidden or intermediate size above {lib.KTQ_MOST_COLUMNS} overflows the sums of {method}"
-        raise UnsupportedError(f"{why}; this runtime cannot compute it.")
+    if slicing.numa > lib.KTQ_MAX_SLICES:
+        numa = slicing.numa
+        limit = lib.KTQ_MAX_SLICES
+        problem = f"layer {slicing.layer} has {numa} NUMA slices, and this runtime adds up {limit} at most"
+        raise UnsupportedError(f"{problem}; make fewer (`ktconvert resplit`).")
+    if max(slicing.hidden, *slicing.widths) > lib.KTQ_MAX_COLUMNS:
+        problem = f"a hidden or intermediate size above {lib.KTQ_MAX_COLUMNS} overflows the sums of {method}"
+        raise UnsupportedError(f"{problem}; this runtime cannot compute it.")
 
 
 def run_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: int) -> None:
@@ -228,7 +230,8 @@ def run_parallel(work: Callable[[Item], None], items: Iterable[Item], threads: i
 
 def memory_available() -> int:
     """Return the memory that this process can fill now, in bytes, on the nodes that its policy and cpuset allow."""
-    by_node, total = machine.node_memory_available(), machine.memory_available()
+    by_node = machine.node_memory_available()
+    total = machine.memory_available()
     nodes = by_node.keys() & machine.memory_nodes()
     with suppress(OSError):
         policy = placement.read_policy()
@@ -250,12 +253,12 @@ def binds_memory() -> bool:
 
 
 def warn_of_shortages(
-    where: str, slice_bytes: Sequence[int], nodes: Sequence[int], available: Mapping[int, int]
+    path: str, slice_bytes: Sequence[int], nodes: Sequence[int], available: Mapping[int, int]
 ) -> None:
     """Warn once if blocks will be placed on nodes of the pool that have too little memory for their slices."""
     if (shortages := placement.describe_shortages(slice_bytes, nodes, available)) and binds_memory():
         _warn_once(
-            f"{where}: too large for the NUMA nodes of its threads ({shortages}); the rest is on other nodes, "
+            f"{path}: too large for the NUMA nodes of its threads ({shortages}); the rest is on other nodes, "
             "and slower to read. Free memory there, or convert with a different --threadpool-count."
         )
 
@@ -266,19 +269,20 @@ def allocate_blocks(
 ) -> Iterator[dict[tuple[NumaSlice, str], Bytes]]:
     """Allocate memory for tensors of these sizes (bytes), to be filled inside the context.
 
-    nodes: those of the pool that will compute. If memory is placed, the block of each NUMA slice ends up on the nodes
-    of its threads, while these have space.
+    nodes: the nodes of the pool that will compute. If memory is placed, the block of each NUMA slice is moved to the
+    nodes of its threads, if they have space.
     """
-    is_placed, views = binds_memory(), dict[tuple[NumaSlice, str], Bytes]()
+    is_placed = binds_memory()
+    views = dict[tuple[NumaSlice, str], Bytes]()
     on_one_node: list[tuple[Bytes, int]] = []
     for index in range(numa):
         slice_sizes = {key: size for key, size in sizes.items() if key[0].node == index}
         block = _allocate_huge_pages(sum(map(_round_up, slice_sizes.values())))
         if is_placed:
-            homes = placement.slice_nodes(index, numa, nodes)
-            placement.place(block, homes)
-            if len(homes) == 1:
-                on_one_node.append((block, homes[0]))
+            owners = placement.slice_nodes(index, numa, nodes)
+            placement.place(block, owners)
+            if len(owners) == 1:
+                on_one_node.append((block, owners[0]))
         start = 0
         for key, size in slice_sizes.items():
             views[key] = block[start : start + size]
@@ -294,9 +298,9 @@ def _allocate_huge_pages(size: int) -> Bytes:
     """Allocate `size` bytes that begin at the boundary of a huge page."""
     memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % HUGE_PAGE
-    return whole[start : start + size]
+    block = np.frombuffer(memory, np.uint8)
+    start = -block.ctypes.data % HUGE_PAGE
+    return block[start : start + size]
 
 
 def _round_up(size: int) -> int:

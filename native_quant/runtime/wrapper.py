@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import Experts, limited_swiglu
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -23,7 +24,6 @@ from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, get_shared_pool, parse_nodes
 from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
-from ktconvert.native_quant.runtime.swiglu import Swiglu
 
 # Default value of arguments that are required in kt-kernel; only gpu_experts_mask may be omitted.
 _OMITTED: Any = object()
@@ -32,24 +32,26 @@ _OMITTED: Any = object()
 class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
-    gpu_experts_mask   bool [num_experts]: experts that the GPU computes and we skip. None: none; omitted: the first
-                       num_gpu_experts, as in kt-kernel before 0.6
-    cpuinfer_threads   number of threads; wrappers with the same number and nodes share them
-    threadpool_count   NUMA slices to pack, or to cut a checkpoint into; nodes to spread threads over: numa_nodes, or
-                       the first with CPUs of this process. Converted files have their own number of slices
-    weight_path        converted weights, or a checkpoint that the method reads; with cpu_save the directory to write
-    cpu_save           whether load_weights_from_tensors also writes kt-kernel's loose .kt files
-    max_deferred_experts_per_token   see layer_forwards.py
-    method             a row of methods.METHODS; those without an encoding are read from checkpoints only
-    swiglu_limit, swiglu_alpha   as for Experts; kt-kernel ignores an alpha where we reject it
-    mode "sft" creates an SftMoEWrapper (sft.py). Otherwise chunked_prefill_size and the arguments for training are
-    accepted and ignored.
+    gpu_experts_mask  bool [num_experts]: experts that the GPU computes, and this class skips. None: skip no expert.
+                      Omitted: skip the first num_gpu_experts, as in kt-kernel before 0.6
+    cpuinfer_threads  number of threads; wrappers with the same number and nodes share them
+    threadpool_count  number of NUMA slices to pack, or to divide a checkpoint into (converted files have a fixed
+                      number), and of nodes for the threads
+    numa_nodes        the nodes for the threads. None: the first ones with CPUs of this process
+    weight_path       converted weights, or a checkpoint that the method reads; with cpu_save the directory to write
+    cpu_save          whether load_weights_from_tensors also writes kt-kernel's loose .kt files
+    max_deferred_experts_per_token
+                      see layer_forwards.py
+    method            a row of methods.METHODS; rows without an encoding only read checkpoints
+    swiglu_limit, swiglu_alpha
+                      as for Experts.load: 0 means what weight_path records
+    mode              "inference", or "sft" to create an SftMoEWrapper (sft.py)
+    Inference accepts and ignores chunked_prefill_size and the arguments for training.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
     rejects files with a different threadpool_count; `memory` is that of Experts.load.
 
-    Raises ValueError for an invalid mode, method or size, NotImplementedError for a method of kt-kernel that we do not
-    compute.
+    Raises ValueError for an invalid mode, method or size, NotImplementedError for an unsupported method of kt-kernel.
     """
 
     exact: ClassVar[bool] = False
@@ -58,7 +60,7 @@ class KTMoEWrapper:
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         """Return an SftMoEWrapper for mode="sft", as kt-kernel does; Python then skips __init__."""
-        if not arguments and not named:  # copy and pickle, which raise errors of their own
+        if not arguments and not named:  # called by copy or pickle, which raise their own errors
             return super().__new__(cls)
         bound = inspect.signature(cls.__init__).bind(None, *arguments, **named)
         bound.apply_defaults()
@@ -93,9 +95,15 @@ class KTMoEWrapper:
         swiglu_alpha: float = 0.0,
     ) -> None:
         _check_arguments(locals())
-        self.layer_idx, self.num_experts, self.num_experts_per_tok = layer_idx, num_experts, num_experts_per_tok
-        self.hidden_size, self.moe_intermediate_size, self.method = hidden_size, moe_intermediate_size, method
-        self.threadpool_count, self.weight_path, self.cpu_save = threadpool_count, str(weight_path), cpu_save
+        self.layer_idx = layer_idx
+        self.num_experts = num_experts
+        self.num_experts_per_tok = num_experts_per_tok
+        self.hidden_size = hidden_size
+        self.moe_intermediate_size = moe_intermediate_size
+        self.method = method
+        self.threadpool_count = threadpool_count
+        self.weight_path = str(weight_path)
+        self.cpu_save = cpu_save
         self.chunked_prefill_size = chunked_prefill_size
         self._max_deferred = int(max_deferred_experts_per_token or 0)
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
@@ -177,6 +185,7 @@ class KTMoEWrapper:
             parts=self.threadpool_count,
             layer=self.layer_idx,
             **self._load_options(physical_to_logical_map_cpu),
+            function=limited_swiglu(self.swiglu_limit, self.swiglu_alpha) or PLAIN,
         )
         if self.cpu_save:
             experts.save(self.weight_path)
@@ -184,12 +193,14 @@ class KTMoEWrapper:
 
     def _load_options(self, physical_to_logical_map: torch.Tensor | None) -> dict[str, Any]:
         order = None if physical_to_logical_map is None else np.asarray(physical_to_logical_map.cpu(), np.int64)
-        swiglu = {"swiglu_limit": self.swiglu_limit, "swiglu_alpha": self.swiglu_alpha}
-        return {"pool": self._pool, "exact": self.exact, "order": order, **swiglu}
+        return {"pool": self._pool, "exact": self.exact, "order": order}
 
     def _install(self, experts: Experts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._max_deferred)
-        self._layer, self._cpu, self._stream, self.moe = layer, CpuForward(layer), StreamForward(layer), experts
+        self._layer = layer
+        self._cpu = CpuForward(layer)
+        self._stream = StreamForward(layer)
+        self.moe = experts
 
     def _require_loaded(self) -> Experts:
         """Return the experts. Raises RuntimeError before weights are loaded."""
@@ -277,7 +288,8 @@ class KTMoEWrapper:
 
     def sync_write_weight_scale_to_buffer(self) -> None:
         """Wait until all submitted writes are done. Raises InputError if a mapped file could not be read."""
-        writes, self._writes = self._writes, []
+        writes = self._writes
+        self._writes = []
         for job in writes:
             job.wait()
 
@@ -292,14 +304,14 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
     if missing := [name for name in names if arguments[name] is _OMITTED]:
         raise TypeError(f"KTMoEWrapper also requires {', '.join(missing)}")
-    swiglu = Swiglu(arguments["swiglu_limit"], arguments["swiglu_alpha"])
-    methods.check_method(arguments["mode"], arguments["method"], swiglu)
+    methods.check_method(arguments["mode"], arguments["method"])
+    limited_swiglu(arguments["swiglu_limit"], arguments["swiglu_alpha"])
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
     sizes = [arguments[name] for name in positive]
     if min(sizes) < 1 or arguments["num_experts_per_tok"] > arguments["num_experts"]:
         numbers = f"{', '.join(positive[:-1])} and {positive[-1]}"
-        needed = "must be positive and num_experts_per_tok at most num_experts"
-        raise ValueError(f"{numbers} {needed}, not {', '.join(map(str, sizes))}")
+        rule = "must be positive and num_experts_per_tok at most num_experts"
+        raise ValueError(f"{numbers} {rule}, not {', '.join(map(str, sizes))}")
 
 
 def _make_sft_wrapper(arguments: Mapping[str, Any]) -> SftMoEWrapper:

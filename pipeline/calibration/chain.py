@@ -144,7 +144,7 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
     large = cfg.large_sizes(source.config)
     if why := cfg.wrong_experts_per_token(source.config, experts) or cfg.wrong_size(large, source.tensors):
         raise InputError(f"{source.companion_root / 'config.json'}: {why}")
-    if model.activation != "silu" or model.weights_on != "output":
+    if not model.is_plain:
         raise UnsupportedError(
             f"{model.source.root}: its experts do not compute silu(gate) * up with routing weights on the "
             f"output, which cannot be calibrated yet; {alternative}."

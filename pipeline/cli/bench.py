@@ -63,8 +63,8 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     source.require_computable()
     config, layers = source.config, source.layers
     layer = layers[0] if layer is None else layer
-    pool, swiglu = get_shared_pool(threads), source.swiglu(layer)
-    with Experts.load(path, layer, pool=pool, swiglu_limit=swiglu.limit, swiglu_alpha=swiglu.alpha) as experts:
+    pool = get_shared_pool(threads)
+    with Experts.load(path, layer, pool=pool) as experts:
         topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)
         memory = max(by_streams.values())

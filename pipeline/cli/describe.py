@@ -11,7 +11,8 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, ARCHS, MOST_LAYERS, Arch
+from ktconvert.layouts.checkpoints.archs import ARCHS, MOST_LAYERS, Arch
+from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognise
@@ -118,9 +119,7 @@ def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
         "intermediate": sorted({i for _, _, i in shapes}),
         "expert_dtypes": list(model.dtypes),
         "shared_experts": model.has_shared_experts,
-        "activation": model.activation,
-        "activation_formula": ACTIVATIONS[model.activation],
-        "weights_on": model.weights_on,
+        "functions": record_functions(model.functions),
         "plain": model.is_plain,
         "routed_bytes": routed,
         "mtp_bytes": mtp,
@@ -157,7 +156,7 @@ def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
         "path": str(path),
         **describe_output(output, measured),
         "architecture": output.facts.get("architecture"),
-        "activation": output.facts.get("activation"),
+        "functions": output.facts.get("functions"),
         "expert_dtypes": output.facts.get("dtypes"),
         "settings": output.settings,
         "complete": not report.problems,

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.checkpoints.expert_function import describe_record
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.assemble import require_free_side_output
@@ -63,8 +64,9 @@ def _summary(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem]
 def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
     """Return the plan as text."""
     facts: Mapping[str, Any] = plan.facts
-    known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "activation", "dtypes")
+    known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "dtypes")
     rows = [(key, join_values(facts[key])) for key in known if key in facts]
+    rows += [("compute", describe_record(facts["functions"]))] if "functions" in facts else []
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
     kind = "folders" if document["loose"] else "shards" if plan.has_index else "files"
     written = f"{size(document['bytes_out'])} in {document['shards']} {kind}"

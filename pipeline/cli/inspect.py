@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from ktconvert.layouts.checkpoints.expert_function import describe_record
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli.command import command
@@ -83,8 +84,7 @@ def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
         ("hidden size", join_values(document["hidden"])),
         ("expert width", join_values(document["intermediate"])),
         ("expert dtypes", join_values(document["expert_dtypes"])),
-        ("activation", f"{document['activation']}: {document['activation_formula']}"),
-        ("routing weights", f"on the {document['weights_on']} of an expert"),
+        ("experts compute", describe_record(document["functions"])),
         ("routed experts", size(document["routed_bytes"])),
         *_column_rows(document.get("columns", {})),
         *([("MTP experts", size(document["mtp_bytes"]))] if document["mtp_bytes"] else []),
@@ -111,8 +111,10 @@ def _column_rows(layers: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    labels = (("architecture", "architecture"), ("activation", "activation"), ("made from", "expert_dtypes"))
+    labels = (("architecture", "architecture"), ("made from", "expert_dtypes"))
     out = output_rows(document) + [(label, join_values(document[name])) for label, name in labels if document[name]]
+    if document["functions"]:
+        out.append(("experts compute", describe_record(document["functions"])))
     if document["codes"] is not None:
         out.append(("codes", summarize(document["codes"]) or "all from -7 to 7"))
     how = "" if document["made_by"] else " --against SOURCE"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.companions import require_copyable
 from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
+from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
@@ -116,8 +117,7 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
         "experts": experts,
         "hidden": hidden,
         "intermediate": intermediate,
-        "activation": model.activation,
-        "weights_on": model.weights_on,
+        "functions": record_functions({layer: model.functions[layer] for layer in layers}),
         "dtypes": sorted(model.dtypes),
     }
 

@@ -24,7 +24,7 @@ from ktconvert.quantizers.quantizer import ABSMAX, MSE, QUANTIZERS, Quantizer
 
 DECODED_BITS = 16  # every source can be decoded to BF16
 FEW_BITS = 5  # bits per stored weight of 4-bit formats at most, scales included
-METADATA = ("method", "layout_version", "numa", "activation", "weights_on")  # facts in every shard's metadata
+METADATA = ("method", "layout_version", "numa", "functions")  # facts in every shard's metadata
 
 
 def plan_cpu(options: CpuOptions) -> Plan:

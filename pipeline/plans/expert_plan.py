@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ktconvert.layouts.checkpoints.archs import ACTIVATIONS, UP_IS_A_FACTOR
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
@@ -205,10 +204,10 @@ def equalize_model(options: QuantizationOptions, model: MoeModel, fmt: Format) -
     """Return the model, equalized with --equalize. Raises if experts would compute something else, or none gains."""
     if not options.equalize:
         return model
-    if model.activation not in UP_IS_A_FACTOR:
+    if not all(function.can_scale_up for function in model.functions.values()):
         raise UnsupportedError(
-            f"--equalize: the experts of {model.arch.name} compute {ACTIVATIONS[model.activation]}, which changes if "
-            "up_proj is scaled; leave out --equalize."
+            f"--equalize: the experts of {model.arch.name} compute {model.function_names}, which changes if up_proj is "
+            "scaled; leave out --equalize."
         )
     if options.calibrated and options.engine == "oneshot":
         raise UsageError("--equalize: --engine oneshot reads the original checkpoint; leave out one of them.")

@@ -24,7 +24,7 @@ from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import GpuOptions
 from ktconvert.pipeline.plans import checkpoint, expert_plan
 
-METADATA = ("method", "layout_version", "quant_method", "rounding", "activation", "weights_on")
+METADATA = ("method", "layout_version", "quant_method", "rounding", "functions")
 
 
 def plan_gpu(options: GpuOptions) -> Plan:

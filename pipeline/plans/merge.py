@@ -13,6 +13,7 @@ import msgspec
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.companions import companion_files
+from ktconvert.layouts.checkpoints.expert_function import read_functions
 from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
@@ -35,7 +36,7 @@ from ktconvert.pipeline.stages import merge_loose_files
 MERGED = {prefix: name for prefix, name in LOOSE_METHODS.items() if FORMATS[name].forward}
 # Facts of the layers' manifest that also hold for the merged output
 KEPT_FACTS = (
-    *("architecture", "layout", "activation", "dtypes", "weights_on", *checkpoint.CODE_FACTS, "without_counts"),
+    *("architecture", "layout", "functions", "dtypes", *checkpoint.CODE_FACTS, "without_counts"),
     *("too_few_tokens", "equalized", "resplit_from"),
 )
 SIZES = ("experts", "hidden", "intermediate")  # their names in a manifest, in the order of Measure.shapes
@@ -157,7 +158,6 @@ def _facts(measured: Measure, recorded: OutputFacts) -> OutputFacts:
         "numa": measured.numa,
         "layers": [*measured.shapes],
         "experts": experts,
-        "activation": "not recorded",
         "dtypes": ["not recorded"],
         "bits": FORMATS[measured.method].encoding.grid.bits,
         "hidden": hidden if measured.fmt else "not recorded",
@@ -178,7 +178,11 @@ def read_manifest_facts(root: Path) -> OutputFacts:
     if (recorded := manifest.read(root)) is None:
         return {}
     facts = recorded.facts
-    for key in (key for key in KEPT_FACTS if key != "resplit_from"):  # whose type manifest.read checks
+    try:
+        read_functions(facts.get("functions", {}))
+    except InputError as error:
+        raise VerificationError(f"{root / manifest.NAME}: {error}; convert again.") from None
+    for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "functions")):  # which manifest.read checks
         if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."

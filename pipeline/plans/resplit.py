@@ -46,7 +46,7 @@ from ktconvert.pipeline.stages.resplit_experts import ResplitWork
 from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS
 
 # Metadata of shards that does not depend on the number of NUMA slices
-KEPT_METADATA = ("activation", "weights_on", *checkpoint.CODE_FACTS, "source")
+KEPT_METADATA = ("functions", *checkpoint.CODE_FACTS, "source")
 BETTER = 0.99  # converting again is recommended if its error is below this fraction of resplit's
 SAMPLED = 3  # units to measure for the plan
 TENSOR = 1600  # bytes of memory for the names and offsets of a tensor; many slices have many tensors
@@ -162,7 +162,6 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> OutputF
         "experts": experts,
         "hidden": hidden,
         "intermediate": intermediate,
-        "activation": "not recorded",
         "dtypes": ["not recorded"],
         "backward": measured.backward,
         **inherit_facts(recorded),

@@ -63,12 +63,12 @@ int main(int arguments, char **argument) {
     if (arguments != 6) return 2;
     int bits = atoi(argument[1]);
     int64_t m = atol(argument[2]), rows = atol(argument[3]), k = atol(argument[4]), panels = atol(argument[5]);
-    int64_t block = kt_geometry_of(bits)->block_rows, room = m + rows;
+    int64_t block = kt_get_geometry(bits)->block_rows, room = m + rows;
     size = (panels * KT_PANEL_ROWS + block - 1) / block * block * k * bits / 8;
     weights = aligned_alloc(64, (size_t)(2 * size));
     count = calloc((size_t)(size / 64), sizeof *count);
     kt_panel *panel = calloc((size_t)panels, sizeof *panel);
-    for (int64_t s = 0; s < panels; s++) panel[s] = kt_panel_of(bits, weights, k, s);
+    for (int64_t s = 0; s < panels; s++) panel[s] = kt_get_panel(bits, weights, k, s);
     multiply(bits, &(kt_gemm){.m = m,
                               .k = k,
                               .a = aligned_alloc(64, (size_t)(room * k)),

@@ -178,7 +178,7 @@ def forward(
             gate, up, down = (linear(int(expert), projection) for projection in ("gate", "up", "down"))
             g, u = gate @ x, up @ x
             if limit:
-                g, u = np.clip(g, -limit if alpha else -np.inf, limit), np.clip(u, -limit, limit)
+                g, u = np.minimum(g, limit), np.clip(u, -limit, limit)
             h = g / (1 + np.exp(-alpha * g)) * (u + 1) if alpha else g / (1 + np.exp(-g)) * u
             out[token] += float(weight) * (down @ h)
     return out

@@ -30,8 +30,8 @@ static void release(alone *one) {
 
 static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int64_t n,
                    int64_t k, const int8_t *a) {
-    int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_blocks(m, tile_rows) * tile_rows;
-    int64_t blocks = kt_blocks(k, KT_K_BLOCK), panels = n / KT_PANEL_ROWS;
+    int64_t tile_rows = kernels->tiling(bits, tiled_for).rows, rows = kt_ceil_divide(m, tile_rows) * tile_rows;
+    int64_t blocks = kt_ceil_divide(k, KT_K_BLOCK), panels = n / KT_PANEL_ROWS;
     *one = (alone){.kernels = kernels,
                    .bits = bits,
                    .tiles = aligned_alloc(64, (size_t)(rows * k)),
@@ -46,7 +46,7 @@ static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, i
     memset(one->tiles, 85, (size_t)(rows * k)); /* what lies behind the last token changes nothing */
     for (int64_t t = 0; t < m; t++)
         for (int64_t j = 0; j < k; j += 64)
-            memcpy(one->tiles + kt_in_tiles(tile_rows, k, t) + j * tile_rows, a + t * k + j, 64);
+            memcpy(one->tiles + kt_tile_offset(tile_rows, k, t) + j * tile_rows, a + t * k + j, 64);
     for (int64_t i = 0; i < m * k; i++) one->sums[i / k * blocks + i % k / KT_K_BLOCK] += a[i];
     one->job = (kt_gemm){.m = m,
                          .k = k,
@@ -65,7 +65,7 @@ static int arrange(alone *one, const kt_kernels *kernels, int bits, int64_t m, i
 
 /* Returns the unit of the sums. */
 static int multiply(alone *one, const uint8_t *weight, const uint8_t *next) {
-    for (int64_t s = 0; s < one->job.panels; s++) one->panel[s] = kt_panel_of(one->bits, weight, one->job.k, s);
+    for (int64_t s = 0; s < one->job.panels; s++) one->panel[s] = kt_get_panel(one->bits, weight, one->job.k, s);
     one->job.next = next;
     return (one->bits == 8 ? one->kernels->gemm_int8 : one->kernels->gemm_int4)(&one->job);
 }
@@ -81,7 +81,7 @@ int gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_for, int6
     for (int64_t t = 0; t < m; t++)
         for (int64_t r = 0; r < n; r++) {
             int64_t sum = (int64_t)one.out[r / 32 * one.job.c_pitch + t * 32 + r % 32] * unit;
-            c[t * n + r] = (int32_t)(sum / kt_geometry_of(bits)->unit);
+            c[t * n + r] = (int32_t)(sum / kt_get_geometry(bits)->unit);
         }
     release(&one);
     return KTQ_OK;
@@ -105,7 +105,7 @@ double time_gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_f
 /* gemm for BF16 arithmetic: a is BF16, c float32. scales: NULL for BF16. */
 int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64_t k, const uint16_t *a,
               const void *codes, const void *scales, float *c) {
-    const kt_format *format = kt_format_of(number);
+    const kt_format *format = kt_get_format(number);
     int64_t panels = n / KT_PANEL_ROWS;
     kt_bf16_panel *panel = calloc((size_t)panels, sizeof *panel);
     float *out = aligned_alloc(64, (size_t)(panels * m * KT_PANEL_ROWS) * sizeof *out);
@@ -115,7 +115,7 @@ int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64
     for (int64_t i = 0; !error && i < m * k; i++) sums[i / KT_SUM_COLUMNS] += kt_from_bf16(a[i]);
     if (!error) {
         kt_fp_state state = kt_enter_forward();
-        for (int64_t s = 0; s < panels; s++) panel[s] = kt_bf16_panel_of(format, codes, scales, k, s);
+        for (int64_t s = 0; s < panels; s++) panel[s] = kt_get_bf16_panel(format, codes, scales, k, s);
         (format->integers ? kernels->gemm_int16 : kernels->gemm_bf16)(
             &(kt_bf16_gemm){m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)

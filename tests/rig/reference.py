@@ -32,16 +32,16 @@ def decode(matrix: Matrix) -> U16:
         if kind == "f32":
             return f32_to_bf16(np.ascontiguousarray(values))
         if kind == "fp8_e4m3":
-            unsigned = f32_to_bf16(E4M3[values & 0x7F] * matrix.each_scale())
+            unsigned = f32_to_bf16(E4M3[values & 0x7F] * matrix.element_scales())
             sign: U16 = np.left_shift(values & 0x80, 8, dtype=np.uint16)
             return unsigned ^ sign
         if kind in packed.BITS:
-            zeros = matrix.each_zero()
+            zeros = matrix.element_zeros()
             half = np.float32(1 << packed.BITS[kind] - 1)
             codes = packed.read_codes(matrix).astype(np.float32) - (half if zeros is None else zeros)
-            return f32_to_bf16(codes * matrix.each_scale())
+            return f32_to_bf16(codes * matrix.element_scales())
         if kind == "fp4_e2m1":
-            return f32_to_bf16(E2M1[packed.read_codes(matrix)] * matrix.each_scale())
+            return f32_to_bf16(E2M1[packed.read_codes(matrix)] * matrix.element_scales())
         name = next(name for name, ggml_kind in GGML.items() if ggml_kind.name == kind)
         decoded = gguf.quants.dequantize(np.ascontiguousarray(values), gguf.GGMLQuantizationType[name])
         if name == "MXFP4":  # gguf-py reads the scale 255 as a number, but it means NaN

@@ -24,6 +24,7 @@ PREFIX = "gguf:"
 KEYS = {
     "hidden_size": "embedding_length",
     "routed_expert_hidden_size": "moe_latent_size",
+    "moe_latent_size": "expert_latent_length",
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
@@ -31,6 +32,8 @@ KEYS = {
     "first_k_dense_replace": "leading_dense_block_count",
     "interleave_moe_layer_step": "interleave_moe_layer_step",
     "swiglu_limits": "swiglu_clamp_exp",
+    "activation_situ_beta": "activation.situ_beta",
+    "activation_situ_linear_beta": "activation.situ_linear_beta",
     "hidden_act": "hidden_activation",
 }
 LAYERS, MTP_LAYERS = "block_count", "nextn_predict_layers"  # the last blocks are the MTP layers

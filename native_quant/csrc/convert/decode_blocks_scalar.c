@@ -15,7 +15,7 @@ static void q8_0_to_bf16(const kt_q8_0 *block, uint16_t *out) {
 }
 
 static void mxfp4_to_bf16(const kt_ggml_mxfp4 *block, uint16_t *out) {
-    float d = kt_half_of_e8m0(block->e);
+    float d = kt_half_e8m0(block->e);
     for (int j = 0; j < 16; j++) {
         out[j] = kt_to_bf16(d * kt_doubled_e2m1[block->q[j] & 15]);
         out[j + 16] = kt_to_bf16(d * kt_doubled_e2m1[block->q[j] >> 4]);
@@ -23,7 +23,7 @@ static void mxfp4_to_bf16(const kt_ggml_mxfp4 *block, uint16_t *out) {
 }
 
 static void q4_k_to_bf16(const kt_q4_k *block, uint16_t *out) {
-    kt_k_scales k = kt_k_scales_of(block->d, block->least, block->scales);
+    kt_k_scales k = kt_unpack_k_scales(block->d, block->least, block->scales);
     for (int c = 0; c < 256; c++) {
         int g = c / 32, code = block->q[g / 2 * 32 + c % 32] >> g % 2 * 4 & 15;
         out[c] = kt_to_bf16(k.scale[g] * (float)code - k.least[g]);
@@ -31,7 +31,7 @@ static void q4_k_to_bf16(const kt_q4_k *block, uint16_t *out) {
 }
 
 static void q5_k_to_bf16(const kt_q5_k *block, uint16_t *out) {
-    kt_k_scales k = kt_k_scales_of(block->d, block->least, block->scales);
+    kt_k_scales k = kt_unpack_k_scales(block->d, block->least, block->scales);
     for (int c = 0; c < 256; c++) {
         int g = c / 32, code = block->q[g / 2 * 32 + c % 32] >> g % 2 * 4 & 15;
         code |= (block->high[c % 32] >> g & 1) << 4;
@@ -50,7 +50,7 @@ static void q6_k_to_bf16(const kt_q6_k *block, uint16_t *out) {
 }
 
 void kt_decode_blocks_scalar(int kind, const uint8_t *blocks, int64_t count, uint16_t *out) {
-    kt_block size = kt_block_of(kind);
+    kt_block size = kt_get_block(kind);
     for (; count > 0; count--, blocks += size.bytes, out += size.columns) {
         switch (kind) {
         case KTQ_Q4_0: q4_0_to_bf16((const kt_q4_0 *)blocks, out); break;

@@ -9,7 +9,7 @@ TARGET static void decode_int4(const uint8_t *codes, int64_t columns, float scal
     floats values[16 / LANES];
     for (int v = 0; v < 16 / LANES; v++)
         values[v] = mul_ps(sub_ps(loadu_ps(steps + v * LANES), set1_ps(zero)), set1_ps(scale));
-    table16 table = table_of(values);
+    table16 table = load_table(values);
     for (int64_t c = 0; c < columns; c += 32) look_up_pairs(table, codes + c / 2, out + c);
 }
 
@@ -26,9 +26,9 @@ TARGET static inline ints load_int8(const uint8_t *codes, uint8_t flip) {
  * scales were finite. */
 TARGET static int decode_named(const kt_codes *row, int64_t columns, uint16_t *out) {
     ints largest = setzero_si(), magnitude = set1_epi32(0x7fffffff);
-    floats zeros = set1_ps(kt_zero_of(row, 0));
+    floats zeros = set1_ps(kt_zero_point(row, 0));
     for (int64_t c = 0; c < columns; c += LANES) {
-        ints group = loadu_si(row->group_of + c);
+        ints group = loadu_si(row->column_groups + c);
         floats scales = gather_ps(row->scales, group);
         if (row->zeros) zeros = gather_ps(row->zeros, group);
         largest = max_epu32(largest, and_si(castps_si(scales), magnitude));
@@ -40,7 +40,7 @@ TARGET static int decode_named(const kt_codes *row, int64_t columns, uint16_t *o
 
 TARGET static void decode_group(const kt_codes *part, int64_t columns, uint16_t *out) {
     int64_t group = part->first / part->group;
-    float scale = part->scales[group], zero = kt_zero_of(part, group);
+    float scale = part->scales[group], zero = kt_zero_point(part, group);
     if (part->bits == 4) {
         decode_int4(part->codes, columns, scale, zero, out);
         return;
@@ -50,22 +50,22 @@ TARGET static void decode_group(const kt_codes *part, int64_t columns, uint16_t 
 }
 
 TARGET void KERNEL_OF(decode_codes)(const kt_codes *row, uint16_t *out) {
-    if (row->group_of) {
+    if (row->column_groups) {
         int64_t whole = row->bits == 4 && row->skip % 2 ? 0 : row->columns / LANES * LANES;
-        kt_codes all = kt_codes_between(row, 0, row->columns);
+        kt_codes all = kt_select_codes(row, 0, row->columns);
         if (!decode_named(&all, whole, out)) whole = 0;
-        kt_codes rest = kt_codes_between(row, whole, row->columns);
+        kt_codes rest = kt_select_codes(row, whole, row->columns);
         kt_decode_codes_scalar(&rest, out + whole);
         return;
     }
     int64_t step = row->bits == 4 ? 32 : LANES, group = row->first / row->group;
     for (int64_t c = 0, stop; c < row->columns; c = stop, group++) {
-        stop = kt_end_of_group(row, group);
-        kt_codes part = kt_codes_between(row, c, stop);
+        stop = kt_group_end(row, group);
+        kt_codes part = kt_select_codes(row, c, stop);
         int64_t whole = part.skip == 0 && kt_is_finite(part.scales[group]) ? (stop - c) / step * step : 0;
         decode_group(&part, whole, out + c);
         if (c + whole == stop) continue;
-        part = kt_codes_between(row, c + whole, stop);
+        part = kt_select_codes(row, c + whole, stop);
         kt_decode_codes_scalar(&part, out + c + whole);
     }
 }

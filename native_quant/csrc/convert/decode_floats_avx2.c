@@ -5,7 +5,7 @@
 TARGET static inline void decode_fp4(const uint8_t *codes, int64_t columns, floats scale, uint16_t *out) {
     /* The products of the positive values; the others are the same with the sign changed. */
     floats products = mul_ps(loadu_ps(kt_e2m1), scale);
-    table16 table = table_of((const floats[]){products, products});
+    table16 table = load_table((const floats[]){products, products});
     table.high = _mm_xor_si128(table.high, _mm_set_epi64x((int64_t)0x8080808080808080, 0));
     for (; columns >= 32; columns -= 32, codes += 16, out += 32) look_up_pairs(table, codes, out);
     if (columns) {

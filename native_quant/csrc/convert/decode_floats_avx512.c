@@ -6,7 +6,7 @@ TARGET static inline void decode_fp4(const uint8_t *codes, int64_t columns, floa
     const floats values = loadu_ps(kt_e2m1);
     if (columns >= 32) {
         floats products = mul_ps(values, scale);
-        table16 table = table_of(&products);
+        table16 table = load_table(&products);
         for (; columns >= 32; columns -= 32, codes += 16, out += 32) look_up_pairs(table, codes, out);
     }
     if (columns) { /* a byte to 64 bits; the lowest 4 of each half are the index */

@@ -30,7 +30,7 @@ TARGET void KERNEL_OF(decode_floats)(const kt_floats *row, uint16_t *out) {
             decode_fp4(row->codes + at / 2, whole, set1_ps(*scale), out + c);
         }
         if (whole == columns) continue;
-        kt_floats rest = kt_floats_of_group(row, scale, c + whole, columns - whole);
+        kt_floats rest = kt_group_floats(row, scale, c + whole, columns - whole);
         kt_decode_floats_scalar(&rest, out + c + whole);
     }
 }

@@ -8,7 +8,7 @@ enum { TILE_COLUMNS_MAX = 128, LANES = 8 };
 
 /* The tiles of row r, in the column block that begins at c. */
 static const uint8_t *tiles_at(int bits, int64_t k, const uint8_t *weight, int64_t r, int64_t c) {
-    kt_panel panel = kt_panel_of(bits, weight, k, r / KT_PANEL_ROWS);
+    kt_panel panel = kt_get_panel(bits, weight, k, r / KT_PANEL_ROWS);
     return kt_panel_tiles(bits, &panel, k, c);
 }
 
@@ -31,7 +31,7 @@ int ktq_dequantize(int bits, int64_t n, int64_t k, const uint8_t *weight, const 
 
     kt_fp_state state = kt_enter();
     int8_t codes[TILE_COLUMNS_MAX];
-    int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
+    int64_t tile_columns = kt_get_geometry(bits)->tile_columns;
     for (int64_t r = 0; r < n; r++) {
         const uint8_t *tile = NULL;
         for (int64_t first = 0; first < k; first += tile_columns, tile += KT_TILE_BYTES) {
@@ -58,7 +58,7 @@ static void row_sums(int bits, int64_t k, const uint8_t *source, const uint8_t *
                      double *sums) {
     double_lanes xx = {0}, yy = {0}, xy = {0}, dd = {0};
     int8_t codes[TILE_COLUMNS_MAX];
-    int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
+    int64_t tile_columns = kt_get_geometry(bits)->tile_columns;
     const uint8_t *tile = NULL;
     for (int64_t first = 0; first < k; first += tile_columns, tile += KT_TILE_BYTES) {
         if (first % KT_K_BLOCK == 0) tile = tiles_at(bits, k, weight, r, first);

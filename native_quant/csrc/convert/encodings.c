@@ -13,7 +13,7 @@ int kt_column_bits(int kind) {
     case KTQ_INT4_AWQ:
     case KTQ_FP4_E2M1: return 4;
     }
-    kt_block block = kt_block_of(kind);
+    kt_block block = kt_get_block(kind);
     return block.columns ? (int)(block.bytes * 8 / block.columns) : 0;
 }
 
@@ -24,7 +24,7 @@ int kt_is_integer(int kind) {
 int kt_is_row_contiguous(const ktq_source *source) {
     if (source->kind == KTQ_INT4_AWQ) return 0;
     if (kt_is_integer(source->kind)) return source->column_stride == 1 || source->column_stride == 4;
-    return source->kind == KTQ_FP4_E2M1 || kt_block_of(source->kind).columns ||
+    return source->kind == KTQ_FP4_E2M1 || kt_get_block(source->kind).columns ||
            source->column_stride * 8 == kt_column_bits(source->kind);
 }
 
@@ -36,7 +36,7 @@ int kt_check_source(const ktq_source *source, int64_t n, int64_t k) {
     if (source->kind != KTQ_FP8_E4M3 && source->kind != KTQ_FP4_E2M1 && !kt_is_integer(source->kind)) return KTQ_OK;
     if (!source->scales || source->block_rows <= 0 || source->block_columns <= 0) return KTQ_EINVAL;
     if (source->first_row < 0 || source->first_column < 0) return KTQ_EINVAL;
-    if (source->group_of) return KTQ_OK;
+    if (source->column_groups) return KTQ_OK;
     if ((source->first_column + k - 1) / source->block_columns >= source->scales_per_row) return KTQ_EINVAL;
     return KTQ_OK;
 }

@@ -39,20 +39,20 @@ typedef struct {
     float scale[8], least[8];
 } kt_k_scales;
 
-static inline kt_k_scales kt_k_scales_of(const uint8_t d[2], const uint8_t least[2], const uint8_t packed[12]) {
-    float each = kt_from_fp16(kt_load16(d)), each_least = kt_from_fp16(kt_load16(least));
+static inline kt_k_scales kt_unpack_k_scales(const uint8_t d[2], const uint8_t least[2], const uint8_t packed[12]) {
+    float unit = kt_from_fp16(kt_load16(d)), least_unit = kt_from_fp16(kt_load16(least));
     kt_k_scales scales;
     for (int g = 0; g < 8; g++) {
         int scale = g < 4 ? packed[g] & 63 : (packed[g + 4] & 15) | packed[g - 4] >> 6 << 4;
         int minimum = g < 4 ? packed[g + 4] & 63 : packed[g + 4] >> 4 | packed[g] >> 6 << 4;
-        scales.scale[g] = each * (float)scale;
-        scales.least[g] = each_least * (float)minimum;
+        scales.scale[g] = unit * (float)scale;
+        scales.least[g] = least_unit * (float)minimum;
     }
     return scales;
 }
 
 /* Half of 2^(e-127), for twice the values of E2M1; 255 is NaN. */
-static inline float kt_half_of_e8m0(uint8_t e) {
+static inline float kt_half_e8m0(uint8_t e) {
     if (e == 255) return kt_float(0x7fc00000);
     return kt_float(e < 2 ? (uint32_t)0x200000 << e : (uint32_t)(e - 1) << 23);
 }
@@ -65,12 +65,12 @@ static const float kt_nibbles_less_8[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1
 /* Whether all scales of a block are finite: vector kernels leave the others to the scalar one, which makes NaN as it
  * should be. */
 static inline int kt_has_finite_scales(int kind, const uint8_t *block) {
-    enum { INFINITY_OF_FP16 = 0x7c00 };
+    enum { FP16_INFINITY = 0x7c00 };
     int d = kt_load16(block), least = 0;
     if (kind == KTQ_GGML_MXFP4) return *block != 255;
     if (kind == KTQ_Q6_K) d = kt_load16(((const kt_q6_k *)block)->d);
     if (kind == KTQ_Q4_K || kind == KTQ_Q5_K) least = kt_load16(block + 2);
-    return (d & INFINITY_OF_FP16) != INFINITY_OF_FP16 && (least & INFINITY_OF_FP16) != INFINITY_OF_FP16;
+    return (d & FP16_INFINITY) != FP16_INFINITY && (least & FP16_INFINITY) != FP16_INFINITY;
 }
 
 #endif

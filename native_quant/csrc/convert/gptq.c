@@ -49,7 +49,7 @@ int ktq_gptq_block(int least, int most, int precision, int kind, int64_t n, int6
 enum { SLICE = KTQ_SLICE_COLUMNS };
 
 /* A block of the factor, [width][width], of which the upper triangle matters. */
-static void block_of(const float *slices, int64_t k, int64_t first, int64_t width, float *inverse) {
+static void copy_block(const float *slices, int64_t k, int64_t first, int64_t width, float *inverse) {
     for (int64_t c = 0; c < width; c += SLICE)
         for (int64_t i = 0; i < width; i++)
             memcpy(inverse + i * width + c, slices + (first + c) * k + (first + i) * SLICE, SLICE * sizeof *inverse);
@@ -58,18 +58,18 @@ static void block_of(const float *slices, int64_t k, int64_t first, int64_t widt
 /* The errors of 32 rows, [k][32], become their gradient, from the last column to the first. */
 static void solve(const kt_kernels *kernels, const float *slices, int64_t k, float *errors) {
     for (int64_t first = k - SLICE; first >= 0; first -= SLICE) {
-        const float *slice = slices + first * k, *own = slice + first * SLICE;
+        const float *slice = slices + first * k, *diagonal = slice + first * SLICE;
         float *to = errors + first * KT_PANEL_ROWS;
         for (int64_t c = 0; c < SLICE; c++) {
-            const float reciprocal = 1.0f / own[c * SLICE + c];
+            const float reciprocal = 1.0f / diagonal[c * SLICE + c];
             for (int r = 0; r < KT_PANEL_ROWS; r++) to[c * KT_PANEL_ROWS + r] *= reciprocal;
         }
         const int64_t after = first + SLICE;
         kernels->slice_products(k - after, slice + after * SLICE, errors + after * KT_PANEL_ROWS, to);
         for (int64_t i = SLICE - 1; i > 0; i--) {
-            float left[SLICE] = {0};
-            memcpy(left, own + i * SLICE, (size_t)i * sizeof *left);
-            kernels->slice_products(1, left, to + i * KT_PANEL_ROWS, to);
+            float factors[SLICE] = {0};
+            memcpy(factors, diagonal + i * SLICE, (size_t)i * sizeof *factors);
+            kernels->slice_products(1, factors, to + i * KT_PANEL_ROWS, to);
         }
     }
 }
@@ -81,19 +81,24 @@ int ktq_compensate(int least, int most, int precision, int64_t n, int64_t k, con
     if (n < 1 || k < 1 || k % SLICE || !slices || !scale || !weight || !gradient || !scratch) return KTQ_EINVAL;
 
     _Alignas(64) float values[KTQ_GPTQ_COLUMNS * KT_PANEL_ROWS], inverse[KTQ_GPTQ_COLUMNS * KTQ_GPTQ_COLUMNS];
-    float *left = scratch, *errors = scratch + k * KT_PANEL_ROWS;
+    float *remainder = scratch, *errors = scratch + k * KT_PANEL_ROWS;
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
     for (int64_t row = 0; row < n; row += KT_PANEL_ROWS) {
         int64_t count = n - row < KT_PANEL_ROWS ? n - row : KT_PANEL_ROWS, at = row * k;
-        load_tile(kernels, weight + at, k, count, k, left);
+        load_tile(kernels, weight + at, k, count, k, remainder);
         for (int64_t first = 0; first < k; first += KTQ_GPTQ_COLUMNS) {
             int64_t width = k - first < KTQ_GPTQ_COLUMNS ? k - first : KTQ_GPTQ_COLUMNS;
             for (int64_t c = first; c < first + width; c += SLICE)
-                kernels->slice_products(first, slices + c * k, errors, left + c * KT_PANEL_ROWS);
-            block_of(slices, k, first, width, inverse);
+                kernels->slice_products(first, slices + c * k, errors, remainder + c * KT_PANEL_ROWS);
+            copy_block(slices, k, first, width, inverse);
             load_tile(kernels, scale + at + first, k, count, width, values);
-            kernels->gptq(&(kt_gptq){{least, most, precision}, 0, width, inverse, left + first * KT_PANEL_ROWS, values,
+            kernels->gptq(&(kt_gptq){{least, most, precision},
+                                     0,
+                                     width,
+                                     inverse,
+                                     remainder + first * KT_PANEL_ROWS,
+                                     values,
                                      errors + first * KT_PANEL_ROWS});
             store_tile(kernels, values, count, width, weight + at + first, k);
         }

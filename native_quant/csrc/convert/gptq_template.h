@@ -5,7 +5,7 @@
 
 TARGET static inline __attribute__((always_inline)) void compensate(const kt_gptq *job, int precision) {
     enum { VECTORS = KT_PANEL_ROWS / LANES };
-    const code_vectors codes = vectors_of(&job->codes, precision);
+    const code_vectors codes = load_code_range(&job->codes, precision);
     for (int64_t i = 0; i < job->width; i++) {
         const float *inverse = job->inverse + i * job->width;
         const floats diagonal = set1_ps(inverse[i]);
@@ -14,7 +14,7 @@ TARGET static inline __attribute__((always_inline)) void compensate(const kt_gpt
             int64_t at = i * KT_PANEL_ROWS + v * LANES;
             floats w = load_ps(job->weight + at), scale = load_ps(job->scale + at);
             floats y = mul_ps(nearest_codes(div_ps(w, scale), codes), scale);
-            if (job->rounded) y = upper_half(bf16_above(y));
+            if (job->rounded) y = upper_half(round_to_bf16(y));
             e[v] = div_ps(sub_ps(w, y), diagonal);
             store_ps(job->scale + at, y);
             store_ps(job->error + at, e[v]);

@@ -1,10 +1,10 @@
 /* A group is a few vectors, which stay in registers while the candidates are tried. */
 #include "nearest_code_template.h"
 
-TARGET static inline __attribute__((always_inline)) void
-errors_of(const kt_group_search *search, int precision, float *lanes, int8_t *codes) {
+TARGET static inline __attribute__((always_inline)) void measure_errors(const kt_group_search *search, int precision,
+                                                                        float *lanes, int8_t *codes) {
     enum { VECTORS = KT_SEARCHED_GROUP / LANES, LANE_VECTORS = KT_SUM_LANES / LANES };
-    const code_vectors range = vectors_of(&search->codes, precision);
+    const code_vectors range = load_code_range(&search->codes, precision);
     floats x[VECTORS], weights[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
         ints bits = slli_epi32(load_epu16_epi32(search->values + 2 * v * LANES), 16);
@@ -25,6 +25,6 @@ errors_of(const kt_group_search *search, int precision, float *lanes, int8_t *co
 }
 
 TARGET void KERNEL_OF(group_errors)(const kt_group_search *search, float *lanes, int8_t *codes) {
-    if (search->codes.precision) errors_of(search, search->codes.precision, lanes, codes);
-    else errors_of(search, 0, lanes, codes);
+    if (search->codes.precision) measure_errors(search, search->codes.precision, lanes, codes);
+    else measure_errors(search, 0, lanes, codes);
 }

@@ -1,10 +1,10 @@
 /* As many candidates at a time as have room in registers: a row of the matrix is read once for them. */
 #include "nearest_code_template.h"
 
-TARGET static inline __attribute__((always_inline)) void
-forms_of(const kt_group_search *search, int precision, float *lanes, int8_t *codes) {
+TARGET static inline __attribute__((always_inline)) void measure_forms(const kt_group_search *search, int precision,
+                                                                       float *lanes, int8_t *codes) {
     enum { VECTORS = KT_SEARCHED_GROUP / LANES, LANE_VECTORS = KT_SUM_LANES / LANES, AT_ONCE = REGISTERS / 8 };
-    const code_vectors range = vectors_of(&search->codes, precision);
+    const code_vectors range = load_code_range(&search->codes, precision);
     floats x[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
         ints bits = slli_epi32(load_epu16_epi32(search->values + 2 * v * LANES), 16);
@@ -36,6 +36,6 @@ forms_of(const kt_group_search *search, int precision, float *lanes, int8_t *cod
 }
 
 TARGET void KERNEL_OF(group_forms)(const kt_group_search *search, float *lanes, int8_t *codes) {
-    if (search->codes.precision) forms_of(search, search->codes.precision, lanes, codes);
-    else forms_of(search, 0, lanes, codes);
+    if (search->codes.precision) measure_forms(search, search->codes.precision, lanes, codes);
+    else measure_forms(search, 0, lanes, codes);
 }

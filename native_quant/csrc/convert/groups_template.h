@@ -20,7 +20,7 @@ TARGET static inline uint16_t group_largest(int rounding, const uint8_t *p, int6
 TARGET static inline ints unsigned_codes(int bits, int rounding, floats x, floats scale) {
     const float offset = bits == 4 ? 8.0f : 128.0f;
     floats q = div_ps(x, scale);
-    if (rounding == KTQ_LIBRARY) q = upper_half(bf16_above_of_numbers(q));
+    if (rounding == KTQ_LIBRARY) q = upper_half(round_numbers_to_bf16(q));
     q = min_ps(max_ps(q, set1_ps(-offset)), set1_ps(offset - 1.0f));
     return castps_si(add_ps(q, set1_ps(0x1.8p23f + offset)));
 }

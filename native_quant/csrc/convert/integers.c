@@ -26,7 +26,7 @@ static void decode(const kt_kernels *kernels, const ktq_source *source, int64_t 
         .zeros = source->zeros ? source->zeros + grid : NULL,
         .first = first,
         .group = source->block_columns,
-        .group_of = source->group_of ? source->group_of + first : NULL,
+        .column_groups = source->column_groups ? source->column_groups + first : NULL,
     };
     kernels->decode_codes(&row, out);
 }
@@ -59,7 +59,7 @@ static inline void swap(lanes *a, lanes *b, uint32_t mask, int shift) {
 /* 8 columns of `words` AWQ words each: 8 codes of 8 * words rows, row r at out + r * STAGE_BYTES. Each lane is a matrix
    of 8 x 8 codes, transposed by swapping its quarters, their quarters and theirs. */
 static void transpose_awq(const uint8_t *in, int64_t column_stride, int64_t columns, int64_t words, uint8_t *out) {
-    static const uint8_t row_of[AWQ_ROWS] = {0, 2, 4, 6, 1, 3, 5, 7};
+    static const uint8_t row_order[AWQ_ROWS] = {0, 2, 4, 6, 1, 3, 5, 7};
     lanes w[AWQ_ROWS] = {0};
     for (int64_t c = 0; c < columns; c++) {
         if (words == LANES)
@@ -72,7 +72,8 @@ static void transpose_awq(const uint8_t *in, int64_t column_stride, int64_t colu
     for (int i = 0; i < 8; i += 2) swap(&w[i], &w[i + 1], 0x0f0f0f0f, 4);
     for (int i = 0; i < AWQ_ROWS; i++)
         for (int64_t j = 0; j < words; j++)
-            memcpy(out + (AWQ_ROWS * j + row_of[i]) * STAGE_BYTES, (const uint8_t *)&w[i] + WORD_BYTES * j, WORD_BYTES);
+            memcpy(out + (AWQ_ROWS * j + row_order[i]) * STAGE_BYTES, (const uint8_t *)&w[i] + WORD_BYTES * j,
+                   WORD_BYTES);
 }
 
 /* AWQ: words of 8 rows. */

@@ -14,7 +14,7 @@ int kt_has_mxfp4(const ktq_source *source) {
 }
 
 /* Returns e for a float32 scale that is 2^(e-127), else NO_EXPONENT. */
-static int exponent_of(float scale) {
+static int read_exponent(float scale) {
     uint32_t bits = kt_bits(scale);
     if (bits == 0x400000) return 0; /* 2^-127, subnormal */
     return bits & 0x807fffff || bits == 0 ? NO_EXPONENT : (int)(bits >> 23);
@@ -37,7 +37,7 @@ static int reorder_exponents(const ktq_source *source, int64_t r, const uint8_t 
         scales = source->scales + (source->first_row + r) / source->block_rows * source->scales_per_row +
                  source->first_column / KT_GROUP_COLUMNS;
     for (int64_t b = 0; b < blocks; b++, row += block_bytes) {
-        int e = in_blocks ? *row : exponent_of(scales[b]);
+        int e = in_blocks ? *row : read_exponent(scales[b]);
         if (e == NO_EXPONENT) return NO_EXPONENT;
         if (e >= 253) finite &= are_finite(row + in_blocks, e);
         exponents[b * KT_PANEL_ROWS] = (uint8_t)e;

@@ -10,7 +10,7 @@ typedef struct {
     __m128i low, high;
 } table16;
 
-TARGET static inline table16 table_of(const floats *values) {
+TARGET static inline table16 load_table(const floats *values) {
     __m128i a = narrow_epi32(to_bf16(values[0])), b = narrow_epi32(to_bf16(values[1])), byte = _mm_set1_epi16(0xff);
     table16 table = {_mm_packus_epi16(half_and(a, byte), half_and(b, byte)),
                      _mm_packus_epi16(_mm_srli_epi16(a, 8), _mm_srli_epi16(b, 8))};

@@ -8,7 +8,7 @@
 
 typedef __m512i table16;
 
-TARGET static inline table16 table_of(const floats *values) {
+TARGET static inline table16 load_table(const floats *values) {
     return _mm512_castsi256_si512(narrow_epi32(to_bf16(*values)));
 }
 

@@ -8,7 +8,7 @@ typedef struct {
     int precision;
 } code_vectors;
 
-TARGET static inline code_vectors vectors_of(const kt_code_range *codes, int precision) {
+TARGET static inline code_vectors load_code_range(const kt_code_range *codes, int precision) {
     return (code_vectors){set1_ps((float)codes->least), set1_ps((float)codes->most), precision};
 }
 

@@ -31,7 +31,7 @@ int ktq_pack_bf16(int order, int64_t n, int64_t k, const ktq_source *source, uin
         int64_t row_stride;
         const uint8_t *rows = kt_bf16_rows(kernels, source, first, KT_PANEL_ROWS, k, scratch, &row_stride);
         for (int r = 0; r < KT_PANEL_ROWS && *bad_row < 0; r++)
-            if (kt_amax_of(kernels, rows + r * row_stride, k) >= KT_BF16_INFINITY) *bad_row = first + r;
+            if (kt_row_amax(kernels, rows + r * row_stride, k) >= KT_BF16_INFINITY) *bad_row = first + r;
         if (*bad_row >= 0) break;
         if (order == KTQ_BLOCKS)
             put_blocks(kernels, rows, row_stride, n, k, first, codes);

@@ -23,8 +23,8 @@ int ktq_pack_codes(int bits, int64_t n, int64_t k, const int8_t *codes, int64_t 
         int good = 1;
         for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
             int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
-            kt_ahead ahead = {(const uint8_t *)rows + next + c, row_stride, next != 0};
-            good &= pack(bits, rows + c, row_stride, columns, kt_half_tiles(bits, weight, k, first, c), &ahead);
+            kt_prefetch prefetch = {(const uint8_t *)rows + next + c, row_stride, next != 0};
+            good &= pack(bits, rows + c, row_stride, columns, kt_half_tiles(bits, weight, k, first, c), &prefetch);
         }
         if (good) continue;
         for (*bad_row = first; is_in_range(bits, rows, k); rows += row_stride) ++*bad_row;

@@ -10,9 +10,9 @@ TARGET static inline ints load_codes(const int8_t *codes, ints most, ints *worst
 }
 
 TARGET int KERNEL_OF(pack_codes)(int bits, const int8_t *rows, int64_t row_stride, int64_t columns, uint8_t *tiles,
-                                 const kt_ahead *ahead) {
+                                 const kt_prefetch *prefetch) {
     const ints most = set1_epi8(kt_largest_code(bits)), low_nibble = set1_epi8(0x0f);
-    int64_t tile_columns = kt_geometry_of(bits)->tile_columns;
+    int64_t tile_columns = kt_get_geometry(bits)->tile_columns;
     ints worst = setzero_si();
     for (int64_t c = 0; c < columns; c += tile_columns, tiles += KT_TILE_BYTES)
         for (int first = 0; first < KT_HALF_ROWS; first += LANES) {
@@ -27,7 +27,7 @@ TARGET int KERNEL_OF(pack_codes)(int bits, const int8_t *rows, int64_t row_strid
                     }
                     bytes[side][r] = low;
                 }
-                kt_fetch(ahead, first + r, c, tile_columns);
+                kt_prefetch_columns(prefetch, first + r, c, tile_columns);
             }
             for (int side = 0; side < SIDES; side++) kt_store_quads(bytes[side], 1, tiles + 4 * first + 512 * side);
         }

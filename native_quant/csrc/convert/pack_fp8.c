@@ -11,7 +11,7 @@ enum { KT_FP8_BLOCK = KTQ_FP8_MULTIPLE }; /* rows and columns that share a scale
 /* A smaller scale would be subnormal, and have fewer bits. */
 #define SMALLEST_SCALE 0x1p-126f
 
-static float scale_of(uint16_t amax) {
+static float choose_scale(uint16_t amax) {
     if (!amax) return 1.0f;
     float scale = kt_from_bf16(amax) / 448.0f;
     return scale < SMALLEST_SCALE ? SMALLEST_SCALE : scale;
@@ -79,7 +79,7 @@ static int64_t measure_blocks(const kt_kernels *kernels, const uint8_t *rows, in
                 while (kernels->amax(rows + r * row_stride, k) < KT_BF16_INFINITY) r++;
                 return r;
             }
-            scales[b + i] = scale_of(largest[i]);
+            scales[b + i] = choose_scale(largest[i]);
         }
     }
     return -1;

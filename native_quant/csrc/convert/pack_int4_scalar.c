@@ -11,8 +11,8 @@ static unsigned to_nibble(int q8) {
 }
 
 void kt_pack_int4_scalar(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal,
-                         uint8_t *tiles, const kt_ahead *ahead) {
-    (void)ahead;
+                         uint8_t *tiles, const kt_prefetch *prefetch) {
+    (void)prefetch;
     for (int64_t r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = rows + r * row_stride;
         for (int64_t first = 0; first < columns; first += 128) {
@@ -20,7 +20,7 @@ void kt_pack_int4_scalar(const uint8_t *rows, int64_t row_stride, int64_t column
             for (int64_t j = 0; j < 64; j++) {
                 unsigned low = to_nibble(kt_to_int8(kt_load16(row + 2 * (first + j)), reciprocal[r]));
                 unsigned high = to_nibble(kt_to_int8(kt_load16(row + 2 * (first + j + 64)), reciprocal[r]));
-                tile[kt_byte_in_half(r, j)] = (uint8_t)(high << 4 | low);
+                tile[kt_half_byte_offset(r, j)] = (uint8_t)(high << 4 | low);
             }
         }
     }

@@ -16,6 +16,6 @@ TARGET static inline ints nibble_pairs(const uint8_t *bf16, floats reciprocal) {
 }
 
 TARGET void KERNEL_OF(pack_int4)(const uint8_t *rows, int64_t row_stride, int64_t columns, const float *reciprocal,
-                                 uint8_t *tiles, const kt_ahead *ahead) {
-    kt_pack_tiles(4, nibble_pairs, rows, row_stride, columns, reciprocal, tiles, ahead);
+                                 uint8_t *tiles, const kt_prefetch *prefetch) {
+    kt_pack_tiles(4, nibble_pairs, rows, row_stride, columns, reciprocal, tiles, prefetch);
 }

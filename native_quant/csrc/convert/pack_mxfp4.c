@@ -9,7 +9,7 @@
 /* The first of 16 rows that is not finite. */
 static int first_bad(const kt_kernels *kernels, const uint8_t *rows, int64_t row_stride, int64_t k) {
     int r = 0;
-    while (kt_amax_of(kernels, rows + r * row_stride, k) < KT_BF16_INFINITY) r++;
+    while (kt_row_amax(kernels, rows + r * row_stride, k) < KT_BF16_INFINITY) r++;
     return r;
 }
 
@@ -22,17 +22,18 @@ static int64_t quantize(const kt_kernels *kernels, const ktq_source *source, int
         for (int half = 0; half < 2; half++) {
             const uint8_t *rows = panel + half * KT_HALF_ROWS * row_stride;
             uint8_t *to = codes + first * k / 2 + half * KT_MXFP4_HALF_BYTES;
-            uint8_t *of_rows = exponents + first * k / KT_GROUP_COLUMNS + half * KT_HALF_ROWS;
+            uint8_t *row_scales = exponents + first * k / KT_GROUP_COLUMNS + half * KT_HALF_ROWS;
             int last = half && (panel == (const uint8_t *)scratch || first + KT_PANEL_ROWS == n);
-            kt_ahead ahead = {last ? rows : rows + KT_HALF_ROWS * row_stride, last ? 0 : row_stride, last ? 0 : 16};
+            kt_prefetch prefetch = {last ? rows : rows + KT_HALF_ROWS * row_stride, last ? 0 : row_stride,
+                                    last ? 0 : 16};
             const uint8_t *block = rows;
             for (int64_t c = 0; c < k; c += KT_GROUP_COLUMNS) {
-                if (!kernels->pack_mxfp4(block, row_stride, to, of_rows, &ahead))
+                if (!kernels->pack_mxfp4(block, row_stride, to, row_scales, &prefetch))
                     return first + half * KT_HALF_ROWS + first_bad(kernels, rows, row_stride, k);
                 block += 2 * KT_GROUP_COLUMNS;
-                ahead.first += 2 * KT_GROUP_COLUMNS;
+                prefetch.first += 2 * KT_GROUP_COLUMNS;
                 to += 2 * KT_MXFP4_HALF_BYTES;
-                of_rows += KT_PANEL_ROWS;
+                row_scales += KT_PANEL_ROWS;
             }
         }
     }
@@ -61,7 +62,7 @@ int ktq_mxfp4_rows(int64_t n, int64_t k, const uint8_t *codes, const uint8_t *ex
     if (error) return error;
     int64_t blocks = k / KT_GROUP_COLUMNS;
     for (int64_t first = 0; first < n; first += KT_PANEL_ROWS) {
-        kt_nibbles_in_rows(codes + first * k / 2, blocks, 0, rows + first * k / 2, k / 2);
+        kt_unpack_nibbles(codes + first * k / 2, blocks, 0, rows + first * k / 2, k / 2);
         for (int64_t b = 0; b < blocks; b++)
             for (int64_t r = first; r < first + KT_PANEL_ROWS; r++) row_exponents[r * blocks + b] = *exponents++;
     }

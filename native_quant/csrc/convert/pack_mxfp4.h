@@ -3,7 +3,7 @@
 #define KT_PACK_MXFP4_H
 
 /* The exponents that are chosen, and that of a block of zeros. */
-enum { KT_MXFP4_LEAST = 1, KT_MXFP4_MOST = 252, KT_MXFP4_OF_ZEROS = 127 };
+enum { KT_MXFP4_LEAST = 1, KT_MXFP4_MOST = 252, KT_MXFP4_ZERO_EXPONENT = 127 };
 
 /* Exponents of the largest value, as BF16 has them, of which vector kernels make the codes: all numbers that count are
    normal, and no exponent is at its limit. They leave other rows, zeros aside, to the scalar kernel. */

@@ -2,17 +2,17 @@
 #include "vectors_avx2.h"
 
 /* 256ths of the values in the bytes of a table. */
-TARGET static inline ints values_of(int times) {
+TARGET static inline ints load_value_table(int times) {
     static const uint8_t values[16] = {0, 1, 2, 3, 4, 6, 8, 12};
     return slli_epi16(load_repeated(values), times - 1);
 }
 
-TARGET static inline ints value_of(ints codes, ints values) {
+TARGET static inline ints look_up_value(ints codes, ints values) {
     return slli_epi16(shuffle_epi8(values, codes), 8);
 }
 
 /* 512 * 2^(127 - e), e = exponent - 2 */
-TARGET static inline ints unit_of(ints exponent) {
+TARGET static inline ints convert_exponents(ints exponent) {
     return slli_epi32(sub_epi32(set1_epi32(265), exponent), 23);
 }
 

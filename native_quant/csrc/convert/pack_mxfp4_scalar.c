@@ -38,12 +38,12 @@ static uint8_t pack_row(const uint8_t *row, uint16_t amax, uint8_t *codes) {
     int higher = error[0] > error[1] && e < KT_MXFP4_MOST;
     for (int c = 0; c < KT_GROUP_COLUMNS; c++)
         codes[c] = (uint8_t)(nearest_codes[higher][c] | (kt_load16(row + 2 * c) >> 12 & 8));
-    return amax ? (uint8_t)(e + higher) : KT_MXFP4_OF_ZEROS;
+    return amax ? (uint8_t)(e + higher) : KT_MXFP4_ZERO_EXPONENT;
 }
 
 int kt_pack_mxfp4_scalar(const uint8_t *rows, int64_t row_stride, uint8_t *codes, uint8_t *exponents,
-                         const kt_ahead *ahead) {
-    (void)ahead;
+                         const kt_prefetch *prefetch) {
+    (void)prefetch;
     for (int r = 0; r < KT_HALF_ROWS; r++) {
         const uint8_t *row = rows + r * row_stride;
         uint16_t amax = kt_amax_scalar(row, KT_GROUP_COLUMNS);

@@ -1,10 +1,10 @@
 /* LANES rows at a time, a vector for each pair of columns, so that a row is a word of 32 bits. The magnitudes a, by the
  * lower of the two exponents, are integers of 16 bits in 512ths. A file that includes this must define
  *
- *     values_of    a table of the values of the codes, in 512ths, times 1 or 2
- *     value_of     what codes of 16 bits stand for, by such a table
- *     unit_of      what becomes of the exponents of amax, in words, for
- *     fixed_point  the magnitudes a of a pair of columns, from their BF16 bits */
+ *     load_value_table   returns a table of the values of the codes, in 512ths, times 1 or 2
+ *     look_up_value      returns the values of 16-bit codes from such a table
+ *     convert_exponents  converts the exponents of amax, in words, to the second argument of fixed_point
+ *     fixed_point        returns the magnitudes a of a pair of columns, from their BF16 bits */
 #include "bf16.h"
 #include "pack_mxfp4.h"
 #include "pack_template.h"
@@ -27,7 +27,7 @@ TARGET static inline int pack_rows(const ints *pairs, uint8_t *codes, uint8_t *e
     ints exponent = where_epi32(zeros, least, srli_epi32(amax, 7));
     if (any_gt_epi32(least, exponent) || any_gt_epi32(exponent, set1_epi32(KT_MXFP4_HUGE - 1))) return 0;
 
-    const ints values = values_of(1), doubled = values_of(2), unit = unit_of(exponent);
+    const ints values = load_value_table(1), doubled = load_value_table(2), unit = convert_exponents(exponent);
     ints small_error = setzero_si(), large_error = setzero_si(), small[4], large[4], signs[4];
     for (int v = 0; v < 4; v++) {
         small[v] = large[v] = signs[v] = setzero_si();
@@ -39,9 +39,9 @@ TARGET static inline int pack_rows(const ints *pairs, uint8_t *codes, uint8_t *e
             low = min_epu16(low, add_epi16(a, set1_epi16(4096)));
             low = rounded(min_epu16(low, set1_epi16(7 * 1024)));
             ints high = rounded(min_epu16(twice, add_epi16(a, set1_epi16(2048))));
-            ints d = sub_epi16(a, value_of(low, values));
+            ints d = sub_epi16(a, look_up_value(low, values));
             small_error = add_epi32(small_error, madd_epi16(d, d));
-            d = sub_epi16(a, value_of(high, doubled));
+            d = sub_epi16(a, look_up_value(high, doubled));
             large_error = add_epi32(large_error, madd_epi16(d, d));
             small[v] = or_si(small[v], slli_epi16(low, 4 * g));
             large[v] = or_si(large[v], slli_epi16(high, 4 * g));
@@ -51,12 +51,12 @@ TARGET static inline int pack_rows(const ints *pairs, uint8_t *codes, uint8_t *e
     mask higher = gt_epi32(small_error, large_error);
     for (int v = 0; v < 4; v++) storeu_si(codes + 64 * v, or_si(where_epi32(higher, large[v], small[v]), signs[v]));
     ints e = sub_epi32(exponent, where_epi32(higher, set1_epi32(1), set1_epi32(2)));
-    store_epi32_epi8(exponents, where_epi32(zeros, set1_epi32(KT_MXFP4_OF_ZEROS), e));
+    store_epi32_epi8(exponents, where_epi32(zeros, set1_epi32(KT_MXFP4_ZERO_EXPONENT), e));
     return 1;
 }
 
 TARGET int KERNEL_OF(pack_mxfp4)(const uint8_t *rows, int64_t row_stride, uint8_t *codes, uint8_t *exponents,
-                                 const kt_ahead *ahead) {
+                                 const kt_prefetch *prefetch) {
     for (int first = 0; first < KT_HALF_ROWS; first += LANES) {
         ints in[LANES], pairs[PAIRS];
 #pragma GCC unroll 2
@@ -64,9 +64,9 @@ TARGET int KERNEL_OF(pack_mxfp4)(const uint8_t *rows, int64_t row_stride, uint8_
             for (int r = 0; r < LANES; r++) in[r] = loadu_si(rows + (first + r) * row_stride + 4 * p);
             transpose_words(in, pairs + p);
         }
-        for (int r = first; r < first + LANES; r++) kt_fetch(ahead, r, 0, KT_GROUP_COLUMNS);
+        for (int r = first; r < first + LANES; r++) kt_prefetch_columns(prefetch, r, 0, KT_GROUP_COLUMNS);
         if (!pack_rows(pairs, codes + 4 * first, exponents + first))
-            return kt_pack_mxfp4_scalar(rows, row_stride, codes, exponents, ahead);
+            return kt_pack_mxfp4_scalar(rows, row_stride, codes, exponents, prefetch);
     }
     return 1;
 }

@@ -57,16 +57,16 @@ TARGET static inline void kt_store_quads(const ints *rows, int in_order, uint8_t
 
 /* Prefetches `columns` columns from `column` on of row r of the 16 rows that come next, so that memory is busy while we
    compute: a fifth faster. */
-TARGET static inline void kt_fetch(const kt_ahead *ahead, int64_t r, int64_t column, int64_t columns) {
-    const char *at = (const char *)ahead->first + r * ahead->row_stride + (column * ahead->column_bits >> 3);
-    int64_t bytes = columns * ahead->column_bits >> 3;
+TARGET static inline void kt_prefetch_columns(const kt_prefetch *prefetch, int64_t r, int64_t column, int64_t columns) {
+    const char *at = (const char *)prefetch->first + r * prefetch->row_stride + (column * prefetch->column_bits >> 3);
+    int64_t bytes = columns * prefetch->column_bits >> 3;
     for (int64_t done = 0; done < bytes; done += 64) FETCH_AHEAD(at + done);
 }
 
-/* kt_pack_fn. codes_of: a vector of bytes of a row, from its BF16 values and its reciprocal. */
+/* kt_pack_fn. get_codes: a vector of bytes of a row, from its BF16 values and its reciprocal. */
 TARGET static inline __attribute__((always_inline)) void
-kt_pack_tiles(int bits, ints codes_of(const uint8_t *, floats), const uint8_t *rows, int64_t row_stride,
-              int64_t columns, const float *reciprocal, uint8_t *tiles, const kt_ahead *ahead) {
+kt_pack_tiles(int bits, ints get_codes(const uint8_t *, floats), const uint8_t *rows, int64_t row_stride,
+              int64_t columns, const float *reciprocal, uint8_t *tiles, const kt_prefetch *prefetch) {
     const int64_t tile_columns = 512 / bits;
     for (int64_t c = 0; c < columns; c += tile_columns, tiles += KT_TILE_BYTES)
         for (int first = 0; first < KT_HALF_ROWS; first += LANES) {
@@ -75,8 +75,8 @@ kt_pack_tiles(int bits, ints codes_of(const uint8_t *, floats), const uint8_t *r
                 const uint8_t *row = rows + (first + r) * row_stride + 2 * c;
                 floats factor = set1_ps(reciprocal[first + r]);
                 for (int side = 0; side < SIDES; side++)
-                    codes[side][r] = codes_of(row + 2 * VECTOR_BYTES * side, factor);
-                kt_fetch(ahead, first + r, c, tile_columns);
+                    codes[side][r] = get_codes(row + 2 * VECTOR_BYTES * side, factor);
+                kt_prefetch_columns(prefetch, first + r, c, tile_columns);
             }
             for (int side = 0; side < SIDES; side++) kt_store_quads(codes[side], 0, tiles + 4 * first + 512 * side);
         }

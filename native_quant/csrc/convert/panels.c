@@ -10,7 +10,7 @@ int kt_check_panels(int64_t multiple, int64_t n, int64_t k) {
     return n < 1 || k < 1 || n % multiple || k % multiple ? KTQ_ESHAPE : KTQ_OK;
 }
 
-uint16_t kt_amax_of(const kt_kernels *kernels, const uint8_t *row, int64_t k) {
+uint16_t kt_row_amax(const kt_kernels *kernels, const uint8_t *row, int64_t k) {
     int64_t whole = k / 64 * 64;
     uint16_t amax = whole ? kernels->amax(row, whole) : 0, rest = kt_amax_scalar(row + 2 * whole, k - whole);
     return amax > rest ? amax : rest;

@@ -17,7 +17,7 @@ void kt_put_rows(const kt_kernels *kernels, int order, int item_bytes, const uin
                  int64_t k, uint8_t *out);
 
 /* kt_amax_fn for any k. */
-uint16_t kt_amax_of(const kt_kernels *kernels, const uint8_t *row, int64_t k);
+uint16_t kt_row_amax(const kt_kernels *kernels, const uint8_t *row, int64_t k);
 
 /* 32 rows of k items (of 1 or 2 bytes) to a panel: blocks of 32 columns, halves of 16 rows, pairs of columns, rows.
    k: a multiple of 32; rows, row_stride (bytes): any alignment. */
@@ -26,7 +26,7 @@ void kt_reorder_panel(const kt_kernels *kernels, int item_bytes, const uint8_t *
 
 /* Codes of 4 bits of a panel, blocks of 32 columns, to 32 rows, the even column in the lower half of a byte; flip: bits
    of 8 codes that become their opposites. */
-void kt_nibbles_in_rows(const uint8_t *panel, int64_t blocks, uint32_t flip, uint8_t *rows, int64_t row_stride);
+void kt_unpack_nibbles(const uint8_t *panel, int64_t blocks, uint32_t flip, uint8_t *rows, int64_t row_stride);
 
 /* keep_mxfp4.c: whether a source has codes of E2M1 with a scale for each 32 columns. Then kt_keep_mxfp4 puts codes and
    exponents into panels; *bad_row, if it is -1, becomes the first row that holds an infinity or a NaN. It returns 0,

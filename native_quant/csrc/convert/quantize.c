@@ -36,12 +36,13 @@ static int64_t measure_rows(const kt_kernels *kernels, int bits, const ktq_sourc
 
 /* 16 rows to their half tiles. */
 static void pack(kt_pack_fn *kernel, int bits, int64_t first, int64_t k, const half_tile *half, uint8_t *weight,
-                 const kt_ahead *ahead) {
+                 const kt_prefetch *prefetch) {
     for (int64_t c = 0; c < k; c += KT_K_BLOCK) {
         int64_t columns = k - c < KT_K_BLOCK ? k - c : KT_K_BLOCK;
-        kt_ahead here = {ahead->first + c * ahead->column_bits / 8, ahead->row_stride, ahead->column_bits};
+        kt_prefetch block = {prefetch->first + c * prefetch->column_bits / 8, prefetch->row_stride,
+                             prefetch->column_bits};
         kernel(half->rows + 2 * c, half->row_stride, columns, half->reciprocal,
-               kt_half_tiles(bits, weight, k, first, c), &here);
+               kt_half_tiles(bits, weight, k, first, c), &block);
     }
 }
 
@@ -60,13 +61,13 @@ int ktq_quantize_pack(int bits, int64_t n, int64_t k, const ktq_source *source, 
         half_tile half;
         *bad_row = measure_rows(kernels, bits, source, first, k, scratch, scale, &half);
         if (*bad_row >= 0) break;
-        kt_ahead ahead = {half.rows, 0, 0};
+        kt_prefetch prefetch = {half.rows, 0, 0};
         if (kt_is_row_contiguous(source) && first + KT_HALF_ROWS < n) {
-            ahead.first = (const uint8_t *)source->values + (first + KT_HALF_ROWS) * source->row_stride;
-            ahead.row_stride = source->row_stride;
-            ahead.column_bits = kt_column_bits(source->kind);
+            prefetch.first = (const uint8_t *)source->values + (first + KT_HALF_ROWS) * source->row_stride;
+            prefetch.row_stride = source->row_stride;
+            prefetch.column_bits = kt_column_bits(source->kind);
         }
-        pack(half.subnormals_matter ? scalar : best, bits, first, k, &half, weight, &ahead);
+        pack(half.subnormals_matter ? scalar : best, bits, first, k, &half, weight, &prefetch);
     }
     kt_leave(state);
     return *bad_row < 0 ? KTQ_OK : KTQ_ENONFINITE;

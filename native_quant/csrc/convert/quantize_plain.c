@@ -6,7 +6,7 @@
 #include "quantize_scalar.h"
 
 /* The scale of a row: that of AMXINT4, or the largest value divided by 127; AMXINT8 multiplies by fl(1/127). */
-static float scale_of(int bits, uint16_t amax) {
+static float choose_scale(int bits, uint16_t amax) {
     float scale = bits == 8 ? kt_from_bf16(amax) / 127.0f : kt_row_scale(4, amax);
     return scale < KT_SMALLEST_NORMAL ? 0.0f : scale;
 }
@@ -18,7 +18,7 @@ int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source,
     if (error) return error;
 
     const kt_kernels *kernels = kt_current();
-    const float unit = (float)kt_geometry_of(bits)->unit;
+    const float unit = (float)kt_get_geometry(bits)->unit;
     kt_fp_state state = kt_enter();
     *bad_row = -1;
     for (int64_t first = 0; first < n && *bad_row < 0; first += KT_PANEL_ROWS) {
@@ -30,7 +30,7 @@ int ktq_quantize_plain(int bits, int64_t n, int64_t k, const ktq_source *source,
                 *bad_row = r;
                 break;
             }
-            scale[r] = scale_of(bits, amax);
+            scale[r] = choose_scale(bits, amax);
             uint8_t *block = weight + r / KT_PLAIN_ROWS * KT_PLAIN_ROWS * k * bits / 8;
             kernels->plain_row(bits, row, k, unit * scale[r], block + r % KT_PLAIN_ROWS * KT_PLAIN_BYTES);
         }

@@ -7,8 +7,8 @@
 /* The smallest normal float32; a scale below it is flushed to 0, as kt-kernel does (it runs with FTZ and DAZ on). */
 #define KT_SMALLEST_NORMAL 0x1p-126f
 
-/* The scale of a row. INT8 multiplies by fl(1/127) (into which kt-kernel's compiler turned the division), INT4 divides
-   in float64. */
+/* The scale of a row. INT8 multiplies by fl(1/127) (into which kt-kernel's compiler turned the division), INT4
+   divides in float64. */
 static inline float kt_row_scale(int bits, uint16_t amax_bits) {
     float amax = kt_from_bf16(amax_bits);
     float scale = bits == 8 ? amax * (1.0f / 127.0f) : (float)((double)amax / 112.0);

@@ -14,7 +14,7 @@ typedef struct {
     int64_t columns, scale_bytes;
 } layout;
 
-static layout layout_of(int kind) {
+static layout find_layout(int kind) {
     switch (kind) {
     case KTQ_Q4_0: return (layout){4, 32, 2 * KT_PANEL_ROWS};
     case KTQ_Q8_0: return (layout){8, 32, 2 * KT_PANEL_ROWS};
@@ -57,12 +57,12 @@ static void put_bytes(const int8_t codes[COLUMNS], int r, uint8_t *block) {
 }
 
 static void put_q4_0(const kt_q4_0 *from, int r, uint8_t *codes, uint8_t *scales) {
-    uint8_t each[COLUMNS];
+    uint8_t values[COLUMNS];
     for (int j = 0; j < 16; j++) { /* less 8, in two's complement */
-        each[j] = (from->q[j] & 15) ^ 8;
-        each[j + 16] = from->q[j] >> 4 ^ 8;
+        values[j] = (from->q[j] & 15) ^ 8;
+        values[j + 16] = from->q[j] >> 4 ^ 8;
     }
-    put_codes(4, each, r, codes);
+    put_codes(4, values, r, codes);
     memcpy(scales + 2 * r, from->d, 2);
 }
 
@@ -83,12 +83,12 @@ static void put_k(const kt_q4_k *from, const uint8_t *high, const uint8_t *q, in
     scales += 4 * KT_PANEL_ROWS + r;
     for (int i = 0; i < GROUPS; i++, codes += KT_PANEL_ROWS * COLUMNS * bits / 8) {
         int g = first + i;
-        uint8_t each[COLUMNS];
+        uint8_t values[COLUMNS];
         for (int j = 0; j < COLUMNS; j++) {
-            each[j] = q[g / 2 * 32 + j] >> g % 2 * 4 & 15;
-            if (high) each[j] |= (uint8_t)((high[j] >> g & 1) << 4);
+            values[j] = q[g / 2 * 32 + j] >> g % 2 * 4 & 15;
+            if (high) values[j] |= (uint8_t)((high[j] >> g & 1) << 4);
         }
-        put_codes(bits, each, r, codes);
+        put_codes(bits, values, r, codes);
         int scale = g < 4 ? packed[g] & 63 : (packed[g + 4] & 15) | packed[g - 4] >> 6 << 4;
         int least = g < 4 ? packed[g + 4] & 63 : packed[g + 4] >> 4 | packed[g] >> 6 << 4;
         scales[i * KT_PANEL_ROWS] = (uint8_t)scale;
@@ -101,11 +101,11 @@ static void put_q6_k(const kt_q6_k *from, int first, int r, uint8_t *codes, uint
     for (int i = 0; i < 2 * GROUPS; i++)
         scales[(2 + i) * KT_PANEL_ROWS + r] = (uint8_t)from->scales[2 * first + i];
     for (int g = first; g < first + GROUPS; g++, codes += KT_PANEL_ROWS * COLUMNS * 6 / 8) {
-        uint8_t each[COLUMNS];
+        uint8_t values[COLUMNS];
         for (int j = 0; j < COLUMNS; j++)
-            each[j] = (uint8_t)((from->low[g / 4 * 64 + g % 2 * 32 + j] >> g % 4 / 2 * 4 & 15) |
-                                (from->high[g / 4 * 32 + j] >> 2 * (g % 4) & 3) << 4);
-        put_codes(6, each, r, codes);
+            values[j] = (uint8_t)((from->low[g / 4 * 64 + g % 2 * 32 + j] >> g % 4 / 2 * 4 & 15) |
+                                  (from->high[g / 4 * 32 + j] >> 2 * (g % 4) & 3) << 4);
+        put_codes(6, values, r, codes);
     }
 }
 
@@ -126,13 +126,13 @@ static void put_block(int kind, const uint8_t *block, int first, int r, uint8_t 
 
 int ktq_reorder_ggml(int kind, int64_t n, int64_t k, int64_t skip, const uint8_t *rows, int64_t row_stride,
                      uint8_t *codes, uint8_t *scales, int64_t *bad_row) {
-    const layout of = layout_of(kind);
-    const kt_block size = kt_block_of(kind);
-    if (!of.bits || !rows || !codes || !scales || !bad_row || skip < 0) return KTQ_EINVAL;
-    if (n < 1 || k < 1 || n % KT_PANEL_ROWS || k % of.columns || skip % of.columns) return KTQ_ESHAPE;
+    const layout layout = find_layout(kind);
+    const kt_block size = kt_get_block(kind);
+    if (!layout.bits || !rows || !codes || !scales || !bad_row || skip < 0) return KTQ_EINVAL;
+    if (n < 1 || k < 1 || n % KT_PANEL_ROWS || k % layout.columns || skip % layout.columns) return KTQ_ESHAPE;
     if (row_stride < (skip + k + size.columns - 1) / size.columns * size.bytes) return KTQ_EINVAL;
     for (int64_t row = 0; row < n; row += KT_PANEL_ROWS)
-        for (int64_t c = skip; c < skip + k; c += of.columns) {
+        for (int64_t c = skip; c < skip + k; c += layout.columns) {
             const uint8_t *block = rows + row * row_stride + c / size.columns * size.bytes;
             for (int r = 0; r < KT_PANEL_ROWS; r++, block += row_stride) {
                 if (!kt_has_finite_scales(kind, block)) {
@@ -141,8 +141,8 @@ int ktq_reorder_ggml(int kind, int64_t n, int64_t k, int64_t skip, const uint8_t
                 }
                 put_block(kind, block, (int)(c % size.columns / COLUMNS), r, codes, scales);
             }
-            codes += of.columns * KT_PANEL_ROWS * of.bits / 8;
-            scales += of.scale_bytes;
+            codes += layout.columns * KT_PANEL_ROWS * layout.bits / 8;
+            scales += layout.scale_bytes;
         }
     *bad_row = -1;
     return KTQ_OK;

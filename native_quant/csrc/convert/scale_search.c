@@ -1,20 +1,20 @@
-/* The loop: rows are measured, searched and rounded one by one. Knows what is compared, but no instruction set. */
+/* Search of row scales: a loop that measures, searches and rounds row by row, without instruction sets. */
 #include <string.h>
 
 #include "kernels.h"
 #include "quantize_scalar.h"
 
 /* The candidates: the step that gives the largest value the largest code, divided by each of these. */
-static const float ratios_of_int4[KT_CANDIDATES] = {1.0f, 1.125f, 1.25f, 1.375f, 1.5f, 1.625f, 1.75f, 2.0f,
-                                                    2.25f, 2.5f, 2.75f, 3.0f, 3.5f, 4.0f, 5.0f, 6.0f};
-static const float ratios_of_int8[KT_CANDIDATES] = {1.0f,    1.03125f, 1.0625f, 1.09375f, 1.125f,  1.15625f,
-                                                    1.1875f, 1.21875f, 1.25f,   1.28125f, 1.3125f, 1.34375f,
-                                                    1.375f,  1.40625f, 1.4375f, 1.46875f};
+static const float int4_ratios[KT_CANDIDATES] = {1.0f,  1.125f, 1.25f, 1.375f, 1.5f, 1.625f, 1.75f, 2.0f,
+                                                 2.25f, 2.5f,   2.75f, 3.0f,   3.5f, 4.0f,   5.0f,  6.0f};
+static const float int8_ratios[KT_CANDIDATES] = {1.0f,    1.03125f, 1.0625f, 1.09375f, 1.125f,  1.15625f,
+                                                 1.1875f, 1.21875f, 1.25f,   1.28125f, 1.3125f, 1.34375f,
+                                                 1.375f,  1.40625f, 1.4375f, 1.46875f};
 
 enum { TRIED = KT_TOGETHER - 1, ROWS = KT_SEARCHED_ROWS, DEPTH = KT_SEARCHED_DEPTH };
 
-/* The TRIED candidates of least squared error, the best first, and the factor of that; 0 if no candidate explains
-   anything. */
+/* Finds the TRIED candidates of least squared error, best first. Returns the factor of the best one; 0 if no candidate
+   reduces the error. */
 static float least_squares(const kt_kernels *kernels, const kt_scale_search *search, int *tried) {
     float products[KT_CANDIDATES], squares[KT_CANDIDATES], factors[KT_CANDIDATES], explained[KT_CANDIDATES];
     kernels->scale_sums(search, products, squares);
@@ -32,13 +32,13 @@ static float least_squares(const kt_kernels *kernels, const kt_scale_search *sea
     return factors[tried[0]];
 }
 
-/* A row whose candidates may be compared in the metric of second moments. is_compared: whether they are. */
+/* A row. is_compared: whether its candidates are compared in the metric of second moments. */
 typedef struct {
     int is_compared;
     float absmax;
 } measured;
 
-/* Its values, in steps, and the codes of the candidates, side by side: vectors[k][KT_TOGETHER]. */
+/* Writes the row's values, in steps, beside the codes of the candidates: vectors[k][KT_TOGETHER]. */
 static void store_candidates(const kt_kernels *kernels, const kt_scale_search *search, const int *tried, int8_t *codes,
                              float *vectors) {
     for (int64_t c = 0; c < search->k; c++)
@@ -58,7 +58,7 @@ static void measure_tried(const kt_kernels *kernels, const kt_moments *moments, 
         memset(sums, 0, sizeof sums);
         for (int64_t first = 0, end = column + KT_SUM_LANES; first < end; first += DEPTH) {
             int64_t count = end - first < DEPTH ? end - first : DEPTH;
-            kt_moments_part(moments, first, count, column, KT_SUM_LANES, panel);
+            kt_copy_moments(moments, first, count, column, KT_SUM_LANES, panel);
             for (int r = 0; r < rows; r++)
                 kernels->outer_sums(count, vectors + (r * k + first) * KT_TOGETHER, panel, sums[r][0]);
         }
@@ -81,31 +81,31 @@ static float minimum(float a, float b) {
     return a < b ? a : b;
 }
 
-/* Codes and scales of rows, chosen again in the metric: of those that were tried, the ones that explain most. Where
-   none does, they stay. */
+/* Chooses codes and scales of rows again: the tried candidate with the least error in the metric. Keeps them if no
+   candidate reduces the error. */
 static void choose_again(const kt_kernels *kernels, const kt_moments *moments, int64_t k, float limit, int rows,
                          const measured *row, const float *vectors, int8_t *codes, float *scale) {
     float products[ROWS][TRIED], squares[ROWS][TRIED];
     measure_tried(kernels, moments, k, rows, vectors, products, squares);
     for (int r = 0; r < rows; r++) {
-        float found = 0.0f, most = 0.0f;
+        float chosen = 0.0f, most = 0.0f;
         int best = 0;
         for (int t = 0; t < TRIED && row[r].is_compared; t++) {
             float product = 0.5f * products[r][t], factor = squares[r][t] > 0.0f ? product / squares[r][t] : 0.0f;
             if (!(product > 0.0f) || !(product * factor > most)) continue;
             best = t;
             most = product * factor;
-            found = factor;
+            chosen = factor;
         }
-        found = minimum(row[r].absmax * found, limit);
-        if (found < KT_SMALLEST_NORMAL) continue;
-        scale[r] = found;
+        chosen = minimum(row[r].absmax * chosen, limit);
+        if (chosen < KT_SMALLEST_NORMAL) continue;
+        scale[r] = chosen;
         for (int64_t c = 0; c < k; c++) codes[r * k + c] = (int8_t)vectors[(r * k + c) * KT_TOGETHER + 1 + best];
     }
 }
 
-/* importance / its largest value; NULL if that is 0. */
-static const float *weights_of(const float *importance, int64_t k, float *weights) {
+/* Returns importance divided by its largest value; NULL if that is 0. */
+static const float *normalize_importance(const float *importance, int64_t k, float *weights) {
     float largest = 0.0f;
     for (int64_t c = 0; importance && c < k; c++) largest = importance[c] > largest ? importance[c] : largest;
     if (largest == 0.0f) return NULL;
@@ -121,12 +121,12 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64
 
     const kt_kernels *kernels = kt_current();
     kt_fp_state state = kt_enter();
-    const float *weights = weights_of(importance, k, scratch + k);
-    const kt_moments metric = moments ? kt_moments_of(moments, moments_stride, k) : (kt_moments){0};
+    const float *weights = normalize_importance(importance, k, scratch + k);
+    const kt_moments metric = moments ? kt_make_moments(moments, moments_stride, k) : (kt_moments){0};
     measured block[ROWS];
     const float limit = kt_row_scale(bits, KT_BF16_INFINITY - 1), unit = bits == 8 ? 1.0f : 0x1p-4f;
     kt_scale_search search = {.k = k, .largest = (float)kt_largest_code(bits), .units = scratch};
-    search.ratios = bits == 8 ? ratios_of_int8 : ratios_of_int4;
+    search.ratios = bits == 8 ? int8_ratios : int4_ratios;
     *bad_row = -1;
     for (int64_t r = 0; r < n; r++, codes += k) {
         search.row = rows + r * row_stride;
@@ -135,31 +135,32 @@ int ktq_search_scales(int bits, int64_t n, int64_t k, const uint8_t *rows, int64
             *bad_row = r;
             break;
         }
-        float absmax = kt_row_scale(bits, amax), found = 0.0f;
+        float absmax = kt_row_scale(bits, amax), chosen = 0.0f;
         int tried[TRIED] = {0}, in_block = (int)(r % ROWS);
         block[in_block] = (measured){0, absmax};
         if (absmax != 0.0f) {
             search.reciprocal = 1.0f / absmax * unit;
             search.weights = weights;
             float factor = least_squares(kernels, &search, tried);
-            if (factor == 0.0f && weights) { /* nothing that has codes has weight */
+            if (factor == 0.0f && weights) { /* all values with codes have weight 0 */
                 search.weights = NULL;
                 factor = least_squares(kernels, &search, tried);
             }
-            found = minimum(absmax * factor, limit);
+            chosen = minimum(absmax * factor, limit);
             block[in_block].is_compared = search.weights && factor != 0.0f;
         }
-        if (found < KT_SMALLEST_NORMAL) {
+        if (chosen < KT_SMALLEST_NORMAL) {
             scale[r] = 0.0f;
             memset(codes, 0, (size_t)k);
         } else {
-            scale[r] = found;
+            scale[r] = chosen;
             kernels->scale_codes(&search, search.ratios[tried[0]], codes);
         }
         if (!moments) continue;
-        float *own = vectors + in_block * k * KT_TOGETHER;
-        if (block[in_block].is_compared) store_candidates(kernels, &search, tried, (int8_t *)(scratch + 2 * k), own);
-        else memset(own, 0, (size_t)(k * KT_TOGETHER) * sizeof *own);
+        float *candidates = vectors + in_block * k * KT_TOGETHER;
+        if (block[in_block].is_compared)
+            store_candidates(kernels, &search, tried, (int8_t *)(scratch + 2 * k), candidates);
+        else memset(candidates, 0, (size_t)(k * KT_TOGETHER) * sizeof *candidates);
         if (in_block + 1 == ROWS || r + 1 == n)
             choose_again(kernels, &metric, k, limit, in_block + 1, block, vectors, codes - in_block * k,
                          scale + r - in_block);

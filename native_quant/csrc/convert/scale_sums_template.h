@@ -8,14 +8,14 @@
 enum { VECTORS = KT_SUM_LANES / LANES };
 
 /* |x| in steps of the largest candidate; a subnormal x counts as 0. */
-TARGET static inline floats units_of(const uint8_t *values, floats reciprocal) {
+TARGET static inline floats count_units(const uint8_t *values, floats reciprocal) {
     ints x = slli_epi32(and_si(load_epu16_epi32(values), set1_epi32(0x7fff)), 16);
     ints units = castps_si(mul_ps(castsi_ps(x), reciprocal));
     return castsi_ps(where_epi32(gt_epi32(x, set1_epi32(0x7fffff)), units, setzero_si()));
 }
 
 TARGET static inline __attribute__((always_inline)) void
-sums_of(const kt_scale_search *search, int first, int weighted, float *products, float *squares) {
+measure_candidates(const kt_scale_search *search, int first, int weighted, float *products, float *squares) {
     const floats reciprocal = set1_ps(search->reciprocal), round = set1_ps(KT_ROUND);
     const floats most = set1_ps(search->largest + KT_ROUND);
     floats product[AT_ONCE * VECTORS], square[AT_ONCE * VECTORS], ratio[AT_ONCE], sums[2 * AT_ONCE];
@@ -24,7 +24,7 @@ sums_of(const kt_scale_search *search, int first, int weighted, float *products,
     for (int64_t c = 0; c < search->k; c += KT_SUM_LANES)
         for (int vector = 0; vector < VECTORS; vector++) {
             int64_t at = c + vector * LANES;
-            floats u = first ? load_ps(search->units + at) : units_of(search->row + 2 * at, reciprocal);
+            floats u = first ? load_ps(search->units + at) : count_units(search->row + 2 * at, reciprocal);
             if (!first) store_ps(search->units + at, u);
             floats h = weighted ? loadu_ps(search->weights + at) : u;
             floats v = weighted ? mul_ps(h, u) : u;
@@ -48,10 +48,12 @@ sums_of(const kt_scale_search *search, int first, int weighted, float *products,
 
 TARGET void KERNEL_OF(scale_sums)(const kt_scale_search *search, float *products, float *squares) {
     if (search->weights) {
-        sums_of(search, 0, 1, products, squares);
-        for (int first = AT_ONCE; first < KT_CANDIDATES; first += AT_ONCE) sums_of(search, first, 1, products, squares);
+        measure_candidates(search, 0, 1, products, squares);
+        for (int first = AT_ONCE; first < KT_CANDIDATES; first += AT_ONCE)
+            measure_candidates(search, first, 1, products, squares);
     } else {
-        sums_of(search, 0, 0, products, squares);
-        for (int first = AT_ONCE; first < KT_CANDIDATES; first += AT_ONCE) sums_of(search, first, 0, products, squares);
+        measure_candidates(search, 0, 0, products, squares);
+        for (int first = AT_ONCE; first < KT_CANDIDATES; first += AT_ONCE)
+            measure_candidates(search, first, 0, products, squares);
     }
 }

@@ -89,7 +89,7 @@ static void decode_grouped_down(const kt_kernels *kernels, const ktq_source *sou
 /* Rows first..first+rows-1 of blocks: out[rows][k]. Of a block at either end, only the columns that are wanted. */
 static void decode_blocks(const kt_kernels *kernels, const ktq_source *source, int64_t first, int64_t rows, int64_t k,
                           uint16_t *out) {
-    kt_block block = kt_block_of(source->kind);
+    kt_block block = kt_get_block(source->kind);
     for (int64_t r = first; r < first + rows; r++, out += k) {
         const uint8_t *in = (const uint8_t *)source->values + r * source->row_stride;
         for (int64_t c = 0, count; c < k; c += count) {
@@ -119,7 +119,7 @@ static void decode_rows(const kt_kernels *kernels, const ktq_source *source, int
         kt_decode_integers(kernels, source, first, rows, k, out);
         return;
     }
-    if (kt_block_of(source->kind).columns) {
+    if (kt_get_block(source->kind).columns) {
         decode_blocks(kernels, source, first, rows, k, out);
         return;
     }

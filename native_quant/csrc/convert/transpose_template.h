@@ -3,12 +3,12 @@
  * LANES x LANES words. The scalar kernel takes other numbers of rows and the remaining columns. */
 #include "kernels.h"
 
-/* words[i] word j -> at out + row_of(j) * pitch, word i. */
-#define STORE_TRANSPOSED(words, row_of, out, pitch)                                                                    \
+/* words[i] word j -> at out + row_order(j) * pitch, word i. */
+#define STORE_TRANSPOSED(words, row_order, out, pitch)                                                                 \
     do {                                                                                                               \
-        ints turned[LANES];                                                                                            \
-        transpose_words(words, turned);                                                                                \
-        for (int j = 0; j < LANES; j++) storeu_si((out) + (row_of) * (pitch), turned[j]);                              \
+        ints transposed[LANES];                                                                                        \
+        transpose_words(words, transposed);                                                                            \
+        for (int j = 0; j < LANES; j++) storeu_si((out) + (row_order) * (pitch), transposed[j]);                       \
     } while (0)
 
 /* LANES columns of as many items of 4 bytes. */
@@ -33,10 +33,10 @@ TARGET static void transpose_2(const uint8_t *in, int64_t stride, uint8_t *out, 
 
 /* LANES columns of as many items of 2 bytes, each in a word of its own meanwhile. */
 TARGET static void transpose_few_2(const uint8_t *in, int64_t stride, uint8_t *out, int64_t pitch) {
-    ints words[LANES], turned[LANES];
+    ints words[LANES], transposed[LANES];
     for (int c = 0; c < LANES; c++) words[c] = load_epu16_epi32(in + c * stride);
-    transpose_words(words, turned);
-    for (int r = 0; r < LANES; r++) store_epi32_epi16(out + r * pitch, turned[r]);
+    transpose_words(words, transposed);
+    for (int r = 0; r < LANES; r++) store_epi32_epi16(out + r * pitch, transposed[r]);
 }
 
 /* 4 * LANES columns of 2 * LANES items of 1 byte. A word: columns 4i .. 4i + 3 of a row. */

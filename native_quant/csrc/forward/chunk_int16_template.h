@@ -3,7 +3,7 @@
 
 /* Codes of 5 bits, or (code - 32) * scale of 6. */
 __attribute__((always_inline)) TARGET static inline void
-chunk_of(int bits, const uint8_t *codes, const uint8_t *scales, int64_t columns, int16_t *chunk) {
+unpack_codes(int bits, const uint8_t *codes, const uint8_t *scales, int64_t columns, int16_t *chunk) {
     const ints lower = set1_epi16(15), upper = set1_epi16(bits == 6 ? 48 : 16);
     for (int64_t half = 0; half < 2 * (columns / KT_SUM_COLUMNS); half++, codes += 64 * bits, chunk += 512)
         for (int v = 0; v < 4; v++) {
@@ -45,8 +45,8 @@ TARGET void KERNEL_OF(chunk_int16)(int bits, int has_sign, const uint8_t *codes,
                                    int64_t columns, int16_t *chunk) {
     if (bits == 4 && has_sign) nibbles(1, codes, columns, chunk);
     else if (bits == 4) nibbles(0, codes, columns, chunk);
-    else if (bits == 5) chunk_of(5, codes, NULL, columns, chunk);
-    else if (bits == 6) chunk_of(6, codes, scales, columns, chunk);
+    else if (bits == 5) unpack_codes(5, codes, NULL, columns, chunk);
+    else if (bits == 6) unpack_codes(6, codes, scales, columns, chunk);
     else
         for (int64_t i = 0; i < columns * KT_PANEL_ROWS; i += 2 * LANES) {
             fetch(codes + KT_CHUNK_AHEAD + i / 2);

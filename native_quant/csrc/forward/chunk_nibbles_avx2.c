@@ -6,13 +6,13 @@ typedef struct {
     ints lower, upper;
 } table;
 
-TARGET static inline table table_of(const uint16_t *values) {
+TARGET static inline table load_table(const uint16_t *values) {
     return (table){load_repeated_bytes(values, 0), load_repeated_bytes(values, 1)};
 }
 
-TARGET static inline ints values_of(table of, ints words) {
+TARGET static inline ints look_up_values(table values, ints words) {
     ints code = and_si(words, set1_epi16(15));
-    return or_si(shuffle_epi8(of.upper, slli_epi16(code, 8)), shuffle_epi8(of.lower, code));
+    return or_si(shuffle_epi8(values.upper, slli_epi16(code, 8)), shuffle_epi8(values.lower, code));
 }
 
 #include "chunk_nibbles_template.h"

@@ -14,7 +14,7 @@ static uint32_t order_codes(uint32_t words) {
     return (words & 0xf00ff00f) | (words & 0x0f000f00) >> 4 | (words & 0x00f000f0) << 4;
 }
 
-void kt_nibbles_in_rows(const uint8_t *panel, int64_t blocks, uint32_t flip, uint8_t *rows, int64_t row_stride) {
+void kt_unpack_nibbles(const uint8_t *panel, int64_t blocks, uint32_t flip, uint8_t *rows, int64_t row_stride) {
     for (int64_t b = 0; b < blocks; b++)
         for (int r = 0; r < KT_PANEL_ROWS; r++, panel += r % KT_HALF_ROWS ? 0 : KT_MXFP4_HALF_BYTES)
             for (int v = 0; v < KT_GROUP_COLUMNS / 8; v++) {
@@ -48,12 +48,12 @@ static void halves(const kt_kernels *kernels, const ktq_rectangle *x, const uint
 
 static void nibbles(const kt_kernels *kernels, const ktq_rectangle *x, const uint8_t *panel, uint8_t *rows) {
     (void)kernels;
-    kt_nibbles_in_rows(panel, x->columns * 2 / KT_GROUP_COLUMNS, 0, rows, x->row_stride);
+    kt_unpack_nibbles(panel, x->columns * 2 / KT_GROUP_COLUMNS, 0, rows, x->row_stride);
 }
 
 static void offset_nibbles(const kt_kernels *kernels, const ktq_rectangle *x, const uint8_t *panel, uint8_t *rows) {
     (void)kernels;
-    kt_nibbles_in_rows(panel, x->columns * 2 / KT_GROUP_COLUMNS, 0x88888888, rows, x->row_stride);
+    kt_unpack_nibbles(panel, x->columns * 2 / KT_GROUP_COLUMNS, 0x88888888, rows, x->row_stride);
 }
 
 static void group_scales(const kt_kernels *kernels, const ktq_rectangle *x, const uint8_t *panel, uint8_t *rows) {
@@ -117,11 +117,11 @@ static void copy(const kt_kernels *kernels, const ktq_rectangle *x, int64_t task
 
 static void work(void *job, int group, int worker) {
     (void)group, (void)worker;
-    copying *all = job;
-    int64_t at = 0, mine = atomic_fetch_add(&all->next, 1);
-    for (int64_t i = 0; i < all->count; at += tasks(&all->rectangle[i++]))
-        for (; mine < at + tasks(&all->rectangle[i]); mine = atomic_fetch_add(&all->next, 1))
-            copy(all->kernels, &all->rectangle[i], mine - at);
+    copying *state = job;
+    int64_t at = 0, task = atomic_fetch_add(&state->next, 1);
+    for (int64_t i = 0; i < state->count; at += tasks(&state->rectangle[i++]))
+        for (; task < at + tasks(&state->rectangle[i]); task = atomic_fetch_add(&state->next, 1))
+            copy(state->kernels, &state->rectangle[i], task - at);
 }
 
 int ktq_copy_rows(ktq_pool *pool, int64_t count, const ktq_rectangle *rectangle) {
@@ -134,8 +134,8 @@ int ktq_copy_rows(ktq_pool *pool, int64_t count, const ktq_rectangle *rectangle)
     }
     int error = kt_pool_enter(pool);
     if (error) return error;
-    copying all = {.rectangle = rectangle, .count = count, .kernels = kt_current()};
-    kt_pool_run(pool, work, &all);
+    copying job = {.rectangle = rectangle, .count = count, .kernels = kt_current()};
+    kt_pool_run(pool, work, &job);
     kt_pool_leave(pool);
     return KTQ_OK;
 }

@@ -12,7 +12,7 @@ static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
     return kernels->gemm_int8;
 }
 
-/* BF16 of each code of 4 bits: E2M1, an integer in two's complement, and one without a sign. */
+/* BF16 value of each 4-bit code: E2M1, integers in two's complement, unsigned integers. */
 static const uint16_t e2m1[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
 static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -35,8 +35,8 @@ static void chunk_uint4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     chunk_nibbles(kernels, uint4, panel, first, columns, chunk);
 }
 
-/* 2^-127 is no normal number: the scale becomes 2^-126, and the weights half of what they are, exactly. As many E8M0
-   scales as columns: of 32 rows, for each 32 columns. */
+/* Halves the weights whose E8M0 scale is 0, which is 2^-127 and not a normal number; scales_e8m0 returns 2^-126 for it.
+   Halving is exact. scales: one for each of 32 rows and 32 columns, so their number is `columns`. */
 static void halve_weights(const uint8_t *scales, int64_t columns, uint16_t *chunk) {
     for (int64_t i = 0; i < columns; i++) {
         if (scales[i]) continue;
@@ -74,7 +74,7 @@ static void chunk_mxfp8(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     if (memchr(panel->scales + first, 0, (size_t)columns)) halve_weights(panel->scales + first, columns, chunk);
 }
 
-/* A panel's scales begin with that of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
+/* A panel's scales begin with the scale of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
 static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk) {
     const uint8_t *scales = panel->scales + KTQ_NVFP4_HEADER + 2 * first;
@@ -84,13 +84,13 @@ static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     kernels->scale_chunk(groups, columns, chunk);
 }
 
-/* float32 for each row and sum_columns. */
+/* float32 scales for each row and sum_columns columns. */
 static void scales_gptq(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         float *scale) {
-    const size_t of_rows = KT_PANEL_ROWS * sizeof *scale;
+    const size_t row_scales = KT_PANEL_ROWS * sizeof *scale;
     (void)kernels;
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS)
-        memcpy(scale + j, panel->scales + (first + j) / panel->sum_columns * (int64_t)of_rows, of_rows);
+        memcpy(scale + j, panel->scales + (first + j) / panel->sum_columns * (int64_t)row_scales, row_scales);
 }
 
 static void scales_bf16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -98,7 +98,7 @@ static void scales_bf16(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
 }
 
-/* The scales of 128 columns of all rows. */
+/* One scale for 128 columns and all rows. */
 static void scales_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        float *scale) {
     (void)kernels;
@@ -106,15 +106,15 @@ static void scales_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, in
         memcpy(scale + i, panel->scales + (first + i) / 128 * (int64_t)sizeof *scale, sizeof *scale);
 }
 
-static void scales_of_rows(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                           float *scale) {
+static void scales_rows(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                        float *scale) {
     (void)kernels, (void)first;
     for (int64_t i = 0; i < columns; i += KT_PANEL_ROWS)
         memcpy(scale + i, panel->scales, KT_PANEL_ROWS * sizeof *scale);
 }
 
-static void scales_of_weight(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                             float *scale) {
+static void scales_weight(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                          float *scale) {
     (void)kernels, (void)first;
     for (int64_t i = 0; i < columns; i++) memcpy(scale + i, panel->scales, sizeof *scale);
 }
@@ -125,50 +125,50 @@ static void scales_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, in
     kernels->half_scales(panel->scales + 2 * first, NULL, columns / KT_SUM_COLUMNS, scale);
 }
 
-static const uint8_t *codes_of(const kt_bf16_panel *panel, int64_t first) {
+static const uint8_t *get_codes(const kt_bf16_panel *panel, int64_t first) {
     return panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
 }
 
 static void chunk_integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                            uint16_t *chunk) {
-    kernels->chunk_integers(panel->bits, codes_of(panel, first), NULL, columns, chunk);
+    kernels->chunk_integers(panel->bits, get_codes(panel, first), NULL, columns, chunk);
 }
 
 /* Codes in two's complement. */
 static void integers(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                      uint16_t *chunk) {
-    kernels->chunk_int16(panel->bits, 1, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
+    kernels->chunk_int16(panel->bits, 1, get_codes(panel, first), NULL, columns, (int16_t *)chunk);
 }
 
 static void integers_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        uint16_t *chunk) {
-    kernels->chunk_int16(panel->bits, 0, codes_of(panel, first), NULL, columns, (int16_t *)chunk);
+    kernels->chunk_int16(panel->bits, 0, get_codes(panel, first), NULL, columns, (int16_t *)chunk);
 }
 
 enum { K_GROUPS = KTQ_K_COLUMNS / KT_SUM_COLUMNS, HALVES = 2 * KT_PANEL_ROWS };
 
-/* Where columns from `first` on, `columns` at most, have their scales: within one unit of KTQ_K_COLUMNS columns. */
+/* Scales of at most `columns` columns from `first` on, within one unit of KTQ_K_COLUMNS columns. */
 typedef struct {
     const uint8_t *scales;
-    int64_t column, columns; /* of the unit */
+    int64_t column, columns; /* first column in the unit, and number of columns */
 } k_unit;
 
-static k_unit k_unit_of(const kt_bf16_panel *panel, int64_t bytes, int64_t first, int64_t columns) {
-    int64_t column = first % KTQ_K_COLUMNS, left = KTQ_K_COLUMNS - column;
+static k_unit find_k_unit(const kt_bf16_panel *panel, int64_t bytes, int64_t first, int64_t columns) {
+    int64_t column = first % KTQ_K_COLUMNS, remaining = KTQ_K_COLUMNS - column;
     return (k_unit){panel->scales + first / KTQ_K_COLUMNS * bytes * KT_PANEL_ROWS, column,
-                    columns < left ? columns : left};
+                    columns < remaining ? columns : remaining};
 }
 
-/* For Q4_K and Q5_K: the scales (0) or the least values (1). */
-static void k_scales(int which, const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                     float *out) {
+/* Q4_K and Q5_K: reads scales (are_least 0) or least values (1). */
+static void k_scales(int are_least, const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first,
+                     int64_t columns, float *out) {
     for (int64_t end = first + columns; first < end;) {
-        k_unit unit = k_unit_of(panel, KTQ_K_SCALE_BYTES, first, end - first);
-        int64_t group = which * K_GROUPS + unit.column / KT_SUM_COLUMNS;
-        kernels->half_scales(unit.scales + which * HALVES, unit.scales + 2 * HALVES + group * KT_PANEL_ROWS,
+        k_unit unit = find_k_unit(panel, KTQ_K_SCALE_BYTES, first, end - first);
+        int64_t group = are_least * K_GROUPS + unit.column / KT_SUM_COLUMNS;
+        kernels->half_scales(unit.scales + are_least * HALVES, unit.scales + 2 * HALVES + group * KT_PANEL_ROWS,
                              unit.columns / KT_SUM_COLUMNS, out);
         first += unit.columns;
-        out += unit.columns; /* as many scales as columns */
+        out += unit.columns; /* the number of scales equals that of columns (32 rows, 32 columns) */
     }
 }
 
@@ -182,7 +182,7 @@ static void least_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64
     k_scales(1, kernels, panel, first, columns, least);
 }
 
-/* Codes are multiplied by the scales of 16 columns. */
+/* The factors of 16 columns each, which multiply the codes. */
 static const uint8_t *q6_k_factors(const k_unit *unit) {
     return unit->scales + HALVES + unit->column / 16 * KT_PANEL_ROWS;
 }
@@ -190,8 +190,8 @@ static const uint8_t *q6_k_factors(const k_unit *unit) {
 static void integers_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                           uint16_t *chunk) {
     for (int64_t end = first + columns; first < end;) {
-        k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
-        kernels->chunk_int16(6, 1, codes_of(panel, first), q6_k_factors(&unit), unit.columns, (int16_t *)chunk);
+        k_unit unit = find_k_unit(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
+        kernels->chunk_int16(6, 1, get_codes(panel, first), q6_k_factors(&unit), unit.columns, (int16_t *)chunk);
         first += unit.columns;
         chunk += unit.columns * KT_PANEL_ROWS;
     }
@@ -202,9 +202,9 @@ static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, in
                        uint16_t *chunk) {
     uint16_t groups[KTQ_K_COLUMNS / 16 * KT_PANEL_ROWS];
     for (int64_t end = first + columns; first < end;) {
-        k_unit unit = k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
+        k_unit unit = find_k_unit(panel, KTQ_Q6_K_SCALE_BYTES, first, end - first);
         kernels->chunk_integers(8, q6_k_factors(&unit), NULL, unit.columns / 16, groups);
-        kernels->chunk_integers(6, codes_of(panel, first), groups, unit.columns, chunk);
+        kernels->chunk_integers(6, get_codes(panel, first), groups, unit.columns, chunk);
         first += unit.columns;
         chunk += unit.columns * KT_PANEL_ROWS;
     }
@@ -213,12 +213,12 @@ static void chunk_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, in
 static void scales_q6_k(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         float *scale) {
     for (int64_t end = first + columns; first < end; first += KT_SUM_COLUMNS, scale += KT_SUM_COLUMNS)
-        kernels->half_scales(k_unit_of(panel, KTQ_Q6_K_SCALE_BYTES, first, KT_SUM_COLUMNS).scales, NULL, 1, scale);
+        kernels->half_scales(find_k_unit(panel, KTQ_Q6_K_SCALE_BYTES, first, KT_SUM_COLUMNS).scales, NULL, 1, scale);
 }
 
 static void chunk_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                       uint16_t *chunk) {
-    kernels->chunk_halves(codes_of(panel, first), columns, chunk);
+    kernels->chunk_halves(get_codes(panel, first), columns, chunk);
 }
 
 static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1},
@@ -233,46 +233,44 @@ static const kt_format formats[] = {
                         .scale = scales_fp8},
     [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, 16, 1},
     [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8,
-                                   .scale = scales_of_rows},
+                                   .scale = scales_rows},
     [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8,
                           .scale = scales_e8m0},
     [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4,
-                          .scale = scales_of_weight},
+                          .scale = scales_weight},
     [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
                             .integers = integers, .scale = scales_bf16},
     [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_int4,
                               .integers = integers, .scale = scales_gptq},
     [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_int4,
-                              .integers = integers, .scale = scales_gptq},
+                                 .integers = integers, .scale = scales_gptq},
     [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_int4,
-                              .integers = integers, .scale = scales_gptq},
+                                 .integers = integers, .scale = scales_gptq},
     [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
                          .integers = integers, .scale = scales_f16},
     [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_integers,
                          .integers = integers, .scale = scales_f16},
     [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_uint4,
-                         .integers = integers_k, .scale = scales_k, .least = least_k,
-                         .sum_columns = KT_SUM_COLUMNS},
+                         .integers = integers_k, .scale = scales_k, .least = least_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_integers,
-                         .integers = integers_k, .scale = scales_k, .least = least_k,
-                         .sum_columns = KT_SUM_COLUMNS},
+                         .integers = integers_k, .scale = scales_k, .least = least_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k,
                          .integers = integers_q6_k, .scale = scales_q6_k},
     [KTQ_FORMAT_F16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .chunk = chunk_f16, .two_terms = 1},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };
 
-const kt_format *kt_format_of(int format) {
+const kt_format *kt_get_format(int format) {
     return format >= 0 && format < FORMATS ? &formats[format] : NULL;
 }
 
 int kt_check_size(const kt_format *format, int64_t n, int64_t k) {
-    if (n <= 0 || k <= 0 || n > KTQ_MOST_COLUMNS || k > KTQ_MOST_COLUMNS) return KTQ_EINVAL;
+    if (n <= 0 || k <= 0 || n > KTQ_MAX_COLUMNS || k > KTQ_MAX_COLUMNS) return KTQ_EINVAL;
     return n % format->geometry->block_rows || k % format->geometry->tile_columns ? KTQ_ESHAPE : KTQ_OK;
 }
 
 int ktq_weight_bytes(int format, int64_t n, int64_t k, int64_t *codes, int64_t *scales) {
-    const kt_format *row = kt_format_of(format);
+    const kt_format *row = kt_get_format(format);
     int error = row && codes && scales ? kt_check_size(row, n, k) : KTQ_EINVAL;
     if (error) return error;
     int64_t of_row = row->scale_columns ? k / row->scale_columns : 1;

@@ -1,29 +1,29 @@
 /* Dot products with AMX tiles: the code shared by both weight formats.
  *
- * A tile of activations is up to 16 tokens x 64 columns, 64 bytes after 64 bytes (kt_tiling); a tile of weights is half
- * a packed tile (16 rows x 64 columns as quads), read in place (int8) or unpacked to scratch, once for all tokens
- * (int4); a tile of sums is 16 x 16 int32. A block is two tiles of activations times the two halves of a panel: 4
- * products for 4 loads. With 8 tiles no shape loads less: 1 x 4 loads 5 for 4, 2 x 3 loads 7 for 6. The last block may
- * have one tile: 2 products for 3 loads. Few tokens are left to the AVX-512 VNNI kernel: there memory is the limit.
+ * A tile of activations has up to 16 tokens x 64 columns (kt_tiling). A tile of weights is half a packed tile (16 rows
+ * x 64 columns as quads): int8 is read in place, int4 is unpacked to scratch, once for all tokens. A tile of sums is 16
+ * x 16 int32. A block is two tiles of activations times the two halves of a panel: 4 products for 4 loads. With 8
+ * tiles, no shape needs fewer loads: 1 x 4 has 5 loads for 4 products, 2 x 3 has 7 for 6. The last block may have one
+ * tile: 2 products for 3 loads. Calls with few tokens use the AVX-512 VNNI kernel, because memory limits them.
  *
- * Order. The columns are cut into chunks of at most 1024 (a panel's: 32 KiB of int8, in L1 48 KiB). With more than
- * one block: for each chunk, for each panel, for each block. So a panel's chunk comes from L2 once and from L1 for
- * every other block; activations (512 tokens x 1024: 512 KiB) and sums (KT_MAX_PANELS: 1 MiB) stay in L2; with
- * remainders, up to twice as much. Activations bypass L1 (tileloaddt1), where they would push the chunk out: 7.5 ns
- * a product instead of 10.1 (Sapphire Rapids, 7.6 at best). Sums that leave their tiles every 1024 columns cost 2.3
- * ns a product, every 512 3.8. With one block a chunk is used once, so it is panel by panel, and the sums stay in
- * their tiles until the panel is done; int4 then has chunks of 512 columns, for the chunk at hand and the one that
- * is being unpacked stay in L1 together.
+ * Order. The columns are divided into chunks of at most 1024 (32 KiB of a panel in int8; L1 has 48 KiB). With more than
+ * one block, the loops are: chunks, panels, blocks. So the first block reads a panel's chunk from L2, every other block
+ * from L1. Activations (512 tokens x 1024: 512 KiB) and sums (KT_MAX_PANELS: 1 MiB) stay in L2; with remainders they
+ * take up to twice as much. Activations bypass L1 (tileloaddt1), where they would evict the chunk: 7.5 ns for a product
+ * instead of 10.1 (Sapphire Rapids). Storing sums every 1024 columns costs 2.3 ns for each product, every 512 columns
+ * 3.8 ns. With one block each chunk is used once: the loops are panels, chunks, and the sums stay in their tiles until
+ * the panel is done. int4 then has chunks of 512 columns, so that the current chunk and the one being unpacked fit into
+ * L1 together.
  *
- * Errands, spread over the steps, done while products are under way: memory to L2 for the chunk to come, in several
- * streams (kt_streams), since one does not use all of the memory's speed; and for int4 the unpacking of the next
- * chunk into the half of scratch that is not in use, while the one after it is fetched. After the last chunk of a
- * call comes what the next one (kt_gemm.next) begins with: its first chunk, and for int4 the second one, too, if it
- * belongs to the same panel. An int4 call begins with unpacking its first chunk, and fetches a second one of another
- * panel meanwhile.
+ * Side work, divided among the steps of the multiplication: prefetching the next chunk into L2, in several streams
+ * (kt_streams), because one stream does not reach the full speed of the memory; and, for int4, unpacking the next chunk
+ * into the unused half of scratch, while the chunk after it is prefetched. With the last chunk of a call, the first
+ * chunk of the next call (kt_gemm.next) is prefetched; for int4 also its second chunk, if it belongs to the same panel.
+ * An int4 call begins by unpacking its first chunk, and prefetches the second chunk meanwhile if that belongs to
+ * another panel.
  *
- * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes, where the code itself takes 5; so the sums'
- * unit is 1 where other kernels leave 16. int32 holds them: 65536 columns of 128 * 127. */
+ * An int4 code is unpacked to 16 * code, in 3 operations for 128 codes; the code itself would take 5. So the unit of
+ * the sums is 1, and that of other kernels 16. The sums fit into int32: 65536 columns of 128 * 127. */
 #ifndef KT_GEMM_AMX_H
 #define KT_GEMM_AMX_H
 
@@ -35,46 +35,47 @@ typedef struct {
 } kt_chunk;
 
 enum {
-    KT_CHUNK_MOST = 1024, /* columns */
-    KT_CHUNK_MOST_INT4_FEW = 512,
-    KT_CHUNK_BYTES = KT_PANEL_ROWS * KT_CHUNK_MOST, /* of an unpacked one */
-    KT_SUMS_PITCH = KT_PANEL_ROWS * 4,              /* bytes from token to token */
-    KT_UNPACKED_AT_ONCE = 4,                        /* lines of 64 packed bytes; a packed tile has a multiple of it */
+    KT_MAX_CHUNK = 1024, /* most columns of a chunk */
+    KT_MAX_CHUNK_INT4_FEW = 512,
+    KT_CHUNK_BYTES = KT_PANEL_ROWS * KT_MAX_CHUNK, /* bytes of an unpacked chunk */
+    KT_SUMS_PITCH = KT_PANEL_ROWS * 4,             /* bytes between the sums of two tokens */
+    KT_UNPACKED_AT_ONCE = 4, /* lines of 64 packed bytes; the lines of a packed tile are a multiple */
 };
-_Static_assert(2 * KT_CHUNK_BYTES <= KT_GEMM_SCRATCH, "the chunk at hand and the next one, unpacked");
+_Static_assert(2 * KT_CHUNK_BYTES <= KT_GEMM_SCRATCH, "the current chunk and the next one, unpacked");
 
-/* By bits: up to how many tokens the VNNI kernel is at least as fast (measured on Sapphire Rapids). */
-static inline int64_t kt_left_to_vnni(int bits) {
+/* Up to this number of tokens the VNNI kernel is at least as fast (measured on Sapphire Rapids). */
+static inline int64_t kt_vnni_tokens(int bits) {
     return bits == 4 ? 8 : 3;
 }
 
-/* By bits: streams from memory in which a chunk is fetched. One gives 9 GB/s, two 10.9; int8, which needs more, gets up
- * to 15.7 with four; eight are no better (Sapphire Rapids). Each reads pages of its own. */
+/* Number of streams that prefetch a chunk, each in different pages. One stream reads 9 GB/s, two 10.9; int8, which
+ * needs more, reads up to 15.7 GB/s with four; eight are not faster (Sapphire Rapids). */
 static inline int64_t kt_streams(int bits) {
     return bits == 4 ? 2 : 4;
 }
 
-/* What is done besides multiplying, some of it with each step. */
+/* Work besides multiplying; each step does some of it. */
 typedef struct {
-    const uint8_t *ahead; /* to L2: lines of 64 bytes in kt_streams() streams of `length` bytes */
+    const uint8_t *prefetch; /* lines of 64 bytes, in kt_streams() streams of `length` bytes, for L2 */
     int64_t fetched, length, fetch_pace;
-    const uint8_t *packed; /* int4 only: unpacked .. */
-    uint8_t *codes;        /* .. to here */
+    const uint8_t *packed; /* only int4: bytes to unpack */
+    uint8_t *codes;        /* their destination */
     int64_t unpacked, bytes, unpack_pace;
-} kt_errand;
+} kt_side_work;
 
-/* One block: the sums of a panel stay in their tiles. */
+/* Whether there is one block, so that the sums of a panel stay in their tiles. */
 static inline int kt_is_by_panel(const kt_gemm *job) {
     return job->m <= 2 * job->tile_rows;
 }
 
-/* The chunk that begins at column `first`: the rest of the column block in equal parts of whole packed tiles. */
+/* Columns of the chunk that begins at column `first`: the rest of the column block, divided into equal chunks of whole
+ * packed tiles. */
 static inline int64_t kt_chunk_columns(const kt_gemm *job, int bits, int64_t first) {
-    int64_t most = bits == 4 && kt_is_by_panel(job) ? KT_CHUNK_MOST_INT4_FEW : KT_CHUNK_MOST;
-    int64_t tile = kt_geometry_of(bits)->tile_columns, left = KT_K_BLOCK - first % KT_K_BLOCK;
-    if (left > job->k - first) left = job->k - first;
-    int64_t parts = (left + most - 1) / most;
-    return (left + parts * tile - 1) / (parts * tile) * tile;
+    int64_t most = bits == 4 && kt_is_by_panel(job) ? KT_MAX_CHUNK_INT4_FEW : KT_MAX_CHUNK;
+    int64_t tile = kt_get_geometry(bits)->tile_columns, remaining = KT_K_BLOCK - first % KT_K_BLOCK;
+    if (remaining > job->k - first) remaining = job->k - first;
+    int64_t parts = (remaining + most - 1) / most;
+    return (remaining + parts * tile - 1) / (parts * tile) * tile;
 }
 
 static inline int64_t kt_packed_bytes(int bits, int64_t columns) {
@@ -102,11 +103,11 @@ static inline kt_chunk kt_first_chunk(const kt_gemm *job, int bits) {
     return (kt_chunk){0, 0, kt_chunk_columns(job, bits, 0)};
 }
 
-static inline const uint8_t *kt_tiles_of_chunk(const kt_gemm *job, int bits, const kt_chunk *chunk) {
+static inline const uint8_t *kt_get_chunk_tiles(const kt_gemm *job, int bits, const kt_chunk *chunk) {
     return kt_chunk_tiles(job, bits, chunk->panel, chunk->first);
 }
 
-/* 16 * 128 codes: 64 columns of the low nibbles, and the next 64 of the high ones. */
+/* Unpacks 128 codes to 16 * code: 64 columns from the lower nibbles, and the next 64 from the upper ones. */
 KT_INLINE KT_TARGET_AMX void kt_unpack_line(const uint8_t *packed, uint8_t *codes) {
     const __m512i upper = _mm512_set1_epi8((char)0xf0);
     __m512i pairs = _mm512_loadu_si512(packed);
@@ -114,71 +115,71 @@ KT_INLINE KT_TARGET_AMX void kt_unpack_line(const uint8_t *packed, uint8_t *code
     _mm512_store_si512(codes + KT_TILE_BYTES, _mm512_and_si512(pairs, upper));
 }
 
-/* Packed bytes from errand->unpacked to `end`. */
-KT_INLINE KT_TARGET_AMX void kt_unpack(kt_errand *errand, int64_t end) {
-    for (; errand->unpacked < end; errand->unpacked += KT_UNPACKED_AT_ONCE * 64) {
-        const uint8_t *from = errand->packed + errand->unpacked;
-        uint8_t *to = errand->codes + 2 * errand->unpacked - errand->unpacked % KT_TILE_BYTES;
+/* Unpacks bytes from side_work->unpacked to `end`. */
+KT_INLINE KT_TARGET_AMX void kt_unpack(kt_side_work *side_work, int64_t end) {
+    for (; side_work->unpacked < end; side_work->unpacked += KT_UNPACKED_AT_ONCE * 64) {
+        const uint8_t *from = side_work->packed + side_work->unpacked;
+        uint8_t *to = side_work->codes + 2 * side_work->unpacked - side_work->unpacked % KT_TILE_BYTES;
 #pragma GCC unroll 4
         for (int i = 0; i < KT_UNPACKED_AT_ONCE; i++) kt_unpack_line(from + i * 64, to + i * 64);
     }
 }
 
-KT_INLINE KT_TARGET_AMX void kt_run_errand(int bits, kt_errand *errand) {
-    int64_t end = kt_least(errand->fetched + errand->fetch_pace, errand->length);
-    for (; errand->fetched < end; errand->fetched += 64)
+KT_INLINE KT_TARGET_AMX void kt_run_side_work(int bits, kt_side_work *side_work) {
+    int64_t end = kt_least(side_work->fetched + side_work->fetch_pace, side_work->length);
+    for (; side_work->fetched < end; side_work->fetched += 64)
 #pragma GCC unroll 4
         for (int64_t q = 0; q < kt_streams(bits); q++)
-            _mm_prefetch((const char *)errand->ahead + q * errand->length + errand->fetched, _MM_HINT_T1);
-    if (bits == 4) kt_unpack(errand, kt_least(errand->unpacked + errand->unpack_pace, errand->bytes));
+            _mm_prefetch((const char *)side_work->prefetch + q * side_work->length + side_work->fetched, _MM_HINT_T1);
+    if (bits == 4) kt_unpack(side_work, kt_least(side_work->unpacked + side_work->unpack_pace, side_work->bytes));
 }
 
-/* Fetches `bytes` from `ahead` on, packed tiles. */
-static inline void kt_fetch_meanwhile(int bits, kt_errand *errand, const uint8_t *ahead, int64_t bytes) {
-    errand->ahead = ahead;
-    errand->length = bytes / kt_streams(bits);
+/* Plans to prefetch `bytes` bytes of packed tiles. */
+static inline void kt_set_prefetch(int bits, kt_side_work *side_work, const uint8_t *prefetch, int64_t bytes) {
+    side_work->prefetch = prefetch;
+    side_work->length = bytes / kt_streams(bits);
 }
 
-static inline void kt_fetch_chunk(const kt_gemm *job, int bits, kt_errand *errand, const kt_chunk *chunk) {
-    kt_fetch_meanwhile(bits, errand, kt_tiles_of_chunk(job, bits, chunk), kt_packed_bytes(bits, chunk->columns));
+static inline void kt_prefetch_chunk(const kt_gemm *job, int bits, kt_side_work *side_work, const kt_chunk *chunk) {
+    kt_set_prefetch(bits, side_work, kt_get_chunk_tiles(job, bits, chunk), kt_packed_bytes(bits, chunk->columns));
 }
 
-static inline void kt_unpack_chunk(const kt_gemm *job, kt_errand *errand, const kt_chunk *chunk) {
-    errand->packed = kt_tiles_of_chunk(job, 4, chunk);
-    errand->bytes = kt_packed_bytes(4, chunk->columns);
+static inline void kt_unpack_chunk(const kt_gemm *job, kt_side_work *side_work, const kt_chunk *chunk) {
+    side_work->packed = kt_get_chunk_tiles(job, 4, chunk);
+    side_work->bytes = kt_packed_bytes(4, chunk->columns);
 }
 
-/* Fetches the first chunk of the next call, which is taken to be like this one; or the second, if it is of the same
- * panel. */
-static inline void kt_fetch_next_call(const kt_gemm *job, int bits, kt_errand *errand, int second) {
+/* Plans to prefetch the first chunk of the next call, assuming that it is like this call; or its second chunk
+ * (`second`), if it belongs to the same panel. */
+static inline void kt_prefetch_next_call(const kt_gemm *job, int bits, kt_side_work *side_work, int second) {
     kt_chunk chunk = kt_first_chunk(job, bits);
     if (!job->next || (second && (!kt_next_chunk(job, bits, &chunk) || chunk.panel))) return;
     int64_t at = kt_packed_bytes(bits, chunk.first);
     int64_t bytes = kt_least(kt_packed_bytes(bits, chunk.columns), job->next_bytes - at);
-    if (bytes > 0) kt_fetch_meanwhile(bits, errand, job->next + at, bytes / 256 * 256);
+    if (bytes > 0) kt_set_prefetch(bits, side_work, job->next + at, bytes / 256 * 256);
 }
 
-/* The errand while `chunk` is multiplied. int8: the next one to L2; int4: that is unpacked, to `codes`, and the one
- * after it goes to L2. */
-static inline kt_errand kt_errand_for(const kt_gemm *job, int bits, const kt_chunk *chunk, uint8_t *codes) {
-    kt_errand errand = {.codes = codes};
+/* Returns the side work while `chunk` is multiplied. int8: prefetch the next chunk. int4: unpack the next chunk to
+ * `codes`, and prefetch the chunk after it. */
+static inline kt_side_work kt_plan_side_work(const kt_gemm *job, int bits, const kt_chunk *chunk, uint8_t *codes) {
+    kt_side_work side_work = {.codes = codes};
     kt_chunk next = *chunk;
     int more = kt_next_chunk(job, bits, &next);
-    /* The first chunk of the next call came while this one was unpacked, unless this is the only one. */
+    /* The previous chunk has prefetched the first chunk of the next call, unless this is the only chunk. */
     int second = bits == 4 && !more && (chunk->panel || chunk->first);
     if (bits == 4 && more) {
-        kt_unpack_chunk(job, &errand, &next);
+        kt_unpack_chunk(job, &side_work, &next);
         more = kt_next_chunk(job, bits, &next);
     }
-    if (more) kt_fetch_chunk(job, bits, &errand, &next);
-    else kt_fetch_next_call(job, bits, &errand, second);
-    return errand;
+    if (more) kt_prefetch_chunk(job, bits, &side_work, &next);
+    else kt_prefetch_next_call(job, bits, &side_work, second);
+    return side_work;
 }
 
 /* Adds the products of one or two tiles of activations with a chunk's codes to the sums in tiles 4, 5 (and 6, 7).
  * second: where the second tile begins, in bytes after the first. */
 KT_INLINE KT_TARGET_AMX void kt_multiply_chunk(int bits, int two, const int8_t *a, int64_t tile_rows, int64_t second,
-                                               const uint8_t *codes, int64_t columns, kt_errand *errand) {
+                                               const uint8_t *codes, int64_t columns, kt_side_work *side_work) {
     for (int64_t j = 0; j < columns; j += 64, codes += KT_TILE_BYTES, a += tile_rows * 64) {
         KT_TILE_LOAD(2, codes, 64);
         KT_TILE_LOAD(3, codes + KT_HALF_BYTES, 64);
@@ -190,7 +191,7 @@ KT_INLINE KT_TARGET_AMX void kt_multiply_chunk(int bits, int two, const int8_t *
             KT_TILE_MULTIPLY(6, 1, 2);
             KT_TILE_MULTIPLY(7, 1, 3);
         }
-        kt_run_errand(bits, errand);
+        kt_run_side_work(bits, side_work);
     }
 }
 
@@ -207,43 +208,43 @@ KT_INLINE KT_TARGET_AMX void kt_begin_block(int two, int from_zero, int64_t tile
     }
 }
 
-/* One chunk with one block of tokens. stay: the sums are left in their tiles from chunk to chunk of a panel. */
-KT_INLINE KT_TARGET_AMX void kt_work_block(int bits, int two, const kt_gemm *job, int stay, const kt_chunk *chunk,
-                                           int64_t token, const uint8_t *codes, kt_errand *errand) {
+/* Multiplies a chunk with a block of tokens. stay: the sums stay in their tiles between chunks of a panel. */
+KT_INLINE KT_TARGET_AMX void kt_run_block(int bits, int two, const kt_gemm *job, int stay, const kt_chunk *chunk,
+                                          int64_t token, const uint8_t *codes, kt_side_work *side_work) {
     const int64_t rows = job->tile_rows;
     const int8_t *a = job->a + token * job->k + chunk->first * rows;
     int32_t *c = job->c + chunk->panel * job->c_pitch + token * KT_PANEL_ROWS;
     if (!stay || chunk->first == 0) kt_begin_block(two, chunk->first == 0, rows, c);
-    kt_multiply_chunk(bits, two, a, rows, rows * job->k, codes, chunk->columns, errand);
+    kt_multiply_chunk(bits, two, a, rows, rows * job->k, codes, chunk->columns, side_work);
     if (!stay || chunk->first + chunk->columns == job->k) kt_store_sums(two, c, rows);
 }
 
-/* So much of an errand with each of the steps that it is done with the last one. */
+/* Bytes for each step, such that the side work is done with the last step. */
 static inline int64_t kt_pace(int64_t bytes, int64_t unit, int64_t steps) {
     return (bytes / unit + steps - 1) / steps * unit;
 }
 
-KT_INLINE KT_TARGET_AMX void kt_work_chunk(int bits, const kt_gemm *job, const kt_chunk *chunk, const uint8_t *codes,
-                                           kt_errand *errand) {
+KT_INLINE KT_TARGET_AMX void kt_run_chunk(int bits, const kt_gemm *job, const kt_chunk *chunk, const uint8_t *codes,
+                                          kt_side_work *side_work) {
     const int stay = kt_is_by_panel(job);
     const int64_t block = 2 * job->tile_rows, steps = (job->m + block - 1) / block * (chunk->columns / 64);
-    errand->fetch_pace = kt_pace(errand->length, 64, steps);
-    errand->unpack_pace = kt_pace(errand->bytes, KT_UNPACKED_AT_ONCE * 64, steps);
+    side_work->fetch_pace = kt_pace(side_work->length, 64, steps);
+    side_work->unpack_pace = kt_pace(side_work->bytes, KT_UNPACKED_AT_ONCE * 64, steps);
     for (int64_t t = 0; t < job->m; t += block) {
-        if (job->m - t > job->tile_rows) kt_work_block(bits, 1, job, stay, chunk, t, codes, errand);
-        else kt_work_block(bits, 0, job, stay, chunk, t, codes, errand);
+        if (job->m - t > job->tile_rows) kt_run_block(bits, 1, job, stay, chunk, t, codes, side_work);
+        else kt_run_block(bits, 0, job, stay, chunk, t, codes, side_work);
     }
 }
 
-/* Unpacks the first chunk of an int4 call, and fetches the second one where the call before has not. */
+/* Unpacks the first chunk of an int4 call, and prefetches the second one if the previous call has not. */
 KT_INLINE KT_TARGET_AMX void kt_begin_call(const kt_gemm *job) {
     kt_chunk chunk = kt_first_chunk(job, 4);
-    kt_errand errand = {.codes = job->scratch};
-    kt_unpack_chunk(job, &errand, &chunk);
-    if (kt_next_chunk(job, 4, &chunk) && chunk.panel) kt_fetch_chunk(job, 4, &errand, &chunk);
-    errand.fetch_pace = errand.length;
-    errand.unpack_pace = errand.bytes;
-    kt_run_errand(4, &errand);
+    kt_side_work side_work = {.codes = job->scratch};
+    kt_unpack_chunk(job, &side_work, &chunk);
+    if (kt_next_chunk(job, 4, &chunk) && chunk.panel) kt_prefetch_chunk(job, 4, &side_work, &chunk);
+    side_work.fetch_pace = side_work.length;
+    side_work.unpack_pace = side_work.bytes;
+    kt_run_side_work(4, &side_work);
 }
 
 /* job->m > 0, job->panels > 0. Returns the unit of the sums. */
@@ -253,10 +254,10 @@ KT_INLINE KT_TARGET_AMX int kt_gemm_tiles(int bits, const kt_gemm *job) {
     kt_configure_tiles(job->tile_rows);
     if (bits == 4) kt_begin_call(job);
     do {
-        const uint8_t *codes = bits == 4 ? job->scratch + half * KT_CHUNK_BYTES : kt_tiles_of_chunk(job, bits, &chunk);
+        const uint8_t *codes = bits == 4 ? job->scratch + half * KT_CHUNK_BYTES : kt_get_chunk_tiles(job, bits, &chunk);
         half ^= 1;
-        kt_errand errand = kt_errand_for(job, bits, &chunk, job->scratch + half * KT_CHUNK_BYTES);
-        kt_work_chunk(bits, job, &chunk, codes, &errand);
+        kt_side_work side_work = kt_plan_side_work(job, bits, &chunk, job->scratch + half * KT_CHUNK_BYTES);
+        kt_run_chunk(bits, job, &chunk, codes, &side_work);
     } while (kt_next_chunk(job, bits, &chunk));
     KT_TILES_RELEASE();
     return 1;

@@ -8,7 +8,7 @@
 
 #include "gemm_steps.h"
 
-enum { KT_FETCH_AHEAD = 4096 }; /* bytes, of a panel that is read once */
+enum { KT_FETCH_AHEAD = 4096 }; /* prefetch distance in bytes for a panel that is read once */
 
 KT_INLINE KT_TARGET_AVX2 __m256i kt_load(const void *p) {
     return _mm256_loadu_si256((const __m256i *)p);
@@ -24,21 +24,21 @@ KT_INLINE KT_TARGET_AVX2 __m256i kt_four(const int8_t *a) {
     return _mm256_set1_epi32(four);
 }
 
-/* An address from which others are a constant away. GCC 12 would keep each of them in a register of its own. */
+/* Returns p, hidden from the compiler, so that GCC 12 addresses nearby data with offsets instead of a register for
+ * each. */
 KT_INLINE const uint8_t *kt_base(const uint8_t *p) {
     __asm__("" : "+r"(p));
     return p;
 }
 
-/* One line, into L2, with every other quad; moves on. */
-KT_INLINE void kt_fetch_next(int quad, const uint8_t **ahead, int64_t step) {
+/* Prefetches one line into L2 with every other quad, and advances. */
+KT_INLINE void kt_fetch_next(int quad, const uint8_t **prefetch, int64_t step) {
     if (quad % 2) return;
-    _mm_prefetch((const char *)*ahead, _MM_HINT_T1);
-    *ahead += step;
+    _mm_prefetch((const char *)*prefetch, _MM_HINT_T1);
+    *prefetch += step;
 }
 
-/* sum + x. Compilers know that the order of additions is free; where loops are unrolled GCC 12 adds up late and runs
-   out of registers. Here they see nothing to reorder. */
+/* Returns sum + x, and prevents reordering: in unrolled loops GCC 12 postpones additions and runs out of registers. */
 KT_INLINE KT_TARGET_AVX2 __m256i kt_add16(__m256i sum, __m256i x) {
     sum = _mm256_add_epi16(sum, x);
     __asm__("" : "+x"(sum));
@@ -78,9 +78,9 @@ KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns
     for (int64_t j = 0; j < columns; j += 32) kt_store(out + j, kt_load(a + j));
 }
 
-/* The tables' functions for 1 .. KT_FEW tokens, from two inline ones that take the number of tokens first:
-   tile_few(tokens, tile, a, c) for one tile of a panel, and block as in kt_block_fn. Each begins a line of the cache:
-   where the linker happened to put it elsewhere, block of AVX-VNNI and INT8 took 3 to 7 % longer (Emerald Rapids). */
+/* Defines the functions of the tables for 1 .. KT_FEW tokens from two inline functions, which take the number of tokens
+   first: tile_few(tokens, tile, a, c) for one tile of a panel, and block as in kt_block_fn. Each function begins on a
+   cache line: at other addresses, block of AVX-VNNI and INT8 took 3 to 7 % longer (Emerald Rapids). */
 #define KT_ON_A_LINE __attribute__((aligned(64)))
 #define KT_DEFINE_FEW(N, TARGET, TILE_COLUMNS)                                                                         \
     TARGET KT_ON_A_LINE static void few_##N(int64_t panels, const uint8_t *const *tiles, int64_t columns,              \
@@ -91,8 +91,8 @@ KT_TARGET_AVX2 static inline void kt_copy_bytes(const int8_t *a, int64_t columns
     }
 #define KT_DEFINE_BLOCK(N, TARGET)                                                                                     \
     TARGET KT_ON_A_LINE static void block_##N(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,      \
-                                              const uint8_t *ahead, int64_t step) {                                    \
-        block(N, codes, columns, a, c, ahead, step);                                                                   \
+                                              const uint8_t *prefetch, int64_t step) {                                 \
+        block(N, codes, columns, a, c, prefetch, step);                                                                \
     }
 #define KT_DEFINE_ALL(TARGET, TILE_COLUMNS)                                                                            \
     KT_DEFINE_FEW(1, TARGET, TILE_COLUMNS)                                                                             \

@@ -5,70 +5,75 @@
  *                            -OFFSET * (sum of the activations)
  *     low_codes, high_codes  64 bytes of a tile -> 64 codes; INT4: of the columns 0..63 and of the columns 64..127
  *     multiply               adds to 16 sums the products of 16 rows * 4 codes with four activations
- *     load, rest, store      how sums come from memory, what is done with them every 4 quads, and how they get back
+ *     load, rest, store      load sums from memory, process them after every 4 quads, store them
  *
- * A kernel multiplies up to 12 tokens by a chunk of a panel (24 registers of sums), or up to 5 by those of two panels.
- * Up to 12 tokens, memory is the limit: each panel is read once, chunk by chunk. With more tokens arithmetic is: a
- * chunk is multiplied by one block of tokens after the other. Where codes are not the bytes of the tiles, the first
- * block leaves them in the scratch memory for the others, where they stay in L1: a tenth of an int4 kernel's arithmetic
- * is to unpack them.
+ * A kernel multiplies up to 12 tokens with a chunk of a panel (24 registers of sums), or up to 5 tokens with chunks of
+ * two panels. Up to 12 tokens, memory is the limit: each panel is read once, chunk by chunk. With more tokens
+ * arithmetic is the limit: a chunk is multiplied with one block of tokens after the other. If the codes have to be
+ * unpacked, the first block stores them in the scratch memory for the others, where they stay in L1; unpacking is a
+ * tenth of an int4 kernel's work.
  *
- * Memory gives most where it is read in several pages at once. So while a chunk is multiplied the next one is fetched
- * in up to four places: the next of the panel, or the first of the panel, the columns or the call that come next. */
+ * Memory is fastest when several pages are read at once. So while a chunk is multiplied, the next one is prefetched in
+ * up to four places. The next chunk is in the same panel, or the first of the next panel, of the next columns or of the
+ * next call. */
 #ifndef KT_GEMM_AVX512_KERNEL_H
 #define KT_GEMM_AVX512_KERNEL_H
 
 #include "gemm_avx512.h"
 
 enum {
-    BLOCK = 12,    /* tokens */
-    BLOCK_TWO = 5, /* tokens that are multiplied by two panels at once */
+    BLOCK = 12,    /* most tokens of a kernel */
+    BLOCK_TWO = 5, /* most tokens of a kernel for two panels */
     TILE_COLUMNS = 512 / BITS,
-    TILES = 8,                           /* packed ones of a chunk at most: 16 KiB */
-    TILES_TWO = 4,                       /* of each of two panels */
-    CHUNK = BITS == 4 ? 768 : 512,       /* columns of a chunk for several blocks of tokens: 12 or 16 KiB */
-    KEEPS = BITS == 4 || OFFSET != 0,    /* codes for the other blocks: not if they are the tiles' bytes as they lie */
-    CODES_BYTES = KEEPS ? CHUNK * KT_PANEL_ROWS : 0, /* of such a chunk, a byte each */
+    TILES = 8,                               /* most packed tiles of a chunk: 16 KiB */
+    TILES_TWO = 4,                           /* the same for each of two panels */
+    CHUNK = BITS == 4 ? 768 : 512,           /* columns of a chunk for several blocks of tokens: 12 or 16 KiB */
+    STORES_CODES = BITS == 4 || OFFSET != 0, /* not if the codes are the bytes of the tiles */
+    CODES_BYTES = STORES_CODES ? CHUNK * KT_PANEL_ROWS : 0, /* one byte for each code of such a chunk */
     GROUP = (KT_GEMM_SCRATCH - CODES_BYTES) / CHUNK, /* tokens whose activations fit into the scratch memory, too */
     PAGE = 4096,
 };
 
-/* What a kernel reads: a chunk of one panel, or of each of two; or of one, and keeps its codes; or such codes. */
+/* Kinds of kernels.
+ *     ONE    reads a chunk of one panel
+ *     TWO    reads a chunk of each of two panels
+ *     FIRST  reads a chunk of one panel, and stores its codes
+ *     AGAIN  reads the codes that FIRST has stored */
 enum { ONE, TWO, FIRST, AGAIN };
 
-/* A chunk. Meanwhile four lines are fetched for four that are multiplied, at ahead, + one, + two and + one + two; then
- * `ahead` moves by step. */
+/* A chunk. For every four lines that are multiplied, four lines are prefetched: at prefetch, prefetch + one, prefetch +
+ * two and prefetch + one + two; then `prefetch` moves by step. */
 typedef struct {
-    const uint8_t *tiles, *ahead;
+    const uint8_t *tiles, *prefetch;
     int64_t one, two, step;
     int32_t *c;
-    uint8_t *codes; /* that are kept */
+    uint8_t *codes; /* stored codes (FIRST, AGAIN) */
 } stream;
 
-/* Fetches `bytes` from `ahead` on, into L1 (into L2 is up to 4 % slower, without L2 takes twice as long), in 4 or 2
- * places: from 7 tokens on this is 12 to 20 % faster than in one (Emerald Rapids). */
-KT_INLINE stream stream_of(const uint8_t *tiles, const uint8_t *ahead, int64_t bytes, int32_t *c) {
-    if (bytes >= 4 * PAGE) return (stream){tiles, ahead, bytes / 4, bytes / 2, 64, c, NULL};
-    if (bytes > PAGE) return (stream){tiles, ahead, bytes / 2, 64, 128, c, NULL};
-    return (stream){tiles, ahead, 64, 128, 256, c, NULL};
+/* Returns a chunk that prefetches `bytes` bytes in 4 or 2 places, which is 12 to 20 % faster than in one place from 7
+ * tokens on. It prefetches into L1: into L2 is up to 4 % slower, bypassing L2 takes twice as long (Emerald Rapids). */
+KT_INLINE stream make_stream(const uint8_t *tiles, const uint8_t *prefetch, int64_t bytes, int32_t *c) {
+    if (bytes >= 4 * PAGE) return (stream){tiles, prefetch, bytes / 4, bytes / 2, 64, c, NULL};
+    if (bytes > PAGE) return (stream){tiles, prefetch, bytes / 2, 64, 128, c, NULL};
+    return (stream){tiles, prefetch, 64, 128, 256, c, NULL};
 }
 
 /* Adds to c[token * 32 + row] of each stream the products of some packed tiles. a: [columns / 64][tokens][64]. */
 typedef void kernel_fn(const stream *streams, int64_t count, const int8_t *a);
 
 /* Keeps the compiler from adding the products of several quads in a tree, for which there are too few registers. */
-KT_INLINE TARGET __m512i in_turn(__m512i sum) {
+KT_INLINE TARGET __m512i keep_order(__m512i sum) {
     __asm__("" : "+v"(sum));
     return sum;
 }
 
-/* The codes of quad q and half h of a tile; INT4: of its columns from 64 on if `high`. kept: where FIRST leaves those
- * of a tile for AGAIN. */
-KT_INLINE TARGET __m512i codes_of(int kind, int high, __m512i bytes, uint8_t *kept, int q, int h) {
+/* Returns the codes of quad q and half h of a tile; INT4: those of columns from 64 on if `high`. stored_codes: codes of
+ * the tile, which FIRST writes and AGAIN reads. */
+KT_INLINE TARGET __m512i get_codes(int kind, int high, __m512i bytes, uint8_t *stored_codes, int q, int h) {
     int64_t place = (q * 8 / BITS + high) * 128 + h * 64;
-    if (kind == AGAIN) return _mm512_load_si512(kept + place);
+    if (kind == AGAIN) return _mm512_load_si512(stored_codes + place);
     __m512i codes = high ? high_codes(bytes) : low_codes(bytes);
-    if (kind == FIRST) _mm512_store_si512(kept + place, codes);
+    if (kind == FIRST) _mm512_store_si512(stored_codes + place, codes);
     return codes;
 }
 
@@ -76,10 +81,10 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
     int panels = kind == TWO ? 2 : 1;
     __m512i sum[2][BLOCK][2];
     const uint8_t *tiles[2] = {streams[0].tiles, streams[panels - 1].tiles};
-    const uint8_t *ahead[2] = {streams[0].ahead, streams[panels - 1].ahead};
+    const uint8_t *prefetch[2] = {streams[0].prefetch, streams[panels - 1].prefetch};
     int64_t one = streams[0].one, two = streams[0].two, step = streams[0].step;
     int32_t *c[2] = {streams[0].c, streams[panels - 1].c};
-    uint8_t *kept = streams[0].codes;
+    uint8_t *stored_codes = streams[0].codes;
 #pragma GCC unroll 2
     for (int s = 0; s < panels; s++)
 #pragma GCC unroll 12
@@ -97,26 +102,24 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
 #pragma GCC unroll 2
                     for (int h = 0; h < 2; h++) {
                         bytes[h] = _mm512_loadu_si512(tiles[s] + h * KT_HALF_BYTES + q * 64);
-                        _mm_prefetch((const char *)ahead[s] + q % 2 * two + h * one, _MM_HINT_T0);
-                        codes[h] = codes_of(kind, 0, bytes[h], kept, q, h);
+                        _mm_prefetch((const char *)prefetch[s] + q % 2 * two + h * one, _MM_HINT_T0);
+                        codes[h] = get_codes(kind, 0, bytes[h], stored_codes, q, h);
                     }
-                    ahead[s] += q % 2 * step;
-                    __asm__("" ::
-                                : "memory"); /* activations are to be loaded again for each panel, not to be kept in
-                                                registers */
+                    prefetch[s] += q % 2 * step;
+                    __asm__("" ::: "memory"); /* loads activations again for each panel instead of keeping registers */
 #pragma GCC unroll 12
                     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
                         for (int h = 0; h < 2; h++)
-                            sum[s][t][h] = in_turn(multiply(sum[s][t][h], codes[h], four + t * 64));
+                            sum[s][t][h] = keep_order(multiply(sum[s][t][h], codes[h], four + t * 64));
                     if (BITS == 8) continue;
 #pragma GCC unroll 2
-                    for (int h = 0; h < 2; h++) codes[h] = codes_of(kind, 1, bytes[h], kept, q, h);
+                    for (int h = 0; h < 2; h++) codes[h] = get_codes(kind, 1, bytes[h], stored_codes, q, h);
 #pragma GCC unroll 12
                     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
                         for (int h = 0; h < 2; h++)
-                            sum[s][t][h] = in_turn(multiply(sum[s][t][h], codes[h], four + (tokens + t) * 64));
+                            sum[s][t][h] = keep_order(multiply(sum[s][t][h], codes[h], four + (tokens + t) * 64));
                 }
 #pragma GCC unroll 2
             for (int s = 0; s < panels; s++)
@@ -125,7 +128,7 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
 #pragma GCC unroll 2
                     for (int h = 0; h < 2; h++) sum[s][t][h] = rest(sum[s][t][h], c[s] + t * KT_PANEL_ROWS + h * 16);
         }
-        if (kind == FIRST || kind == AGAIN) kept += 8 / BITS * KT_TILE_BYTES;
+        if (kind == FIRST || kind == AGAIN) stored_codes += 8 / BITS * KT_TILE_BYTES;
         tiles[0] += KT_TILE_BYTES;
         tiles[1] += KT_TILE_BYTES;
     }
@@ -162,18 +165,18 @@ TARGET static void begin_sums(const kt_gemm *job) {
     }
 }
 
-/* Copies what a kernel reads: [columns / 64][tokens][64]. */
+/* Copies activations for a kernel: [columns / 64][tokens][64]. */
 TARGET static void copy_activations(const kt_gemm *job, int64_t first, int64_t columns, int64_t token, int64_t tokens,
                                     int8_t *a) {
     for (int64_t t = 0; t < tokens; t++) {
-        const int8_t *from = job->a + kt_in_tiles(job->tile_rows, job->k, token + t) + first * job->tile_rows;
+        const int8_t *from = job->a + kt_tile_offset(job->tile_rows, job->k, token + t) + first * job->tile_rows;
         for (int64_t j = 0; j < columns; j += 64)
             _mm512_store_si512(a + (j / 64 * tokens + t) * 64, _mm512_loadu_si512(from + j * job->tile_rows));
     }
 }
 
-/* The size of a chunk if the packed tiles of a panel are cut into chunks of at most `most`. */
-static int64_t chunk_of(int64_t tiles, int64_t most) {
+/* Tiles of a chunk if the packed tiles of a panel are divided into equal chunks of at most `most` tiles. */
+static int64_t even_chunk(int64_t tiles, int64_t most) {
     int64_t chunks = (tiles + most - 1) / most;
     return (tiles + chunks - 1) / chunks;
 }
@@ -183,8 +186,8 @@ static int64_t columns_from(const kt_gemm *job, int64_t first) {
     return kt_least(job->k - first, KT_K_BLOCK);
 }
 
-/* The tiles that are read after the column block `first` of panel s, where `at_once` panels are read at once. What
- * follows the last panel is the next call, else the next panel of the weight. */
+/* The tiles that are read after the column block `first` of panel s, if `at_once` panels are read at once. After the
+ * last panel come those of the next call or, if that is unknown, the next panel of the weight. */
 static const uint8_t *next_tiles(const kt_gemm *job, int64_t s, int64_t first, int64_t at_once) {
     int64_t columns = columns_from(job, first);
     if (s + at_once < job->panels) return kt_panel_tiles(BITS, &job->panel[s + at_once], job->k, first);
@@ -199,20 +202,19 @@ static void multiply_few(const kt_gemm *job) {
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         columns = columns_from(job, first);
         copy_activations(job, first, columns, 0, job->m, a);
-        int64_t all = columns / TILE_COLUMNS, chunk = chunk_of(all, at_once == 2 ? TILES_TWO : TILES);
+        int64_t all = columns / TILE_COLUMNS, chunk = even_chunk(all, at_once == 2 ? TILES_TWO : TILES);
         for (int64_t s = 0; s < job->panels; s += at_once) {
             int64_t panels = kt_least(at_once, job->panels - s);
             for (int64_t done = 0, count; done < all; done += count) {
                 stream streams[2];
                 count = kt_least(chunk, all - done);
                 for (int64_t i = 0; i < panels; i++) {
-                    int64_t left = all - done - count, next = left ? kt_least(chunk, left) : chunk;
+                    int64_t remaining = all - done - count, next = remaining ? kt_least(chunk, remaining) : chunk;
                     const uint8_t *tiles =
                         kt_panel_tiles(BITS, &job->panel[s + i], job->k, first) + done * KT_TILE_BYTES;
-                    const uint8_t *ahead =
-                        left ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
-                    streams[i] =
-                        stream_of(tiles, ahead, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
+                    const uint8_t *prefetch =
+                        remaining ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
+                    streams[i] = make_stream(tiles, prefetch, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
                 kernels[panels == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
             }
@@ -220,9 +222,9 @@ static void multiply_few(const kt_gemm *job) {
     }
 }
 
-/* Tokens token .. of a chunk. ahead: what comes after its last panel. */
+/* Multiplies `tokens` tokens with a chunk of all panels. prefetch: what is read after the last panel. */
 static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, int64_t token, int64_t tokens,
-                           const uint8_t *ahead) {
+                           const uint8_t *prefetch) {
     int8_t *a = (int8_t *)job->scratch + CODES_BYTES;
     int64_t blocks = (tokens + BLOCK - 1) / BLOCK, count = columns / TILE_COLUMNS;
     for (int64_t b = 0; b < blocks; b++) {
@@ -230,18 +232,18 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
         copy_activations(job, first, columns, token + from, to - from, a + from * columns);
     }
     for (int64_t s = 0; s < job->panels; s++) {
-        stream chunk = stream_of(kt_chunk_tiles(job, BITS, s, first),
-                                 s + 1 < job->panels ? kt_chunk_tiles(job, BITS, s + 1, first) : ahead,
-                                 count * KT_TILE_BYTES, NULL);
+        stream chunk = make_stream(kt_chunk_tiles(job, BITS, s, first),
+                                   s + 1 < job->panels ? kt_chunk_tiles(job, BITS, s + 1, first) : prefetch,
+                                   count * KT_TILE_BYTES, NULL);
         chunk.codes = job->scratch;
-        const uint8_t *next = chunk.ahead;
-        int64_t bytes = count * 8 * chunk.step; /* in each place; a block fetches its share of them */
+        const uint8_t *next = chunk.prefetch;
+        int64_t bytes = count * 8 * chunk.step; /* bytes to prefetch in each place; divided among the blocks */
         chunk.step = (chunk.step + blocks - 1) / blocks;
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
-            chunk.ahead = next + bytes * b / blocks;
+            chunk.prefetch = next + bytes * b / blocks;
             chunk.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
-            kernels[!KEEPS ? ONE : b ? AGAIN : FIRST][to - from](&chunk, count, a + from * columns);
+            kernels[!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from](&chunk, count, a + from * columns);
         }
     }
 }
@@ -250,14 +252,14 @@ static void multiply_many(const kt_gemm *job) {
     int64_t groups = (job->m + GROUP - 1) / GROUP;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         int64_t in_block = first % KT_K_BLOCK, all = columns_from(job, first - in_block) - in_block;
-        columns = chunk_of(all / TILE_COLUMNS, CHUNK / TILE_COLUMNS) * TILE_COLUMNS;
+        columns = even_chunk(all / TILE_COLUMNS, CHUNK / TILE_COLUMNS) * TILE_COLUMNS;
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
-            const uint8_t *ahead = g + 1 < groups             ? kt_chunk_tiles(job, BITS, 0, first)
-                                   : first + columns < job->k ? kt_chunk_tiles(job, BITS, 0, first + columns)
-                                   : job->next                ? job->next
-                                                              : kt_chunk_tiles(job, BITS, 0, first);
-            multiply_chunk(job, first, columns, from, to - from, ahead);
+            const uint8_t *prefetch = g + 1 < groups             ? kt_chunk_tiles(job, BITS, 0, first)
+                                      : first + columns < job->k ? kt_chunk_tiles(job, BITS, 0, first + columns)
+                                      : job->next                ? job->next
+                                                                 : kt_chunk_tiles(job, BITS, 0, first);
+            multiply_chunk(job, first, columns, from, to - from, prefetch);
         }
     }
 }
@@ -265,7 +267,7 @@ static void multiply_many(const kt_gemm *job) {
 static int gemm(const kt_gemm *job) {
     begin_sums(job);
     (job->m <= BLOCK ? multiply_few : multiply_many)(job);
-    return kt_geometry_of(BITS)->unit;
+    return kt_get_geometry(BITS)->unit;
 }
 
 #endif

@@ -25,7 +25,7 @@ KT_INLINE KT_TARGET_AMX void add_up(int two, const kt_bf16_block *work, int64_t 
     kt_zero_sums(two);
     for (int64_t j = first; j < first + columns; j += KT_SUM_COLUMNS) {
         const uint16_t *a = (const uint16_t *)work->a + j;
-        const uint8_t *weights = work->chunk + j * 64, *ahead = work->ahead + work->step * (j / 2);
+        const uint8_t *weights = work->chunk + j * 64, *prefetch = work->prefetch + work->step * (j / 2);
         KT_TILE_LOAD(0, a, PITCH);
         KT_TILE_LOAD(2, weights, 64);
         KT_TILE_MULTIPLY_BF16(4, 0, 2);
@@ -36,7 +36,7 @@ KT_INLINE KT_TARGET_AMX void add_up(int two, const kt_bf16_block *work, int64_t 
             KT_TILE_MULTIPLY_BF16(6, 1, 2);
             KT_TILE_MULTIPLY_BF16(7, 1, 3);
         }
-        for (int64_t i = 0; i < fetched; i += 64) _mm_prefetch((const char *)ahead + i, _MM_HINT_T0);
+        for (int64_t i = 0; i < fetched; i += 64) _mm_prefetch((const char *)prefetch + i, _MM_HINT_T0);
     }
     kt_store_sums(two, out, second);
 }
@@ -63,8 +63,8 @@ KT_INLINE KT_TARGET_AMX void multiply(int two, const kt_bf16_block *work) {
     for (int64_t first = 0; first < work->columns;) {
         int count = 0;
         for (; count < TOGETHER && first < work->columns; count++, first += work->sum_columns) {
-            int64_t left = work->columns - first;
-            add_up(two, work, first, left < work->sum_columns ? left : work->sum_columns, sums[count][0]);
+            int64_t remaining = work->columns - first;
+            add_up(two, work, first, remaining < work->sum_columns ? remaining : work->sum_columns, sums[count][0]);
         }
         if (count == TOGETHER) scale_and_add(TOGETHER, work->tokens, sums, scale, scale_step, work->c);
         else scale_and_add(1, work->tokens, sums, scale, scale_step, work->c);

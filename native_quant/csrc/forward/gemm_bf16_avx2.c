@@ -7,11 +7,12 @@
 #define TARGET KT_TARGET_AVX2
 #define INLINE static inline __attribute__((always_inline))
 
-enum { BLOCK = 6 }; /* tokens */
+enum { BLOCK = 6 }; /* most tokens of a block */
 
-/* `wide` times KT_SUM_COLUMNS columns of 16 rows, whose sums do not wait for each other. */
-INLINE KT_TARGET_AVX2 void columns_of(int wide, int tokens, const uint8_t *half, const float *scale, int64_t scale_step,
-                                      const float *a, float *c, const uint8_t *ahead, int64_t step) {
+/* Multiplies wide * KT_SUM_COLUMNS columns of 16 rows, with independent sums. */
+INLINE KT_TARGET_AVX2 void multiply_columns(int wide, int tokens, const uint8_t *half, const float *scale,
+                                            int64_t scale_step, const float *a, float *c, const uint8_t *prefetch,
+                                            int64_t step) {
     const __m256i second_columns = _mm256_set1_epi32((int)0xffff0000);
     __m256 sum[4][BLOCK][2];
 #pragma GCC unroll 4
@@ -20,9 +21,9 @@ INLINE KT_TARGET_AVX2 void columns_of(int wide, int tokens, const uint8_t *half,
         for (int t = 0; t < tokens; t++) sum[w][t][0] = sum[w][t][1] = _mm256_setzero_ps();
     for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, half += 64, a += 2)
 #pragma GCC unroll 4
-        for (int w = 0; w < wide; w++, ahead += step / 2) {
+        for (int w = 0; w < wide; w++, prefetch += step / 2) {
             const uint8_t *place = half + w * KT_TILE_BYTES;
-            _mm_prefetch((const char *)ahead, _MM_HINT_T0);
+            _mm_prefetch((const char *)prefetch, _MM_HINT_T0);
 #pragma GCC unroll 2
             for (int second = 1; second >= 0; second--) {
                 __m256 weights[2];
@@ -50,16 +51,17 @@ INLINE KT_TARGET_AVX2 void columns_of(int wide, int tokens, const uint8_t *half,
 }
 
 INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *chunk, int64_t columns, const float *scale,
-                                 int64_t scale_step, const float *a, float *c, const uint8_t *ahead, int64_t step) {
-    const int wide = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1; /* enough sums to hide how long an addition takes */
+                                 int64_t scale_step, const float *a, float *c, const uint8_t *prefetch, int64_t step) {
+    const int wide = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1; /* enough sums to hide the latency of additions */
     for (int64_t j = 0, at_once; j < columns; j += at_once) {
         at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
-        for (int h = 0; h < 2; h++, ahead += step * at_once / 4) {
+        for (int h = 0; h < 2; h++, prefetch += step * at_once / 4) {
             const uint8_t *half = chunk + j * 64 + h * KT_HALF_BYTES;
             const float *scales = scale + j / KT_SUM_COLUMNS * scale_step + h * KT_HALF_ROWS;
             float *to = c + h * KT_HALF_ROWS;
-            if (at_once > KT_SUM_COLUMNS) columns_of(wide, tokens, half, scales, scale_step, a + j, to, ahead, step);
-            else columns_of(1, tokens, half, scales, scale_step, a + j, to, ahead, step);
+            if (at_once > KT_SUM_COLUMNS)
+                multiply_columns(wide, tokens, half, scales, scale_step, a + j, to, prefetch, step);
+            else multiply_columns(1, tokens, half, scales, scale_step, a + j, to, prefetch, step);
         }
     }
 }
@@ -74,7 +76,7 @@ KT_TARGET_AVX2 static void copy(const uint16_t *a, int64_t columns, void *out) {
     }
 }
 
-static const kt_bf16_steps steps = {BLOCK, 0, sizeof(float), KT_CHUNK_COLUMNS * sizeof(float), copy, block_of_any};
+static const kt_bf16_steps steps = {BLOCK, 0, sizeof(float), KT_CHUNK_COLUMNS * sizeof(float), copy, run_block};
 
 void kt_gemm_bf16_avx2(const kt_bf16_gemm *job) {
     kt_gemm_bf16_in_steps(job, &steps);

@@ -11,11 +11,12 @@
 #include "gemm_avx512.h"
 #include "gemm_bf16_steps.h"
 
-enum { BLOCK = 12 }; /* tokens */
+enum { BLOCK = 12 }; /* most tokens of a block */
 
-/* `wide` times KT_SUM_COLUMNS columns, whose sums do not wait for each other. */
-KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *chunk, const float *scale, int64_t scale_step,
-                                 const item *a, float *c, const uint8_t *ahead, int64_t step) {
+/* Multiplies wide * KT_SUM_COLUMNS columns, with independent sums. */
+KT_INLINE TARGET void multiply_columns(int wide, int tokens, const uint8_t *chunk, const float *scale,
+                                       int64_t scale_step, const item *a, float *c, const uint8_t *prefetch,
+                                       int64_t step) {
     __m512 sum[4][BLOCK][2];
 #pragma GCC unroll 4
     for (int w = 0; w < wide; w++)
@@ -23,11 +24,11 @@ KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *chunk, con
         for (int t = 0; t < tokens; t++) sum[w][t][0] = sum[w][t][1] = _mm512_setzero_ps();
     for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, chunk += 64, a += 2)
 #pragma GCC unroll 4
-        for (int w = 0; w < wide; w++, ahead += step) {
+        for (int w = 0; w < wide; w++, prefetch += step) {
             __m512i weights[2] = {_mm512_loadu_si512(chunk + w * KT_TILE_BYTES),
                                   _mm512_loadu_si512(chunk + w * KT_TILE_BYTES + KT_HALF_BYTES)};
-            _mm_prefetch((const char *)ahead, _MM_HINT_T0);
-            _mm_prefetch((const char *)ahead + step / 2, _MM_HINT_T0);
+            _mm_prefetch((const char *)prefetch, _MM_HINT_T0);
+            _mm_prefetch((const char *)prefetch + step / 2, _MM_HINT_T0);
 #pragma GCC unroll 12
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
@@ -50,14 +51,14 @@ KT_INLINE TARGET void columns_of(int wide, int tokens, const uint8_t *chunk, con
 }
 
 KT_INLINE TARGET void block(int tokens, const uint8_t *chunk, int64_t columns, const float *scale, int64_t scale_step,
-                            const item *a, float *c, const uint8_t *ahead, int64_t step) {
-    const int wide = tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1; /* enough sums to hide how long an addition takes */
-    for (int64_t j = 0, at_once; j < columns; j += at_once, ahead += step * at_once / 2) {
+                            const item *a, float *c, const uint8_t *prefetch, int64_t step) {
+    const int wide = tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1; /* enough sums to hide the latency of additions */
+    for (int64_t j = 0, at_once; j < columns; j += at_once, prefetch += step * at_once / 2) {
         at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
         const float *scales = scale + j / KT_SUM_COLUMNS * scale_step;
         if (at_once > KT_SUM_COLUMNS)
-            columns_of(wide, tokens, chunk + j * 64, scales, scale_step, a + j, c, ahead, step);
-        else columns_of(1, tokens, chunk + j * 64, scales, scale_step, a + j, c, ahead, step);
+            multiply_columns(wide, tokens, chunk + j * 64, scales, scale_step, a + j, c, prefetch, step);
+        else multiply_columns(1, tokens, chunk + j * 64, scales, scale_step, a + j, c, prefetch, step);
     }
 }
 

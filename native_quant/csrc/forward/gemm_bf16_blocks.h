@@ -2,12 +2,12 @@
  * block, an inline function that takes the number of tokens first; and BLOCKS(X), which is X(1) .. X(BLOCK). */
 #define DEFINE(N)                                                                                                      \
     TARGET static void block_##N(const kt_bf16_block *w) {                                                             \
-        block(N, w->chunk, w->columns, w->scale, w->scale_step, w->a, w->c, w->ahead, w->step);                        \
+        block(N, w->chunk, w->columns, w->scale, w->scale_step, w->a, w->c, w->prefetch, w->step);                     \
     }
 BLOCKS(DEFINE)
 #undef DEFINE
 #define NAME(N) block_##N,
-static void block_of_any(const kt_bf16_block *work) {
+static void run_block(const kt_bf16_block *work) {
     static kt_bf16_block_fn *const blocks[BLOCK] = {BLOCKS(NAME)};
     blocks[work->tokens - 1](work);
 }

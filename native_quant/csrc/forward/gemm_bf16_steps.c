@@ -6,7 +6,7 @@
 enum {
     CHUNK_BYTES = KT_CHUNK_COLUMNS * KT_PANEL_ROWS * 2,
     SCALES = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS * KT_PANEL_ROWS,
-    FEW_COLUMNS = 128, /* of a chunk of such a panel */
+    FEW_COLUMNS = 128, /* columns of a chunk in multiply_few */
 };
 
 /* Layout of the scratch memory: a chunk, its scales, activations. */
@@ -15,9 +15,9 @@ typedef struct {
     float scale[SCALES];
     uint8_t a[KT_GEMM_SCRATCH - CHUNK_BYTES - SCALES * sizeof(float)];
 } space;
-_Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "the activations take the rest");
+_Static_assert(sizeof(space) == KT_GEMM_SCRATCH, "activations take the remaining space");
 
-/* The scales where there are none. */
+/* The scales of panels without scales. */
 static const float ones[KT_PANEL_ROWS] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1,
                                           1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1};
 
@@ -25,12 +25,12 @@ static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;
 }
 
-/* The bytes that the codes of `columns` columns of a panel take. */
+/* Bytes of the codes of `columns` columns of a panel. */
 static int64_t code_bytes(const kt_bf16_panel *panel, int64_t columns) {
     return columns * KT_PANEL_ROWS * panel->bits / 8;
 }
 
-static const uint8_t *codes_of(const kt_bf16_panel *panel, int64_t first) {
+static const uint8_t *get_codes(const kt_bf16_panel *panel, int64_t first) {
     return panel->codes + code_bytes(panel, first);
 }
 
@@ -40,67 +40,68 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
         steps->copy(job->a + t * job->a_pitch + first, columns, out);
 }
 
-/* Columns first .. of panel s for tokens token .., whose activations are in `with`, in blocks. `bytes` from `ahead` on
-   are fetched meanwhile. */
-static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with, int64_t s, int64_t first,
-                     int64_t columns, int64_t token, int64_t tokens, const uint8_t *ahead, int64_t bytes) {
+/* Multiplies columns of panel s with tokens whose activations are in scratch, block by block. Meanwhile prefetches
+   `bytes` bytes. */
+static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch, int64_t s, int64_t first,
+                     int64_t columns, int64_t token, int64_t tokens, const uint8_t *prefetch, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
     kt_chunk_fn *to_chunk = steps->integers ? panel->integers : panel->chunk;
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
-    const int64_t at_once = kt_chunk_columns(panel), each = bytes / (blocks * terms), step = each / (columns / 2);
-    for (int64_t j = 0, some; j < columns; j += some) {
-        some = minimum(columns - j, at_once);
-        const uint8_t *chunk = codes_of(panel, first + j);
+    const int64_t at_once = kt_chunk_columns(panel), block_bytes = bytes / (blocks * terms),
+                  step = block_bytes / (columns / 2);
+    for (int64_t j = 0, count; j < columns; j += count) {
+        count = minimum(columns - j, at_once);
+        const uint8_t *chunk = get_codes(panel, first + j);
         if (to_chunk) {
-            to_chunk(job->kernels, panel, first + j, some, with->chunk);
-            chunk = (const uint8_t *)with->chunk;
+            to_chunk(job->kernels, panel, first + j, count, scratch->chunk);
+            chunk = (const uint8_t *)scratch->chunk;
         }
-        if (panel->scale) panel->scale(job->kernels, panel, first + j, some, with->scale);
-        for (int64_t b = 0; b < blocks * terms; b++, ahead += each * some / columns) {
+        if (panel->scale) panel->scale(job->kernels, panel, first + j, count, scratch->scale);
+        for (int64_t b = 0; b < blocks * terms; b++, prefetch += block_bytes * count / columns) {
             int64_t from = tokens * (b % blocks) / blocks, to = tokens * (b % blocks + 1) / blocks;
             steps->block(&(kt_bf16_block){.tokens = to - from,
-                                          .chunk = chunk + b / blocks * some * KT_PANEL_ROWS * 2,
-                                          .columns = some,
+                                          .chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2,
+                                          .columns = count,
                                           .sum_columns = panel->sum_columns,
-                                          .scale = panel->scale ? with->scale : ones,
+                                          .scale = panel->scale ? scratch->scale : ones,
                                           .scale_step = panel->scale ? KT_PANEL_ROWS : 0,
-                                          .a = with->a + from * steps->row_bytes + j * steps->item_bytes,
+                                          .a = scratch->a + from * steps->row_bytes + j * steps->item_bytes,
                                           .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
-                                          .ahead = ahead,
+                                          .prefetch = prefetch,
                                           .step = step});
         }
     }
 }
 
-static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
+static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
     for (int64_t pair = 0; pair < job->panels; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
             columns = minimum(job->k - first, FEW_COLUMNS);
-            copy(job, steps, first, columns, 0, job->m, with->a);
+            copy(job, steps, first, columns, 0, job->m, scratch->a);
             for (int64_t s = pair; s < minimum(pair + 2, job->panels); s++) {
-                /* The first half is fetched while the chunk is made. */
+                /* Making the chunk prefetches the first half. */
                 const kt_bf16_panel *panel = &job->panel[s];
-                int64_t bytes = code_bytes(panel, columns), left = panel->chunk ? bytes / 2 : bytes;
-                multiply(job, steps, with, s, first, columns, 0, job->m,
-                         codes_of(panel, first) + KT_CHUNK_AHEAD + bytes - left, left);
+                int64_t bytes = code_bytes(panel, columns), late_bytes = panel->chunk ? bytes / 2 : bytes;
+                multiply(job, steps, scratch, s, first, columns, 0, job->m,
+                         get_codes(panel, first) + KT_CHUNK_AHEAD + bytes - late_bytes, late_bytes);
             }
         }
 }
 
-static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *with) {
-    int64_t group = (int64_t)sizeof with->a / steps->row_bytes;
+static void multiply_many(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
+    int64_t group = (int64_t)sizeof scratch->a / steps->row_bytes;
     int64_t groups = (job->m + group - 1) / group;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
         columns = minimum(job->k - first, KT_CHUNK_COLUMNS);
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
-            copy(job, steps, first, columns, from, to - from, with->a);
+            copy(job, steps, first, columns, from, to - from, scratch->a);
             for (int64_t s = 0; s < job->panels; s++) {
                 const kt_bf16_panel *panel = &job->panel[s];
-                const uint8_t *ahead = s + 1 < job->panels        ? codes_of(panel + 1, first)
-                                       : first + columns < job->k ? codes_of(job->panel, first + columns)
-                                                                  : codes_of(panel, first);
-                multiply(job, steps, with, s, first, columns, from, to - from, ahead, code_bytes(panel, columns));
+                const uint8_t *prefetch = s + 1 < job->panels        ? get_codes(panel + 1, first)
+                                          : first + columns < job->k ? get_codes(job->panel, first + columns)
+                                                                     : get_codes(panel, first);
+                multiply(job, steps, scratch, s, first, columns, from, to - from, prefetch, code_bytes(panel, columns));
             }
         }
     }
@@ -119,7 +120,7 @@ void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least) {
 }
 
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps) {
-    space *with = (space *)job->scratch;
-    for (int64_t s = 0; s < job->panels; s++) kt_begin_bf16_sums(job, s, with->scale);
-    (job->m <= steps->tokens ? multiply_few : multiply_many)(job, steps, with);
+    space *scratch = (space *)job->scratch;
+    for (int64_t s = 0; s < job->panels; s++) kt_begin_bf16_sums(job, s, scratch->scale);
+    (job->m <= steps->tokens ? multiply_few : multiply_many)(job, steps, scratch);
 }

@@ -1,20 +1,20 @@
-/* The order of the work of a vector kernel for products of BF16 (gemm_bf16_steps.c), and the steps that an instruction
- * set brings.
+/* The loops of a vector kernel for products of BF16 (gemm_bf16_steps.c), and the steps that each instruction set
+ * defines.
  *
- * - few tokens (at most `tokens`): memory is the limit. Two panels are read in turn, a chunk at a time, which is
+ * - few tokens (at most `tokens`): memory is the limit. Two panels are read in turn, chunk by chunk, and each chunk is
  *   multiplied while it is in L1.
- * - many: arithmetic is the limit. The chunks of all panels for KT_CHUNK_COLUMNS columns come one after the other; each
- *   is made once, and multiplied by one block of tokens after the other. Their activations stay in L2. */
+ * - many tokens: arithmetic is the limit. For each KT_CHUNK_COLUMNS columns, the chunk of each panel is made once, and
+ *   multiplied with one block of tokens after the other. The activations stay in L2. */
 #ifndef KT_GEMM_BF16_STEPS_H
 #define KT_GEMM_BF16_STEPS_H
 
 #include "kernels.h"
 
-/* One token's activations, KT_CHUNK_COLUMNS at most, in the form that `block` reads. */
+/* Copies a token's activations, at most KT_CHUNK_COLUMNS, in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
-/* Adds to c[token * 32 + row] the products of a chunk with the activations of some tokens, as they were copied, scaled
-   by scale[32], and `scale_step` floats further for each further KT_SUM_COLUMNS columns. Meanwhile prefetches `step`
-   bytes from `ahead` on for each two columns. sum_columns: as in kt_bf16_panel. */
+/* Adds to c[token * 32 + row] the scaled products of a chunk with the copied activations of some tokens. The scales of
+   the first KT_SUM_COLUMNS columns are scale[32]; those of the next columns are `scale_step` floats further. Meanwhile
+   prefetches `step` bytes for each two columns. sum_columns: as in kt_bf16_panel. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;
@@ -23,24 +23,25 @@ typedef struct {
     int64_t scale_step;
     const void *a;
     float *c;
-    const uint8_t *ahead;
+    const uint8_t *prefetch;
     int64_t step;
 } kt_bf16_block;
 typedef void kt_bf16_block_fn(const kt_bf16_block *work);
 
 typedef struct {
-    int64_t tokens;                /* of a block, at most */
-    int integers;                  /* 1: chunks are of int16, not of BF16 */
-    int64_t item_bytes, row_bytes; /* of an activation as `copy` writes it; from token to token */
+    int64_t tokens;     /* most tokens of a block */
+    int integers;       /* 1: chunks are int16; 0: BF16 */
+    int64_t item_bytes; /* bytes of an activation that `copy` writes */
+    int64_t row_bytes;  /* bytes between the activations of two tokens */
     kt_bf16_copy_fn *copy;
     kt_bf16_block_fn *block;
 } kt_bf16_steps;
 
-/* The sums of panel s before any product is added: what its least values take away. least: KT_CHUNK_COLUMNS floats on
-   a boundary of 64 bytes. */
+/* Initializes the sums of panel s: 0 minus the products with its least values. least: scratch, KT_CHUNK_COLUMNS floats
+   on a boundary of 64 bytes. */
 void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least);
 
-/* Columns of a chunk that is made at a time: the chunks of all terms fit into the space of one. */
+/* Columns of a chunk, such that the chunks of all terms fit into the space of one. */
 static inline int64_t kt_chunk_columns(const kt_bf16_panel *panel) {
     return KT_CHUNK_COLUMNS / panel->terms;
 }

@@ -6,25 +6,26 @@
 #include "gemm_bf16_steps.h"
 
 enum {
-    KT_INT16_BITS = 14, /* of the largest code: with KT_SUM_COLUMNS weights of at most 4096 a sum fits into int32 */
-    KT_LEAST_EXPONENT = KT_INT16_BITS, /* biased: from here on both powers of two are normal numbers */
+    KT_INT16_BITS = 14, /* bits of the largest code: sums with KT_SUM_COLUMNS weights up to 4096 fit into int32 */
+    KT_LEAST_EXPONENT = KT_INT16_BITS, /* least biased exponent for which unit and reciprocal are normal numbers */
     KT_CHUNK_SUMS = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS,
 };
 
-/* A token's activations for the columns of a chunk: integers, of which those of KT_SUM_COLUMNS columns have a unit. */
+/* A token's activations for the columns of a chunk: integers with a unit for each KT_SUM_COLUMNS columns. */
 typedef struct {
     int16_t a[KT_CHUNK_COLUMNS];
     float unit[KT_CHUNK_SUMS];
 } kt_int16_row;
 
-/* The unit of activations of which `most`, a BF16 without its sign, is the largest: NaN where that is no number. */
+/* Returns the unit of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is not
+ * finite. */
 static inline float kt_int16_unit(uint32_t most) {
     uint32_t exponent = most >> 7;
     if (exponent == 255) return kt_float(KT_BF16_NAN << 16);
     return kt_float(((exponent < KT_LEAST_EXPONENT ? KT_LEAST_EXPONENT : exponent) - (KT_INT16_BITS - 1)) << 23);
 }
 
-/* 1 by the unit; 0 where that is NaN. */
+/* Returns 1 / unit; 0 if unit is NaN. */
 static inline float kt_int16_reciprocal(float unit) {
     return unit == unit ? kt_float((254u << 23) - kt_bits(unit)) : 0;
 }

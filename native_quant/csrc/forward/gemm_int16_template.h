@@ -3,17 +3,17 @@
  * X(1) .. X(BLOCK), and add_products(sum, weights, pairs): the sums with those of both products of each pair. */
 #include "gemm_int16.h"
 
-enum { AT_ONCE = 2 * LANES, PASSES = KT_PANEL_ROWS / AT_ONCE }; /* rows */
+enum { AT_ONCE = 2 * LANES, PASSES = KT_PANEL_ROWS / AT_ONCE }; /* AT_ONCE: rows */
 
-/* `wide` times KT_SUM_COLUMNS columns of rows first .., whose sums do not wait for each other. `bytes` from `ahead` on
-   are fetched. */
+/* Multiplies wide * KT_SUM_COLUMNS columns of rows from `first` on, with independent sums. Meanwhile prefetches `bytes`
+   bytes. */
 __attribute__((always_inline)) TARGET static inline void
-columns_of(int wide, int tokens, const uint8_t *chunk, const float *scale, int64_t scale_step, const kt_int16_row *row,
-           int64_t column, int first, float *c, const uint8_t *ahead, int64_t bytes) {
+multiply_columns(int wide, int tokens, const uint8_t *chunk, const float *scale, int64_t scale_step,
+                 const kt_int16_row *row, int64_t column, int first, float *c, const uint8_t *prefetch, int64_t bytes) {
     const int16_t *a = row->a + column;
     const float *unit = row->unit + column / KT_SUM_COLUMNS;
     ints sum[4][BLOCK][2];
-    for (int64_t i = 0; i < bytes; i += 64) fetch(ahead + i);
+    for (int64_t i = 0; i < bytes; i += 64) fetch(prefetch + i);
 #pragma GCC unroll 4
     for (int w = 0; w < wide; w++)
 #pragma GCC unroll 12
@@ -51,24 +51,26 @@ columns_of(int wide, int tokens, const uint8_t *chunk, const float *scale, int64
 __attribute__((always_inline)) TARGET static inline void block(int tokens, const uint8_t *chunk, int64_t columns,
                                                                const float *scale, int64_t scale_step,
                                                                const kt_int16_row *row, float *c,
-                                                               const uint8_t *ahead, int64_t step) {
-    const int wide = tokens <= BLOCK / 6 ? 4 : tokens <= BLOCK / 2 ? 2 : 1; /* enough to hide how long additions take */
+                                                               const uint8_t *prefetch, int64_t step) {
+    const int wide = tokens <= BLOCK / 6   ? 4
+                     : tokens <= BLOCK / 2 ? 2
+                                           : 1; /* enough sums to hide the latency of additions */
     for (int64_t j = 0, at_once; j < columns; j += at_once) {
         at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
         const int64_t bytes = step * at_once / (2 * PASSES);
-        for (int first = 0; first < KT_PANEL_ROWS; first += AT_ONCE, ahead += bytes) {
-            const uint8_t *of = chunk + j * 64;
+        for (int first = 0; first < KT_PANEL_ROWS; first += AT_ONCE, prefetch += bytes) {
+            const uint8_t *weights = chunk + j * 64;
             const float *scales = scale + j / KT_SUM_COLUMNS * scale_step;
             if (at_once > KT_SUM_COLUMNS)
-                columns_of(wide, tokens, of, scales, scale_step, row, j, first, c, ahead, bytes);
-            else columns_of(1, tokens, of, scales, scale_step, row, j, first, c, ahead, bytes);
+                multiply_columns(wide, tokens, weights, scales, scale_step, row, j, first, c, prefetch, bytes);
+            else multiply_columns(1, tokens, weights, scales, scale_step, row, j, first, c, prefetch, bytes);
         }
     }
 }
 
 #include "gemm_bf16_blocks.h"
 
-/* LANES activations in units. */
+/* Rounds LANES activations to units. */
 TARGET static inline ints round_to_units(const uint16_t *a, floats reciprocal) {
     return cvtps_epi32(mul_ps(castsi_ps(slli_epi32(load_epu16_epi32(a), 16)), reciprocal));
 }
@@ -90,4 +92,4 @@ TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
     }
 }
 
-static const kt_bf16_steps steps = {BLOCK, 1, sizeof(int16_t), sizeof(kt_int16_row), copy, block_of_any};
+static const kt_bf16_steps steps = {BLOCK, 1, sizeof(int16_t), sizeof(kt_int16_row), copy, run_block};

@@ -7,5 +7,5 @@ KT_TARGET_AMX static int multiply(const kt_gemm *job) {
 
 /* Tiles with so few rows were made for the VNNI kernel (tiling_amx.c). */
 int kt_gemm_int4_amx(const kt_gemm *job) {
-    return job->tile_rows > kt_left_to_vnni(4) ? multiply(job) : kt_gemm_int4_avx512vnni(job);
+    return job->tile_rows > kt_vnni_tokens(4) ? multiply(job) : kt_gemm_int4_avx512vnni(job);
 }

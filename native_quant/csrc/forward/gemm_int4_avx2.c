@@ -37,7 +37,7 @@ KT_INLINE KT_TARGET_AVX2 void tile_few(int tokens, const uint8_t *tile, const in
 }
 
 KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,
-                                    const uint8_t *ahead, int64_t step) {
+                                    const uint8_t *prefetch, int64_t step) {
     for (int h = 0; h < 2; h++, c += KT_HALF_ROWS) {
         const uint8_t *at = codes + h * KT_HALF_BYTES;
         for (int64_t j = 0; j < columns; j += 32, at += j % 64 ? 512 : KT_TILE_BYTES - 512) {
@@ -47,7 +47,7 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
 #pragma GCC unroll 8
             for (int q = 0; q < 8; q++) {
                 __m256i first = kt_load(at + q * 64), second = kt_load(at + q * 64 + 32);
-                kt_fetch_next(q, &ahead, step);
+                kt_fetch_next(q, &prefetch, step);
 #pragma GCC unroll 6
                 for (int t = 0; t < tokens; t++) {
                     __m256i four = kt_four(a + t * KT_CHUNK_PITCH + j + 4 * q);

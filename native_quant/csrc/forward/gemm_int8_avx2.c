@@ -62,7 +62,7 @@ KT_TARGET_AVX2 static void copy(const int8_t *a, int64_t columns, int8_t *out) {
 }
 
 KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c,
-                                    const uint8_t *ahead, int64_t step) {
+                                    const uint8_t *prefetch, int64_t step) {
     for (int h = 0; h < 2; h++, c += KT_HALF_ROWS) {
         __m256i sum[KT_FEW][2];
 #pragma GCC unroll 6
@@ -72,7 +72,7 @@ KT_INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *codes, int64_t co
         for (int64_t j = 0; j < columns; j += 32, at += j % 64 ? 1024 : 2 * KT_TILE_BYTES - 1024) {
 #pragma GCC unroll 8
             for (int q = 0; q < 8; q++) {
-                kt_fetch_next(q, &ahead, step);
+                kt_fetch_next(q, &prefetch, step);
                 for (int odd = 0; odd < 2; odd++) {
                     __m256i first = kt_load(at + q * 128 + odd * 64), second = kt_load(at + q * 128 + odd * 64 + 32);
 #pragma GCC unroll 6

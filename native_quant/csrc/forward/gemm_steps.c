@@ -3,9 +3,8 @@
 
 #include "gemm_steps.h"
 
-enum {
-    GROUP = (KT_GEMM_SCRATCH - KT_CODES_BYTES) / KT_CHUNK_PITCH
-}; /* tokens whose activations fit beside the codes */
+/* Number of tokens whose activations fit beside the codes. */
+enum { GROUP = (KT_GEMM_SCRATCH - KT_CODES_BYTES) / KT_CHUNK_PITCH };
 
 static void begin_sums(const kt_gemm *job, int32_t offset) {
     for (int64_t t = 0; t < job->m; t++) {
@@ -49,16 +48,16 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
         steps->copy(job->a + (token + t) * job->k + first, columns, a + t * KT_CHUNK_PITCH);
     int64_t blocks = (tokens + KT_FEW - 1) / KT_FEW, bytes = columns * KT_PANEL_ROWS * steps->bits / 8;
     for (int64_t s = 0; s < job->panels; s++) {
-        const uint8_t *ahead = s + 1 < job->panels        ? chunk_tiles(job, steps->bits, s + 1, first)
-                               : first + columns < job->k ? chunk_tiles(job, steps->bits, 0, first + columns)
-                               : job->next                ? job->next
-                                                          : codes;
+        const uint8_t *prefetch = s + 1 < job->panels        ? chunk_tiles(job, steps->bits, s + 1, first)
+                                  : first + columns < job->k ? chunk_tiles(job, steps->bits, 0, first + columns)
+                                  : job->next                ? job->next
+                                                             : codes;
         steps->unpack(chunk_tiles(job, steps->bits, s, first), columns, codes);
         for (int64_t b = 0; b < blocks; b++) {
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             steps->block[to - from - 1](codes, columns, a + from * KT_CHUNK_PITCH,
                                         job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
-                                        ahead + bytes * b / blocks, bytes / blocks / (columns / 4));
+                                        prefetch + bytes * b / blocks, bytes / blocks / (columns / 4));
         }
     }
 }
@@ -66,8 +65,8 @@ static void multiply_chunk(const kt_gemm *job, const kt_gemm_steps *steps, int64
 static void multiply_many(const kt_gemm *job, const kt_gemm_steps *steps) {
     int64_t groups = (job->m + GROUP - 1) / GROUP;
     for (int64_t first = 0, columns; first < job->k; first += columns) {
-        int64_t left = job->k - first, left_in_block = KT_K_BLOCK - first % KT_K_BLOCK;
-        columns = left < left_in_block ? left : left_in_block;
+        int64_t remaining = job->k - first, remaining_in_block = KT_K_BLOCK - first % KT_K_BLOCK;
+        columns = remaining < remaining_in_block ? remaining : remaining_in_block;
         if (columns > steps->chunk) columns = steps->chunk;
         for (int64_t g = 0; g < groups; g++) {
             int64_t from = job->m * g / groups, to = job->m * (g + 1) / groups;
@@ -80,5 +79,5 @@ int kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps) {
     begin_sums(job, steps->offset);
     if (job->m <= KT_FEW) multiply_few(job, steps);
     else multiply_many(job, steps);
-    return kt_geometry_of(steps->bits)->unit;
+    return kt_get_geometry(steps->bits)->unit;
 }

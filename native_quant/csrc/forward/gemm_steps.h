@@ -1,48 +1,47 @@
-/* The order of the work of a 256-bit kernel for dot products (gemm_steps.c), and the steps that an instruction set
- * brings.
+/* The loops of a 256-bit kernel for dot products (gemm_steps.c), and the steps that each instruction set defines.
  *
  * - few tokens (at most KT_FEW): memory is the limit. Each weight is read once, from two panels in turn, and multiplied
- * as it comes.
- * - many: arithmetic is the limit. A chunk of a panel is unpacked to 16 KiB, which stay in L1, and multiplied by blocks
- * of up to KT_FEW tokens; the chunk's activations of all of them stay in L2.
+ *   without being stored.
+ * - many tokens: arithmetic is the limit. A chunk of a panel is unpacked to 16 KiB, which stay in L1, and multiplied
+ *   with blocks of up to KT_FEW tokens; the chunk's activations of all tokens stay in L2.
  *
- * Some instructions multiply unsigned by signed bytes. Then the codes are the unsigned ones: code + offset is what is
- * multiplied, and the sums begin with -offset * (sum of the token's activations) instead of 0. */
+ * Some instructions multiply unsigned with signed bytes. Then code + offset is multiplied, which is unsigned, and the
+ * sums begin with -offset * (sum of the token's activations) instead of 0. */
 #ifndef KT_GEMM_STEPS_H
 #define KT_GEMM_STEPS_H
 
 #include "kernels.h"
 
 enum {
-    KT_FEW = 6,              /* tokens: with two registers of sums for each, 12 of 16 registers */
-    KT_CODES_BYTES = 16384,  /* of an unpacked chunk */
-    KT_CHUNK_PITCH = 512,    /* bytes from a token's activations of a chunk to the next one's */
+    KT_FEW = 6,             /* tokens of a block: their sums take 12 of 16 registers */
+    KT_CODES_BYTES = 16384, /* bytes of an unpacked chunk */
+    KT_CHUNK_PITCH = 512,   /* bytes between the activations of two tokens in a chunk */
 };
 
 /* Adds to c[panel][token * 32 + row] the products of `columns` columns, at most KT_K_BLOCK, of one or two panels with
    activations KT_K_BLOCK bytes apart. */
 typedef void kt_few_fn(int64_t panels, const uint8_t *const *tiles, int64_t columns, const int8_t *a,
                        int32_t *const *c);
-/* Tiles to codes, as `block` wants them. */
+/* Unpacks tiles to the codes that `block` reads. */
 typedef void kt_unpack_fn(const uint8_t *tiles, int64_t columns, uint8_t *codes);
-/* One token's activations in the form that `block` reads. */
+/* Copies a token's activations in the form that `block` reads. */
 typedef void kt_copy_fn(const int8_t *a, int64_t columns, int8_t *out);
 /* Adds to c[token * 32 + row] the products of `columns` unpacked columns with activations KT_CHUNK_PITCH bytes apart.
-   Meanwhile prefetches what will be unpacked next: `step` bytes from `ahead` on for each 8 columns of 16 rows. */
-typedef void kt_block_fn(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *ahead,
+   Meanwhile prefetches the tiles that are unpacked next: `step` bytes for each 8 columns of 16 rows. */
+typedef void kt_block_fn(const uint8_t *codes, int64_t columns, const int8_t *a, int32_t *c, const uint8_t *prefetch,
                          int64_t step);
 
 typedef struct {
     int bits;
     int32_t offset;
-    int64_t chunk;          /* columns of a chunk; KT_K_BLOCK is a multiple */
+    int64_t chunk;          /* columns of a chunk; divides KT_K_BLOCK */
     kt_few_fn *few[KT_FEW]; /* [tokens - 1] */
     kt_unpack_fn *unpack;
     kt_copy_fn *copy;
     kt_block_fn *block[KT_FEW]; /* [tokens - 1] */
 } kt_gemm_steps;
 
-/* Tiles of activations have one row here. Returns the weight's unit. */
+/* Runs a job whose tiles of activations have one row. Returns the weight's unit. */
 int kt_gemm_in_steps(const kt_gemm *job, const kt_gemm_steps *steps);
 
 #define KT_INLINE static inline __attribute__((always_inline))

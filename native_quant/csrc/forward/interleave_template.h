@@ -1,7 +1,7 @@
 /* Pairs of rows to the lines of a panel of BF16: two vectors of pairs at a time, or one of scaled ones. */
 #include "bf16_template.h"
 
-TARGET static inline uint16_t *line_of(uint16_t *line, int64_t c) {
+TARGET static inline uint16_t *panel_line(uint16_t *line, int64_t c) {
     return line + c / KT_HALF_ROWS * (KT_HALF_BYTES / 2) + c % KT_HALF_ROWS * 2;
 }
 
@@ -14,8 +14,8 @@ scaled(int item_bytes, const uint8_t *rows, int64_t row_stride, const float *sca
     for (int64_t c = 0; c < KT_PANEL_ROWS; c += LANES) {
         floats first = mul_ps(numbers(item_bytes, rows + c * item_bytes), set1_ps(scale[0]));
         floats second = mul_ps(numbers(item_bytes, rows + row_stride + c * item_bytes), set1_ps(scale[1]));
-        ints above = and_si(bf16_above_of_numbers(second), set1_epi32(0xffff0000));
-        storeu_si(line_of(line, c), or_si(to_bf16(first), above));
+        ints above = and_si(round_numbers_to_bf16(second), set1_epi32(0xffff0000));
+        storeu_si(panel_line(line, c), or_si(to_bf16(first), above));
     }
 }
 
@@ -29,8 +29,8 @@ TARGET void KERNEL_OF(interleave)(int item_bytes, const uint8_t *rows, int64_t r
             for (int64_t c = 0; c < KT_PANEL_ROWS; c += 2 * LANES) {
                 ints first = before_unpack(loadu_si(rows + 2 * c));
                 ints second = before_unpack(loadu_si(rows + row_stride + 2 * c));
-                storeu_si(line_of(line, c), unpacklo_epi16(first, second));
-                storeu_si(line_of(line, c + LANES), unpackhi_epi16(first, second));
+                storeu_si(panel_line(line, c), unpacklo_epi16(first, second));
+                storeu_si(panel_line(line, c + LANES), unpackhi_epi16(first, second));
             }
     }
 }

@@ -4,7 +4,7 @@
 TARGET static inline ints bf16_of_sum(int64_t terms, const float *const *rows, int64_t c) {
     floats sum = loadu_ps(rows[0] + c);
     for (int64_t i = 1; i < terms; i++) sum = add_ps(sum, loadu_ps(rows[i] + c));
-    return bf16_above(sum);
+    return round_to_bf16(sum);
 }
 
 TARGET void KERNEL_OF(merge)(int64_t terms, const float *const *rows, int64_t columns, uint16_t *out) {

@@ -1,19 +1,18 @@
-/* BF16 arithmetic: activations as they are, float32 sums (numerics.md, section 5b). */
+/* BF16 arithmetic: BF16 activations, float32 sums (numerics.md, section 5b). */
 #include <string.h>
 
 #include "bf16.h"
 #include "moe.h"
 
 static void allocate(const kt_pass *pass, kt_group *group, kt_arena *arena) {
-    KT_TAKE(group->bf16.a, pass->rows * pass->moe->hidden);
-    KT_TAKE(group->bf16.h, group->parts * kt_terms(pass->down) * pass->rows * pass->width);
+    KT_ALLOCATE(group->bf16.a, pass->rows * pass->moe->hidden);
+    KT_ALLOCATE(group->bf16.h, group->slices * kt_terms(pass->down) * pass->rows * pass->width);
     if (pass->gate->least || pass->up->least)
-        KT_TAKE(group->bf16.a_sums, pass->rows * pass->moe->hidden / KT_SUM_COLUMNS);
-    if (pass->down->least)
-        KT_TAKE(group->bf16.h_sums, group->parts * pass->rows * pass->width / KT_SUM_COLUMNS);
+        KT_ALLOCATE(group->bf16.a_sums, pass->rows * pass->moe->hidden / KT_SUM_COLUMNS);
+    if (pass->down->least) KT_ALLOCATE(group->bf16.h_sums, group->slices * pass->rows * pass->width / KT_SUM_COLUMNS);
 }
 
-/* Adds up KT_SUM_COLUMNS activations in halves: 16 sums of two, 8 of four ... */
+/* Adds up KT_SUM_COLUMNS activations pairwise: 16 sums of two, then 8 of four, and so on. */
 static float sum_activations(const uint16_t *x) {
     float sum[KT_SUM_COLUMNS];
     for (int i = 0; i < KT_SUM_COLUMNS; i++) sum[i] = kt_from_bf16(x[i]);
@@ -22,25 +21,31 @@ static float sum_activations(const uint16_t *x) {
     return sum[0];
 }
 
-static void copy(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch) {
+static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, const kt_worker_scratch *scratch) {
     (void)scratch;
     int64_t k = pass->moe->hidden, topk = pass->call->topk;
     const uint16_t *x = pass->call->hidden + (pass->first_token + token) * k;
-    float *sums = group->bf16.a_sums, *of_token = NULL;
+    float *sums = group->bf16.a_sums, *token_sums = NULL;
     for (int64_t j = 0; j < topk; j++) {
         int64_t row = pass->pair[token * topk + j].row, groups = k / KT_SUM_COLUMNS;
         if (row < 0) continue;
-        memcpy(group->bf16.a + row * k, x, (size_t)k * sizeof *x);
+        uint16_t *a = group->bf16.a + row * k;
+        memcpy(a, x, (size_t)k * sizeof *x);
+        if (pass->moe->function.weights_on_input) {
+            float weight = pass->call->weights[(pass->first_token + token) * topk + j];
+            for (int64_t c = 0; c < k; c++) a[c] = kt_to_bf16(kt_from_bf16(x[c]) * weight);
+            token_sums = NULL;
+        }
         if (!sums) continue;
-        float *of_row = sums + row * groups;
-        if (of_token) memcpy(of_row, of_token, (size_t)groups * sizeof *sums);
-        for (int64_t g = 0; !of_token && g < groups; g++) of_row[g] = sum_activations(x + g * KT_SUM_COLUMNS);
-        of_token = of_row;
+        float *row_sums = sums + row * groups;
+        if (token_sums) memcpy(row_sums, token_sums, (size_t)groups * sizeof *sums);
+        for (int64_t g = 0; !token_sums && g < groups; g++) row_sums[g] = sum_activations(a + g * KT_SUM_COLUMNS);
+        token_sums = row_sums;
     }
 }
 
-/* Rows a[m][k] times the panels, to scratch->c: the next panel's sums are m * 32 further. sums: those of the rows'
-   activations. Panels of which some are multiplied as int16 and others as BF16 go one by one. */
+/* Multiplies rows a[m][k] with panels, to scratch->c [panel][m][32]. sums: sums of the rows' activations. If some
+   panels are multiplied as int16 and others as BF16, each panel gets its own call. */
 static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, const float *sums, int64_t panels,
                      const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
     const int64_t step = panels > 1 && !panel[0].integers != !panel[1].integers ? 1 : panels;
@@ -60,45 +65,39 @@ static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *
     }
 }
 
-/* gate and up as the activation takes them (ktq_moe). alpha: silu(alpha * gate) is alpha times what is wanted. */
-static void apply_limits(const ktq_moe *moe, int64_t count, float *gate, float *up) {
-    float most = moe->swiglu_limit, alpha = moe->swiglu_alpha;
-    for (int64_t i = 0; most > 0 && i < count; i++) {
-        gate[i] = gate[i] > most ? most : alpha > 0 && gate[i] < -most ? -most : gate[i];
-        up[i] = up[i] > most ? most : up[i] < -most ? -most : up[i];
-    }
-    for (int64_t i = 0; alpha > 0 && i < count; i++) {
-        gate[i] *= alpha;
-        up[i] = (up[i] + 1) / alpha;
-    }
-}
-
-/* The place in h of the block of tokens that begins with a row, in a task's part of that width. */
+/* Offset in h of the block of tokens that begins with a row, in a task's slice of this width. */
 static int64_t h_row(const kt_pass *pass, const kt_task *task, int64_t row, int64_t width) {
-    return kt_terms(pass->down) * (task->part * pass->rows * pass->width + row * width);
+    return kt_terms(pass->down) * (task->slice * pass->rows * pass->width + row * width);
 }
 
-/* A gate panel, its up panel, the next gate panel ...: two streams from memory. */
+/* Alternates gate panels and up panels, for two streams from memory. */
 static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t k = pass->moe->hidden, width = kt_width_of(pass, group, task);
+    int64_t k = pass->moe->hidden, width = kt_get_width(pass, group, task);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
-    const ktq_expert *expert = kt_expert_of(pass, group, task);
+    const ktq_expert *expert = kt_get_expert(pass, group, task);
+    const ktq_function *function = &pass->moe->function;
+    kt_activation_fn *activation = kt_activation_of(pass->kernels, function->activation);
+    int64_t sides = kt_sides(pass->moe);
     float *c = scratch->c;
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
-        panel[2 * i] = kt_bf16_panel_of(pass->gate, expert->gate, expert->gate_scale, k, task->first + i);
-        panel[2 * i + 1] = kt_bf16_panel_of(pass->up, expert->up, expert->up_scale, k, task->first + i);
+        if (sides > 1)
+            panel[2 * i] = kt_get_bf16_panel(pass->gate, expert->gate, expert->gate_scale, k, task->first + i);
+        panel[sides * i + sides - 1] = kt_get_bf16_panel(pass->up, expert->up, expert->up_scale, k, task->first + i);
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t row = bucket->first + t, m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
         const float *sums = group->bf16.a_sums ? group->bf16.a_sums + row * k / KT_SUM_COLUMNS : NULL;
-        multiply(pass, m, k, group->bf16.a + row * k, sums, 2 * task->count, panel, scratch);
+        multiply(pass, m, k, group->bf16.a + row * k, sums, sides * task->count, panel, scratch);
         for (int64_t i = 0; i < task->count; i++) {
-            float *gate = c + 2 * i * m * KT_PANEL_ROWS, *up = gate + m * KT_PANEL_ROWS;
-            int64_t first = h_row(pass, task, row, width) + (task->first + i) * KT_PANEL_ROWS;
+            float *value = c + sides * i * m * KT_PANEL_ROWS, *up = sides > 1 ? value + m * KT_PANEL_ROWS : NULL;
+            int64_t column = (task->first + i) * KT_PANEL_ROWS, first = h_row(pass, task, row, width) + column;
             uint16_t *h = group->bf16.h + first;
-            apply_limits(pass->moe, m * KT_PANEL_ROWS, gate, up);
-            pass->kernels->swiglu_bf16(m, gate, up, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
+            kt_add_bias(kt_bias_at(up ? expert->gate_bias : expert->up_bias, column), m, value, KT_PANEL_ROWS);
+            if (up) kt_add_bias(kt_bias_at(expert->up_bias, column), m, up, KT_PANEL_ROWS);
+            activation(&(kt_activation){
+                .function = function, .m = m, .gate = value, .up = up, .out = value, .out_pitch = KT_PANEL_ROWS});
+            pass->kernels->split_bf16(m, value, h, kt_terms(pass->down) > 1 ? h + m * width : NULL, width);
             for (int64_t j = 0; group->bf16.h_sums && j < m * width; j += width)
                 group->bf16.h_sums[(first + j) / KT_SUM_COLUMNS] = sum_activations(h + j);
         }
@@ -106,14 +105,14 @@ static void gate_up(const kt_pass *pass, kt_group *group, const kt_task *task, c
 }
 
 static void down(const kt_pass *pass, kt_group *group, const kt_task *task, const kt_worker_scratch *scratch) {
-    int64_t k = kt_width_of(pass, group, task), columns = pass->section_columns, terms = kt_terms(pass->down);
+    int64_t k = kt_get_width(pass, group, task), columns = pass->section_columns, terms = kt_terms(pass->down);
     const kt_bucket *bucket = &pass->bucket[task->bucket];
-    const ktq_expert *expert = kt_expert_of(pass, group, task);
+    const ktq_expert *expert = kt_get_expert(pass, group, task);
     float *y = kt_down_rows(pass, group, task);
     kt_bf16_panel panel[KT_MAX_PANELS];
     for (int64_t i = 0; i < task->count; i++) {
         int64_t index = task->section * (columns / KT_PANEL_ROWS) + task->first + kt_down_panel(task, i);
-        panel[i] = kt_bf16_panel_of(pass->down, expert->down, expert->down_scale, k, index);
+        panel[i] = kt_get_bf16_panel(pass->down, expert->down, expert->down_scale, k, index);
     }
     for (int64_t t = 0; t < bucket->m; t += KT_TOKEN_BLOCK) {
         int64_t m = bucket->m - t < KT_TOKEN_BLOCK ? bucket->m - t : KT_TOKEN_BLOCK;
@@ -123,12 +122,13 @@ static void down(const kt_pass *pass, kt_group *group, const kt_task *task, cons
         float *c = scratch->c;
         for (int64_t i = 0; i < task->count; i++, c += (terms - 1) * m * KT_PANEL_ROWS) {
             for (int64_t j = 0; terms > 1 && j < m * KT_PANEL_ROWS; j++) c[j] += c[m * KT_PANEL_ROWS + j];
+            int64_t column = (task->first + kt_down_panel(task, i)) * KT_PANEL_ROWS;
+            kt_add_bias(kt_bias_at(expert->down_bias, task->section * columns + column), m, c, KT_PANEL_ROWS);
             for (int64_t row = t; row < t + m; row++, c += KT_PANEL_ROWS)
-                memcpy(y + row * columns + (task->first + kt_down_panel(task, i)) * KT_PANEL_ROWS, c,
-                       KT_PANEL_ROWS * sizeof *c);
+                memcpy(y + row * columns + column, c, KT_PANEL_ROWS * sizeof *c);
         }
     }
 }
 
 const kt_arithmetic kt_bf16_arithmetic = {
-    .a_bytes = 2, .h_bytes = 2, .allocate = allocate, .quantize = copy, .gate_up = gate_up, .down = down};
+    .a_bytes = 2, .h_bytes = 2, .allocate = allocate, .quantize = copy_token, .gate_up = gate_up, .down = down};

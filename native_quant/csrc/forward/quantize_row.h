@@ -6,7 +6,7 @@
 #include "kernels.h"
 
 /* amax: the bits of the largest |x|, at least those of infinity if a value is not finite. Returns the scale, or NaN. */
-static inline float kt_scale_of(uint32_t amax) {
+static inline float kt_row_scale_int8(uint32_t amax) {
     return amax < 0x7f800000 ? kt_float(amax) * (1.0f / 127.0f) : kt_float(0x7fc00000);
 }
 

@@ -7,7 +7,7 @@ TARGET static inline ints magnitude(const float *x) {
 }
 
 /* Without the sign, float32 bits order as the values do. */
-TARGET static uint32_t amax_of_floats(const float *x, int64_t k) {
+TARGET static uint32_t amax_floats(const float *x, int64_t k) {
     ints a = magnitude(x), b = a, c = a, d = a;
     for (int64_t j = 0; j < k; j += 4 * LANES) {
         a = max_epu32(a, magnitude(x + j));
@@ -41,7 +41,7 @@ TARGET static inline ints squares(ints codes) {
 
 TARGET float KERNEL_OF(quantize_row)(int is_bf16, const void *x, int64_t k, int64_t copies, const kt_code_row *place,
                                      int32_t *sums, int64_t *energy) {
-    float scale = kt_scale_of(is_bf16 ? (uint32_t)KERNEL_OF(amax)(x, k) << 16 : amax_of_floats(x, k));
+    float scale = kt_row_scale_int8(is_bf16 ? (uint32_t)KERNEL_OF(amax)(x, k) << 16 : amax_floats(x, k));
     if (!(scale > 0)) {
         kt_quantize_to_zero(k, copies, place, sums);
         *energy = 0;

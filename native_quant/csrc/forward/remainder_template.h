@@ -7,8 +7,8 @@ TARGET void KERNEL_OF(remainder)(const float *x, int64_t k, float scale, float s
         ints sum = setzero_si();
         for (int64_t j = first; j < k && j < first + KT_K_BLOCK; j += LANES) {
             int64_t at = j / 64 * q.pitch + j % 64;
-            floats left = fnmadd_ps(cvtepi32_ps(load_epi8_epi32(q.q + at)), coarse, loadu_ps(x + j));
-            ints codes = cvtps_epi32(mul_ps(left, reciprocal));
+            floats remainder = fnmadd_ps(cvtepi32_ps(load_epi8_epi32(q.q + at)), coarse, loadu_ps(x + j));
+            ints codes = cvtps_epi32(mul_ps(remainder, reciprocal));
             store_epi32_epi8(q2 + at, codes);
             sum = add_epi32(sum, codes);
         }

@@ -6,10 +6,10 @@ TARGET void KERNEL_OF(scale_chunk)(const uint16_t *scales, int64_t columns, uint
     enum { VECTORS = KT_HALF_ROWS / LANES };
     for (int64_t half = 0; half < columns / 16; half++)
         for (int group = 0; group < 2; group++) {
-            const uint16_t *of_rows = scales + (half / 2 * 2 + group) * KT_PANEL_ROWS + half % 2 * KT_HALF_ROWS;
+            const uint16_t *row_scales = scales + (half / 2 * 2 + group) * KT_PANEL_ROWS + half % 2 * KT_HALF_ROWS;
             floats scale[VECTORS];
             for (int v = 0; v < VECTORS; v++)
-                scale[v] = castsi_ps(slli_epi32(load_epu16_epi32(of_rows + v * LANES), 16));
+                scale[v] = castsi_ps(slli_epi32(load_epu16_epi32(row_scales + v * LANES), 16));
             for (int i = 0; i < 8 * VECTORS; i++, chunk += 2 * LANES) {
                 ints both = load_si(chunk);
                 floats first = mul_ps(castsi_ps(slli_epi32(both, 16)), scale[i % VECTORS]);

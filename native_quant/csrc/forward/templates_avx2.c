@@ -1,6 +1,6 @@
 /* The kernels of the templates in forward/ for AVX2. */
 #include "vectors_avx2.h"
-
+#include "activations_template.h"
 #include "chunk_fp8_template.h"
 #include "chunk_halves_template.h"
 #include "chunk_int16_template.h"
@@ -12,9 +12,7 @@
 #include "remainder_template.h"
 #include "scale_chunk_template.h"
 #include "scale_rows_template.h"
+#include "split_bf16_template.h"
 #include "subtract_least_template.h"
-#include "swiglu_backward_template.h"
-#include "swiglu_bf16_template.h"
-#include "swiglu_template.h"
 #include "transpose_tile_template.h"
 #include "widen_scales_template.h"

@@ -4,7 +4,7 @@
 #include "gemm_amx.h"
 
 kt_tiling kt_tiling_amx(int bits, int64_t m) {
-    if (m <= kt_left_to_vnni(bits)) return kt_tiling_scalar(bits, m);
+    if (m <= kt_vnni_tokens(bits)) return kt_tiling_scalar(bits, m);
     int64_t tiles = (m + KT_TILE_TOKENS - 1) / KT_TILE_TOKENS;
     return (kt_tiling){.rows = (m + tiles - 1) / tiles, .tokens = 512};
 }

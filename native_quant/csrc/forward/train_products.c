@@ -1,17 +1,17 @@
-/* The products of training: rows times a layer's weights or their transposes, in BF16 or int8, and their rounding. */
+/* Products of training: rows times a layer's weights or their transposes, in BF16 or int8, and their rounding. */
 #include <string.h>
 
 #include "bf16.h"
 #include "train.h"
 
 static const kt_format *bf16_format(void) {
-    return kt_format_of(KTQ_FORMAT_BF16);
+    return kt_get_format(KTQ_FORMAT_BF16);
 }
 
-static kt_matrix matrix_in(const kt_training *t, const ktq_expert *table, int64_t bucket, int64_t part,
-                           int projection) {
-    const ktq_expert *expert = &table[part * t->moe->experts + t->pass.bucket[bucket].expert];
-    int64_t width = t->moe->width[part], hidden = t->moe->hidden;
+static kt_matrix get_matrix(const kt_training *t, const ktq_expert *table, int64_t bucket, int64_t slice,
+                            int projection) {
+    const ktq_expert *expert = &table[slice * t->moe->experts + t->pass.bucket[bucket].expert];
+    int64_t width = t->moe->width[slice], hidden = t->moe->hidden;
     switch (projection) {
     case KT_PROJECTION_GATE: return (kt_matrix){t->pass.gate, expert->gate, expert->gate_scale, width, hidden};
     case KT_PROJECTION_UP: return (kt_matrix){t->pass.up, expert->up, expert->up_scale, width, hidden};
@@ -19,18 +19,17 @@ static kt_matrix matrix_in(const kt_training *t, const ktq_expert *table, int64_
     return (kt_matrix){t->pass.down, expert->down, expert->down_scale, hidden, width};
 }
 
-kt_matrix kt_matrix_of(const kt_training *t, int64_t bucket, int64_t part, int projection) {
-    return matrix_in(t, t->moe->expert, bucket, part, projection);
+kt_matrix kt_get_matrix(const kt_training *t, int64_t bucket, int64_t slice, int projection) {
+    return get_matrix(t, t->moe->expert, bucket, slice, projection);
 }
 
-/* BF16 of c[m][32], of that and the scaled product of LoRA (NULL: none): c, and rows of `out` (NULL: not wanted). */
-void kt_finish(const kt_training *t, int64_t m, float *c, float *of_lora, uint16_t *out, int64_t pitch,
-               const kt_train_scratch *s) {
-    const float *sums[] = {c, of_lora};
+void kt_round_products(const kt_training *t, int64_t m, float *c, float *lora_product, uint16_t *out, int64_t pitch,
+                       const kt_train_scratch *s) {
+    const float *sums[] = {c, lora_product};
     int64_t count = m * KT_PANEL_ROWS;
     t->kernels->merge(1, sums, count, s->rounded);
     t->kernels->widen_scales(2, (uint8_t *)s->rounded, count, c);
-    if (of_lora) {
+    if (lora_product) {
         t->kernels->combine(2, sums, (float[]){1, t->scaling}, count, c);
         t->kernels->merge(1, sums, count, s->rounded);
         t->kernels->widen_scales(2, (uint8_t *)s->rounded, count, c);
@@ -39,35 +38,34 @@ void kt_finish(const kt_training *t, int64_t m, float *c, float *of_lora, uint16
         memcpy(out + i * pitch, s->rounded + i * KT_PANEL_ROWS, KT_PANEL_ROWS * sizeof *out);
 }
 
-/* The row of codes where a block's begin: its last tile may be longer than its rows. */
-static int64_t code_row(const kt_training *t, const kt_slice *block) {
+/* The first row of a block's codes. Each block has space for a whole last tile. */
+static int64_t code_row(const kt_training *t, const kt_range *block) {
     return t->pass.bucket[block->bucket].first + block->first +
-           KT_MOST_TILE_ROWS * (t->block[block->bucket] + block->first / KT_TOKEN_BLOCK);
+           KT_MAX_TILE_ROWS * (t->block[block->bucket] + block->first / KT_TOKEN_BLOCK);
 }
 
-void kt_quantize_block(const kt_training *t, const kt_slice *block, const uint16_t *rows, int64_t pitch, int64_t k,
-                       const kt_codes8 *to) {
+void kt_quantize_block(const kt_training *t, const kt_range *block, const uint16_t *rows, int64_t pitch, int64_t k,
+                       const kt_int8_rows *to) {
     int64_t tile_rows = t->kernels->tiling(t->pass.gate->bits, block->count).rows, first = code_row(t, block), energy;
     for (int64_t i = 0; i < block->count; i++) {
-        kt_code_row place = {to->q + first * k + kt_in_tiles(tile_rows, k, i), tile_rows * 64};
-        to->scale[first + i] = t->kernels->quantize_row(1, rows + i * pitch, k, 1, &place,
-                                                        to->sums + (first + i) * kt_blocks(k, KT_K_BLOCK), &energy);
+        kt_code_row place = {to->q + first * k + kt_tile_offset(tile_rows, k, i), tile_rows * 64};
+        to->scale[first + i] = t->kernels->quantize_row(
+            1, rows + i * pitch, k, 1, &place, to->sums + (first + i) * kt_ceil_divide(k, KT_K_BLOCK), &energy);
     }
 }
 
-/* A block's rows times some panels of a weight: c[panel][m][32]. codes: the same rows in int8. */
-void kt_multiply_block(const kt_training *t, const kt_slice *block, const kt_matrix *w, int64_t first, int64_t count,
-                       const uint16_t *rows, int64_t pitch, const kt_codes8 *codes, float *c,
+void kt_multiply_block(const kt_training *t, const kt_range *block, const kt_matrix *w, int64_t first, int64_t count,
+                       const uint16_t *rows, int64_t pitch, const kt_int8_rows *codes, float *c,
                        const kt_train_scratch *s) {
-    int64_t m = block->count, c_pitch = (m + KT_MOST_TILE_ROWS) * KT_PANEL_ROWS, row = code_row(t, block);
+    int64_t m = block->count, c_pitch = (m + KT_MAX_TILE_ROWS) * KT_PANEL_ROWS, row = code_row(t, block);
     int bits = w->format->bits;
-    if (!kt_in_int8(t)) {
+    if (!kt_uses_int8(t)) {
         kt_multiply_bf16(t->kernels, w->format, w->codes, w->scales, w->k, first, count, rows, pitch, m, c, s->gemm);
         return;
     }
-    kt_panel panel[KT_TURNED];
-    for (int64_t i = 0; i < count; i++) panel[i] = kt_panel_of(bits, w->codes, w->k, first + i);
-    int64_t sums_pitch = kt_blocks(w->k, KT_K_BLOCK);
+    kt_panel panel[KT_STEP_PANELS];
+    for (int64_t i = 0; i < count; i++) panel[i] = kt_get_panel(bits, w->codes, w->k, first + i);
+    int64_t sums_pitch = kt_ceil_divide(w->k, KT_K_BLOCK);
     int unit = w->format->gemm(t->kernels)(&(kt_gemm){.m = m,
                                                       .k = w->k,
                                                       .a = codes->q + row * w->k,
@@ -80,50 +78,45 @@ void kt_multiply_block(const kt_training *t, const kt_slice *block, const kt_mat
                                                       .c_pitch = c_pitch,
                                                       .scratch = s->gemm});
     for (int64_t i = 0; i < count; i++)
-        t->kernels->scale_rows(
-            &(kt_outputs){.m = m,
-                          .unit = (float)unit,
-                          .token_scale = codes->scale + row,
-                          .acc = {s->acc + i * c_pitch},
-                          .row_scale = {(const float *)w->scales + (first + i) * KT_PANEL_ROWS},
-                          .out = c + i * m * KT_PANEL_ROWS,
-                          .out_pitch = KT_PANEL_ROWS,
-                          .rest = s->zeros});
+        t->kernels->scale_rows(&(kt_outputs){.m = m,
+                                             .unit = (float)unit,
+                                             .token_scale = codes->scale + row,
+                                             .acc = s->acc + i * c_pitch,
+                                             .row_scale = (const float *)w->scales + (first + i) * KT_PANEL_ROWS,
+                                             .out = c + i * m * KT_PANEL_ROWS,
+                                             .out_pitch = KT_PANEL_ROWS});
 }
 
-/* Columns from 32 * first on of a weight, as panels of its transpose, where nothing has packed that. */
-void kt_turn_columns(const kt_training *t, int64_t bucket, int64_t part, int projection, int64_t first, int64_t count,
-                     uint16_t *panels, const kt_train_scratch *s) {
-    kt_matrix w = kt_matrix_of(t, bucket, part, projection);
-    if (!t->moe->transposed) kt_turn(t->kernels, &w, first * KT_PANEL_ROWS, count, panels, s->chunk);
+void kt_transpose_columns(const kt_training *t, int64_t bucket, int64_t slice, int projection, int64_t first,
+                          int64_t count, uint16_t *panels, const kt_train_scratch *s) {
+    kt_matrix w = kt_get_matrix(t, bucket, slice, projection);
+    if (!t->moe->transposed) kt_transpose_panels(t->kernels, &w, first * KT_PANEL_ROWS, count, panels, s->chunk);
 }
 
-/* A block's rows times them, or times those that were packed. */
-void kt_multiply_turned(const kt_training *t, const kt_slice *block, int64_t part, int projection, int64_t first,
-                        int64_t count, const uint16_t *panels, const uint16_t *rows, int64_t pitch,
-                        const kt_codes8 *codes, float *c, const kt_train_scratch *s) {
-    int64_t k = projection == KT_PROJECTION_DOWN ? t->moe->hidden : t->moe->width[part];
+void kt_multiply_transposed(const kt_training *t, const kt_range *block, int64_t slice, int projection, int64_t first,
+                            int64_t count, const uint16_t *panels, const uint16_t *rows, int64_t pitch,
+                            const kt_int8_rows *codes, float *c, const kt_train_scratch *s) {
+    int64_t k = projection == KT_PROJECTION_DOWN ? t->moe->hidden : t->moe->width[slice];
     if (!t->moe->transposed) {
         kt_multiply_bf16(t->kernels, bf16_format(), panels, NULL, k, 0, count, rows, pitch, block->count, c, s->gemm);
         return;
     }
-    kt_matrix w = matrix_in(t, t->moe->transposed, block->bucket, part, projection);
+    kt_matrix w = get_matrix(t, t->moe->transposed, block->bucket, slice, projection);
     w.n = w.k;
     w.k = k;
     kt_multiply_block(t, block, &w, first, count, rows, pitch, codes, c, s);
 }
 
-/* Rows times the factor `a`, after dropout. column: where a part begins in rows. */
-void kt_narrow_inputs(const kt_training *t, int projection, int64_t expert, int64_t column, int64_t k,
-                      const uint16_t *rows, int64_t pitch, int64_t row, int64_t m, uint16_t *low,
-                      const kt_train_scratch *s) {
+void kt_project_inputs(const kt_training *t, int projection, int64_t expert, int64_t column, int64_t k,
+                       const uint16_t *rows, int64_t pitch, int64_t row, int64_t m, uint16_t *rank_rows,
+                       const kt_train_scratch *s) {
     if (t->lora->dropout > 0) {
         for (int64_t i = 0; i < m; i++) {
-            memcpy(s->turned + i * k, rows + i * pitch, (size_t)k * sizeof *rows);
-            kt_drop(t, projection, row + i, column, k, s->turned + i * k);
+            memcpy(s->transposed + i * k, rows + i * pitch, (size_t)k * sizeof *rows);
+            kt_drop_inputs(t, projection, row + i, column, k, s->transposed + i * k);
         }
-        rows = s->turned;
+        rows = s->transposed;
         pitch = k;
     }
-    kt_narrow(t, (kt_factor){0, projection}, expert, column, k, rows, pitch, m, low, s);
+    kt_project_to_rank(t, (kt_factor){0, projection}, expert, column, k, rows, pitch, m, rank_rows, s);
 }

@@ -1,4 +1,4 @@
-/* Forwards and copies in the background: a thread per pool that takes submitted jobs in their order. */
+/* Forwards and copies in the background: one thread for each pool runs the submitted jobs in their order. */
 #include <pthread.h>
 #include <stdlib.h>
 
@@ -10,18 +10,18 @@ struct ktq_job {
     ktq_pool *pool;
     ktq_moe moe;
     ktq_call call;
-    int64_t count; /* of rectangles, of a job that copies */
-    const ktq_rectangle *rectangle;
+    int64_t count;                  /* number of rectangles */
+    const ktq_rectangle *rectangle; /* NULL: the job is a forward */
     kt_queue *queue;
     ktq_job *next;
     int result;
-    atomic_uint pending; /* 0: no; otherwise 1 + kt_pool_forks() where it was submitted */
+    atomic_uint pending; /* 0: not pending; else 1 + kt_fork_epoch() at submission */
 };
 
 /* Whether the job is queued or running. In a forked child of the process that submitted it, it never runs. */
 static int is_pending(ktq_job *job) {
     unsigned since = atomic_load(&job->pending);
-    if (since == 0 || since == 1 + kt_pool_forks()) return since != 0;
+    if (since == 0 || since == 1 + kt_fork_epoch()) return since != 0;
     job->result = KTQ_EFORK;
     atomic_compare_exchange_strong(&job->pending, &since, 0);
     return 0;
@@ -50,10 +50,10 @@ static void *serve(void *argument) {
     return NULL;
 }
 
-static int new_job(ktq_job with, ktq_job **out) {
+static int new_job(ktq_job values, ktq_job **out) {
     ktq_job *job = malloc(sizeof *job);
     if (!job) return KTQ_ENOMEM;
-    *job = with;
+    *job = values;
     *out = job;
     return KTQ_OK;
 }
@@ -70,16 +70,16 @@ int ktq_copy_job_new(ktq_pool *pool, int64_t count, const ktq_rectangle *rectang
 
 void ktq_job_submit(void *argument) {
     ktq_job *job = argument;
-    ktq_job_wait(job); /* the same buffers */
-    kt_queue *queue = kt_pool_queue(job->pool, serve);
+    ktq_job_wait(job); /* an earlier run uses the same buffers */
+    kt_queue *queue = kt_start_queue(job->pool, serve);
     if (queue) {
         pthread_mutex_lock(&queue->lock);
         while (is_pending(job))
-            pthread_cond_wait(&queue->finished, &queue->lock); /* another thread submitted it, too */
+            pthread_cond_wait(&queue->finished, &queue->lock); /* another thread has submitted it meanwhile */
         if (!queue->stop) {
             job->queue = queue;
             job->next = NULL;
-            atomic_store(&job->pending, 1 + kt_pool_forks());
+            atomic_store(&job->pending, 1 + kt_fork_epoch());
             ktq_job **last = &queue->first;
             while (*last) last = &(*last)->next;
             *last = job;
@@ -89,7 +89,7 @@ void ktq_job_submit(void *argument) {
         }
         pthread_mutex_unlock(&queue->lock);
     }
-    job->result = run(job); /* no thread can be started: compute it now */
+    job->result = run(job); /* no thread can be started: run it now */
 }
 
 void ktq_job_wait(void *argument) {

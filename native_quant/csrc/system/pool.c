@@ -1,11 +1,11 @@
-/* Threads that wait for a job: awake for some microseconds after the last one, then asleep on a futex.
+/* Threads that wait for a job: they spin for some microseconds after the last job, then sleep on a futex.
  *
  *     caller                                       thread
  *     job, open = epoch = e; wake the sleepers     until epoch != seen: pause, later sleep
  *     work                                         inside += 1; if open: work; inside -= 1
  *     open = 0; until inside == 0: pause
  *
- * A thread that comes late finds open == 0 and touches nothing, so the caller never waits for one that still sleeps. */
+ * A late thread finds open == 0 and touches nothing, so the caller never waits for a sleeping thread. */
 #define _GNU_SOURCE /* sched_getcpu, syscall */
 #include <errno.h>
 #include <limits.h>
@@ -19,7 +19,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "place.h"
+#include "affinity.h"
 #include "pool.h"
 
 enum {
@@ -31,19 +31,20 @@ typedef struct {
     ktq_pool *pool;
     pthread_t thread;
     int group;
-    cpu_set_t place;
+    cpu_set_t cpus;
 } worker;
 
 struct ktq_pool {
     int groups, workers;
     worker *worker;
 
-    pthread_mutex_t busy; /* held from enter to leave */
-    int has_come;         /* the caller, to its place; before, it had the CPUs of `home` */
-    cpu_set_t home;
-    atomic_uint born_in;  /* which fork the threads belong to */
-    int running;          /* threads that exist, besides the caller */
-    int closing, closed;  /* takes no more jobs (guarded by `starting`); does no more (by `busy`) */
+    pthread_mutex_t busy; /* held from kt_pool_enter to kt_pool_leave */
+    int caller_is_pinned;
+    cpu_set_t caller_cpus;  /* CPUs of the caller before it was pinned */
+    atomic_uint fork_epoch; /* value of the global fork_epoch when the threads were started */
+    int running;            /* threads that exist, without the caller */
+    int closing;            /* accepts no more jobs; guarded by `starting` */
+    int closed;             /* runs no more jobs; guarded by `busy` */
 
     kt_work_fn *work;
     void *job;
@@ -52,22 +53,23 @@ struct ktq_pool {
     atomic_int sleepers, stop;
     _Alignas(64) atomic_int inside;
 
-    void *block;
-    size_t block_size;
+    void *memory;
+    size_t memory_size;
 
     kt_queue queue;
-    unsigned queue_born_in;
+    unsigned queue_fork_epoch;
 };
 
-/* Threads do not survive a fork. */
-static unsigned forks;
+/* Number of forks since the library was loaded. Threads do not survive a fork. */
+static unsigned fork_epoch;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 
-/* Held while threads of a child or of a queue are started; a child must not find it held. */
+/* Held while the threads of a child or of a queue are started. A child initializes it again, in case that another
+ * thread held it during the fork. */
 static pthread_mutex_t starting = PTHREAD_MUTEX_INITIALIZER;
 
 static void count_fork(void) {
-    forks++;
+    fork_epoch++;
     pthread_mutex_init(&starting, NULL);
 }
 
@@ -103,7 +105,7 @@ static void *run_thread(void *argument) {
         atomic_fetch_add(&pool->inside, 1);
         if (atomic_load(&pool->open)) pool->work(pool->job, self->group, (int)(self - pool->worker));
         atomic_fetch_sub(&pool->inside, 1);
-        kt_come_to(&self->place, &before); /* after `inside`: the caller does not wait for it */
+        kt_pin_caller(&self->cpus, &before); /* after `inside`: the caller does not wait for it */
     }
 }
 
@@ -116,13 +118,13 @@ static void stop_threads(ktq_pool *pool) {
     atomic_store(&pool->stop, 0);
 }
 
-static int start_quietly(pthread_t *thread, void *(*run)(void *), void *argument) {
-    static const int own[] = {SIGBUS, SIGSEGV, SIGILL, SIGFPE,
-                              SIGTRAP}; /* what a thread does to itself has its handlers */
-    sigset_t others, before;                                            /* all else is the callers' */
-    sigfillset(&others);
-    for (size_t i = 0; i < sizeof own / sizeof own[0]; i++) sigdelset(&others, own[i]);
-    pthread_sigmask(SIG_SETMASK, &others, &before);
+static int start_thread(pthread_t *thread, void *(*run)(void *), void *argument) {
+    /* The thread handles only signals that its own faults raise; all others go to the caller's threads. */
+    static const int faults[] = {SIGBUS, SIGSEGV, SIGILL, SIGFPE, SIGTRAP};
+    sigset_t blocked, before;
+    sigfillset(&blocked);
+    for (size_t i = 0; i < sizeof faults / sizeof faults[0]; i++) sigdelset(&blocked, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &blocked, &before);
     int error = pthread_create(thread, NULL, run, argument);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     return error;
@@ -135,25 +137,25 @@ static int start_threads(ktq_pool *pool) {
     atomic_store(&pool->inside, 0);
     pool->running = 0;
     for (int i = 1; i < pool->workers; i++) {
-        worker *one = &pool->worker[i];
-        if (start_quietly(&one->thread, run_thread, one) != 0) {
+        worker *worker = &pool->worker[i];
+        if (start_thread(&worker->thread, run_thread, worker) != 0) {
             stop_threads(pool);
             return KTQ_ESYSTEM;
         }
         pool->running = i;
-        kt_send_to(&one->place, one->thread);
+        kt_pin_thread(&worker->cpus, worker->thread);
     }
-    atomic_store(&pool->born_in, forks); /* last: who sees it may lock `busy` */
+    atomic_store(&pool->fork_epoch, fork_epoch); /* last, because a thread that sees it may lock `busy` */
     return KTQ_OK;
 }
 
-/* In a child: `busy` may be held by a thread that is not there, and only one of the callers may replace it. */
+/* In a forked child, a thread of the parent may have held `busy`. Only one of the callers may initialize it again. */
 static int start_after_fork(ktq_pool *pool) {
     int error = KTQ_OK;
     pthread_mutex_lock(&starting);
     if (pool->closing) {
         error = KTQ_ECLOSED;
-    } else if (atomic_load(&pool->born_in) != forks) {
+    } else if (atomic_load(&pool->fork_epoch) != fork_epoch) {
         pthread_mutex_init(&pool->busy, NULL);
         error = start_threads(pool);
     }
@@ -177,24 +179,24 @@ int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool *
         workers += threads[g];
     }
     ktq_pool *pool = aligned_alloc(64, (sizeof *pool + 63) / 64 * 64);
-    worker *all = calloc((size_t)workers, sizeof *all);
-    if (!pool || !all) {
+    worker *new_workers = calloc((size_t)workers, sizeof *new_workers);
+    if (!pool || !new_workers) {
         free(pool);
-        free(all);
+        free(new_workers);
         return KTQ_ENOMEM;
     }
     memset(pool, 0, sizeof *pool);
-    *pool = (ktq_pool){.groups = groups, .workers = workers, .worker = all};
+    *pool = (ktq_pool){.groups = groups, .workers = workers, .worker = new_workers};
     pthread_mutex_init(&pool->busy, NULL);
     for (int g = 0, i = 0; g < groups; g++)
         for (int j = 0; j < threads[g]; j++, i++) {
-            const uint8_t *own = cpus ? cpus + (size_t)i * KTQ_CPU_BYTES : NULL;
-            all[i] = (worker){.pool = pool, .group = g, .place = kt_place_of(own)};
+            const uint8_t *bits = cpus ? cpus + (size_t)i * KTQ_CPU_BYTES : NULL;
+            new_workers[i] = (worker){.pool = pool, .group = g, .cpus = kt_read_cpus(bits)};
         }
     pthread_once(&once, watch_forks);
     int error = start_threads(pool);
     if (error) {
-        free(all);
+        free(new_workers);
         free(pool);
         return error;
     }
@@ -204,12 +206,12 @@ int ktq_pool_new(int groups, const int *threads, const uint8_t *cpus, ktq_pool *
 
 void ktq_pool_close(ktq_pool *pool) {
     pthread_mutex_lock(&starting);
-    int was_closing = pool->closing, has_queue = pool->queue.started && pool->queue_born_in == forks;
+    int was_closing = pool->closing, has_queue = pool->queue.started && pool->queue_fork_epoch == fork_epoch;
     pool->closing = 1;
     pthread_mutex_unlock(&starting);
     if (was_closing) return;
     if (has_queue) stop_queue(&pool->queue);
-    if (atomic_load(&pool->born_in) != forks) return;
+    if (atomic_load(&pool->fork_epoch) != fork_epoch) return;
     pthread_mutex_lock(&pool->busy);
     pool->closed = 1;
     stop_threads(pool);
@@ -219,30 +221,30 @@ void ktq_pool_close(ktq_pool *pool) {
 void ktq_pool_free(ktq_pool *pool) {
     if (!pool) return;
     ktq_pool_close(pool);
-    if (pool->block) munmap(pool->block, pool->block_size);
+    if (pool->memory) munmap(pool->memory, pool->memory_size);
     free(pool->worker);
     free(pool);
 }
 
-kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *)) {
+kt_queue *kt_start_queue(ktq_pool *pool, void *(*serve)(void *)) {
     kt_queue *queue = &pool->queue;
     pthread_mutex_lock(&starting);
-    if (!pool->closing && (!queue->started || pool->queue_born_in != forks)) {
+    if (!pool->closing && (!queue->started || pool->queue_fork_epoch != fork_epoch)) {
         *queue = (kt_queue){.started = 0};
         pthread_mutex_init(&queue->lock, NULL);
         pthread_cond_init(&queue->submitted, NULL);
         pthread_cond_init(&queue->finished, NULL);
-        pool->queue_born_in = forks;
-        queue->started = start_quietly(&queue->thread, serve, queue) == 0;
-        if (queue->started) kt_send_to(&pool->worker[0].place, queue->thread);
+        pool->queue_fork_epoch = fork_epoch;
+        queue->started = start_thread(&queue->thread, serve, queue) == 0;
+        if (queue->started) kt_pin_thread(&pool->worker[0].cpus, queue->thread);
     }
-    int is_there = queue->started && !pool->closing;
+    int is_usable = queue->started && !pool->closing;
     pthread_mutex_unlock(&starting);
-    return is_there ? queue : NULL;
+    return is_usable ? queue : NULL;
 }
 
-unsigned kt_pool_forks(void) {
-    return forks;
+unsigned kt_fork_epoch(void) {
+    return fork_epoch;
 }
 
 int kt_pool_groups(const ktq_pool *pool) {
@@ -254,7 +256,7 @@ int kt_pool_workers(const ktq_pool *pool) {
 }
 
 int kt_pool_enter(ktq_pool *pool) {
-    if (atomic_load(&pool->born_in) != forks) {
+    if (atomic_load(&pool->fork_epoch) != fork_epoch) {
         int error = start_after_fork(pool);
         if (error) return error;
     }
@@ -263,14 +265,14 @@ int kt_pool_enter(ktq_pool *pool) {
         pthread_mutex_unlock(&pool->busy);
         return KTQ_ECLOSED;
     }
-    const cpu_set_t *place = &pool->worker[0].place;
+    const cpu_set_t *cpus = &pool->worker[0].cpus;
     int cpu = sched_getcpu();
-    pool->has_come = !(cpu >= 0 && CPU_ISSET(cpu, place)) && kt_come_to(place, &pool->home);
+    pool->caller_is_pinned = !(cpu >= 0 && CPU_ISSET(cpu, cpus)) && kt_pin_caller(cpus, &pool->caller_cpus);
     return KTQ_OK;
 }
 
 void kt_pool_leave(ktq_pool *pool) {
-    if (pool->has_come) kt_go_back(&pool->worker[0].place, &pool->home);
+    if (pool->caller_is_pinned) kt_unpin_caller(&pool->worker[0].cpus, &pool->caller_cpus);
     pthread_mutex_unlock(&pool->busy);
 }
 
@@ -288,17 +290,17 @@ void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job) {
     }
 }
 
-void *kt_pool_block(ktq_pool *pool, size_t size, size_t keep) {
-    if (size <= pool->block_size) return pool->block;
+void *kt_pool_memory(ktq_pool *pool, size_t size, size_t keep) {
+    if (size <= pool->memory_size) return pool->memory;
     size = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
     void *block = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (block == MAP_FAILED) return NULL;
     madvise(block, size, MADV_HUGEPAGE);
-    void *old = pool->block;
-    size_t old_size = pool->block_size;
+    void *old = pool->memory;
+    size_t old_size = pool->memory_size;
     if (keep) memcpy(block, old, keep);
-    pool->block = block; /* before the old one goes: another thread may fork */
-    pool->block_size = size;
+    pool->memory = block; /* before the old memory is unmapped, because another thread may fork */
+    pool->memory_size = size;
     if (old) munmap(old, old_size);
     return block;
 }

@@ -15,21 +15,22 @@ typedef void kt_work_fn(void *job, int group, int worker);
 int kt_pool_groups(const ktq_pool *pool);
 int kt_pool_workers(const ktq_pool *pool);
 
-/* Takes the pool for one job at a time, and starts its threads in a child made by fork(). KTQ_ESYSTEM: they cannot be
-   started, which is tried again next time; KTQ_ECLOSED. */
+/* Locks the pool for one job, and starts its threads in a child made by fork(). KTQ_ESYSTEM: the threads cannot be
+   started (the next call tries again). KTQ_ECLOSED: the pool is closed. */
 int kt_pool_enter(ktq_pool *pool);
 void kt_pool_leave(ktq_pool *pool);
 
-/* Between enter and leave: work(job, ...) in every thread that is awake in time, the caller among them; returns when
-   none is in it any more. A thread may join late or never: those present must be able to finish the job. */
+/* Runs work(job, ...) in the caller and in every thread that wakes up in time, and returns when all of them are done.
+   Call it between enter and leave. A thread may join late or never, so any number of threads must be able to finish the
+   job. */
 void kt_pool_run(ktq_pool *pool, kt_work_fn *work, void *job);
 
-/* Between enter and leave: a block of at least `size` bytes, on a boundary of 64, that is kept between jobs. If it has
-   to move, its first `keep` bytes move with it. NULL: no memory. */
-void *kt_pool_block(ktq_pool *pool, size_t size, size_t keep);
+/* Returns the pool's memory, at least `size` bytes on a boundary of 64, which stays allocated between jobs. Call it
+   between enter and leave. If the memory has to move, its first `keep` bytes move with it. NULL: out of memory. */
+void *kt_pool_memory(ktq_pool *pool, size_t size, size_t keep);
 
 /* Number of forks between the process that loaded the library and this one. */
-unsigned kt_pool_forks(void);
+unsigned kt_fork_epoch(void);
 
 /* The submitted jobs of a pool and the thread that takes them (job.c). */
 typedef struct {
@@ -39,8 +40,8 @@ typedef struct {
     int started, stop;
     pthread_t thread;
 } kt_queue;
-/* Starts the thread if it is not there (or was left behind by fork()); NULL: the system refused, or the pool is being
- * closed. */
-kt_queue *kt_pool_queue(ktq_pool *pool, void *(*serve)(void *));
+/* Returns the pool's queue, after starting its thread if it is not running (as in a forked child). NULL: the system
+ * refused, or the pool is being closed. */
+kt_queue *kt_start_queue(ktq_pool *pool, void *(*serve)(void *));
 
 #endif

@@ -1,4 +1,4 @@
-/* Reading memory and nothing else: the ceiling of whatever reads its weights once. */
+/* Reads memory and computes next to nothing: an upper bound of the speed of code that reads its weights once. */
 #include <string.h>
 
 #include "ktq.h"
@@ -6,18 +6,18 @@
 enum {
     LINE = 64,
     STEP = 4 * LINE,
-    AHEAD = 2048, /* bytes: each stream is fetched so far ahead */
+    AHEAD = 2048, /* distance in bytes at which each stream is prefetched */
 };
 
-/* The beginning of a line; `size` bytes of it are there. */
+/* The first 8 bytes of a line that has only `size` bytes. */
 static inline __attribute__((always_inline)) uint64_t word(const char *at, size_t size) {
     uint64_t bits = 0;
     memcpy(&bits, at, size < sizeof bits ? size : sizeof bits);
     return bits;
 }
 
-/* `streams` is a constant where this is called: the inner loops have no branches. A word of each line is enough, and
-   more loads would be slower: 16 bytes each take 6 % longer. */
+/* Callers pass a constant for `streams`, so that the inner loops have no branches. One word of each line is enough:
+   loads of 16 bytes take 6 % longer. */
 static inline __attribute__((always_inline)) uint64_t read_parts(const char *from, size_t part, int streams) {
     uint64_t sum[STEP / LINE] = {0};
     for (size_t at = 0; at < part; at += STEP)

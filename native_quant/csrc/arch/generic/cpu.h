@@ -6,16 +6,15 @@
 
 typedef fenv_t kt_fp_state;
 
-/* The floating-point state in which the numerics are defined: round to nearest, subnormals kept. kt_enter returns what
-   was set, kt_leave puts it back. */
+/* The floating-point state in which the numerics are defined: round to nearest, subnormals kept. kt_enter returns
+   the previous state, kt_leave restores it. */
 static inline kt_fp_state kt_enter(void) {
     kt_fp_state before;
     fegetenv(&before);
     fesetenv(FE_DFL_ENV);
     return before;
 }
-/* Standard C cannot ask for subnormals to be 0, as kt-kernel has them: the forward keeps them, and may differ by as
- * much. */
+/* Standard C cannot flush subnormals to 0, as kt-kernel does: the forward keeps them, and may differ by as much. */
 static inline kt_fp_state kt_enter_forward(void) {
     return kt_enter();
 }

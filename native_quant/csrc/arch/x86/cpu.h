@@ -8,13 +8,13 @@ enum { KT_MXCSR = 0x1f80, KT_MXCSR_FORWARD = 0x9fc0 };
 typedef unsigned kt_fp_state;
 
 /* The floating-point state in which the numerics are defined: round to nearest, subnormals kept. Some libraries switch
-   FTZ/DAZ on for the whole process when they are loaded; kt_enter returns what was set, kt_leave puts it back. */
+   FTZ/DAZ on for the whole process when they are loaded. kt_enter returns the previous state, kt_leave restores it. */
 static inline kt_fp_state kt_enter(void) {
     kt_fp_state before = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(KT_MXCSR);
     return before;
 }
-/* That of the forward: as in kt-kernel, subnormals are 0 (FTZ and DAZ). */
+/* Sets the state of the forward: as in kt-kernel, subnormals are 0 (FTZ and DAZ). */
 static inline kt_fp_state kt_enter_forward(void) {
     kt_fp_state before = __builtin_ia32_stmxcsr();
     __builtin_ia32_ldmxcsr(KT_MXCSR_FORWARD);

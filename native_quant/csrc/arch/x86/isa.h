@@ -1,11 +1,11 @@
-/* The instruction sets of x86-64: the name and what the compiler may emit for it, side by side with what cpu.c checks.
+/* The instruction sets of x86-64: their names, the compiler's target attributes, and what cpu.c checks for each.
  * A function that uses an instruction set carries its attribute; no file is ever compiled with -m<something>. */
 #ifndef KT_ISA_H
 #define KT_ISA_H
 
 #define KT_ARCH_X86
 
-/* Worst first, each with the one that it contains. "avx512" is the Skylake-X set: no VNNI, no VBMI. */
+/* Worst first, each with the set that it contains. "avx512" is the Skylake-X set: no VNNI, no VBMI. */
 #define KT_ISAS(X) \
     X(scalar, scalar) X(avx2, scalar) X(avxvnni, avx2) X(avx512, avx2) X(avx512vnni, avx512) X(avx512bf16, avx512vnni) \
     X(amx, avx512bf16)

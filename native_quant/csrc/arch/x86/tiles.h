@@ -1,8 +1,8 @@
-/* AMX tiles as eight statements. A tile is 16 rows of 64 bytes; its number, 0 to 7, is written as a literal.
+/* Instructions for AMX tiles. A tile is 16 rows of 64 bytes; its number, 0 to 7, must be a literal.
  *
- * Own asm rather than <immintrin.h>: gcc 12 tells the compiler that _tile_loadconfig reads 8 bytes (so that it drops
- * stores to the other 56, and ldtilecfg faults) and that _tile_loadd reads none (so that it may move a store past it).
- */
+ * This is inline assembly instead of <immintrin.h>, because gcc 12 tells the compiler that _tile_loadconfig reads 8
+ * bytes (so that it drops stores to the other 56, and ldtilecfg faults) and that _tile_loadd reads none (so that it may
+ * move a store past it). */
 #ifndef KT_TILES_H
 #define KT_TILES_H
 
@@ -23,15 +23,15 @@ _Static_assert(sizeof(kt_tile_config) == 64, "ldtilecfg reads 64 bytes");
 #define KT_TRAP "ud2\n\t"
 #endif
 
-/* Begins the use of tiles; all are zero then. config: a pointer. */
+/* Begins the use of tiles, and sets them to zero. config: a pointer. */
 #define KT_TILES_CONFIGURE(config) __asm__ volatile(KT_TRAP "ldtilecfg %0" ::"m"(*(const kt_tile_config *)(config)))
-/* Ends it, so that the kernel need not save 8 KiB when it switches threads. */
+/* Ends the use of tiles, so that the operating system need not save 8 KiB when it switches threads. */
 #define KT_TILES_RELEASE() __asm__ volatile(KT_TRAP "tilerelease")
 #define KT_TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 /* stride: bytes from row to row. */
 #define KT_TILE_LOAD(tile, from, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
-/* For what is not read again soon: it is not to take another line's place in L1. */
+/* For data that is not read again soon, so that it does not evict other lines from L1. */
 #define KT_TILE_LOAD_PAST_L1(tile, from, stride) \
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile ::"r"(from), "r"((int64_t)(stride)) : "memory")
 #define KT_TILE_STORE(tile, to, stride) \

@@ -11,7 +11,7 @@
 #define div_ps OF_WIDTH(div_ps)
 #define fmadd_ps OF_WIDTH(fmadd_ps)   /* a * b + c, rounded once */
 #define fnmadd_ps OF_WIDTH(fnmadd_ps) /* c - a * b, rounded once */
-#define min_ps OF_WIDTH(min_ps)       /* min and max give the second operand where one is NaN */
+#define min_ps OF_WIDTH(min_ps)       /* min and max return the second operand if one is NaN */
 #define max_ps OF_WIDTH(max_ps)
 #define set1_ps OF_WIDTH(set1_ps)
 #define setzero_ps OF_WIDTH(setzero_ps)
@@ -82,7 +82,7 @@
 #define half_unpacklo_epi16 OF_HALF(unpacklo_epi16)
 #define half_unpackhi_epi16 OF_HALF(unpackhi_epi16)
 
-/* The same 16 bytes in each 128 bits; the lower or the upper bytes of 16 words. */
+/* Repeats 16 bytes in each 128 bits; load_repeated_bytes: the lower or the upper bytes of 16 words. */
 #define load_repeated(p) repeated(_mm_loadu_si128((const __m128i *)(p)))
 TARGET static inline ints load_repeated_bytes(const uint16_t *words, int upper) {
     __m128i a = _mm_loadu_si128((const __m128i *)words), b = _mm_loadu_si128((const __m128i *)words + 1);
@@ -91,15 +91,15 @@ TARGET static inline ints load_repeated_bytes(const uint16_t *words, int upper) 
     return repeated(_mm_packus_epi16(_mm_and_si128(a, low), _mm_and_si128(b, low)));
 }
 
-/* Each block of 4 x 4 words that shares 128 bits, transposed: turned[q] has in 128 bits number l word 4l + q of
-   w[0..3]. */
-TARGET static inline void turn_blocks(const ints *w, ints *turned) {
+/* Transposes each block of 4 x 4 words that shares 128 bits: 128 bits number l of transposed[q] are word 4l + q of
+ * w[0..3]. */
+TARGET static inline void transpose_blocks(const ints *w, ints *transposed) {
     ints low01 = OF_WIDTH(unpacklo_epi32)(w[0], w[1]), high01 = OF_WIDTH(unpackhi_epi32)(w[0], w[1]);
     ints low23 = OF_WIDTH(unpacklo_epi32)(w[2], w[3]), high23 = OF_WIDTH(unpackhi_epi32)(w[2], w[3]);
-    turned[0] = OF_WIDTH(unpacklo_epi64)(low01, low23);
-    turned[1] = OF_WIDTH(unpackhi_epi64)(low01, low23);
-    turned[2] = OF_WIDTH(unpacklo_epi64)(high01, high23);
-    turned[3] = OF_WIDTH(unpackhi_epi64)(high01, high23);
+    transposed[0] = OF_WIDTH(unpacklo_epi64)(low01, low23);
+    transposed[1] = OF_WIDTH(unpackhi_epi64)(low01, low23);
+    transposed[2] = OF_WIDTH(unpacklo_epi64)(high01, high23);
+    transposed[3] = OF_WIDTH(unpackhi_epi64)(high01, high23);
 }
 
 #endif

@@ -12,7 +12,7 @@
 enum { LANES = 8, VECTOR_BYTES = 32, REGISTERS = 16 };
 
 typedef __m256 floats;
-typedef __m256i ints, mask; /* mask: all bits of a lane, or none */
+typedef __m256i ints, mask; /* mask: all bits of a lane are equal */
 typedef __m128i half_ints;
 
 #define OF_WIDTH(name) _mm256_##name
@@ -22,7 +22,7 @@ typedef __m128i half_ints;
 #define repeated _mm256_broadcastsi128_si256
 #include "vectors.h"
 
-#define FETCH_AHEAD(p) _mm_prefetch((const char *)(p), _MM_HINT_T1) /* rows that come next */
+#define FETCH_AHEAD(p) _mm_prefetch((const char *)(p), _MM_HINT_T1) /* for the next rows */
 
 #define castsi_ps _mm256_castsi256_ps
 #define fetch(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
@@ -109,11 +109,11 @@ TARGET static inline uint16_t reduce_max_epu16(ints x) {
 
 /* out[i], word j = in[j], word i. */
 TARGET static inline void transpose_words(const ints *in, ints *out) {
-    ints turned[2][4];
-    for (int g = 0; g < 2; g++) turn_blocks(in + 4 * g, turned[g]);
+    ints transposed[2][4];
+    for (int g = 0; g < 2; g++) transpose_blocks(in + 4 * g, transposed[g]);
     for (int q = 0; q < 4; q++) {
-        out[q] = _mm256_permute2x128_si256(turned[0][q], turned[1][q], 0x20);
-        out[4 + q] = _mm256_permute2x128_si256(turned[0][q], turned[1][q], 0x31);
+        out[q] = _mm256_permute2x128_si256(transposed[0][q], transposed[1][q], 0x20);
+        out[4 + q] = _mm256_permute2x128_si256(transposed[0][q], transposed[1][q], 0x31);
     }
 }
 

@@ -14,7 +14,7 @@ enum { LANES = 16, VECTOR_BYTES = 64, REGISTERS = 32 };
 typedef __m512 floats;
 typedef __m512i ints;
 typedef __m256i half_ints;
-typedef __mmask64 mask; /* a bit of each lane */
+typedef __mmask64 mask; /* one bit for each lane */
 
 #define OF_WIDTH(name) _mm512_##name
 #define OF_HALF(name) _mm256_##name
@@ -23,8 +23,8 @@ typedef __mmask64 mask; /* a bit of each lane */
 #define repeated _mm512_broadcast_i32x4
 #include "vectors.h"
 
-/* Rows that come next: into L1, from where they move on to L2: prefetches into L2 alone are partly dropped while many
-   are on their way (Emerald Rapids: 64 KiB that were all asked for came from L2 at a third of its speed). */
+/* Prefetches the next rows into L1, from where they are evicted to L2: with many prefetches in flight, those into L2
+   are partly dropped (Emerald Rapids: 64 KiB that had been prefetched were read at a third of L2's speed). */
 #define FETCH_AHEAD(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
 
 #define castsi_ps _mm512_castsi512_ps
@@ -107,19 +107,19 @@ TARGET static inline void transpose_lanes(int step, const ints *in, ints *out) {
 /* out[i], word j = in[j], word i. Two rounds of interleaving 32- and 64-bit items turn each 4 x 4 block of words that
    shares a lane; two rounds of moving lanes bring those of one column together. */
 TARGET static inline void transpose_words(const ints *in, ints *out) {
-    ints turned[16];
-    for (int g = 0; g < 16; g += 4) turn_blocks(in + g, turned + g);
-    for (int q = 0; q < 4; q++) transpose_lanes(4, turned + q, out + q);
+    ints transposed[16];
+    for (int g = 0; g < 16; g += 4) transpose_blocks(in + g, transposed + g);
+    for (int q = 0; q < 4; q++) transpose_lanes(4, transposed + q, out + q);
 }
 
 /* The same of items of 64 bits. */
 TARGET static inline void transpose_double_words(const ints *in, ints *out) {
-    ints turned[8];
+    ints transposed[8];
     for (int i = 0; i < 8; i += 2) {
-        turned[i] = _mm512_unpacklo_epi64(in[i], in[i + 1]);
-        turned[i + 1] = _mm512_unpackhi_epi64(in[i], in[i + 1]);
+        transposed[i] = _mm512_unpacklo_epi64(in[i], in[i + 1]);
+        transposed[i + 1] = _mm512_unpackhi_epi64(in[i], in[i + 1]);
     }
-    for (int i = 0; i < 2; i++) transpose_lanes(2, turned + i, out + i);
+    for (int i = 0; i < 2; i++) transpose_lanes(2, transposed + i, out + i);
 }
 
 #endif

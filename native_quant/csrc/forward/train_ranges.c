@@ -1,10 +1,13 @@
-/* The slices of a step of training, which a pool's workers take one after the other. */
+/* The ranges of a training step, which a pool's workers claim one by one. */
 #include "train.h"
 
-enum { TOKENS = 16, OUTER = 16 /* panels of a factor's gradient */ };
+enum {
+    TOKENS = 16,        /* tokens of a range */
+    FACTOR_PANELS = 16, /* panels of a factor's gradient in a range */
+};
 
-static void add(kt_training *t, int group, kt_slice slice) {
-    t->slice[t->end[group]++] = slice;
+static void add(kt_training *t, int group, kt_range range) {
+    t->ranges[t->end[group]++] = range;
 }
 
 static void begin_group(kt_training *t, int group) {
@@ -12,9 +15,9 @@ static void begin_group(kt_training *t, int group) {
     t->group[group].next = t->end[group];
 }
 
-static void add_range(kt_training *t, int group, int64_t bucket, int64_t part, int64_t count, int64_t step) {
+static void add_range(kt_training *t, int group, int64_t bucket, int64_t slice, int64_t count, int64_t step) {
     for (int64_t i = 0; i < count; i += step)
-        add(t, group, (kt_slice){bucket, part, i, count - i < step ? count - i : step});
+        add(t, group, (kt_range){bucket, slice, i, count - i < step ? count - i : step});
 }
 
 static void work(void *argument, int group, int worker) {
@@ -23,7 +26,7 @@ static void work(void *argument, int group, int worker) {
     for (int g = 0, next; g < t->pass.groups; g++) {
         int at = (group + g) % t->pass.groups;
         while ((next = (int)atomic_fetch_add_explicit(&t->group[at].next, 1, memory_order_relaxed)) < t->end[at])
-            t->step(t, &t->slice[next], &t->scratch[worker]);
+            t->step(t, &t->ranges[next], &t->scratch[worker]);
     }
     kt_leave(state);
 }
@@ -41,13 +44,12 @@ void kt_run_blocks(ktq_pool *pool, kt_training *t, kt_step *step) {
     run(pool, t, step);
 }
 
-/* Panels of each part, those of a part by its group first: `panels` of them, or 0: as many as the part has. */
-void kt_run_panels(ktq_pool *pool, kt_training *t, int64_t parts, int64_t panels, kt_step *step) {
+void kt_run_panels(ktq_pool *pool, kt_training *t, int64_t slices, int64_t panels, kt_step *step) {
     for (int g = 0; g < t->pass.groups; g++) {
         begin_group(t, g);
-        for (int64_t part = g; part < parts; part += t->pass.groups)
+        for (int64_t slice = g; slice < slices; slice += t->pass.groups)
             for (int64_t b = 0; b < t->pass.buckets; b++)
-                add_range(t, g, b, part, panels ? panels : t->moe->width[part] / KT_PANEL_ROWS, KT_TURNED);
+                add_range(t, g, b, slice, panels ? panels : t->moe->width[slice] / KT_PANEL_ROWS, KT_STEP_PANELS);
     }
     run(pool, t, step);
 }
@@ -64,15 +66,15 @@ void kt_run_factors(ktq_pool *pool, kt_training *t) {
     for (int g = 0; g < t->pass.groups; g++) {
         begin_group(t, g);
         for (int64_t b = 0; !g && b < t->pass.buckets; b++)
-            for (int64_t i = 0; i < 2 * KT_PROJECTIONS; i++) {
-                int of_hidden = (i / 2 == KT_PROJECTION_DOWN) == i % 2;
-                add_range(t, g, b, i, (of_hidden ? t->moe->hidden : t->columns) / KT_PANEL_ROWS, OUTER);
+            for (int64_t i = 2 * kt_first_projection(t); i < 2 * KT_PROJECTIONS; i++) {
+                int is_hidden = (i / 2 == KT_PROJECTION_DOWN) == i % 2;
+                add_range(t, g, b, i, (is_hidden ? t->moe->hidden : t->columns) / KT_PANEL_ROWS, FACTOR_PANELS);
             }
     }
     run(pool, t, kt_factor_gradient);
 }
 
-int64_t kt_most_slices(const kt_training *t) {
-    int64_t panels = t->columns / KT_PANEL_ROWS + (t->moe->parts + 1) * (t->moe->hidden / KT_PANEL_ROWS + 1);
-    return t->call->tokens + t->pass.rows + t->pass.buckets * 2 * KT_PROJECTIONS * (panels + t->moe->parts);
+int64_t kt_max_ranges(const kt_training *t) {
+    int64_t panels = t->columns / KT_PANEL_ROWS + (t->moe->slices + 1) * (t->moe->hidden / KT_PANEL_ROWS + 1);
+    return t->call->tokens + t->pass.rows + t->pass.buckets * 2 * KT_PROJECTIONS * (panels + t->moe->slices);
 }
