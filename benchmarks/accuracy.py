@@ -91,12 +91,12 @@ def quantize_by_gptq(output_format: Format, bits: Any, inputs: F32) -> F32:
     stored = [np.empty(tensor.nbytes, np.uint8) for tensor in output_format.encoding.tensors(n, k)]
     importance = torch.diagonal(hessian.sum).numpy().copy()
     quantize(output_format.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
-    scale = output_format.encoding.scales(stored[-1], n, k)
+    scale = output_format.encoding.unpack_scales(stored[-1], n, k)
     code_range, wide = output_format.encoding.grid.code_range, code_steps(output_format.encoding, scale)
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)
-    values = gptq.compensate(weight, gptq.factorize(hessian, DAMPENING), wide, code_range).values
+    values = gptq.round_columns(weight, gptq.factorize_hessian(hessian, DAMPENING), wide, code_range)
     ((_, tensors),) = pack_linear(
-        output_format.encoding, (0, "gate"), gptq.codes(values, wide, code_range), scale, Slicing(0, k, n)
+        output_format.encoding, (0, "gate"), gptq.find_codes(values, wide, code_range), scale, Slicing(0, k, n)
     )
     return output_format.encoding.decode(tensors, n, k, slice(None))
 

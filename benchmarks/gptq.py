@@ -51,28 +51,32 @@ def measure_expert(hidden: int, width: int, method: str, rounds: int) -> dict[st
     for rows, columns, shared in ((2 * width, hidden, True), (hidden, width, False)):
         inputs, weight = random_hessian(columns), (0.02 * torch.randn(rows, columns)).bfloat16()
         groups = weight.float().abs().reshape(rows, -1, grid.group or columns).amax(2) / grid.high
-        scale = torch.exp2(torch.ceil(torch.log2(groups))) if grid.scales == "U8" else groups.bfloat16().float()
-        factor = gptq.factorize(inputs, DAMPENING)
+        scale = torch.exp2(torch.ceil(torch.log2(groups))) if grid.scale_dtype == "U8" else groups.bfloat16().float()
+        factor = gptq.factorize_hessian(inputs, DAMPENING)
         metric = descent.make_metric(inputs, factor, DAMPENING)
-        row_factor = predictions.factorize(predictions.middle_information(outputs, down, slopes) if shared else outputs)
+        row_factor = predictions.factorize_information(
+            predictions.gate_up_information(outputs, down, slopes) if shared else outputs
+        )
 
         def plain(weight: Any, numbers: Any = slice(None), scale: Any = scale, factor: Any = factor) -> Any:
-            values = gptq.compensate(weight, factor, scale[numbers], grid.code_range).values
-            return descent.CodesAndScales(gptq.codes(values, scale[numbers], grid.code_range), scale[numbers])
+            values = gptq.round_columns(weight, factor, scale[numbers], grid.code_range)
+            return descent.CodesAndScales(gptq.find_codes(values, scale[numbers], grid.code_range), scale[numbers])
 
         def descent_step(weight: Any, numbers: Any = slice(None), scale: Any = scale, metric: Any = metric) -> Any:
-            return descent.choose(weight, metric, scale[numbers], grid)
+            return descent.choose_codes(weight, metric, scale[numbers], grid)
 
         def full(weight: Any, row_factor: Any = row_factor, descent_step: Any = descent_step) -> Any:
-            return predictions.round_in_turn(weight, row_factor, descent_step)
+            return predictions.round_rows(weight, row_factor, descent_step)
 
         for name, step in (("plain", plain), ("descent", descent_step), ("full", full)):
             seconds[name] += time_call(functools.partial(step, weight), rounds)
         if shared:  # each expert has a factor of its own
-            information = functools.partial(predictions.middle_information, outputs, down, slopes)
-            seconds["full"] += time_call(lambda information=information: predictions.factorize(information()), rounds)
+            information = functools.partial(predictions.gate_up_information, outputs, down, slopes)
+            seconds["full"] += time_call(
+                lambda information=information: predictions.factorize_information(information()), rounds
+            )
         else:
-            extra = time_call(functools.partial(gptq.factorize, inputs, DAMPENING), rounds)
+            extra = time_call(functools.partial(gptq.factorize_hessian, inputs, DAMPENING), rounds)
             seconds = {name: total + extra for name, total in seconds.items()}
             extra = time_call(functools.partial(descent.make_metric, inputs, factor, DAMPENING), rounds)
             seconds |= {name: seconds[name] + extra for name in ("descent", "full")}

@@ -2,10 +2,10 @@
 
 GPTQ (Frantar et al., 2022, arXiv 2210.17323) rounds a linear column by column and corrects the remaining columns by the
 inverse of H = 2 X X^T over the inputs X of calibration. Rows are independent of each other: linears that read the same
-inputs share one H and one factor, and are quantized as one tall matrix, to the same bits. Columns are taken in order of
-falling diag(H) ("static" activation order), which does not change the stored format. The three steps together are
-llmcompressor's quantize_weight bit for bit; the caller provides codes, range and scales, so that any symmetric format
-with one scale per group of columns, or per row, can be compensated.
+inputs share one H and one factor, and are quantized as one tall matrix, to the same bits. Columns are rounded in the
+order of falling diag(H) ("static" activation order), which does not change the stored format. The three steps together
+compute the same bits as llmcompressor's quantize_weight. The caller provides codes, range and scales, so that the steps
+support any symmetric format with one scale per group of columns, or per row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NotFinite(ValueError):
 
 @dataclass
 class Hessian:
-    """Sum of 2 x x^T over calibration inputs, float32 [k, k], and the number of batches in it."""
+    """Sum of 2 x x^T over calibration inputs, float32 [k, k], and the number of batches."""
 
     sum: torch.Tensor
     batches: int = 0
@@ -48,13 +48,13 @@ class Hessian:
     def add(self, inputs: torch.Tensor, shares: torch.Tensor | None = None) -> None:
         """Add a batch of inputs [T, k]; T may be 0, which counts as a batch too, as in llmcompressor.
 
-        shares  [T], factors of the inputs: the errors of a token count by the square of its share
+        shares  [T], factors of the inputs; a token's errors are weighted by the square of its share
         """
         import torch
 
         self.batches += 1
         if len(inputs):
-            # Take the root before the product, as the library does, for the same bits.
+            # Multiply by the root before the product, as the library does, for the same bits.
             x = math.sqrt(2) * inputs.t().to(self.sum.device, torch.float32)
             if shares is not None:
                 x *= shares.to(x)
@@ -70,8 +70,8 @@ class Factor:
 
     order      int64 [k], the columns in the order in which they are quantized
     upper      float32 [k, k], in that order: the upper Cholesky factor of the inverse of the dampened Hessian
-    dead       bool [k], by column: all inputs were 0, so that weights count as 0
-    fell_back  whether the Hessian could not be factorized; `upper` is the identity then, which rounds to nearest
+    dead       bool [k], whether all inputs of a column were 0, so that its weights count as 0
+    fell_back  whether the Hessian has no factor; then `upper` is the identity, which rounds to nearest
     """
 
     order: torch.Tensor
@@ -80,11 +80,11 @@ class Factor:
     fell_back: bool
 
 
-def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True) -> Factor:
+def factorize_hessian(hessian: Hessian, dampening: float, *, by_activation: bool = True) -> Factor:
     """Return the factor of the mean of 2 x x^T.
 
     dampening      fraction of mean(diag(H)) that is added to the diagonal
-    by_activation  whether columns are taken in order of falling diag(H); else from left to right
+    by_activation  whether columns are rounded in the order of falling diag(H); else from left to right
 
     Raises NotFinite for a Hessian that is not finite.
     """
@@ -105,7 +105,7 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
     torch.linalg.cholesky_ex(h, check_errors=False, out=(h, info))
     if not info.item():
         torch.cholesky_inverse(h, out=h)
-        # The inverse of an almost singular Hessian may have no factor, either; the library ends with an error.
+        # The inverse of an almost singular Hessian may have no factor either; the library ends with an error.
         torch.linalg.cholesky_ex(h, upper=True, check_errors=False, out=(h, info))
     fell_back = bool(info.item())
     if fell_back:
@@ -116,13 +116,13 @@ def factorize(hessian: Hessian, dampening: float, *, by_activation: bool = True)
 # --- compensation ---------------------------------------------------------------------------------
 
 
-def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
+def round_columns(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
     """Round a linear [n, k] to codes of this range column by column, compensating each error in the remaining columns.
 
     Returns the values, float32 [n, k]: code * scale, rounded to the dtype of the scales.
 
-    scale  BF16 or float32 [n, g], for g groups of k / g columns each: g = 1 is one scale per row. Where a scale is 0,
-           codes are 0.
+    scale  BF16 or float32 [n, g], for g groups of k / g columns each; g = 1 is one scale per row. If a scale is 0, the
+           codes of its group are 0
 
     Raises NotFinite for a loss that is not finite.
     """
@@ -134,26 +134,29 @@ def compensate(weight: torch.Tensor, factor: Factor, scale: torch.Tensor, code_r
     columns = weight.index_select(1, factor.order).to(torch.float32).masked_fill_(factor.dead[factor.order], 0)
     losses = torch.zeros(n, device=weight.device)
     for first in range(0, k, BLOCK):
-        block, left = slice(first, first + BLOCK), slice(first + BLOCK, k)
-        work = columns[:, block].contiguous()
-        value, error = torch.empty_like(work), torch.empty_like(work)
+        block = slice(first, first + BLOCK)
+        later = slice(first + BLOCK, k)
+        weights = columns[:, block].contiguous()
+        values = torch.empty_like(weights)
+        errors = torch.empty_like(weights)
         inverse = factor.upper[block, block].contiguous()
-        _compensate_block(Block(work, inverse, scale.index_select(1, column_groups[block]), value, error), code_range)
-        columns[:, block] = value
-        losses += error.square().sum(1) / 2
+        column_scales = scale.index_select(1, column_groups[block])
+        _round_block(Block(weights, inverse, column_scales, values, errors), code_range)
+        columns[:, block] = values
+        losses += errors.square().sum(1) / 2
         # A batch of one: for a plain product, the matrix library may use a different method with different bits.
-        columns[:, left] -= torch.bmm(error[None], factor.upper[None, block, left])[0]
+        columns[:, later] -= torch.bmm(errors[None], factor.upper[None, block, later])[0]
     loss = float(losses.sum())
     if not math.isfinite(loss):
         raise NotFinite(f"the loss of GPTQ is {loss}")
     return columns.index_select(1, torch.argsort(factor.order))
 
 
-def codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
-    """Return the codes, int8 [n, k], of values [n, k] with these scales [n, g]; their common dtype rounds the division.
+def find_codes(values: torch.Tensor, scale: torch.Tensor, code_range: CodeRange) -> torch.Tensor:
+    """Return the codes, int8 [n, k], of values [n, k] with these scales [n, g].
 
-    In float32 these are the codes that GPTQ chose. In BF16, as compressed-tensors derives them, one 8-bit code in 400
-    is a neighbour of the chosen one.
+    The division rounds to the common dtype of values and scales. In float32 the results are the codes that GPTQ chose.
+    In BF16, which compressed-tensors uses, one 8-bit code in 400 is a neighbour of the chosen one.
     """
     import torch
 
@@ -176,7 +179,7 @@ def _round_to_codes(quotient: torch.Tensor, code_range: CodeRange) -> torch.Tens
 
 
 def _replace_zeros(scale: torch.Tensor, k: int) -> torch.Tensor:
-    """Return the scales with 1 for 0: such a group holds only zeros and subnormal values, whose codes are 0."""
+    """Return the scales with 1 in place of 0: such a group has only zeros and subnormal values, whose codes are 0."""
     import torch
 
     if not scale.shape[1] or k % scale.shape[1]:
@@ -184,65 +187,69 @@ def _replace_zeros(scale: torch.Tensor, k: int) -> torch.Tensor:
     return torch.where(scale == 0, 1, scale)
 
 
-KINDS = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scales -> its name in the kernel
+DTYPES = {"torch.bfloat16": "bf16", "torch.float32": "f32"}  # dtype of the scales -> its name in the kernel
 LIBRARY_BITS = {CodeRange(-8, 7): 4, CodeRange(-128, 127): 8}  # ranges with a name in compressed-tensors
 
 
 class Block(NamedTuple):
-    """Columns of a block, float32 [n, b]: `work` holds their values and is overwritten; value and error are results.
+    """A block of b columns to round.
 
+    weights  float32 [n, b], the corrected weights; overwritten
     inverse  float32 [b, b], the block of Factor.upper
-    scale    of each column, BF16 or float32 [n, b]
+    scales   BF16 or float32 [n, b], the scale of each column
+    values   float32 [n, b], result: the rounded weights
+    errors   float32 [n, b], result: the errors to pass to later columns
     """
 
-    work: torch.Tensor
+    weights: torch.Tensor
     inverse: torch.Tensor
-    scale: torch.Tensor
-    value: torch.Tensor
-    error: torch.Tensor
+    scales: torch.Tensor
+    values: torch.Tensor
+    errors: torch.Tensor
 
 
-def _compensate_block(block: Block, code_range: CodeRange) -> None:
+def _round_block(block: Block, code_range: CodeRange) -> None:
     """Use our kernel on a CPU, elsewhere the library's if it knows the range (numerics.md, section 7)."""
     import torch
 
-    work, inverse, scale, value, error = block
-    if str(scale.dtype) not in KINDS:
-        raise ValueError(f"scales must be bfloat16 or float32, not {scale.dtype}")
-    if work.device.type == "cpu":
-        arrays = [x.detach().numpy() for x in (inverse, scale.float(), work, value, error)]
-        compensation.gptq_block(code_range, KINDS[str(scale.dtype)], *arrays, threads=torch.get_num_threads())
+    weights, inverse, scales, values, errors = block
+    if str(scales.dtype) not in DTYPES:
+        raise ValueError(f"scales must be bfloat16 or float32, not {scales.dtype}")
+    if weights.device.type == "cpu":
+        arrays = [x.detach().numpy() for x in (inverse, scales.float(), weights, values, errors)]
+        compensation.gptq_block(code_range, DTYPES[str(scales.dtype)], *arrays, threads=torch.get_num_threads())
     elif code_range in LIBRARY_BITS:
-        _compensate_block_by_library(block, code_range)
+        _round_block_by_library(block, code_range)
     else:
-        _compensate_block_by_torch(block, code_range)
+        _round_block_by_torch(block, code_range)
 
 
-def _compensate_block_by_library(block: Block, code_range: CodeRange) -> None:
+def _round_block_by_library(block: Block, code_range: CodeRange) -> None:
     """Run llmcompressor's own inner loop: Triton's if available, else its eager one."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs
     from llmcompressor.modifiers.gptq.gptq_quantize import gptq_block_update
 
-    width, bits = block.work.shape[1], LIBRARY_BITS[code_range]
+    width = block.weights.shape[1]
+    bits = LIBRARY_BITS[code_range]
     gptq_block_update(
-        *(x[None] for x in (block.work, block.inverse, block.value, block.error)),
-        torch.empty_like(block.work)[None],  # squared errors
-        scale=block.scale[None],
+        *(x[None] for x in (block.weights, block.inverse, block.values, block.errors)),
+        torch.empty_like(block.weights)[None],  # squared errors
+        scale=block.scales[None],
         zero_point=None,
         global_scale=None,
-        g_idx=torch.arange(width, device=block.work.device)[None],  # a scale for each column is a group of one
+        g_idx=torch.arange(width, device=block.weights.device)[None],  # groups of one column, as each has a scale
         quant_args=QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=width),
         i1=0,
     )
 
 
-def _compensate_block_by_torch(block: Block, code_range: CodeRange) -> None:
+def _round_block_by_torch(block: Block, code_range: CodeRange) -> None:
     """Follow the definition, a column at a time."""
 
-    work, inverse, scale, value, error = block
-    for i in range(work.shape[1]):
-        code = _round_to_codes(work[:, i] / scale[:, i], code_range)
-        value[:, i] = (code * scale[:, i].float()).to(scale.dtype)
-        error[:, i] = (work[:, i] - value[:, i]) / inverse[i, i]
-        work[:, i:] -= error[:, i, None] * inverse[i, i:]
+    weights, inverse, scales, values, errors = block
+    for i in range(weights.shape[1]):
+        code = _round_to_codes(weights[:, i] / scales[:, i], code_range)
+        values[:, i] = (code * scales[:, i].float()).to(scales.dtype)
+        errors[:, i] = (weights[:, i] - values[:, i]) / inverse[i, i]
+        weights[:, i:] -= errors[:, i, None] * inverse[i, i:]

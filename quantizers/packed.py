@@ -13,8 +13,8 @@ from ktconvert.native_quant.arrays import F32, I8, I32, U8, U16, Array
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers.reference import bf16_to_f32
 
-EMPTY_SCALE = np.uint16(0x3C00)  # 2^-7 in BF16, for a group whose scale would be 0
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble p of a word, from the low bits up, is number AWQ_ORDER[p] of its 8
+EMPTY_SCALE = np.uint16(0x3C00)  # scale of a group of zeros: 2^-7 in BF16
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble p of a word, from the low bits up, holds code AWQ_ORDER[p] of its 8 codes
 BITS = {"int4": 4, "int8": 8, "int8_signed": 8, "int4_words": 4, "int8_words": 8, "int4_awq": 4}
 
 
@@ -38,7 +38,7 @@ def unpack_words(bits: int, words: Array) -> I8:
 
 
 def to_signed(bits: int, codes: U8) -> I8:
-    """Return codes less 2^(bits-1), which are their values if there are no zero points."""
+    """Return codes less 2^(bits-1), their values in the absence of zero points."""
     return (codes ^ 0x80).view(np.int8) if bits == 8 else codes.view(np.int8) - np.int8(8)
 
 
@@ -53,19 +53,23 @@ def unpack_awq(words: Array) -> U8:
     return stored[..., np.argsort(AWQ_ORDER)].reshape(*words.shape[:-1], -1)
 
 
-def gptq_zeros(bits: int, words: Array, less_one: bool) -> U8:
+def unpack_gptq_zeros(bits: int, words: Array, less_one: bool) -> U8:
     """Return the zero points of GPTQ's qzeros: uint8 [..., w * 32 / bits].
 
-    less_one  checkpoint_format "gptq" stores each word less 0x11111111 (8 bits: 0x01010101), as a whole, so that a zero
-              point of 0 has borrowed from its neighbour; "gptq_v2" does not
+    less_one  whether each word is stored less 0x11111111 (8 bits: 0x01010101), as in checkpoint_format "gptq". The
+              whole word is reduced, so that a zero point of 0 borrows from its neighbour. "gptq_v2" stores it unchanged
     """
-    whole = np.ascontiguousarray(words).view(np.uint32)
-    return unpack_codes(bits, whole + np.uint32(0x11111111 if bits == 4 else 0x01010101) if less_one else whole)
+    unsigned = np.ascontiguousarray(words).view(np.uint32)
+    if less_one:
+        unsigned = unsigned + np.uint32(0x11111111 if bits == 4 else 0x01010101)
+    return unpack_codes(bits, unsigned)
 
 
 def read_codes(matrix: Matrix) -> U8:
     """Return the codes of a linear in any kind of packed integers, or in FP4: uint8 [n, k]."""
-    name, stored, (n, k) = matrix.kind.name, matrix.values, matrix.shape
+    name = matrix.kind.name
+    stored = matrix.values
+    n, k = matrix.shape
     if name == "int4_awq":
         return np.ascontiguousarray(unpack_awq(stored.T).T[matrix.skip : matrix.skip + n])
     if name in ("int4_words", "int8_words"):
@@ -83,7 +87,7 @@ def read_signed_codes(matrix: Matrix) -> I8:
 
 
 def dequantize_groups(bits: int, packed: I32, scale: U16) -> F32:
-    """Return float32 [n, k]: code * scale, exact (the product of 8 bits and 8 bits)."""
+    """Return float32 [n, k]: code * scale, which is exact because both have at most 8 significant bits."""
     codes = unpack_words(bits, packed)
     n, groups = scale.shape
     y: F32 = codes.reshape(n, groups, -1).astype(np.float32) * bf16_to_f32(scale)[:, :, None]

@@ -10,7 +10,8 @@ import numpy.typing as npt
 ROWS = 32  # rows of a panel
 COLUMNS = 32  # columns of a block
 HALF = ROWS // 2
-BLOCK_ROWS = 256  # in kt-kernel's order
+# Blocks in kt-kernel's order of BF16.
+BLOCK_ROWS = 256
 BLOCK_COLUMNS = 1792
 
 Item = TypeVar("Item", bound=np.generic)
@@ -28,12 +29,15 @@ def from_panels(panels: npt.NDArray[Item]) -> npt.NDArray[Item]:
 
 
 def from_blocks(flat: npt.NDArray[Item], n: int, k: int) -> npt.NDArray[Item]:
-    """Convert kt-kernel's order of BF16 to [n, k]: blocks of 256 rows and in these of 1792 columns, each in panels."""
+    """Convert kt-kernel's order of BF16 to [n, k].
+
+    It has blocks of 256 rows, which have blocks of 1792 columns, each in panels.
+    """
     values = np.empty((n, k), flat.dtype)
-    at = 0
+    position = 0
     for row in range(0, n, BLOCK_ROWS):
         for column in range(0, k, BLOCK_COLUMNS):
             block = values[row : row + BLOCK_ROWS, column : column + BLOCK_COLUMNS]
-            block[:] = from_panels(flat[at : at + block.size].reshape(len(block) // ROWS, -1))
-            at += block.size
+            block[:] = from_panels(flat[position : position + block.size].reshape(len(block) // ROWS, -1))
+            position += block.size
     return values

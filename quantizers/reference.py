@@ -1,7 +1,7 @@
 """Numbers of few bits, which the C kernels match bit for bit: BF16, E4M3, E2M1, E8M0, and the scales of NVFP4.
 
-E8M0 is that of OCP Microscaling Formats 1.0. Equations: numerics.md, section 1. NumPy has no such types: values are
-their bits, BF16 as uint16, others as uint8.
+E8M0 is defined in OCP Microscaling Formats 1.0. Equations: numerics.md, section 1. NumPy has no such types, so values
+are represented by their bits: BF16 as uint16, the others as uint8.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ E4M3: F32 = np.concatenate([_magnitudes, -_magnitudes]).astype(np.float32)
 
 
 def bf16_to_f32(bits: U16) -> F32:
-    """Return float32: BF16 is its upper half."""
+    """Return float32 numbers, whose upper halves are the BF16 bits."""
     wide = bits.astype(np.uint32)
     wide <<= 16
     return wide.view(np.float32)
@@ -33,7 +33,7 @@ def f32_to_bf16(x: F32) -> U16:
     return np.where((u & 0x7FFFFFFF) > 0x7F800000, np.uint16(0x7FC0), rounded)
 
 
-def e8m0(exponents: U8) -> F32:
+def e8m0_to_f32(exponents: U8) -> F32:
     """Return 2^(e - 127), exact: 0 is 2^-127, and 255 is NaN."""
     bits = exponents.astype(np.uint32)
     bits <<= 23
@@ -43,12 +43,12 @@ def e8m0(exponents: U8) -> F32:
 
 
 def e8m0_exponents(numbers: F32) -> U8:
-    """Return the exponents of powers of two, as e8m0 reads them."""
+    """Return the exponents of powers of two, as e8m0_to_f32 reads them."""
     return (np.ascontiguousarray(numbers).view(np.uint32) >> 23).astype(np.uint8)
 
 
-def nvfp4(scales: U8, tensor_scale: F32, divides: bool) -> F32:
-    """Return the scales of groups in float32: E4M3 codes times (or divided by) the scale of the whole tensor."""
-    each: F32 = E4M3.take(scales)
+def nvfp4_scales(codes: U8, tensor_scale: F32, divides: bool) -> F32:
+    """Return NVFP4's scales of groups in float32: E4M3 codes times (or divided by) the scale of the whole tensor."""
+    scales: F32 = E4M3.take(codes)
     with np.errstate(all="ignore"):  # readers reject values that are not finite
-        return (np.divide if divides else np.multiply)(each, tensor_scale, out=each)
+        return (np.divide if divides else np.multiply)(scales, tensor_scale, out=scales)

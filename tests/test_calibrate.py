@@ -110,7 +110,7 @@ def test_experts_without_tokens_have_no_importance(models: dict[str, Path], serv
     assert {0, 1} <= set(statistics.counts.flat)
     imatrix = statistics.open_imatrix("the model", shapes_of(models["qwen3_moe"]))
     for layer, expert in np.argwhere(statistics.counts == 0).tolist():
-        assert imatrix.importance(layer, expert, "down") is None
+        assert imatrix.read_importance(layer, expert, "down") is None
         assert not imatrix.read(layer, "down")[expert].any()
 
 

@@ -79,10 +79,10 @@ def test_linears_have_the_names_that_loaders_expect(
 ) -> None:
     model = build(family, style_of(family if family in ROWS else "qwen3_moe", kind, n), prefix)
     expected = [f"{prefix}layers.1.{block}.{e}.{name}" for e in range(E) for name in names]
-    linears = list(linear_names.linears(model, 1))
+    linears = list(linear_names.iterate_linears(model, 1))
     assert [name for _, _, name, _, _ in linears] == expected
     assert [(n, k) for _, _, _, n, k in linears[:3]] == [(I, H), (I, H), (H, I)]
-    assert [name for _, _, name, _, _ in linear_names.linears(model, 1, [2])] == expected[-3:]
+    assert [name for _, _, name, _, _ in linear_names.iterate_linears(model, 1, [2])] == expected[-3:]
     if kind is Separate:
         assert {f"{name}.weight" for name in expected} == model.expert_tensor_names()
 
@@ -129,7 +129,7 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
 def test_the_ignore_list_names_everything_but_routed_experts(build: Build) -> None:
     model = build("deepseek_v3", style_of("deepseek_v3", Separate), extra=EXTRA, mtp=True)
     assert model.mtp_layers == (2,)
-    names = ignore.ignore_list(model)
+    names = ignore.make_ignore_list(model)
     assert names[: len(ignore.USUAL_PATTERNS)] == ignore.USUAL_PATTERNS
     assert len(names) <= len(ignore.USUAL_PATTERNS) + 3, names
     others = [name.removesuffix(".weight") for name, size in EXTRA.items() if len(size) == 2]
@@ -149,16 +149,16 @@ def test_routers_of_every_name_are_ignored(build: Build) -> None:
     model = build("mixtral", style_of("mixtral", Separate), extra=extra)
     for name in extra:
         assert not matches(name.removesuffix(".weight"), ignore.USUAL_PATTERNS)
-        assert matches(name.removesuffix(".weight"), ignore.ignore_list(model))
-        assert matches(name.removesuffix(".weight").replace("layers.1", "layers.31"), ignore.ignore_list(model))
+        assert matches(name.removesuffix(".weight"), ignore.make_ignore_list(model))
+        assert matches(name.removesuffix(".weight").replace("layers.1", "layers.31"), ignore.make_ignore_list(model))
     with pytest.raises(UsageError, match=r"the router model\.layers\.1\.\S+, so that loaders would treat it"):
-        ignore.check_ignore(model, ignore.IgnoreList(ignore.USUAL_PATTERNS, "config.json"))
+        ignore.check_ignore_list(model, ignore.IgnoreList(ignore.USUAL_PATTERNS, "config.json"))
 
 
 def test_experts_of_other_blocks_are_ignored(build: Build) -> None:
     """Loaders split stacked experts, so that the pattern must match the name of their container."""
     extra = {"mtp.layers.0.mlp.experts.gate_up_proj": (E, 2 * I, H), "mtp.layers.0.mlp.experts.down_proj": (E, H, I)}
-    names = ignore.ignore_list(build("qwen3_5_moe", style_of("qwen3_5_moe", Fused), extra=extra))
+    names = ignore.make_ignore_list(build("qwen3_5_moe", style_of("qwen3_5_moe", Fused), extra=extra))
     for name in ("mtp.layers.0.mlp.experts.2.gate_proj", "model.mtp.layers.0.mlp.experts", *extra):
         assert matches(name, names), (name, names)
     assert not matches("model.layers.0.mlp.experts.2.gate_proj", names)
@@ -170,16 +170,16 @@ def test_patterns_that_match_a_routed_expert_are_refused(build: Build) -> None:
     routed = "model.layers.1.block_sparse_moe.experts.1.w3"
     for pattern in ("re:.*gate.*", r"re:model\.layers\.1\..*", "re:.*experts$", "re:.*w2$", "Linear", routed):
         with pytest.raises(UsageError, match=message) as e:
-            ignore.ignore_list(model, (*ignore.USUAL_PATTERNS, pattern))
+            ignore.make_ignore_list(model, (*ignore.USUAL_PATTERNS, pattern))
         assert repr(pattern) in str(e.value)
 
 
 def test_patterns_match_as_in_compressed_tensors(build: Build) -> None:
     model = build("qwen3_moe", style_of("qwen3_moe", Separate))
     for harmless in ("experts", r"re:experts", r".*experts.*", r"re:mlp\.experts\.0", r"re:.*shared_experts.*"):
-        assert harmless in ignore.ignore_list(model, (harmless,))
+        assert harmless in ignore.make_ignore_list(model, (harmless,))
     with pytest.raises(UsageError, match=r"^--ignore-patterns: '\(' is not a regular expression"):
-        ignore.ignore_list(model, ("re:(",))
+        ignore.make_ignore_list(model, ("re:(",))
     library = pytest.importorskip("compressed_tensors.utils.match", reason="compressed-tensors is not installed")
     names = ["lm_head", "model.layers.1.mlp.gate", "model.layers.1.mlp.experts.0.gate_proj", "a.self_attn.q"]
     for pattern in (*ignore.USUAL_PATTERNS, "re:experts", "re:.*experts", "model.layers.1.mlp.gate"):
@@ -216,14 +216,14 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
     input_path = stored.model(example, tmp_path / "given", source)
     converter = FP8BlockDequantizer(targets=[r"re:.*_proj$"]) if source == "FP8" else None
     model = recognise(open_checkpoint(input_path))
-    patterns = ignore.ignore_list(model)
+    patterns = ignore.make_ignore_list(model)
     where = (str(input_path), str(tmp_path / "theirs"))
     llmcompressor.model_free_ptq(*where, encoding.name, ignore=patterns, device="cpu", converter=converter)
     files = (tmp_path / "theirs").glob("*.safetensors")
     theirs = {name: tensor for path in files for name, tensor in load_file(path).items()}
     packed_names = {name for name in theirs if name.rpartition(".")[2] in pack_quantized.SUFFIXES}
     for layer in model.layers:
-        for expert, projection, name, n, k in linear_names.linears(model, layer):
+        for expert, projection, name, n, k in linear_names.iterate_linears(model, layer):
             packed, _, scale = quantize_to_nearest(encoding, model.linear(layer, expert, projection))
             assert (theirs[f"{name}.weight_packed"].numpy() == packed).all()
             assert (theirs[f"{name}.weight_scale"].view(torch.uint16).numpy() == scale).all()

@@ -99,8 +99,8 @@ def test_adjacent_zero_points_borrow() -> None:
         points = np.random.default_rng(bits).integers(0, 1 << bits, (3, 64)).astype(np.uint8)
         points[:, ::5] = 0
         words = packed.pack_words(bits, (points.astype(np.int16) - (1 << bits - 1)).astype(np.int8)).view(np.uint32)
-        assert (packed.gptq_zeros(bits, words - np.uint32(one), less_one=True) == points).all()
-        assert (packed.gptq_zeros(bits, words, less_one=False) == points).all()
+        assert (packed.unpack_gptq_zeros(bits, words - np.uint32(one), less_one=True) == points).all()
+        assert (packed.unpack_gptq_zeros(bits, words, less_one=False) == points).all()
 
 
 @pytest.mark.usefixtures("isa")

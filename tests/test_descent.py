@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ktconvert.native_quant import compensation
 from ktconvert.native_quant.compensation import CodeRange
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
-from ktconvert.quantizers.reference import e8m0, e8m0_exponents
+from ktconvert.quantizers.reference import e8m0_exponents, e8m0_to_f32
 from rig import group_search, isas
 
 GRIDS = {grid.name: grid for grid in (*ROW_GRIDS.values(), SIGNED_GRIDS["rawint4"], FLOAT_GRIDS["mxfp4"])}
@@ -42,7 +42,7 @@ def problem(rng: np.random.Generator, name: str, n: int, groups: int, group: int
     weight = rng.standard_normal((n, k)).astype(np.float32)
     amax = np.abs(weight.reshape(n, groups, group)).max(2)
     scale = (amax / grid.high).astype(np.float32)
-    scale = np.exp2(np.ceil(np.log2(scale))) if grid.scales == "U8" else scale.view(np.uint32) & 0xFFFF0000
+    scale = np.exp2(np.ceil(np.log2(scale))) if grid.scale_dtype == "U8" else scale.view(np.uint32) & 0xFFFF0000
     scale = np.ascontiguousarray(scale).view(np.float32).copy() if scale.dtype != np.float32 else scale
     scale[0, 0] = 0
     spread = np.repeat(np.where(scale == 0, 1, scale), group, 1)
@@ -159,32 +159,32 @@ def test_errors_never_grow(name: str, n: int, groups: int, seed: int) -> None:
     hessian, weight, scale, _ = problem(rng, name, n, groups, 32)
     weight[0, :32] = 0  # such weights have a scale of 0
     inputs = gptq.Hessian(torch.from_numpy(hessian), 1)
-    factor = gptq.factorize(inputs, 0.01)
+    factor = gptq.factorize_hessian(inputs, 0.01)
     metric = descent.make_metric(inputs, factor, 0.01)
 
     def choose(rows: Any) -> tuple[Any, Any]:
-        choice = descent.choose(torch.from_numpy(weight[rows]), metric, torch.from_numpy(scale[rows]), grid)
+        choice = descent.choose_codes(torch.from_numpy(weight[rows]), metric, torch.from_numpy(scale[rows]), grid)
         return choice.codes.numpy(), choice.scale.numpy()
 
     def error(codes: Any, scale: Any) -> Any:
         difference = (weight - codes * np.repeat(scale, 32, 1)).astype(np.float64)
-        return ((difference @ metric.errors.double().numpy()) * difference).sum(1)
+        return ((difference @ metric.hessian.double().numpy()) * difference).sum(1)
 
     codes_found, steps = choose(slice(None))
-    values = gptq.compensate(torch.from_numpy(weight), factor, torch.from_numpy(scale), grid.code_range)
-    before = error(gptq.codes(values, torch.from_numpy(scale), grid.code_range).numpy(), scale)
+    values = gptq.round_columns(torch.from_numpy(weight), factor, torch.from_numpy(scale), grid.code_range)
+    before = error(gptq.find_codes(values, torch.from_numpy(scale), grid.code_range).numpy(), scale)
     after = error(codes_found, steps)
     assert after.sum() <= before.sum() * (1 + 1e-4)
     assert (after <= 1.2 * before + 1e-6).all()  # codes may differ from those of torch's GPTQ
     assert codes_found.min() >= grid.low and codes_found.max() <= grid.high
     assert ((steps > 0) == (scale > 0)).all() and not codes_found[0, :32].any()
-    if grid.scales == "BF16":
+    if grid.scale_dtype == "BF16":
         assert not (steps.view(np.uint32) & 0xFFFF).any()
-    if grid.scales == "U8":
+    if grid.scale_dtype == "U8":
         positive = steps[steps > 0]
-        np.testing.assert_array_equal(e8m0(e8m0_exponents(positive)), positive)
+        np.testing.assert_array_equal(e8m0_to_f32(e8m0_exponents(positive)), positive)
     # torch adds these numbers without rounding, so that a row gives the same codes at any position.
     order = rng.permutation(n)
     permuted = choose(order)
     np.testing.assert_array_equal(permuted[0], codes_found[order])
-    np.testing.assert_allclose(permuted[1], steps[order], rtol=1e-2 if grid.scales == "BF16" else 1e-5)
+    np.testing.assert_allclose(permuted[1], steps[order], rtol=1e-2 if grid.scale_dtype == "BF16" else 1e-5)

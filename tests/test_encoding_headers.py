@@ -118,7 +118,7 @@ def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
     try:
         for stored in find_non_expert_tensors(source, (), quantization(source.config)).tensors.values():
             if isinstance(stored, Weight) and 0 not in stored.shape:
-                kernels.decode(stored.matrix(source, 0))
+                kernels.decode(stored.read_linear(source, 0))
     except (InputError, UnsupportedError) as error:
         yield error
 

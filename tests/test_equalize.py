@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.checkpoints import moe_model
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
@@ -70,7 +70,7 @@ def convert(source: Path, output: Path, *options: object, command: str = "cpu") 
 def decode_expert(output: Path, layer: int, expert: int) -> list[Any]:
     """Return gate, up and down of an output in float32."""
     converted = open_output(output)
-    measured = measure(converted)
+    measured = measure_output(converted)
     assert measured.fmt is not None
     grid, encoding = Slicing(layer, HIDDEN, WIDTH, measured.numa), measured.fmt.layer_format(layer).encoding
     linears = []
@@ -86,7 +86,7 @@ def decode_expert(output: Path, layer: int, expert: int) -> list[Any]:
 
 def scale_copy(bits: Any, exponents: Any) -> Any:
     copy = bits.copy()
-    equalizing.scale(copy, exponents)
+    equalizing.multiply_by_powers(copy, exponents)
     return copy
 
 
@@ -105,8 +105,8 @@ def test_equalizing_changes_no_product_of_up_and_down(seed: int, spread: float, 
     if extremes:
         for bits in (up, down):
             bits[rng.random(bits.shape) < 0.01] = rng.choice(EXTREMES)
-    row_exponents = equalizing.exponents(up, down)
-    level = equalizing.levels(down)
+    row_exponents = equalizing.choose_exponents(up, down)
+    level = equalizing.column_levels(down)
     center, before = equalizing.center_and_spread(level)
     if row_exponents is None:
         clamped = extremes or spread > 10  # then scaling could leave the range of normal numbers
@@ -120,7 +120,7 @@ def test_equalizing_changes_no_product_of_up_and_down(seed: int, spread: float, 
         changed = np.abs(y[(y != x) & np.isfinite(y)])
         assert not changed.size or (changed.min() >= 2.0**-63 and changed.max() < 2.0**64)
     if not extremes and spread < 5:
-        remaining = equalizing.levels(scale_copy(down, -row_exponents))
+        remaining = equalizing.column_levels(scale_copy(down, -row_exponents))
         assert np.abs(remaining - center).max() <= 0.5 + 1e-9
 
 
@@ -131,7 +131,7 @@ def test_levels_equal_the_definition() -> None:
     values = bf16_to_f32(down).astype(np.float64)
     squares = [sum(int(v * 2**40) ** 2 for v in column) for column in values.T]
     expected = [(s.bit_length() - 80 + s / 2 ** (s.bit_length() - 1)) / 2 for s in squares]
-    np.testing.assert_allclose(equalizing.levels(down), expected, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(equalizing.column_levels(down), expected, rtol=0, atol=1e-12)
 
 
 PAIR: dict[str, tuple[str, ...]] = {"plain": (), "equalized": ("--equalize",)}
@@ -221,14 +221,14 @@ def test_equalizing_survives_resplit_and_works_for_the_gpu(source: Path, tmp_pat
 
 
 def test_verify_detects_a_wrong_exponent(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = equalizing.exponents
+    right = equalizing.choose_exponents
 
     def wrong(up: Any, down: Any) -> Any:
         exponents = right(up, down)
         return exponents if exponents is None else exponents + (np.arange(len(exponents)) == 7).astype(np.int8)
 
     with monkeypatch.context() as patched:
-        patched.setattr(equalizing, "exponents", wrong)
+        patched.setattr(equalizing, "choose_exponents", wrong)
         output = convert(source, tmp_path / "out", "--equalize")
     assert "quantizing the source gives" in require_refused(output, "--against", source)
 
@@ -239,7 +239,7 @@ def test_verify_detects_different_codes_of_up(source: Path, tmp_path: Path, monk
     def scale(bits: Any, exponents: Any) -> None:
         bits[:] = f32_to_bf16((bf16_to_f32(bits) * 1.4**exponents).astype(np.float32))
 
-    monkeypatch.setattr(equalizing, "scale", scale)
+    monkeypatch.setattr(equalizing, "multiply_by_powers", scale)
     output = convert(source, tmp_path / "out", "--equalize")
     assert "up of expert 0 of layer 0 has different codes with and without --equalize" in require_refused(
         output, "--against", source

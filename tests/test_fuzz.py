@@ -64,7 +64,15 @@ def test_reading_a_damaged_document_gives_a_result_or_a_sentence(name: str, inpu
 
 
 # Calls that read a document: functions with their module or class, and names that count with any prefix.
-READING = {"documents.read", "documents.parse", "json.load", "json.loads", "tomllib.loads", "torch.load", "np.fromfile"}
+READING = {
+    "documents.decode_document",
+    "documents.parse_json",
+    "json.load",
+    "json.loads",
+    "tomllib.loads",
+    "torch.load",
+    "np.fromfile",
+}
 READING |= {"read_header", "read_index", "read_matrix", "read_at", "read_bytes", "read_text", "from_pretrained"}
 READING |= {"load_dataset"}
 # Functions that make such a call but need no row: the start of their names, and the reason.
@@ -73,7 +81,7 @@ WITHOUT_ROW = {
         (f"ktconvert.native_quant.{name}." for name in ("machine", "runtime.benchmark", "runtime.streams")),
         "files of the Linux kernel",
     ),
-    "ktconvert.layouts.files.direct_file.umask": "a file of the Linux kernel",
+    "ktconvert.layouts.files.direct_file.read_umask": "a file of the Linux kernel",
     "ktconvert.native_quant._build.": "files of the build",
     "ktconvert.pipeline.cli.version.wheel_tag": "files of the installation",
     "ktconvert.pipeline.cli.eval.eval": "calls a read_text that has a row",
@@ -257,7 +265,7 @@ for number in range(1000):
     def read():
         barrier.wait()
         documents.as_type({"x": {"a": 1.0}, "y": {}}, module.Outer)
-        documents.read(b'{"x": {"a": 1.0}}', module.Outer)
+        documents.decode_document(b'{"x": {"a": 1.0}}', module.Outer)
     threads = [threading.Thread(target=read) for _ in range(3)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]

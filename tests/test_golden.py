@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import KINDS, Matrix
@@ -86,7 +86,7 @@ def test_rawint4_decodes_to_the_numbers_of_kt_kernel() -> None:
 
     def linear(expert: int, projection: str) -> Any:
         (stem,) = {name.rpartition(".")[0] for name in layer.tensors if f".experts.{expert}.{projection}_proj." in name}
-        tensors = {each: layer.tensors[f"{stem}.{each}"].bits for each in suffixes(RAWINT4)}
+        tensors = {each: layer.tensors[f"{stem}.{each}"].bits for each in tensor_suffixes(RAWINT4)}
         tensors["weight_shape"] = tensors["weight_shape"].astype(np.int64)
         stored = [np.ascontiguousarray(each).reshape(-1).view(np.uint8) for each in tensors.values()]
         return RAWINT4.decode(stored, 256, 256, slice(None)).astype(np.float64)

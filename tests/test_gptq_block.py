@@ -205,6 +205,6 @@ def test_gpu_paths_equal_the_definition(kind: str) -> None:
         block = random_block(np.random.default_rng(n), n, width)
         for code_range in RANGES.values():
             expected = definition(code_range, kind, *block)
-            assert_same(run_gpu_path("_compensate_block_by_torch", code_range, kind, *block), expected)
+            assert_same(run_gpu_path("_round_block_by_torch", code_range, kind, *block), expected)
             if code_range in LIBRARY:
-                assert_same(run_gpu_path("_compensate_block_by_library", code_range, kind, *block), expected)
+                assert_same(run_gpu_path("_round_block_by_library", code_range, kind, *block), expected)

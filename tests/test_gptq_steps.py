@@ -77,15 +77,15 @@ def test_gptq_steps_equal_llmcompressor(
     hessian = make_hessian(k, dead)
     mean = hessian.sum / torch.tensor(float(hessian.batches))
     values, fell_back = quantize_by_library(bits, group, weight, scale, mean, dampening, order)
-    factor = gptq.factorize(hessian, dampening, by_activation=order is not None)
-    actual = gptq.compensate(weight, factor, scale, code_range)
+    factor = gptq.factorize_hessian(hessian, dampening, by_activation=order is not None)
+    actual = gptq.round_columns(weight, factor, scale, code_range)
     assert torch.equal(actual.view(torch.int32), values.view(torch.int32)) and factor.fell_back == fell_back
     assert int(factor.dead.sum()) == dead
 
     args = QuantizationArgs(num_bits=bits, type="int", symmetric=True, strategy="group", group_size=group)
     for x, s in ((values, scale.float()), (values.bfloat16(), scale)):
         expected = quantize(x=x, scale=s, zero_point=None, args=args, dtype=torch.int8)
-        codes = gptq.codes(x, s, code_range)
+        codes = gptq.find_codes(x, s, code_range)
         assert torch.equal(codes, expected)
         if k * bits % 32 == 0:
             assert np.array_equal(packed.pack_words(bits, codes.numpy()), pack_to_int32(expected, bits).numpy())
@@ -109,12 +109,12 @@ def test_hessian_without_a_factor_rounds_to_nearest() -> None:
     weight, scale = linear(9, 64, 32, 4)
     hessian = make_hessian(64)
     hessian.sum[3, 5] = hessian.sum[5, 3] = 1e9
-    factor = gptq.factorize(hessian, 0.01)
-    actual = gptq.compensate(weight, factor, scale, CodeRange(-8, 7))
+    factor = gptq.factorize_hessian(hessian, 0.01)
+    actual = gptq.round_columns(weight, factor, scale, CodeRange(-8, 7))
     expected, fell_back = quantize_by_library(4, 32, weight, scale, hessian.sum / hessian.batches, 0.01, "static")
     assert fell_back and factor.fell_back and torch.equal(actual, expected)
     nearest, _ = reference.quantize_groups(4, 32, weight.view(torch.uint16).numpy(), "float32")
-    assert np.array_equal(gptq.codes(actual, scale.float(), CodeRange(-8, 7)).numpy(), nearest)
+    assert np.array_equal(gptq.find_codes(actual, scale.float(), CodeRange(-8, 7)).numpy(), nearest)
 
 
 @pytest.mark.parametrize("dampening", [1e-5, 1e-6, 1e-7])
@@ -126,17 +126,19 @@ def test_nearly_singular_hessian_rounds_to_nearest(dampening: float) -> None:
         _, fell_back = quantize_by_library(4, 128, weight, scale, hessian.sum / hessian.batches, dampening, "static")
     except torch.linalg.LinAlgError:
         fell_back = True
-    factor = gptq.factorize(hessian, dampening)
+    factor = gptq.factorize_hessian(hessian, dampening)
     assert factor.fell_back == fell_back == torch.equal(factor.upper, torch.eye(384))
-    assert torch.isfinite(gptq.compensate(weight, factor, scale, CodeRange(-8, 7))).all()
+    assert torch.isfinite(gptq.round_columns(weight, factor, scale, CodeRange(-8, 7))).all()
 
 
 def test_linears_that_share_a_hessian_can_be_one_tall_matrix() -> None:
-    factor = gptq.factorize(make_hessian(160), 0.01)
+    factor = gptq.factorize_hessian(make_hessian(160), 0.01)
     parts = [linear(n, 160, 32, 4, seed=n) for n in (5, 64, 1)]
-    tall = gptq.compensate(torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), CodeRange(-8, 7))
+    tall = gptq.round_columns(
+        torch.cat([w for w, _ in parts]), factor, torch.cat([s for _, s in parts]), CodeRange(-8, 7)
+    )
     for part, (weight, scale) in zip(tall.split([5, 64, 1]), parts, strict=True):
-        assert torch.equal(part, gptq.compensate(weight, factor, scale, CodeRange(-8, 7)))
+        assert torch.equal(part, gptq.round_columns(weight, factor, scale, CodeRange(-8, 7)))
 
 
 def test_wrong_shapes_and_values_that_are_not_finite_are_refused() -> None:
@@ -144,16 +146,16 @@ def test_wrong_shapes_and_values_that_are_not_finite_are_refused() -> None:
     broken = make_hessian(64)
     broken.sum[7, 7] = torch.inf
     with pytest.raises(gptq.NotFinite, match="Hessian of its calibration inputs"):
-        gptq.factorize(broken, 0.01)
+        gptq.factorize_hessian(broken, 0.01)
     with pytest.raises(gptq.NotFinite, match="Hessian"):
-        gptq.factorize(gptq.Hessian.empty(64), 0.01)  # no batch
-    factor = gptq.factorize(make_hessian(64), 0.01)
+        gptq.factorize_hessian(gptq.Hessian.empty(64), 0.01)  # no batch
+    factor = gptq.factorize_hessian(make_hessian(64), 0.01)
     with pytest.raises(gptq.NotFinite, match="loss of GPTQ is"):
-        gptq.compensate(weight * torch.inf, factor, scale, CodeRange(-8, 7))
+        gptq.round_columns(weight * torch.inf, factor, scale, CodeRange(-8, 7))
     with pytest.raises(ValueError, match="64 columns do not fall into 3 groups"):
-        gptq.compensate(weight, factor, scale[:, [0, 1, 1]], CodeRange(-8, 7))
+        gptq.round_columns(weight, factor, scale[:, [0, 1, 1]], CodeRange(-8, 7))
     with pytest.raises(ValueError, match=r"must be bfloat16 or float32, not torch\.float16"):
-        gptq.compensate(weight, factor, scale.half(), CodeRange(-8, 7))
+        gptq.round_columns(weight, factor, scale.half(), CodeRange(-8, 7))
 
 
 def gptq_in_float64(
@@ -194,9 +196,9 @@ def test_gptq_with_one_scale_per_row_equals_the_paper(
     assert row_scale[5] == 0
     scale = torch.from_numpy(row_scale * np.float32(step))[:, None]
     hessian = make_hessian(k, dead)
-    factor = gptq.factorize(hessian, 0.01, by_activation=ordered)
-    values = gptq.compensate(weight, factor, scale, code_range)
-    codes = gptq.codes(values, scale, code_range)
+    factor = gptq.factorize_hessian(hessian, 0.01, by_activation=ordered)
+    values = gptq.round_columns(weight, factor, scale, code_range)
+    codes = gptq.find_codes(values, scale, code_range)
     assert torch.equal(values, codes * scale)  # in float32, as numerics.md specifies for these formats
     assert code_range[0] <= int(codes.min()) and int(codes.max()) <= code_range[1]
     assert not codes[:, :dead].any() and not codes[5].any()

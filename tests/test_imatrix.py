@@ -87,7 +87,7 @@ def test_llama_cpp_files_agree():
             counts = by_format["gguf"].sums[layer, projection].counts
             assert counts.sum() == 2 * 63 * 512  # top 2 of 8
             for expert in range(8):
-                ours, theirs = (each.importance(layer, expert, projection) for each in by_format.values())
+                ours, theirs = (each.read_importance(layer, expert, projection) for each in by_format.values())
                 assert ours is not None and theirs is not None and ours.shape == (256,)
                 np.testing.assert_allclose(ours, theirs, rtol=3e-7)
     assert [by_format[f].sha256 for f in FILES] == [hashlib.sha256(p.read_bytes()).hexdigest() for p in FILES.values()]
@@ -108,11 +108,11 @@ def test_statistics_are_read(tmp_path, tail):
             sums = draw_sums(layer, projection)
             if tail is None:
                 np.testing.assert_array_equal(ours.read(layer, projection), sums)
-            assert ours.importance(layer, 1, projection) is None
+            assert ours.read_importance(layer, 1, projection) is None
             for expert in (0, 2):
                 mean = sums[expert] / np.float32(COUNTS[expert])
                 rtol = 0 if tail is None else 3e-7
-                np.testing.assert_allclose(ours.importance(layer, expert, projection), mean, rtol=rtol)
+                np.testing.assert_allclose(ours.read_importance(layer, expert, projection), mean, rtol=rtol)
 
 
 def test_experts_without_calls_have_no_tokens(tmp_path):
@@ -268,7 +268,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path):
     ours = open_imatrix(path, "small", SMALL)
     os.utime(path, (1, 1))
     with pytest.raises(InputError, match="changed while it was being read"):
-        ours.importance(3, 0, "gate")
+        ours.read_importance(3, 0, "gate")
 
 
 @pytest.mark.parametrize("file_format", ["gguf", "dat"])
@@ -297,5 +297,5 @@ def test_damaged_files_are_refused_with_a_message(tmp_path_factory, file_format,
     assert length is None or (length == len(valid) - 11 if file_format == "dat" else length >= len(valid) - 20)
     for layer, projection in ours.sums:
         for expert in range(3):
-            mean = ours.importance(layer, expert, projection)
+            mean = ours.read_importance(layer, expert, projection)
             assert mean is None or (mean.shape == ours.read(layer, projection)[expert].shape and (mean >= 0).all())

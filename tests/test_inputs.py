@@ -176,7 +176,7 @@ def read_linears(folder: Path) -> dict[str, Matrix]:
     with open_checkpoint(folder) as source:
         stored = find_non_expert_tensors(source, (), source.quantization).tensors
         quantized = {name: w for name, w in stored.items() if isinstance(w, Weight)}
-        return {name.removesuffix(".weight"): w.matrix(source, 0) for name, w in quantized.items()}
+        return {name.removesuffix(".weight"): w.read_linear(source, 0) for name, w in quantized.items()}
 
 
 def float32_values(linear: Matrix) -> Any:

@@ -210,7 +210,9 @@ def test_gptq_supports_one_scale_per_row(name, samples, tmp_path):
         linear = model.linear(layer, expert, projection)
         nearest = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(*linear.shape)]
         encoding.quantize(linear, nearest)
-        assert np.array_equal(encoding.scales(stored[-1], *linear.shape), encoding.scales(nearest[-1], *linear.shape))
+        assert np.array_equal(
+            encoding.unpack_scales(stored[-1], *linear.shape), encoding.unpack_scales(nearest[-1], *linear.shape)
+        )
         assert not np.array_equal(stored[0], nearest[0])
         our_values, nearest_values = (
             torch.from_numpy(encoding.decode(tensors, *linear.shape)) for tensors in (stored, nearest)

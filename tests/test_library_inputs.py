@@ -37,10 +37,10 @@ def read_values(folder: Path) -> tuple[Values, dict[str, Any]]:
         others = find_non_expert_tensors(source, (), source.quantization).tensors
         weights = {name: stored for name, stored in others.items() if isinstance(stored, Weight)}
         for weight in weights.values():
-            weight.fit()
+            weight.resolve_scheme()
         count = {name: weight.shape[0] if len(weight.shape) == 3 else 1 for name, weight in weights.items()}
         return experts, {
-            name: np.stack([kernels.decode(weight.matrix(source, e)) for e in range(count[name])])
+            name: np.stack([kernels.decode(weight.read_linear(source, e)) for e in range(count[name])])
             for name, weight in weights.items()
         }
 

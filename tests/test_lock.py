@@ -62,7 +62,7 @@ def killed_holder():
 def killed_while_replacing():
     killed_holder()
     def replace():
-        publish.publish = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+        publish.publish_path = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
         acquire(root, output)
     os.waitpid(in_child(replace), 0)
     assert list(root.glob("lock.held.after-*"))
@@ -74,7 +74,7 @@ for number in range(int(sys.argv[3])):
     def contend():
         os.close(go)
         os.close(stop)
-        locks.read_lock, publish.publish = delayed(locks.read_lock), delayed(publish.publish)
+        locks.read_lock, publish.publish_path = delayed(locks.read_lock), delayed(publish.publish_path)
         os.read(start, 1)
         try:
             lock = acquire(root, output)

@@ -21,7 +21,7 @@ from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.encoding import is_zero
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant.matrix import Matrix
@@ -102,7 +102,7 @@ def check_tensors(out: Path, method: str, how: tuple[Any, ...], model: MoeModel,
             for projection in PROJECTIONS:
                 for part in Slicing(layer, *model.shape(layer)[1:], slice_count(how)).slices(expert, projection):
                     keys = tensor_names(method, how, layer, expert, projection, part.node)
-                    linear = part.cut(model.linear(layer, expert, projection))
+                    linear = part.cut_linear(model.linear(layer, expert, projection))
                     for key, bits in zip(keys, expected(linear), strict=True):
                         assert (tensors.pop(key).view(bits.dtype) == bits).all(), key
     assert not tensors
@@ -121,7 +121,7 @@ def test_outputs_equal_the_definition(method, how, source, outputs, cli):
     options = ("--quant-method", name, "--numa", slice_count(how))
     report = json.loads(cli("verify", out, "--against", source, "--full", "--json", *options).stdout)
     assert report["method"] == name.upper() and name.upper() in cli("inspect", out).stdout
-    opened = measure(open_output(out))
+    opened = measure_output(open_output(out))
     assert opened.shapes == dict.fromkeys((0, 1), (2, 256, 256)) and opened.fmt == FORMATS[name.upper()]
 
 

@@ -20,7 +20,7 @@ from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, F32, FP4_E2M1, FP8_E4M3, GGML_MXFP4, KINDS, Matrix
 from ktconvert.pipeline.stages.quantize_experts import ROWS
 from ktconvert.quantizers import FLOAT_GRIDS, panels
-from ktconvert.quantizers.reference import E4M3, e8m0
+from ktconvert.quantizers.reference import E4M3, e8m0_to_f32
 from rig import floats, isas, reference
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
@@ -213,7 +213,7 @@ def write_and_decode(matrix: Matrix) -> npt.NDArray[np.float32]:
     encoding = FORMATS["FP8"].encoding
     out = quantize(encoding, matrix)
     assert error_sums(encoding, matrix, out)[3] == 0
-    assert not any(defect(make_reader(out), *matrix.shape) for defect in encoding.defects if defect)
+    assert not any(defect(make_reader(out), *matrix.shape) for defect in encoding.defect_checks if defect)
     return encoding.decode(out, *matrix.shape)
 
 
@@ -245,7 +245,7 @@ def test_scales_that_cause_infinity_are_rejected(name):
     out = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(256, 384)]
     codes[128:, 128:256] &= 0x87  # below 1
     encoding.quantize(Matrix(codes, FP8_E4M3, scales, (128, 128)), out)
-    scales_of_output, (_, defect), read = out[1].view(np.float32), encoding.defects, make_reader(out)
+    scales_of_output, (_, defect), read = out[1].view(np.float32), encoding.defect_checks, make_reader(out)
     assert not defect(read, 256, 384)
     scales_of_output[4] = 3e38
     assert not defect(read, 256, 384)
@@ -291,7 +291,7 @@ def store_mxfp4(kind: str, codes: Bits, exponents: Bits) -> Matrix:
     """Return codes [n, k] and exponents [n, k/32] as safetensors or ggml store them."""
     n, k = codes.shape
     if kind == "fp4":
-        return Matrix(codes[:, ::2] | codes[:, 1::2] << 4, FP4_E2M1, e8m0(exponents), (1, 32))
+        return Matrix(codes[:, ::2] | codes[:, 1::2] << 4, FP4_E2M1, e8m0_to_f32(exponents), (1, 32))
     split = codes.reshape(n, k // 32, 2, 16)
     return Matrix(
         np.concatenate([exponents[..., None], split[:, :, 0] | split[:, :, 1] << 4], 2).reshape(n, -1), GGML_MXFP4

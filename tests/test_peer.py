@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant import kernels
@@ -143,7 +143,7 @@ def draw_inputs(tokens: int, seed: int) -> dict[str, torch.Tensor]:
 def compute_in_float64(out: Path, inputs: dict[str, torch.Tensor], numa: int = 1) -> np.ndarray:
     """Compute the last layer in float64 from the values that an output stores."""
     opened = open_output(out)
-    fmt = measure(opened).fmt
+    fmt = measure_output(opened).fmt
     assert fmt is not None
 
     def linear(expert: int, projection: str) -> np.ndarray:

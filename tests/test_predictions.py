@@ -35,9 +35,9 @@ def draw_metric(n: int, seed: int) -> Any:
 def round_plain(weight: Any, metric: Any, rows: Any = slice(None)) -> descent.CodesAndScales:
     """Round with plain GPTQ and absmax scales. rows: their numbers, which are ignored."""
     scale = weight.abs().amax(1, keepdim=True) / GRID.high
-    factor = gptq.factorize(gptq.Hessian(metric, 1), 0.01)
-    values = gptq.compensate(weight, factor, scale, GRID.code_range)
-    return descent.CodesAndScales(gptq.codes(values, scale, GRID.code_range), scale)
+    factor = gptq.factorize_hessian(gptq.Hessian(metric, 1), 0.01)
+    values = gptq.round_columns(weight, factor, scale, GRID.code_range)
+    return descent.CodesAndScales(gptq.find_codes(values, scale, GRID.code_range), scale)
 
 
 def cost(weight: Any, rounded: descent.CodesAndScales, inputs: Any, outputs: Any) -> float:
@@ -49,14 +49,14 @@ def cost(weight: Any, rounded: descent.CodesAndScales, inputs: Any, outputs: Any
 @pytest.mark.parametrize("n", [40, 64, 150])
 def test_rounding_in_turn_lowers_the_cost_of_errors(n: int) -> None:
     weight, inputs, outputs = torch.randn((n, 96)), draw_metric(96, 1), draw_metric(n, 2)
-    rounded = predictions.round_in_turn(
-        weight, predictions.factorize(outputs), lambda rows, _: round_plain(rows, inputs)
+    rounded = predictions.round_rows(
+        weight, predictions.factorize_information(outputs), lambda rows, _: round_plain(rows, inputs)
     )
     separate = round_plain(weight, inputs)
     assert cost(weight, rounded, inputs, outputs) < 0.9 * cost(weight, separate, inputs, outputs)
     plain = torch.eye(n)  # if all outputs count alike, each row is rounded as if it were alone
-    unweighted = predictions.round_in_turn(
-        weight, predictions.factorize(plain), lambda rows, _: round_plain(rows, inputs)
+    unweighted = predictions.round_rows(
+        weight, predictions.factorize_information(plain), lambda rows, _: round_plain(rows, inputs)
     )
     assert torch.equal(unweighted.codes, separate.codes) and torch.equal(unweighted.scale, separate.scale)
 
@@ -70,7 +70,7 @@ def test_remaining_rows_compensate_earlier_errors() -> None:
         calls.append((rows.clone(), numbers))
         return descent.CodesAndScales(rows.round().to(torch.int8), torch.ones((len(rows), 1)))
 
-    predictions.round_in_turn(weight, predictions.factorize(outputs), choose)
+    predictions.round_rows(weight, predictions.factorize_information(outputs), choose)
     order = torch.cat([numbers for _, numbers in calls])
     assert order.sort().values.tolist() == list(range(n))
     assert torch.equal(order, torch.argsort(outputs.diagonal(), descending=True))
@@ -86,7 +86,7 @@ def test_remaining_rows_compensate_earlier_errors() -> None:
 def test_fisher_information_of_gate_and_up() -> None:
     """It equals the sum over tokens of the information that passes through down."""
     down, outputs, slopes = torch.randn((6, 4)), draw_metric(6, 6), torch.randn((9, 8))
-    actual = predictions.middle_information(outputs, down, slopes.T @ slopes)
+    actual = predictions.gate_up_information(outputs, down, slopes.T @ slopes)
     metric = outputs + predictions.DAMPENING * outputs.diagonal().mean() * torch.eye(6)
     wide = torch.cat([down, down], 1)
     expected = sum((wide * s).T @ metric @ (wide * s) for s in slopes)
@@ -98,7 +98,7 @@ def test_fisher_information_counts_less_in_early_layers() -> None:
     first, last = predictions.fisher_information(gradients, 20), predictions.fisher_information(gradients)
     mean = last.diagonal().mean()
     torch.testing.assert_close(last, gradients.T @ gradients)
-    torch.testing.assert_close(first, last + 20 * predictions.FOLLOWING * mean * torch.eye(6))
+    torch.testing.assert_close(first, last + 20 * predictions.FOLLOWING_DAMPENING * mean * torch.eye(6))
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -106,7 +106,7 @@ def test_values_that_are_not_finite_are_refused(broken: float) -> None:
     outputs = draw_metric(8, 7)
     outputs[3, 3] = broken
     with pytest.raises(gptq.NotFinite):
-        predictions.factorize(outputs)
+        predictions.factorize_information(outputs)
 
 
 def load_layered(folder: Path) -> LayeredModel:

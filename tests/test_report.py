@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 from click.testing import CliRunner
 
-from ktconvert.layouts.encodings.encoding import scale_values
+from ktconvert.layouts.encodings.encoding import unpack_float_scales
 from ktconvert.layouts.errors import InputError, OutputError, UsageError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS
@@ -209,7 +209,7 @@ def test_scale_values_bound_the_decoded_weights(random_experts):
         form, most = FORMATS[name].encoding, {"MXFP4": 6.0, "FP8": 448.0}.get(name.removeprefix("KT_"))
         stored = [np.zeros(tensor.nbytes, np.uint8) for tensor in form.tensors(256, 256)]
         form.quantize(Matrix(bits, BF16), stored)
-        scales = scale_values(form, stored[-1], 256, 256)
+        scales = unpack_float_scales(form, stored[-1], 256, 256)
         most = most or form.grid.step * max(-form.grid.low, form.grid.high)
         each = np.repeat(np.repeat(scales, 256 // scales.shape[0], 0), 256 // scales.shape[1], 1)
         steps = np.abs(form.decode(stored, 256, 256)) / each

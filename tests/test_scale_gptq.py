@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
@@ -92,7 +92,7 @@ def test_mxfp4_has_the_same_numbers_in_both_layouts(outputs):
         for output, parts in ((parted, 2), (whole, 1)):
             encoding, each = FORMATS[output.methods[0]].encoding, []
             for part in Slicing(1, 256, 256, parts).slices(expert, projection):
-                stored = [output.read(output.tensors[part.id, suffix]) for suffix in suffixes(encoding)]
+                stored = [output.read(output.tensors[part.id, suffix]) for suffix in tensor_suffixes(encoding)]
                 each.append(encoding.decode(stored, part.n, part.k, slice(None)))
             numbers.append(join_slices(projection, each))
         np.testing.assert_array_equal(*numbers)

@@ -78,9 +78,9 @@ def test_bytes_equal_the_definition(source, imatrix, output):
     """Each NUMA slice is searched with the mean squares of its own columns, and unweighted without tokens."""
     opened = open_imatrix(imatrix, "small", SHAPES)
     linears = [*product(range(LAYERS), range(EXPERTS), ("gate", "up", "down"))]
-    assert {linear[1] for linear in linears if opened.importance(*linear) is None} == {1}
+    assert {linear[1] for linear in linears if opened.read_importance(*linear) is None} == {1}
     # Or the weights would change nothing. One power of two is the best of these groups anyway.
-    assert check_search(source, output, linears, opened.importance) > 10 or output.name == "mxfp4"
+    assert check_search(source, output, linears, opened.read_importance) > 10 or output.name == "mxfp4"
 
 
 def test_backward_weights_equal_those_of_mse(source, imatrix, tmp_path):

@@ -16,13 +16,13 @@ from test_kernels import KINDS, difficult_values, in_columns, make_matrix, make_
 
 from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.amx import AMXINT4, AMXINT8
-from ktconvert.layouts.encodings.encoding import scale_numbers
+from ktconvert.layouts.encodings.encoding import scales_to_f32
 from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.stages.quantize_experts import quantize
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
-from ktconvert.quantizers.quantizer import ABSMAX, IMATRIX, MSE, least_squares
+from ktconvert.quantizers.quantizer import ABSMAX, IMATRIX, MSE, minimize_squares
 from rig import group_search, isas, reference, scale_search, statistics
 from rig.golden import FOLDER
 from rig.safetensors import bits_of, read_file
@@ -37,7 +37,7 @@ def defined(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
 
 
 def searched(grid: str, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
-    return least_squares(bf16, GRIDS[grid], importance)
+    return minimize_squares(bf16, GRIDS[grid], importance)
 
 
 def both_equal(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
@@ -143,7 +143,7 @@ def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, wei
         reference.f32_to_bf16(np.clip(drawn, -3e38, 3e38).astype(np.float32)),
         IMPORTANCES[weighted](rng, k),
     )
-    if form.grid.per_row:
+    if form.grid.has_row_scales:
         weights = scale_search.normalize(importance) if importance is not None else None
         weights = np.ones((1, k)) if weights is None else weights.astype(np.float64)[None]
     else:
@@ -157,7 +157,7 @@ def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, wei
         if choice is IMATRIX:
             codes, scales = searched(form.grid.name, bf16, importance)
             chosen = (
-                codes.reshape(n, scales.shape[1], -1) * np.float32(form.grid.step) * scale_numbers(scales)[..., None]
+                codes.reshape(n, scales.shape[1], -1) * np.float32(form.grid.step) * scales_to_f32(scales)[..., None]
             )
             assert_equal_bytes("numbers", numbers.reshape(-1), chosen.astype(np.float32).reshape(-1))
     assert (found[0] <= found[1] + 1e-5).all()
@@ -172,7 +172,7 @@ def test_second_moments_reduce_the_error_of_outputs(grid: str, most: float) -> N
 
     def error(importance: Any) -> float:
         codes, scales = searched(grid, bf16, importance)
-        y = codes.reshape(64, scales.shape[1], -1) * GRIDS[grid].step * scale_numbers(scales).astype(float)[..., None]
+        y = codes.reshape(64, scales.shape[1], -1) * GRIDS[grid].step * scales_to_f32(scales).astype(float)[..., None]
         e = reference.bf16_to_f32(bf16) - y.reshape(64, k)
         return float(np.einsum("ni,ij,nj->", e, moments.astype(np.float64), e))
 

@@ -75,8 +75,8 @@ def test_bytes_equal_the_definition(method, source, statistics, tmp_path):
         read_statistics(statistics).open_second_moments("it", SHAPES),
         ((0, "gate"), (0, "down"), (1, "down")),
     )
-    assert [linear for linear in linears if moments.importance(1, *linear) is None] == [(1, "down")]
-    assert check_search(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.importance)
+    assert [linear for linear in linears if moments.read_importance(1, *linear) is None] == [(1, "down")]
+    assert check_search(source, tmp_path / "out", ((1, *linear) for linear in linears), moments.read_importance)
     digest = hashlib.sha256((statistics / "statistics.json").read_bytes()).hexdigest()
     document = json.loads((tmp_path / "out" / "manifest.json").read_bytes())
     assert document["settings"]["second_moments_sha256"] == document["model"]["second_moments"] == digest

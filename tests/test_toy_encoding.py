@@ -27,7 +27,7 @@ def decode(linear: of.Matrix) -> Any:
     return codes * np.abs(codes) / 2 * linear.element_scales()
 
 
-def linear_of(source: Any, tensors: Any, quantization: Any, input_major: bool) -> of.Matrix:
+def read_toy(source: Any, tensors: Any, quantization: Any, input_major: bool) -> of.Matrix:
     scales = read_aligned(source, tensors["toy_scale"]).view(np.float16).astype(np.float32)
     return of.Matrix(read_aligned(source, tensors["toy"]).view(np.int8), TOY, scales[:, None], (1, 1 << 30))
 
@@ -36,10 +36,10 @@ TOY = of.Kind("toy", np.dtype(np.int8), decode=decode)
 ROW = CheckpointEncoding(
     name="TOY8",
     title="TOY8",
-    tensors={"toy": ("{t}_q",), "toy_scale": ("{t}_qs",)},
+    tensor_names={"toy": ("{t}_q",), "toy_scale": ("{t}_qs",)},
     dtypes=("I8",),
     kind=TOY,
-    matrix=linear_of,
+    make_matrix=read_toy,
     input_types=("toy",),
 )
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Read, Rows
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, RowSelection, TensorReader
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.format import Arrangement, Card, Description, Format
 from ktconvert.layouts.outputs.slices import SliceId
@@ -39,26 +39,26 @@ def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
     pack(*reference.quantize(8, decode_finite(matrix)), out)
 
 
-def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> Any:
+def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection = slice(None)) -> Any:
     codes, steps = stored[0].view(np.int8).reshape(n, k), stored[1].view(np.float32).reshape(n, 1)
     return codes[rows] * steps[rows]
 
 
-def bad_step(read: Read, n: int, k: int) -> str:
+def bad_step(read: TensorReader, n: int, k: int) -> str:
     return "" if (read(1).view(np.float32) >= 0).all() else "a step is negative"
 
 
 TOY8 = Encoding(
     "TOY8",
     version=1,
-    grid=Grid("toy8", bits=8, low=-127, high=127, group=None, scales="F32", version=1),
+    grid=Grid("toy8", bits=8, low=-127, high=127, group=None, scale_dtype="F32", version=1),
     multiple=1,
     tensors=tensors,
     quantize=quantize,
     decode=decode,
-    defects=(None, bad_step),
+    defect_checks=(None, bad_step),
     pack=pack,
-    scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),
+    unpack_scales=lambda scale_bytes, n, k: scale_bytes.view(np.float32).reshape(n, 1),
 )
 
 
@@ -106,9 +106,9 @@ def check_config(output: Any, fmt: Format, numa: int) -> Iterator[str]:
 
 CARD = Card(
     title="Toys",
-    about=("Experts to play with.",),
-    rows=lambda card, facts: (("slices", str(facts["numa"])),),
-    use=lambda facts, base_model, non_experts: ("Do not.",),
+    introduction=("Experts to play with.",),
+    make_rows=lambda card, facts: (("slices", str(facts["numa"])),),
+    make_usage=lambda facts, base_model, non_experts: ("Do not.",),
     tags=("toys",),
 )
 

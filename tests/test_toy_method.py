@@ -31,7 +31,7 @@ METHODS_PAGE = Path(__file__).resolve().parents[1] / "docs/reference/methods.md"
 
 
 def reads(weight: Weight, layer: Any) -> bool:
-    return weight.encoding.name == "F8_E4M3" and weight.fit() == weight.shape[-2:]
+    return weight.encoding.name == "F8_E4M3" and weight.resolve_scheme() == weight.shape[-2:]
 
 
 def write(stored: StoredSlice, out: Sequence[Bytes]) -> None:

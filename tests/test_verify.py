@@ -18,7 +18,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_by_option
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant.runtime import smoke
@@ -289,7 +289,9 @@ def test_both_readers_must_read_the_same(copy):
     header = output.headers[FIRST]
     first, *rest = header.entries
     misread = replace(header, entries=(replace(first, shape=(*first.shape, 1)), *rest[1:]))
-    check = file_checks.check_safetensors(replace(output, headers={**output.headers, FIRST: misread}), measure(output))
+    check = file_checks.check_safetensors(
+        replace(output, headers={**output.headers, FIRST: misread}), measure_output(output)
+    )
     shape = list(first.shape)
     assert check is not None
     assert sorted(check.problems) == sorted([

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.files.manifest import digest
+from ktconvert.layouts.files.manifest import compute_digest
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.conversion import gpu
 from ktconvert.pipeline.verify.verify import require_sound
@@ -73,7 +73,7 @@ def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Pa
     for file in manifest["files"]:
         data = (output / file["name"]).read_bytes()
         file |= {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (output / "manifest.json").write_text(json.dumps(manifest | {"sha256": digest(manifest)}))
+    (output / "manifest.json").write_text(json.dumps(manifest | {"sha256": compute_digest(manifest)}))
     return output
 
 

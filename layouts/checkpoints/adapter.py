@@ -195,7 +195,7 @@ def read_settings(folder: Path, use: str) -> Settings:
     require_adapter(folder)
     file, values = folder / CONFIG, {}
     try:
-        config = documents.parse(file.read_bytes())
+        config = documents.parse_json(file.read_bytes())
         documents.require_plain(config)
     except ValueError as error:
         raise InputError(f"not a LoRA configuration ({error})", AGAIN, path=file) from error

@@ -75,7 +75,7 @@ class MoeModel:
     def bits(self) -> float:
         """Bits of a stored weight, including interleaved scales; the minimum over all weights."""
         weights = {w.encoding.name: w for m in self.moe_layers.values() for w in m.weights.values()}
-        return min(8 * weight.values.nbytes / math.prod(weight.shape) for weight in weights.values())
+        return min(8 * weight.values_tensor.nbytes / math.prod(weight.shape) for weight in weights.values())
 
     def shape(self, layer: int) -> tuple[int, int, int]:
         """Return (E, H, I): experts, hidden size, expert width."""
@@ -85,7 +85,7 @@ class MoeModel:
     def storage_identity(self, layer: int) -> tuple[object, ...]:
         """Return how this layer's tensors are read beyond their names, dtypes and shapes, for fingerprints."""
         moe = self.moe_layers[layer]
-        encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values.dtype}
+        encodings = {w.encoding.name for w in moe.weights.values() if w.encoding.name != w.values_tensor.dtype}
         formats = (self.quantization.format,) if self.quantization.format else ()
         equalized = (("equalized", equalizing.VERSION),) if layer in self.equalized else ()
         return repr(moe.style), moe.input_major, self.quantization.blocks, *sorted(encodings), *formats, *equalized
@@ -98,7 +98,7 @@ class MoeModel:
         equalized  False: as the checkpoint has it, in any case
         """
         moe = self.moe_layers[layer]
-        stored = self.weight(layer, expert, projection).matrix(self.source, expert, moe.input_major)
+        stored = self.weight(layer, expert, projection).read_linear(self.source, expert, moe.input_major)
         linear = stored.T if moe.input_major else stored
         if isinstance(moe.style, Fused) and projection != "down":
             second = int(projection == "up")
@@ -110,7 +110,7 @@ class MoeModel:
         if exponents is None:
             return linear
         bits = decode(linear)
-        equalizing.scale(bits, exponents[:, None] if projection == "up" else -exponents)
+        equalizing.multiply_by_powers(bits, exponents[:, None] if projection == "up" else -exponents)
         return Matrix(bits, BF16, origin=linear.origin)
 
     def weight(self, layer: int, expert: int, projection: str) -> Weight:
@@ -163,7 +163,7 @@ def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
     def exponents(layer: int, expert: int) -> Exponents | None:
         if layer not in chosen:
             return None
-        return equalizing.exponents(
+        return equalizing.choose_exponents(
             *(decode(model.linear(layer, expert, name, equalized=False)) for name in ("up", "down"))
         )
 

@@ -110,20 +110,20 @@ def _find_weight(
         tensors = {role: infos[0] for role, infos in candidates.items()}
         quantization = encodings.narrow_to_weight(source, tensors, declared)
         row = encodings.find_encoding(tensors, quantization)
-        if row is None or not row.quantized or tensors[row.values] is not info:
+        if row is None or not row.quantized or tensors[row.values_role] is not info:
             continue
-        if tensors.keys() == {row.values} and info.dtype in fp8.UNSCALED.dtypes and len(info.shape) == 2:
+        if tensors.keys() == {row.values_role} and info.dtype in fp8.UNSCALED.dtypes and len(info.shape) == 2:
             limit = claims.num_layers(source.config)
             # Loaders of MTP layers copy such a weight into one of BF16.
             row = fp8.UNSCALED if is_mtp_tensor(info.name, limit and limit[1]) else row
-        for role in row.tensors:
+        for role in row.tensor_names:
             several = candidates.get(role, [])
             if len(several) > 1:
                 two = f"{several[0].name!r} and {several[1].name!r}"
                 raise InputError(f"tensors {two} both claim to be the {role} of one weight")
-        own = {role: tensor for role, tensor in tensors.items() if role in row.tensors}
+        own = {role: tensor for role, tensor in tensors.items() if role in row.tensor_names}
         weight = encodings.make_weight(row, template, own, quantization)
-        weight.fit()
+        weight.resolve_scheme()
         return template, weight
     return None
 
@@ -227,7 +227,7 @@ def _open_mapped(source: TensorSource, info: TensorInfo) -> Read:
 
 
 def _open_decoded(source: TensorSource, weight: Weight, expert: int) -> Read:
-    matrix, transposed = weight.matrix(source, expert), weight.encoding.transposed
+    matrix, transposed = weight.read_linear(source, expert), weight.encoding.transposed
 
     def read(start: int, stop: int) -> Bytes:
         try:
@@ -235,7 +235,7 @@ def _open_decoded(source: TensorSource, weight: Weight, expert: int) -> Read:
         except kernels.NonFinite as error:
             of_expert = f" of expert {expert}" if len(weight.shape) == 3 else ""
             what = f"contains a value that is not finite at row {error.row}, column {error.column}{of_expert}"
-            info = weight.values
+            info = weight.values_tensor
             remedy = "download the file again or ask its publisher"
             raise InputError.from_tensor(info.name, what, remedy, source.path(info)) from error
 

@@ -52,7 +52,7 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
         for expert in range(count) if separate else (-1,):
             if (matrix, expert) not in weights:
                 rows = (weight.encoding for weight in weights.values())
-                pattern = next((row.tensors[row.values][0] for row in rows), "{t}")  # or unused tensors alone
+                pattern = next((row.tensor_names[row.values_role][0] for row in rows), "{t}")  # or unused tensors alone
                 name = encodings.expand_pattern(pattern, expand_template(style, prefix, matrix, n, expert))
                 what = f"is missing, though layer {n} has other expert tensors"
                 raise bad_tensor(name, what, INCOMPLETE)
@@ -73,7 +73,7 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     for weight in weights.values():
         shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
         if (alike := (weight.encoding.name, shapes)) not in fitting:
-            weight.fit(turned)
+            weight.resolve_scheme(turned)
             _refuse_alternating_halves(weight, style)
             fitting.add(alike)
     _refuse_uneven(weights, style, prefix, n)
@@ -100,7 +100,7 @@ def _make_weights(source: TensorSource, stored: StoredLayer, prefix: str, n: int
 def _refuse_alternating_halves(weight: Weight, style: Style) -> None:
     """Raise UnsupportedError for two scales per expert, of gate and of up, if gate and up alternate."""
     for info in weight.tensors.values():
-        if isinstance(style, Fused) and style.interleaved and info.shape[1:] == (2,) != weight.values.shape[1:2]:
+        if isinstance(style, Fused) and style.interleaved and info.shape[1:] == (2,) != weight.values_tensor.shape[1:2]:
             what = f"has 2 scales for each expert, and gate and up alternate in {weight.name!r}; use the BF16 release"
             raise UnsupportedError.from_tensor(info.name, what)
 
@@ -109,14 +109,14 @@ def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
     """Raise InputError if only some experts have zero points or an order of columns."""
     full: dict[tuple[str, ...], Weight] = {}
     for (matrix, _), weight in weights.items():
-        key = matrix, weight.encoding.name, *weight.encoding.tensors
+        key = matrix, weight.encoding.name, *weight.encoding.tensor_names
         if key not in full or len(weight.tensors) > len(full[key].tensors):
             full[key] = weight
     for (matrix, expert), weight in weights.items():
-        other = full[matrix, weight.encoding.name, *weight.encoding.tensors]
+        other = full[matrix, weight.encoding.name, *weight.encoding.tensor_names]
         for role in other.tensors.keys() - weight.tensors.keys():
             lost = encodings.expand_pattern(
-                weight.encoding.tensors[role][0], expand_template(style, prefix, matrix, n, expert)
+                weight.encoding.tensor_names[role][0], expand_template(style, prefix, matrix, n, expert)
             )
             what = f": {lost} is missing, and {other.tensors[role].name!r} is there"
             raise bad_tensor(weight.name, what, INCOMPLETE)
@@ -127,22 +127,22 @@ def _explain_unread(name: str, tensors: encodings.Tensors) -> Exception:
 
     They have an unsupported format, or their scales or the tensor with the values are missing.
     """
-    held = [(row, info) for row in encodings.CHECKPOINT_ENCODINGS if (info := tensors.get(row.values)) is not None]
-    unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensors]
+    held = [(row, info) for row in encodings.CHECKPOINT_ENCODINGS if (info := tensors.get(row.values_role)) is not None]
+    unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensor_names]
     if unscaled and "scale" not in tensors:
-        info, scale = held[0][1], encodings.expand_pattern(unscaled[0].tensors["scale"][0], name)
+        info, scale = held[0][1], encodings.expand_pattern(unscaled[0].tensor_names["scale"][0], name)
         return bad_tensor(info.name, f"is {info.dtype}, and its scales ({scale}) are missing", INCOMPLETE)
     if held:
         return unread_format_error(held[0][1].name, describe_values(held[0][1], tensors.get("scale")))
     role, info = next(iter(tensors.items()))
-    rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensors]
+    rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensor_names]
     row = next((row for row in rows if all(_has_role(row, other, name, t) for other, t in tensors.items())), rows[0])
-    values = encodings.expand_pattern(row.tensors[row.values][0], name)
+    values = encodings.expand_pattern(row.tensor_names[row.values_role][0], name)
     return bad_tensor(info.name, f"is a scale whose weight {values!r} is missing", INCOMPLETE)
 
 
 def _has_role(row: CheckpointEncoding, role: str, name: str, info: TensorInfo) -> bool:
-    return info.name in (encodings.expand_pattern(pattern, name) for pattern in row.tensors.get(role, ()))
+    return info.name in (encodings.expand_pattern(pattern, name) for pattern in row.tensor_names.get(role, ()))
 
 
 def _count_experts(weights: Weights, recorded: Recorded, most: int) -> int:

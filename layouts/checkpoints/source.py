@@ -340,7 +340,7 @@ def _parse_json(path: Path) -> dict[str, Any]:
     """
     try:
         # Infinity and NaN are let through: configurations of released models hold them.
-        tree = documents.parse(path.read_bytes())
+        tree = documents.parse_json(path.read_bytes())
         documents.require_plain(tree)
     except OSError as e:
         raise unreadable_file(path, e) from None

@@ -27,15 +27,18 @@ CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (
 def tensor_roles() -> dict[str, str]:
     """Map every name pattern of a weight's tensors to the tensor's role."""
     return {
-        pattern: role for row in CHECKPOINT_ENCODINGS for role, patterns in row.tensors.items() for pattern in patterns
+        pattern: role
+        for row in CHECKPOINT_ENCODINGS
+        for role, patterns in row.tensor_names.items()
+        for pattern in patterns
     }
 
 
 def input_types() -> list[str]:
     """Return the values of --input-type: encodings, and kinds of files."""
-    of_rows = (name for row in CHECKPOINT_ENCODINGS for name in row.input_types)
-    of_files = (container.input_type for container in CONTAINERS if container.input_type is not None)
-    return list(dict.fromkeys((*of_rows, *of_files)))
+    encoding_types = (name for row in CHECKPOINT_ENCODINGS for name in row.input_types)
+    file_types = (container.input_type for container in CONTAINERS if container.input_type is not None)
+    return list(dict.fromkeys((*encoding_types, *file_types)))
 
 
 def expand_pattern(pattern: str, template: str) -> str:
@@ -45,29 +48,29 @@ def expand_pattern(pattern: str, template: str) -> str:
 
 def find_encoding(tensors: Tensors, quantization: Quantization) -> CheckpointEncoding | None:
     """Return the row of a weight that is stored in these tensors; None if no row reads them."""
-    return next((row for row in CHECKPOINT_ENCODINGS if row.holds(tensors, quantization)), None)
+    return next((row for row in CHECKPOINT_ENCODINGS if row.matches(tensors, quantization)), None)
 
 
 def list_quantized_titles(names: Iterable[str]) -> list[str]:
-    """Return the titles of those of these rows that are quantized, so that a BF16 release is the better source."""
+    """Return the titles of the quantized rows among these names; for them a BF16 release is the better source."""
     return list(dict.fromkeys(row.title for row in CHECKPOINT_ENCODINGS if row.quantized and row.name in names))
 
 
 def make_weight(row: CheckpointEncoding, template: str, tensors: Tensors, quantization: Quantization) -> Weight:
-    """Return the weight in these tensors, whose row holds them.
+    """Return the weight in these tensors, which match the row.
 
     Raises InputError for a missing or superfluous tensor.
     """
-    values = tensors[row.values]
+    values = tensors[row.values_role]
     for role, info in tensors.items():
-        if role not in row.tensors:
+        if role not in row.tensor_names:
             raise InputError.from_tensor(info.name, f"scales {values.name!r}, which is {row.title} and needs none")
-    for role, patterns in row.tensors.items():
+    for role, patterns in row.tensor_names.items():
         if role not in tensors and role not in row.optional:
-            lost = expand_pattern(patterns[0], template)
-            raise bad_tensor(values.name, f"is {row.title} but {lost} is missing", INCOMPLETE)
-    ordered = {role: tensors[role] for role in row.tensors if role in tensors}
-    return Weight(row, ordered, row.shape(ordered, quantization), quantization)
+            missing = expand_pattern(patterns[0], template)
+            raise bad_tensor(values.name, f"is {row.title} but {missing} is missing", INCOMPLETE)
+    ordered = {role: tensors[role] for role in row.tensor_names if role in tensors}
+    return Weight(row, ordered, row.infer_shape(ordered, quantization), quantization)
 
 
 def find_weight_candidates(
@@ -76,21 +79,20 @@ def find_weight_candidates(
     """Yield the BF16 name and the existing tensors, by role, of each weight whose values a tensor may hold."""
     seen: set[str] = set()
     for row in CHECKPOINT_ENCODINGS:
-        for pattern in row.tensors[row.values] if values.dtype in row.dtypes else ():
-            template = _template(values.name, pattern)
+        for pattern in row.tensor_names[row.values_role] if values.dtype in row.dtypes else ():
+            template = _match_template(values.name, pattern)
             if template is None or template in seen:
                 continue
             seen.add(template)
-            stored: dict[str, list[TensorInfo]] = {}
-            for other, role in roles.items():
-                if (info := tensors.get(expand_pattern(other, template))) is not None and info not in stored.get(
-                    role, []
-                ):
-                    stored.setdefault(role, []).append(info)
-            yield template, stored
+            existing: dict[str, list[TensorInfo]] = {}
+            for role_pattern, role in roles.items():
+                info = tensors.get(expand_pattern(role_pattern, template))
+                if info is not None and info not in existing.get(role, []):
+                    existing.setdefault(role, []).append(info)
+            yield template, existing
 
 
-def _template(name: str, pattern: str) -> str | None:
+def _match_template(name: str, pattern: str) -> str | None:
     """Return the BF16 name of a weight by one tensor's name and pattern; None if the pattern does not match."""
     suffix = pattern.removeprefix("{t}").removeprefix("{s}")
     if not name.endswith(suffix):

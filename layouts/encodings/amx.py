@@ -1,7 +1,7 @@
 """Codes with one float32 scale per row (bytes.md).
 
-AMXINT4 and AMXINT8 are in the order of kt-kernel's tiles; MOE_INT4 and MOE_INT8 in its plain order, that of its build
-for aarch64 with KML.
+AMXINT4 and AMXINT8 are in the order of kt-kernel's tiles. MOE_INT4 and MOE_INT8 are in its plain order, which its build
+for aarch64 with KML uses.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, select_rows
+from ktconvert.layouts.encodings.encoding import Encoding, RowSelection, TensorReader, select_rows
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, F64, I8, Array, Bytes
@@ -20,10 +20,11 @@ from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix
 
 def _make_encoding(name: str, grid_name: str) -> Encoding:
     grid = ROW_GRIDS[grid_name]
-    bits, block_rows = grid.bits, kernels.GEOMETRIES[grid.bits].block_rows
+    bits = grid.bits
+    block_rows = kernels.GEOMETRIES[bits].block_rows
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
-        """Return codes, flat, in whole pages, and one float32 per row."""
+        """Return the codes, a flat tensor of whole pages, and the scales, one float32 per row."""
         nbytes = n * k * bits // 8
         return TensorInfo("weight", "I8", (nbytes,), nbytes), TensorInfo("scale", "F32", (n,), 4 * n)
 
@@ -34,13 +35,15 @@ def _make_encoding(name: str, grid_name: str) -> Encoding:
         kernels.pack_codes(bits, codes, out[0])
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
-    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection = slice(None)) -> F32:
         """Decode only the blocks of rows that a slice touches; each block is contiguous."""
         if not isinstance(rows, slice):
             return decode(stored, n, k)[rows]
         start, stop, _ = rows.indices(n)
-        first, last = start // block_rows * block_rows, min(n, -(-stop // block_rows) * block_rows)
-        codes, scales = stored[0].reshape(n, -1)[first:last].reshape(-1), stored[1].view(np.float32)[first:last]
+        first = start // block_rows * block_rows
+        last = min(n, -(-stop // block_rows) * block_rows)
+        codes = stored[0].reshape(n, -1)[first:last].reshape(-1)
+        scales = stored[1].view(np.float32)[first:last]
         return kernels.dequantize(bits, codes, scales, last - first, k)[start - first : stop - first]
 
     def error_sums(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
@@ -54,19 +57,19 @@ def _make_encoding(name: str, grid_name: str) -> Encoding:
         tensors=tensors,
         quantize=quantize,
         decode=decode,
-        defects=(None, bad_scale),
+        defect_checks=(None, find_bad_scale),
         pack=pack,
-        scales=lambda last, n, k: last.view(np.float32).reshape(n, 1),
+        unpack_scales=lambda scale_bytes, n, k: scale_bytes.view(np.float32).reshape(n, 1),
         error_sums=error_sums,
     )
 
 
-def bad_scale(read: Read, n: int, k: int) -> str:
-    """Check that scales are finite and not negative, as those of finite weights are."""
+def find_bad_scale(read: TensorReader, n: int, k: int) -> str:
+    """Check that scales are finite and not negative, as the scales of finite weights are."""
     scales = read(1).view("<f4")
-    bad = ~(np.isfinite(scales) & (scales >= 0))
-    row = int(np.argmax(bad))
-    return f"the scale of row {row} is {scales[row]}" if bad.any() else ""
+    is_bad = ~(np.isfinite(scales) & (scales >= 0))
+    row = int(np.argmax(is_bad))
+    return f"the scale of row {row} is {scales[row]}" if is_bad.any() else ""
 
 
 AMXINT4 = _make_encoding("AMXINT4", "int4")
@@ -75,34 +78,37 @@ AMXINT8 = _make_encoding("AMXINT8", "int8")
 
 # --- in kt-kernel's plain order --------------------------------------------------------------------
 
-PLAIN_ROWS, PLAIN_BYTES = 8, 32  # rows that lie together; bytes of each of them until the next one's begin
+# Blocks of PLAIN_ROWS rows, which interleave their bytes: PLAIN_BYTES bytes of each row in turn.
+PLAIN_ROWS = 8
+PLAIN_BYTES = 32
 
 
 def pack_plain(bits: int, codes: I8) -> Bytes:
     """Return codes [n, k] in the plain order: 8 rows, then 32 columns (8 bits) or 64 (4 bits) of each of them."""
     n = len(codes)
-    in_bytes = codes.reshape(n, -1, 8 // bits, PLAIN_BYTES)
-    if bits == 4:  # the first 32 of 64 columns in the upper halves
-        in_bytes = in_bytes[:, :, :1] << 4 | in_bytes[:, :, 1:] & 15
-    by_rows = in_bytes.reshape(n // PLAIN_ROWS, PLAIN_ROWS, -1, PLAIN_BYTES)
-    return by_rows.transpose(0, 2, 1, 3).reshape(-1).view(np.uint8)
+    code_bytes = codes.reshape(n, -1, 8 // bits, PLAIN_BYTES)
+    if bits == 4:
+        # The upper halves of bytes have the first 32 of 64 columns.
+        code_bytes = code_bytes[:, :, :1] << 4 | code_bytes[:, :, 1:] & 15
+    blocks = code_bytes.reshape(n // PLAIN_ROWS, PLAIN_ROWS, -1, PLAIN_BYTES)
+    return blocks.transpose(0, 2, 1, 3).reshape(-1).view(np.uint8)
 
 
 def unpack_plain(bits: int, weight: Bytes, n: int, k: int) -> I8:
     """Return codes int8 [n, k]; the inverse of pack_plain."""
     blocks = weight.view(np.int8).reshape(n // PLAIN_ROWS, -1, PLAIN_ROWS, PLAIN_BYTES)
     codes = np.empty((n // PLAIN_ROWS, PLAIN_ROWS, blocks.shape[1], 8 // bits, PLAIN_BYTES), np.int8)
-    in_rows = blocks.transpose(0, 2, 1, 3)
+    row_bytes = blocks.transpose(0, 2, 1, 3)
     if bits == 8:
-        codes[:, :, :, 0] = in_rows
+        codes[:, :, :, 0] = row_bytes
     else:
-        np.right_shift(in_rows, 4, out=codes[:, :, :, 0])
-        np.right_shift(in_rows << 4, 4, out=codes[:, :, :, 1])
+        np.right_shift(row_bytes, 4, out=codes[:, :, :, 0])
+        np.right_shift(row_bytes << 4, 4, out=codes[:, :, :, 1])
     return codes.reshape(n, k)
 
 
-def _make_plain(name: str, of_tiles: Encoding) -> Encoding:
-    """Return an encoding with the tensors of one in tiles, but with codes chosen and ordered as MOE methods do."""
+def _make_plain(name: str, tiled: Encoding) -> Encoding:
+    """Return an encoding in the plain order, with codes as MOE methods choose them and the tensors of `tiled`."""
     grid = MOE_GRIDS[name.lower()]
     bits = grid.bits
 
@@ -115,34 +121,37 @@ def _make_plain(name: str, of_tiles: Encoding) -> Encoding:
         out[0][:] = pack_plain(bits, codes)
         out[1].view(np.float32)[:] = scales.reshape(-1)
 
-    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection = slice(None)) -> F32:
         def unpack(blocks: Bytes) -> I8:
             return unpack_plain(bits, blocks.reshape(-1), len(blocks) * PLAIN_ROWS, k)
 
         codes = select_rows(stored[0].reshape(n // PLAIN_ROWS, -1), n, rows, unpack)
         return codes * np.float32(grid.step) * stored[1].view(np.float32)[rows, None]
 
-    return replace(
-        of_tiles, name=name, version=1, grid=grid, quantize=quantize, decode=decode, pack=pack, error_sums=None
-    )
+    return replace(tiled, name=name, version=1, grid=grid, quantize=quantize, decode=decode, pack=pack, error_sums=None)
 
 
 MOE_INT4 = _make_plain("MOE_INT4", AMXINT4)
 MOE_INT8 = _make_plain("MOE_INT8", AMXINT8)
 
 
-def to_tiles(stored: Sequence[Bytes], n: int, k: int) -> None:
-    """Reorder the codes of a slice [n, k] into the order of tiles, in place. Raise ValueError for one out of range."""
+def reorder_into_tiles(stored: Sequence[Bytes], n: int, k: int) -> None:
+    """Reorder the codes of a slice [n, k] into the order of tiles, in place.
+
+    Raises ValueError for a code that is out of range.
+    """
     bits = 8 * stored[0].size // (n * k)
     kernels.pack_codes(bits, unpack_plain(bits, stored[0], n, k), stored[0])
 
 
-def _make_tiled(plain: Encoding, of_tiles: Encoding) -> Encoding:
+def _make_tiled(plain: Encoding, tiled: Encoding) -> Encoding:
+    """Return an encoding in the order of tiles, with codes as `plain` chooses them."""
+
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         plain.quantize(matrix, out)
-        to_tiles(out, *matrix.shape)
+        reorder_into_tiles(out, *matrix.shape)
 
-    return replace(of_tiles, name=plain.name, version=plain.version, grid=plain.grid, quantize=quantize)
+    return replace(tiled, name=plain.name, version=plain.version, grid=plain.grid, quantize=quantize)
 
 
 MOE_INT4_TILES = _make_tiled(MOE_INT4, AMXINT4)

@@ -13,24 +13,33 @@ from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, F64, I8, Array
 from ktconvert.native_quant.arrays import Bytes as Bytes
 from ktconvert.quantizers import Grid, Matrix, differences
-from ktconvert.quantizers.reference import bf16_to_f32, e8m0
+from ktconvert.quantizers.reference import bf16_to_f32, e8m0_to_f32
 
-Rows = slice | npt.NDArray[np.intp]
+RowSelection = slice | npt.NDArray[np.intp]
 
 ZERO_ROWS = 32  # rows to decode at a time, until a number is not zero
-# Codes of 0 and -0 have at most ZERO_BYTES different bytes (two codes of 4 bits each). More of them in the first
-# BEGINNING bytes prove that other numbers exist, without decoding.
-ZERO_BYTES, BEGINNING = 4, 256
+# A matrix of zeros has codes of 0 and -0 only, so its code bytes have at most 4 values (each holds up to two codes).
+# More values in the first PROBED_BYTES bytes prove, without decoding, that the matrix is not zero.
+ZERO_BYTE_VALUES = 4
+PROBED_BYTES = 256
 
 
-class Read(Protocol):
-    """Reader of bytes start..stop-1 of a matrix's tensor, by its index in Encoding.tensors; default: all bytes."""
+class TensorReader(Protocol):
+    """Reader of the stored tensors of one matrix."""
 
-    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes: ...
+    def __call__(self, tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
+        """Return bytes start..stop-1 of a tensor; by default all of them.
+
+        tensor  its index in Encoding.tensors
+        """
 
 
 class SourceExperts(Protocol):
-    """The properties of MoeModel that encodings use: names of the encodings of its experts; layer -> MoeLayer."""
+    """The properties of MoeModel that encodings use.
+
+    dtypes      names of the encodings of its experts
+    moe_layers  layer number -> MoeLayer
+    """
 
     @property
     def dtypes(self) -> tuple[str, ...]: ...
@@ -38,29 +47,29 @@ class SourceExperts(Protocol):
     def moe_layers(self) -> Mapping[int, Any]: ...
 
 
-# (read, n, k) -> the defect in the numbers of one tensor; "" if there is none.
-Defect = Callable[[Read, int, int], str]
+# (read, n, k) -> the defect in the numbers of one tensor of a matrix [n, k]; "" if there is none.
+DefectCheck = Callable[[TensorReader, int, int], str]
 
 
 @dataclass(frozen=True)
 class Encoding:
     """One encoding of a matrix [n, k]. Its bytes are flat uint8 arrays, one for each of `tensors`, in order.
 
-    name        of the numbers ("AMXINT4"); a format may give it another name
-    version     raised whenever the bytes change; in every unit's fingerprint
-    grid        its codes and scales
-    multiple    number of which n and k must be multiples
-    tensors     (n, k) -> the tensors, in file order: codes first, scales last
-    quantize    (matrix, out): rounds each number by the largest values and stores it, in one pass; raises
-                kernels.NonFinite for NaN and Inf
-    decode      (stored, n, k, rows) -> the numbers of these rows, float32 [rows, k]
-    defects     for each tensor: a function that explains what is wrong with its numbers; None if all bytes are numbers
-    is_exact    whether every number of these experts keeps its value
-    pack        (codes int8 [n, k], scales as `scales` returns them, out): stores codes that were chosen elsewhere; None
-                if the encoding admits only one choice
-    scales      (last tensor, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8), [n, groups], or
-                [n / b, groups] if b rows share them; None if there are none
-    error_sums  a kernel that computes the result of the function `error_sums`; None if there is none
+    name           name of the encoding ("AMXINT4"); a format may have a different name
+    version        version of the bytes, in every unit's fingerprint; raised whenever they change
+    grid           codes and scales of the encoding
+    multiple       number of which n and k must be multiples
+    tensors        (n, k) -> the tensors, in file order: codes first, scales last
+    quantize       (matrix, out): rounds each number, with scales by the largest values, and stores it, in one pass;
+                   raises kernels.NonFinite for NaN and Inf
+    decode         (stored, n, k, rows) -> the numbers of these rows, float32 [rows, k]
+    defect_checks  for each tensor the check that finds a defect in its numbers; None if all bytes are valid numbers
+    is_exact       whether every number of these experts keeps its value
+    pack           (codes int8 [n, k], scales as `unpack_scales` returns them, out): stores codes that a quantizer
+                   chose; None if the encoding admits only one choice
+    unpack_scales  (bytes of the last tensor, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8),
+                   [n, groups], or [n / b, groups] if b rows share them; None if there are no scales
+    error_sums     kernel that computes the same as the function `error_sums`; None if there is none
     """
 
     name: str
@@ -69,24 +78,27 @@ class Encoding:
     multiple: int
     tensors: Callable[[int, int], tuple[TensorInfo, ...]]
     quantize: Callable[[Matrix, Sequence[Bytes]], None]
-    decode: Callable[[Sequence[Bytes], int, int, Rows], F32]
-    defects: tuple[Defect | None, ...]
+    decode: Callable[[Sequence[Bytes], int, int, RowSelection], F32]
+    defect_checks: tuple[DefectCheck | None, ...]
     is_exact: Callable[[SourceExperts], bool] = lambda model: False
     pack: Callable[[I8, Array, Sequence[Bytes]], None] | None = None
-    scales: Callable[[Bytes, int, int], Array] | None = None
+    unpack_scales: Callable[[Bytes, int, int], Array] | None = None
     error_sums: Callable[[Matrix, Sequence[Bytes]], F64] | None = None
 
 
-def has_encoding(model: SourceExperts, names: Collection[str], fit: object) -> bool:
-    """Return whether all weights have one of these encodings with this `fit`, and no rows alternate."""
+def has_encoding(model: SourceExperts, names: Collection[str], scheme: object) -> bool:
+    """Return whether all weights have one of these encodings and this scheme, and no gate and up rows alternate.
+
+    scheme  a result of CheckpointEncoding.resolve_scheme
+    """
     return all(
-        weight.encoding.name in names and weight.fit(moe.input_major) == fit
+        weight.encoding.name in names and weight.resolve_scheme(moe.input_major) == scheme
         for moe in model.moe_layers.values()
         for weight in moe.weights.values()
     ) and not any(getattr(moe.style, "interleaved", False) for moe in model.moe_layers.values())
 
 
-def suffixes(encoding: Encoding) -> tuple[str, ...]:
+def tensor_suffixes(encoding: Encoding) -> tuple[str, ...]:
     return tuple(tensor.name for tensor in encoding.tensors(0, 0))
 
 
@@ -104,21 +116,21 @@ def explain_size(multiple: int, hidden: int, intermediate: int, numa: int) -> st
     return None
 
 
-def scale_values(encoding: Encoding, last: Bytes, n: int, k: int) -> F32:
-    """Return scale_numbers of a matrix [n, k], from the last of its tensors."""
-    assert encoding.scales is not None
-    return scale_numbers(encoding.scales(last, n, k))
+def unpack_float_scales(encoding: Encoding, scale_bytes: Bytes, n: int, k: int) -> F32:
+    """Return the scales of a matrix [n, k] as float32 numbers, from the last of its tensors."""
+    assert encoding.unpack_scales is not None
+    return scales_to_f32(encoding.unpack_scales(scale_bytes, n, k))
 
 
-def scale_numbers(scales: Array) -> F32:
-    """Return scales in the types of Encoding.scales as float32 numbers."""
+def scales_to_f32(scales: Array) -> F32:
+    """Return scales in the types of Encoding.unpack_scales as float32 numbers."""
     if scales.dtype == np.uint16:
         return bf16_to_f32(scales)
-    return e8m0(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
+    return e8m0_to_f32(scales) if scales.dtype == np.uint8 else np.asarray(scales, np.float32)
 
 
 def is_zero(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> bool:
-    if len(set(stored[0][:BEGINNING].tobytes())) > ZERO_BYTES:
+    if len(set(stored[0][:PROBED_BYTES].tobytes())) > ZERO_BYTE_VALUES:
         return False
     blocks = (slice(first, min(first + ZERO_ROWS, n)) for first in range(0, n, ZERO_ROWS))
     return not any(encoding.decode(stored, n, k, rows).any() for rows in blocks)
@@ -138,31 +150,42 @@ def error_bytes(columns: int) -> int:
 
 def infer_sizes(encoding: Encoding, suffix: str, shape: tuple[int, ...], nbytes: int) -> tuple[int | None, int | None]:
     """Return (n, k) of the matrix of a stored tensor; None for a size that the tensor does not determine."""
-    if suffix not in suffixes(encoding):
+    suffixes = tensor_suffixes(encoding)
+    if suffix not in suffixes:
         return None, None
-    unit, at = encoding.multiple, suffixes(encoding).index(suffix)
-    one, tall, wide = (encoding.tensors(*size)[at] for size in ((unit, unit), (2 * unit, unit), (unit, 2 * unit)))
-    if tall.nbytes != one.nbytes and wide.nbytes == one.nbytes:
-        return nbytes * unit // one.nbytes, None  # a number for each row, whatever the shape
-    if len(shape) != len(one.shape):
+    index = suffixes.index(suffix)
+    # Compare the tensor of the smallest matrix with those of matrices of twice the rows and twice the columns.
+    multiple = encoding.multiple
+    smallest = encoding.tensors(multiple, multiple)[index]
+    tall = encoding.tensors(2 * multiple, multiple)[index]
+    wide = encoding.tensors(multiple, 2 * multiple)[index]
+    if tall.nbytes != smallest.nbytes and wide.nbytes == smallest.nbytes:
+        return nbytes * multiple // smallest.nbytes, None  # a number for each row, whatever the shape
+    if len(shape) != len(smallest.shape):
         return None, None
     n = k = None
     for axis, size in enumerate(shape):
-        by_rows, by_columns = tall.shape[axis] != one.shape[axis], wide.shape[axis] != one.shape[axis]
-        if by_rows and not by_columns:
-            n = size * unit // one.shape[axis]
-        elif by_columns and not by_rows:
-            k = size * unit // one.shape[axis]
+        depends_on_rows = tall.shape[axis] != smallest.shape[axis]
+        depends_on_columns = wide.shape[axis] != smallest.shape[axis]
+        if depends_on_rows and not depends_on_columns:
+            n = size * multiple // smallest.shape[axis]
+        elif depends_on_columns and not depends_on_rows:
+            k = size * multiple // smallest.shape[axis]
     return n, k
 
 
-def select_rows(stored: Array, n: int, rows: Rows, unpack: Callable[[Array], Array]) -> Array:
-    """Return some of n rows of an array [n / b, ...] with b rows per item; `unpack` returns the rows of items."""
+def select_rows(stored: Array, n: int, rows: RowSelection, unpack: Callable[[Array], Array]) -> Array:
+    """Return some of the n rows of an array [n / b, ...] that holds b rows in each item.
+
+    unpack  (items) -> their rows, in order
+    """
     if len(stored) == n:
         return stored[rows]
     if not isinstance(rows, slice):
         return unpack(stored)[rows]
     start, stop, _ = rows.indices(n)
-    each = n // len(stored)
-    first = start // each
-    return unpack(stored[first : -(-stop // each)])[start - first * each : stop - first * each]
+    item_rows = n // len(stored)
+    first_item = start // item_rows
+    first_row = first_item * item_rows
+    items = stored[first_item : -(-stop // item_rows)]
+    return unpack(items)[start - first_row : stop - first_row]

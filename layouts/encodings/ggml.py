@@ -15,34 +15,39 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 
-# Types that gguf-py dequantizes, without plain numbers.
+# Types that gguf-py dequantizes, except those of plain numbers.
 DEQUANTIZED = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4"),
     *("TQ1_0", "TQ2_0", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 )
 
 
-def _make_row(of: GgmlType) -> CheckpointEncoding:
-    other = Kind(
-        of.name.lower(), np.dtype(np.uint8), columns=of.columns, items=of.nbytes, decode=_make_decoder(of.name)
+def _make_row(ggml_type: GgmlType) -> CheckpointEncoding:
+    name = ggml_type.name
+    kind = GGML.get(name) or Kind(
+        name.lower(),
+        np.dtype(np.uint8),
+        columns=ggml_type.columns,
+        items=ggml_type.nbytes,
+        decode=_make_decoder(name),
     )
-    kind = GGML.get(of.name, other)
 
-    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
+    def make_matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> Matrix:
         info = tensors["weight"]
         n, k = info.shape
-        return Matrix(source.view(replace(info, dtype="U8", shape=(n, k // of.columns * of.nbytes))), kind)
+        shape = (n, k // ggml_type.columns * ggml_type.nbytes)
+        return Matrix(source.view(replace(info, dtype="U8", shape=shape)), kind)
 
-    def claims(tensors: Tensors, quantization: Quantization) -> bool:
-        """Refuse NVFP4 with a scale for the whole tensor beside it, which gguf-py does not apply."""
-        return of.name != "NVFP4" or "scale" not in tensors
+    def accepts(tensors: Tensors, quantization: Quantization) -> bool:
+        """Reject NVFP4 that has a scale for the whole tensor, which gguf-py does not apply."""
+        return name != "NVFP4" or "scale" not in tensors
 
-    return CheckpointEncoding(of.name, of.name, {"weight": ("{t}",)}, (of.name,), kind, matrix, claims=claims)
+    return CheckpointEncoding(name, name, {"weight": ("{t}",)}, (name,), kind, make_matrix, accepts=accepts)
 
 
 def _make_decoder(name: str) -> Any:
     def decode(matrix: Matrix) -> F32:
-        """Decode with gguf-py a type that C does not read."""
+        """Decode a type that our C code does not read, with gguf-py."""
         try:
             import gguf
         except ImportError as error:
@@ -58,4 +63,4 @@ def _make_decoder(name: str) -> Any:
     return decode
 
 
-IN_CHECKPOINTS = tuple(_make_row(of) for of in GGML_TYPES.values() if of.name in DEQUANTIZED)
+IN_CHECKPOINTS = tuple(_make_row(ggml_type) for ggml_type in GGML_TYPES.values() if ggml_type.name in DEQUANTIZED)

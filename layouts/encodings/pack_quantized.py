@@ -1,7 +1,7 @@
 """compressed-tensors' pack-quantized integers as ktconvert writes them (bytes.md).
 
-W4A16 and W8A16, which SGLang and vLLM load, and RAWINT4. Codes are in words, stored as unsigned numbers, with one scale
-per group of columns of a row (words.py).
+The encodings are W4A16 and W8A16, which SGLang and vLLM load, and RAWINT4. Codes are unsigned numbers in words, with
+one scale per group of columns of a row (words.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ from functools import partial
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import Defect, Encoding, Read, Rows, SourceExperts, has_encoding
+from ktconvert.layouts.encodings.encoding import (
+    DefectCheck,
+    Encoding,
+    RowSelection,
+    SourceExperts,
+    TensorReader,
+    has_encoding,
+)
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, F64, I8, Array, Bytes
@@ -20,9 +27,11 @@ from ktconvert.native_quant.matrix import INT4, Matrix
 from ktconvert.quantizers import GROUP_GRIDS, GROUP_SIZES, SIGNED_GRIDS, Grid, differences, packed
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
-METHOD, FORMAT = "compressed-tensors", "pack-quantized"  # names in config.json
-SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # in the order of a shard
-CHUNK = 1 << 14  # bytes of codes per read
+# Names in config.json.
+METHOD = "compressed-tensors"
+FORMAT = "pack-quantized"
+SUFFIXES = ("weight_packed", "weight_shape", "weight_scale")  # suffixes of tensors in the order of a shard
+CHUNK = 1 << 14  # number of bytes of codes per read
 
 
 def _tensors(grid: Grid, n: int, k: int) -> tuple[TensorInfo, ...]:
@@ -40,8 +49,12 @@ def view_tensors(grid: Grid, stored: Sequence[Bytes], n: int, k: int) -> list[Ar
 
 
 def make_encoding(grid: Grid, rounding: str) -> Encoding:
-    """Return the encoding with this grid; `rounding` is a row of kernels.GROUP_RULES (choice of scales, rounding)."""
-    bits, group = grid.bits, grid.group
+    """Return the encoding with this grid.
+
+    rounding  name of a row of kernels.GROUP_RULES, which states how scales are chosen and numbers rounded
+    """
+    bits = grid.bits
+    group = grid.group
     assert group is not None
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
@@ -55,7 +68,7 @@ def make_encoding(grid: Grid, rounding: str) -> Encoding:
         shape[:] = codes.shape
         scale[:] = scales
 
-    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection = slice(None)) -> F32:
         words, _, scale = view_tensors(grid, stored, n, k)
         return packed.dequantize_groups(bits, words[rows], scale[rows])
 
@@ -67,40 +80,40 @@ def make_encoding(grid: Grid, rounding: str) -> Encoding:
         tensors=partial(_tensors, grid),
         quantize=quantize,
         decode=decode,
-        defects=(all_zeros(bits), bad_shape, _bad_scale),
+        defect_checks=(make_zero_check(bits), find_bad_shape, _find_bad_scale),
         pack=pack,
-        scales=lambda last, n, k: last.view("<u2").reshape(n, -1),
+        unpack_scales=lambda scale_bytes, n, k: scale_bytes.view("<u2").reshape(n, -1),
     )
 
 
-def all_zeros(bits: int) -> Defect:
-    """Return the check for codes that would compute nothing."""
+def make_zero_check(bits: int) -> DefectCheck:
+    """Return the check that codes are not all zeros, since such an expert would compute nothing."""
     zero = 0x88 if bits == 4 else 0x80  # a byte whose codes are 0
 
-    def defect(read: Read, n: int, k: int) -> str:
-        """Check that codes are not all zeros, unless the scales say that the source's were."""
+    def find_zeros(read: TensorReader, n: int, k: int) -> str:
+        """Allow codes of zeros if the scales show that the source has only zeros."""
         starts = range(0, n * k * bits // 8, CHUNK)
         if any((read(0, start, start + CHUNK) != zero).any() for start in starts):
             return ""
         is_empty = (read(2).view("<u2") == packed.EMPTY_SCALE).all()
         return "" if is_empty else "all codes are 0: the expert would compute nothing"
 
-    return defect
+    return find_zeros
 
 
-def bad_shape(read: Read, n: int, k: int) -> str:
+def find_bad_shape(read: TensorReader, n: int, k: int) -> str:
     stored = read(1).view("<i8").tolist()
     return "" if stored == [n, k] else f"weight_shape is {' x '.join(map(str, stored))}"
 
 
-def _bad_scale(read: Read, n: int, k: int) -> str:
+def _find_bad_scale(read: TensorReader, n: int, k: int) -> str:
     scales = read(2).view("<u2")
-    bad = (scales >= 0x7F80) | (scales == 0)
-    return f"scale {int(np.argmax(bad))} is not a positive number" if bad.any() else ""
+    is_bad = (scales >= 0x7F80) | (scales == 0)
+    return f"scale {int(np.argmax(is_bad))} is not a positive number" if is_bad.any() else ""
 
 
 SETTINGS = ("rounding", "group_size")
-# By the values of SETTINGS; the first is the default.
+# Values of SETTINGS -> encoding; the first encoding is the default.
 W4A16, W8A16 = (
     {
         (rounding, group): make_encoding(replace(GROUP_GRIDS[name], group=group), rounding)
@@ -113,12 +126,13 @@ W4A16, W8A16 = (
 
 # --- RAWINT4: 4 bits in groups of 32 with scales of either sign, as kt-kernel reads them (bytes.md) -----------------
 
-GRID, GROUP = SIGNED_GRIDS["rawint4"], 32
+GRID = SIGNED_GRIDS["rawint4"]
+GROUP = 32
 _PACKED = make_encoding(GRID, "signed")
 
 
 def is_exact(model: SourceExperts) -> bool:
-    """Return whether experts are symmetric INT4 in groups of 32 neighbours with BF16 scales, which are kept."""
+    """Return whether experts are symmetric INT4 in groups of 32 neighbours with BF16 scales, so that all are kept."""
     layers = model.moe_layers.values()
     return has_encoding(model, ("INT4",), (GRID.bits, GROUP)) and all(
         weight.tensors["scale"].dtype == "BF16" and not moe.input_major
@@ -150,24 +164,25 @@ def _quantize_rawint4(matrix: Matrix, out: Sequence[Bytes]) -> None:
         _PACKED.quantize(matrix, out)
         return
     assert matrix.scales is not None
-    (n, k), (row, column) = matrix.shape, matrix.origin
+    n, k = matrix.shape
+    row, column = matrix.origin
     words, shape, scales = view_tensors(GRID, out, n, k)
     words.view(np.uint8)[:] = matrix.values[:, : k // 2]
     shape[:] = n, k
-    own = matrix.scales[row : row + n, column // GROUP :][:, : k // GROUP]
-    scales[:] = f32_to_bf16(np.ascontiguousarray(own))
+    source_scales = matrix.scales[row : row + n, column // GROUP :][:, : k // GROUP]
+    scales[:] = f32_to_bf16(np.ascontiguousarray(source_scales))
 
 
-def _rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
-    """Return error sums against the source's own numbers if its codes are kept: BF16 would round them."""
+def _sum_rawint4_errors(matrix: Matrix, stored: Sequence[Bytes]) -> F64:
+    """Return error sums; if codes are kept, compare with the source's own numbers, which BF16 would round."""
     decode = partial(_PACKED.decode, stored, *matrix.shape)
     return differences.error_sums(matrix, decode, source_values)
 
 
-def _bad_signed_scale(read: Read, n: int, k: int) -> str:
-    """Check that scales, of either sign or 0 as in the source, are numbers."""
-    bad = (read(2).view("<u2") & 0x7FFF) >= 0x7F80
-    return f"scale {int(np.argmax(bad))} is infinite or not a number" if bad.any() else ""
+def _find_bad_signed_scale(read: TensorReader, n: int, k: int) -> str:
+    """Check that scales are finite; they may be negative or 0, as in the source."""
+    is_bad = (read(2).view("<u2") & 0x7FFF) >= 0x7F80
+    return f"scale {int(np.argmax(is_bad))} is infinite or not a number" if is_bad.any() else ""
 
 
 RAWINT4 = replace(
@@ -175,6 +190,6 @@ RAWINT4 = replace(
     name="RAWINT4",
     quantize=_quantize_rawint4,
     is_exact=is_exact,
-    error_sums=_rawint4_errors,
-    defects=(all_zeros(GRID.bits), bad_shape, _bad_signed_scale),
+    error_sums=_sum_rawint4_errors,
+    defect_checks=(make_zero_check(GRID.bits), find_bad_shape, _find_bad_signed_scale),
 )

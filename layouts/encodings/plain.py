@@ -10,7 +10,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_aligned
-from ktconvert.layouts.encodings.encoding import Encoding, Read, Rows, SourceExperts, select_rows
+from ktconvert.layouts.encodings.encoding import Encoding, RowSelection, SourceExperts, TensorReader, select_rows
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds
@@ -22,11 +22,13 @@ from ktconvert.quantizers.reference import bf16_to_f32
 
 
 def _make_row(dtype: str, title: str, kind: kinds.Kind, *input_types: str) -> CheckpointEncoding:
-    def matrix(source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool) -> kinds.Matrix:
+    def make_matrix(
+        source: TensorSource, tensors: Tensors, quantization: Quantization, input_major: bool
+    ) -> kinds.Matrix:
         return kinds.Matrix(read_aligned(source, tensors["weight"]), kind)
 
     return CheckpointEncoding(
-        dtype, title, {"weight": ("{t}",)}, (dtype,), kind, matrix, quantized=False, input_types=input_types
+        dtype, title, {"weight": ("{t}",)}, (dtype,), kind, make_matrix, quantized=False, input_types=input_types
     )
 
 
@@ -40,20 +42,23 @@ IN_CHECKPOINTS = (
 # --- as we write them: BF16 -----------------------------------------------------------------------
 
 
-def _make_encoding(order: int, suffix: str) -> Encoding:
-    """Return the encoding whose tensors hold `order` rows of a matrix in each of their rows: 1, or those of a panel."""
+def _make_encoding(row_group: int, suffix: str) -> Encoding:
+    """Return an encoding of BF16.
+
+    row_group  number of a matrix's rows in each row of the tensor: 1, or the rows of a panel
+    """
 
     def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
-        return (TensorInfo(suffix, "BF16", (n // order, order * k), 2 * n * k),)
+        return (TensorInfo(suffix, "BF16", (n // row_group, row_group * k), 2 * n * k),)
 
     def quantize(matrix: Matrix, out: Sequence[Bytes]) -> None:
         """Store BF16; FP16 and float32 are rounded once."""
         n, k = matrix.shape
-        kernels.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // order, order * k))
+        kernels.pack_bf16(matrix, out[0].view(np.uint16).reshape(n // row_group, row_group * k))
 
-    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows = slice(None)) -> F32:
-        held = stored[0].view(np.uint16).reshape(n // order, order * k)
-        return bf16_to_f32(select_rows(held, n, rows, panels.from_panels))
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection = slice(None)) -> F32:
+        items = stored[0].view(np.uint16).reshape(n // row_group, row_group * k)
+        return bf16_to_f32(select_rows(items, n, rows, panels.from_panels))
 
     return Encoding(
         "BF16",
@@ -64,7 +69,7 @@ def _make_encoding(order: int, suffix: str) -> Encoding:
         quantize=quantize,
         decode=decode,
         is_exact=is_exact,
-        defects=(bad_number,),
+        defect_checks=(find_bad_number,),
     )
 
 
@@ -73,9 +78,9 @@ def is_exact(model: SourceExperts) -> bool:
     return {"BF16", "MXFP4"}.issuperset(model.dtypes)
 
 
-def bad_number(read: Read, n: int, k: int) -> str:
-    wrong = (read(0).view("<u2") & 0x7FFF) >= 0x7F80
-    return f"number {int(np.argmax(wrong))} is infinite or not a number" if wrong.any() else ""
+def find_bad_number(read: TensorReader, n: int, k: int) -> str:
+    not_finite = (read(0).view("<u2") & 0x7FFF) >= 0x7F80
+    return f"number {int(np.argmax(not_finite))} is infinite or not a number" if not_finite.any() else ""
 
 
 def _block_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
@@ -90,5 +95,5 @@ BLOCKS = replace(
     tensors=_block_tensors,
     quantize=lambda matrix, out: kernels.pack_bf16(matrix, out[0].view(np.uint16)),
     decode=lambda stored, n, k, rows: bf16_to_f32(panels.from_blocks(stored[0].view(np.uint16), n, k)[rows]),
-    defects=(bad_number, None),
+    defect_checks=(find_bad_number, None),
 )

@@ -19,8 +19,8 @@ from ktconvert.layouts.files.shards import ALIGNMENT
 from ktconvert.native_quant.arrays import U16, Bytes
 
 STAGING_BYTES = 4 << 20
-# Reason for the lack of space -> remedy. The same command then resumes, or starts if nothing was written.
-FULL = {
+# Error for a lack of space -> remedy. The same command then resumes, or starts if nothing was written.
+DISK_FULL_REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space or ask for a larger quota",
     errno.EFBIG: "raise the limit on the size of files (ulimit -f)",
@@ -33,18 +33,18 @@ def explain_full_disk(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in DISK_FULL_REMEDIES:
             raise ResourceError(no_space_sentence(path, error)) from error
         raise
 
 
 def no_space_sentence(path: Path | str, error: OSError) -> str:
     assert error.errno is not None
-    return f"{path}: {os.strerror(error.errno)}; {FULL[error.errno]}, then run the command again."
+    return f"{path}: {os.strerror(error.errno)}; {DISK_FULL_REMEDIES[error.errno]}, then run the command again."
 
 
 def allocate_aligned(nbytes: int) -> Bytes:
-    """Return zeroed bytes on pages of their own, uint8 [nbytes], as direct writes need them."""
+    """Return zeroed bytes on pages of their own, uint8 [nbytes], as direct writes require."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=np.uint8)[:nbytes]
 
 
@@ -68,9 +68,12 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size, self.sha256 = path, size, hashlib.sha256()
+        self.path = path
+        self.size = size
+        self.sha256 = hashlib.sha256()
         self._staging = allocate_aligned(min(STAGING_BYTES, -(-size // ALIGNMENT) * ALIGNMENT))
-        self._staged = self._offset = 0
+        self._staged = 0
+        self._offset = 0
         with explain_full_disk(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             self._direct = self._set_direct(True)
@@ -78,7 +81,8 @@ class DirectFile:
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write whole pages without hashing them; offset, length and address are multiples of ALIGNMENT."""
-        view, done = memoryview(data.data), 0
+        view = memoryview(data.data)
+        done = 0
         with explain_full_disk(self.path):
             while done < len(view):
                 direct = self._direct  # read before the write: another thread may turn it off meanwhile
@@ -92,7 +96,7 @@ class DirectFile:
     def _set_direct(self, direct: bool) -> bool:
         """Start or stop direct writes and return whether writes are direct now.
 
-        Not done by open(), which may fail and leave the file behind.
+        os.open does not set O_DIRECT, because it may fail for that and leave the file behind.
         """
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
@@ -108,9 +112,9 @@ class DirectFile:
         self.sha256.update(view)
         source = np.frombuffer(view, dtype=np.uint8)
         while source.size:
-            taken, source = np.split(source, [self._staging.size - self._staged])
-            self._staging[self._staged : self._staged + taken.size] = taken
-            self._staged += taken.size
+            chunk, source = np.split(source, [self._staging.size - self._staged])
+            self._staging[self._staged : self._staged + chunk.size] = chunk
+            self._staged += chunk.size
             if self._staged == self._staging.size:
                 self._flush()
 
@@ -119,7 +123,8 @@ class DirectFile:
         self._staging[self._staged : padded] = 0
         if padded:
             self.write_at(self._offset, self._staging[:padded])
-        self._offset, self._staged = self._offset + self._staged, 0
+        self._offset += self._staged
+        self._staged = 0
 
     def skip(self, data: Bytes) -> None:
         """Hash the next whole pages of the file, which write_at wrote."""
@@ -150,14 +155,14 @@ class DirectFile:
 
 
 @functools.cache
-def umask() -> int:
+def read_umask() -> int:
     status = Path("/proc/self/status").read_text()
     return int(next((line.split()[1] for line in status.splitlines() if line.startswith("Umask:")), "022"), 8)
 
 
 def readable_mode() -> int:
-    """Return 0666 less the user's umask: the account that serves the model must be able to read the file."""
-    return 0o666 & ~umask()
+    """Return 0666 less the user's umask, so that the account that serves the model can read the file."""
+    return 0o666 & ~read_umask()
 
 
 class RowFile:
@@ -167,7 +172,9 @@ class RowFile:
     """
 
     def __init__(self, path: Path, count: int, width: int, *, new: bool) -> None:
-        self.path, self.count, self.width = path, count, width
+        self.path = path
+        self.count = count
+        self.width = width
         size = 2 * count * width
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDONLY
         with explain_full_disk(path):
@@ -181,21 +188,25 @@ class RowFile:
     def read(self, start: int, stop: int) -> U16:
         """Return rows start..stop-1, uint16 [stop - start, width]."""
         rows = np.empty((stop - start, self.width), np.uint16)
-        view, at = rows.reshape(-1).view(np.uint8).data, 2 * start * self.width
+        view = rows.reshape(-1).view(np.uint8).data
+        offset = 2 * start * self.width
         while view:
-            got = os.preadv(self._fd, [view], at)
-            if not got:
+            nbytes = os.preadv(self._fd, [view], offset)
+            if not nbytes:
                 raise InputError(f"{self.path}: became shorter while it was read; remove it and resume.")
-            view, at = view[got:], at + got
+            view = view[nbytes:]
+            offset += nbytes
         return rows
 
     def write(self, start: int, rows: U16) -> None:
         """Write rows, uint16 [n, width], from row `start` on."""
-        view, at = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data, 2 * start * self.width
+        view = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data
+        offset = 2 * start * self.width
         with explain_full_disk(self.path):
             while view:
-                put = os.pwrite(self._fd, view, at)
-                view, at = view[put:], at + put
+                nbytes = os.pwrite(self._fd, view, offset)
+                view = view[nbytes:]
+                offset += nbytes
 
     def sync(self) -> None:
         with explain_full_disk(self.path):

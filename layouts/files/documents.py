@@ -1,4 +1,4 @@
-"""JSON documents that ktconvert wrote, read without trusting them: each is a msgspec.Struct."""
+"""JSON documents that ktconvert writes and that it validates when it reads them; each is a msgspec.Struct."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-Kind = TypeVar("Kind")
+DocumentType = TypeVar("DocumentType")
 # Limits of our counts, sizes, positions and times. JSON allows larger numbers.
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # since the epoch, or a duration
+Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # time since the epoch, or a duration
 
 
-def read(data: bytes, kind: type[Kind]) -> Kind:
+def decode_document(data: bytes, kind: type[DocumentType]) -> DocumentType:
     """Decode a document of this type. Raise ValueError, naming the field, for any other document."""
     try:
-        document: Kind = _decoder(kind).decode(data)  # type: ignore[arg-type]
+        document: DocumentType = _make_decoder(kind).decode(data)  # type: ignore[arg-type]
         return document
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
 def as_type(value: Any, kind: Any) -> Any:
-    """Convert a value to this type. Raise msgspec.ValidationError if it is none."""
+    """Convert a value to this type. Raise msgspec.ValidationError if that is impossible."""
     with _describing:
         return msgspec.convert(value, kind)
 
@@ -45,12 +45,12 @@ _describing = threading.Lock()
 
 
 @functools.cache
-def _decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+def _make_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
     with _describing:
         return msgspec.json.Decoder(kind)
 
 
-def parse(data: bytes) -> Any:
+def parse_json(data: bytes) -> Any:
     """Decode a JSON value. Raise ValueError for any malformed document."""
     try:
         return json.loads(data)
@@ -59,7 +59,7 @@ def parse(data: bytes) -> Any:
 
 
 def require_plain(value: Any, levels: int = 64) -> None:
-    """Raise ValueError for a value that is nested too deeply to be walked, or contains lone surrogates."""
+    """Raise ValueError for a value that is nested too deeply for recursion, or contains lone surrogates."""
     if isinstance(value, str):
         value.encode()
     elif isinstance(value, dict | list):

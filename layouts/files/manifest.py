@@ -18,7 +18,7 @@ from ktconvert.layouts.files.facts import CheckedFacts, OutputFacts
 
 NAME = "manifest.json"
 FORMAT = 1
-LONGEST_NAME = 255  # bytes, on Linux
+LONGEST_NAME = 255  # limit of Linux for a file name, in bytes
 
 
 class SourceFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -58,7 +58,7 @@ class WrittenBy(Struct, frozen=True):
 class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
     """Contents of manifest.json; settings and model are checked as CheckedManifest.
 
-    sha256  the `digest` of everything else
+    sha256  result of compute_digest for all other entries
     """
 
     format: ManifestFormat
@@ -72,7 +72,7 @@ class Manifest(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=Tr
 
     @property
     def facts(self) -> OutputFacts:
-        """The entry `model`, which `read` has checked."""
+        """The entry `model`, which read_manifest has checked."""
         return cast("OutputFacts", dict(self.model))
 
 
@@ -107,7 +107,7 @@ class _AnyHeader(Struct):
 # --- writing and reading --------------------------------------------------------------------------
 
 
-def encode(
+def encode_manifest(
     *,
     tool_version: str,
     command: str,
@@ -117,41 +117,47 @@ def encode(
     files: list[OutputFile],
 ) -> bytes:
     """Return manifest.json without time stamps and paths: equal input and options give equal bytes."""
-    tool, files = WrittenBy("ktconvert", tool_version), sorted(files, key=lambda f: f.name)
-    about: dict[str, Any] = {"command": command, "settings": dict(settings), "model": dict(facts)}
-    manifest = Manifest(format=ManifestFormat(), tool=tool, **about, source=source, files=tuple(files))
+    manifest = Manifest(
+        format=ManifestFormat(),
+        tool=WrittenBy("ktconvert", tool_version),
+        command=command,
+        settings=dict(settings),
+        model=dict(facts),
+        source=source,
+        files=tuple(sorted(files, key=lambda file: file.name)),
+    )
     document = msgspec.to_builtins(manifest)
-    return (json.dumps({**document, "sha256": digest(document)}, indent=2) + "\n").encode()
+    return (json.dumps({**document, "sha256": compute_digest(document)}, indent=2) + "\n").encode()
 
 
-def digest(document: Mapping[str, Any]) -> str:
+def compute_digest(document: Mapping[str, Any]) -> str:
     """Return the sha256, in hex, of a manifest's JSON without white space and `sha256`, with sorted names."""
     content = {key: value for key, value in document.items() if key != "sha256"}
     return publish.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
-def actual_digest(manifest: Manifest) -> str:
-    """Return the `digest` of a manifest's current contents; its `sha256` is that of its contents when written."""
-    return digest(msgspec.to_builtins(manifest))
+def compute_actual_digest(manifest: Manifest) -> str:
+    """Return the digest of a manifest's current contents; its `sha256` is the digest of the contents when written."""
+    return compute_digest(msgspec.to_builtins(manifest))
 
 
-def read(folder: Path) -> Manifest | None:
+def read_manifest(folder: Path) -> Manifest | None:
     """Read an output's manifest; return None if there is none.
 
-    Raises VerificationError for one that is damaged or too new.
+    Raises VerificationError for a manifest that is damaged or too new.
     """
     path = folder / NAME
     if not path.is_file():
         return None
     data = path.read_bytes()
     try:
-        if documents.read(data, _AnyHeader).format.name != ManifestFormat().name:
+        if documents.decode_document(data, _AnyHeader).format.name != ManifestFormat().name:
             return None
-        header = documents.read(data, _Header)
+        header = documents.decode_document(data, _Header)
         if header.format.version > FORMAT:
             raise VerificationError(f"{path}: written by a newer ktconvert ({header.tool.version}); update this one.")
-        documents.read(data, CheckedManifest)
-        manifest = documents.read(data, Manifest)
+        documents.decode_document(data, CheckedManifest)
+        manifest = documents.decode_document(data, Manifest)
         for file in manifest.files:
             if file.name.startswith("/") or ".." in Path(file.name).parts:
                 raise ValueError(f"{file.name} is outside the output")

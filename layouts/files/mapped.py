@@ -14,11 +14,14 @@ import numpy as np
 from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.native_quant import sigbus
 
-LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # errors at a limit of the process or the system
 
 
 class MappedFiles:
-    """Files that are mapped at their first use, in any thread. may_lose: as in sigbus.register_mapping."""
+    """Files that are mapped at their first use, in any thread.
+
+    may_lose  whether unreadable bytes become zeros, which sigbus.find_unreadable_file reports
+    """
 
     def __init__(self, may_lose: bool = False) -> None:
         self._maps: dict[Path, Mapping] = {}
@@ -26,7 +29,7 @@ class MappedFiles:
         self._lock = threading.Lock()
 
     def map(self, path: Path, size: int) -> mmap.mmap:
-        """Return the file's bytes.
+        """Return the bytes of a file.
 
         Raises InputError if the file cannot be mapped or its size changed, ResourceError at a limit of the process.
         """
@@ -50,7 +53,7 @@ class MappedFiles:
 
     def close(self) -> None:
         """Forget the files; each is unmapped when its last view is freed."""
-        # Not mmap.close(): numpy's views do not count as exports, and would be left pointing at nothing.
+        # mmap.close() is wrong here: NumPy's views do not count as exports, and would point at unmapped memory.
         with self._lock:
             self._maps.clear()
 

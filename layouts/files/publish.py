@@ -13,32 +13,35 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ktconvert.layouts.errors import InputError, OutputError
-from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explain_full_disk, readable_mode, umask
+from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, explain_full_disk, read_umask, readable_mode
 
 WORK_FOLDER = ".ktconvert"  # work folder of an unfinished conversion, in its output
-REMOVALS = 10  # tries
+REMOVAL_ATTEMPTS = 10  # number of attempts to remove a folder
 NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV, errno.ENOSYS}
-MARK = "written by ktconvert, which may replace it"  # in the metadata of single files that commands write
-MARKED = 64 << 10  # bytes at either end of a file that may contain it
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+MARK = "written by ktconvert, which may replace it"  # text in the metadata of single files that commands write
+MARK_RANGE = 64 << 10  # number of bytes at each end of a file in which MARK may be
+# Constants of renameat2.
+RENAME_NOREPLACE = 1
+RENAME_EXCHANGE = 2
 AT_FDCWD = -100
 
 
 def make_readable(path: Path) -> None:
-    """Give a file or folder that another process made the mode that it would have from this one, if permitted."""
-    mode = readable_mode()
-    for each in (path, *(path.rglob("*") if path.is_dir() else ())):
-        own = mode | 0o111 & ~umask() if each.is_dir() else mode
-        now = stat.S_IMODE(each.stat().st_mode)
-        if now & 0o777 != own:
-            with contextlib.suppress(PermissionError):  # another user's
-                each.chmod(now & ~0o777 | own)
+    """Give a file or folder of a different process the mode that this process would have given it, if permitted."""
+    file_mode = readable_mode()
+    for entry in (path, *(path.rglob("*") if path.is_dir() else ())):
+        mode = file_mode | 0o111 & ~read_umask() if entry.is_dir() else file_mode
+        current_mode = stat.S_IMODE(entry.stat().st_mode)
+        if current_mode & 0o777 != mode:
+            with contextlib.suppress(PermissionError):  # a different user owns it
+                entry.chmod(current_mode & ~0o777 | mode)
 
 
 def write_file(path: Path, data: bytes | memoryview, *, sync: bool = True) -> str:
     """Write a small file and return its sha256.
 
-    sync  sync it, and replace a file of this name; else the name must be new, and sync_tree must follow
+    sync  whether to sync the file, and to replace a file of this name; else the name must be new, and the caller must
+          call sync_tree
     """
     with explain_full_disk(path):
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if sync else os.O_EXCL)
@@ -71,11 +74,11 @@ def copy_file(source: Path, path: Path) -> tuple[int, str]:
     with explain_full_disk(path), source.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         with DirectFile(path, size) as target:
-            left = size
-            while left and (chunk := file.read(min(STAGING_BYTES, left))):
+            remaining = size
+            while remaining and (chunk := file.read(min(STAGING_BYTES, remaining))):
                 target.append(chunk)
-                left -= len(chunk)
-            if left:
+                remaining -= len(chunk)
+            if remaining:
                 raise InputError(f"{source}: became shorter while it was copied; restore the old file and resume.")
             return size, target.close()
 
@@ -110,21 +113,22 @@ def make_folder(path: Path) -> None:
         sync_folder(path.parent)
 
 
-def publish(partial: Path, final: Path) -> None:
+def publish_path(partial: Path, final: Path) -> None:
+    """Rename a synced file or folder, durably."""
     with explain_full_disk(final):
         partial.rename(final)
         sync_folder(final.parent)
 
 
 def publish_new(partial: Path, final: Path) -> bool:
-    """Give a synced file a name if nothing has that name; return whether it was given.
+    """Give a synced file a name if nothing has that name; return whether the file has it now.
 
     With hard links the file keeps its first name, too. Raises OutputError on file systems that have neither hard links
-    nor renames that do not replace.
+    nor renames without replacement.
     """
     try:
         os.link(partial, final)
-    except FileExistsError:  # made by our own call, if a network file system repeated it
+    except FileExistsError:  # a network file system may have repeated our own call
         with contextlib.suppress(FileNotFoundError):
             return partial.samefile(final)
         return False
@@ -148,8 +152,8 @@ def require_replaceable(path: Path) -> None:
         return
     if path.is_file():
         with path.open("rb") as file:
-            head = file.read(MARKED)
-            file.seek(max(0, path.stat().st_size - MARKED))
+            head = file.read(MARK_RANGE)
+            file.seek(max(0, path.stat().st_size - MARK_RANGE))
             if MARK.encode() in head or MARK.encode() in file.read():
                 return
     raise OutputError(f"{path}: exists, and ktconvert did not write it; move it away or choose a different name.")
@@ -160,20 +164,20 @@ def write_marked_file(path: Path, data: bytes) -> None:
 
     A symbolic link stays one. Raises OutputError if the name belongs to a file without MARK.
     """
-    assert MARK.encode() in data[:MARKED] + data[-MARKED:]
+    assert MARK.encode() in data[:MARK_RANGE] + data[-MARK_RANGE:]
     path = Path(os.path.realpath(path.expanduser()))
     require_replaceable(path)
     partial = path.with_name(f".{path.name}.partial")
     try:
         write_file(partial, data)
-        publish(partial, path)
+        publish_path(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
 
 
 def link_or_move(source: Path, target: Path) -> None:
-    """Give a stored file, or folder of files, a second name: by hard links, or else by renaming."""
+    """Give a stored file, or a folder of files, a second name by hard links; rename them if links are unsupported."""
     if source.is_dir():
         target.mkdir(exist_ok=True)
         for child in sorted(source.iterdir()):
@@ -193,7 +197,7 @@ def link_or_move(source: Path, target: Path) -> None:
 
 
 def remove_all_but(folder: Path, names: Collection[str], spare: Collection[str] = ()) -> None:
-    """Remove all files below a folder except `names`, and empty folders; entries in `spare` are not entered."""
+    """Remove all files below a folder except `names`, and empty folders; skip the folder's entries in `spare`."""
     for path in sorted(folder.rglob("*"), reverse=True):
         name = path.relative_to(folder)
         if name.parts[0] in spare:
@@ -205,11 +209,11 @@ def remove_all_but(folder: Path, names: Collection[str], spare: Collection[str] 
             path.unlink()
 
 
-def exchange(new: Path, old: Path, aside: Path) -> None:
+def exchange_paths(new: Path, old: Path, aside: Path) -> None:
     """Swap two names, in one step if the file system can do so.
 
-    Else (network shares, FAT) `old` first replaces `aside`. If that is interrupted, `old` may be missing and is in
-    `aside`.
+    Otherwise (network shares, FAT) the function removes `aside`, and renames `old` to it before it renames the others.
+    After an interruption, `old` may be missing; then its contents are in `aside`.
     """
     if _renameat2(new, old, RENAME_EXCHANGE):
         remove_tree(aside)
@@ -223,10 +227,10 @@ def exchange(new: Path, old: Path, aside: Path) -> None:
     sync_folder(old.parent)
 
 
-def _renameat2(new: Path, old: Path, flag: int) -> int:
-    """Return 0, or -1 with the reason in ctypes' errno."""
+def _renameat2(source: Path, target: Path, flag: int) -> int:
+    """Call renameat2; return 0, or -1 with the reason in ctypes' errno."""
     libc = ctypes.CDLL(None, use_errno=True)
-    return int(libc.renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), flag))
+    return int(libc.renameat2(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), flag))
 
 
 def remove_tree(path: Path) -> None:
@@ -234,7 +238,7 @@ def remove_tree(path: Path) -> None:
     if path.is_symlink() or path.is_file():
         path.unlink()
         return
-    for tries_left in reversed(range(REMOVALS)):
+    for tries_left in reversed(range(REMOVAL_ATTEMPTS)):
         try:
             if path.exists():
                 shutil.rmtree(path)

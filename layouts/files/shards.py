@@ -8,19 +8,20 @@ from dataclasses import dataclass
 
 from ktconvert.layouts.tensors import TensorInfo
 
-ALIGNMENT = 4096  # the header is padded to it, so that whole-page weights can be written past the page cache
+# The size of the padded header is a multiple of ALIGNMENT, so that whole pages of weights can be written directly.
+ALIGNMENT = 4096
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """A shard with all offsets: header (padded to ALIGNMENT), then the entries in order, without gaps."""
+    """A shard with all offsets: the header (padded to ALIGNMENT), then the entries in order, without gaps."""
 
     header: bytes
     entries: tuple[TensorInfo, ...]
 
     @property
     def data_bytes(self) -> int:
-        return sum(e.nbytes for e in self.entries)
+        return sum(entry.nbytes for entry in self.entries)
 
     @property
     def size(self) -> int:
@@ -47,7 +48,10 @@ def shard_name(number: int, total: int) -> str:
 
 
 def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
-    """Return model.safetensors.index.json for (shard name, tensor keys, bytes of data), with total_size, sorted."""
+    """Return model.safetensors.index.json, with total_size and sorted names.
+
+    shards  (name, keys of its tensors, bytes of its data) of each shard
+    """
     weight_map: dict[str, str] = {}
     total = 0
     for name, keys, nbytes in shards:
@@ -60,17 +64,19 @@ def index_json(shards: Iterable[tuple[str, Iterable[str], int]]) -> bytes:
 
 
 def group_by_limit(sizes: Iterable[int], limit: int | None) -> list[tuple[int, int]]:
-    """Split sizes (bytes) into [start, stop) groups of at most `limit` bytes; None: one group.
+    """Split items into groups [start, stop) of at most `limit` bytes; a single item may exceed the limit.
 
-    A single item may exceed the limit.
+    sizes  bytes of each item
+    limit  maximum bytes of a group; None: all items form one group
     """
     sizes = list(sizes)
     if not sizes:
         return []
-    starts, total = [0], 0
-    for at, size in enumerate(sizes):
+    starts = [0]
+    total = 0
+    for index, size in enumerate(sizes):
         if limit is not None and total and total + size > limit:
-            starts.append(at)
+            starts.append(index)
             total = 0
         total += size
     return list(zip(starts, [*starts[1:], len(sizes)], strict=True))

@@ -1,4 +1,4 @@
-"""config.json of outputs: the source's, without what no longer holds, and with the entries of the format."""
+"""config.json of outputs: the source's, without entries that no longer hold, and with the entries of the format."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Card, Description, Format
 from ktconvert.layouts.outputs.output import Output
 
-# Where checkpoints declare their quantization: keys of config.json, and files beside it that loaders look for.
+# Places in which checkpoints declare their quantization: keys of config.json, and other files that loaders look for.
 CONFIG_KEYS = ("quantization_config", "compression_config")
 CONFIG_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json", "quantization_config.json")
-# Entries that loaders obey and that do not hold for experts in a different format. DeepSeek-V4 has "fp4" in the last.
+# Entries that loaders obey and that do not hold for experts in a different format. DeepSeek-V4's expert_dtype is "fp4".
 STORED_KEYS = (*CONFIG_KEYS, "expert_dtype")
 
 # transformers ignores an unknown quantization with a warning and initializes the experts at random. It refuses to load
@@ -22,20 +22,21 @@ STORED_KEYS = (*CONFIG_KEYS, "expert_dtype")
 NO_FILE = "none; these are experts for the CPU: import KTConvertConfig from ktconvert.native_quant before loading them"
 
 
-def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, whole: bool) -> bytes:
+def config_json(original: Mapping[str, Any], entries: Mapping[str, Any], *, is_whole_model: bool) -> bytes:
     """Return the source's config.json with the entries of these experts' format, quantization_config among them.
 
-    whole  the source's quantization entries are removed at any depth, and not kept beside ours
+    is_whole_model  whether loaders of checkpoints open the output. Then the source's quantization entries are removed
+                    at any depth; else quantization_config stays under a different name
     """
-    config = remove_quantization(original, STORED_KEYS) if whole else dict(original)
-    before = config.pop("quantization_config", None)
-    if before is not None:
-        config["original_quantization_config"] = before
+    config = remove_quantization(original, STORED_KEYS) if is_whole_model else dict(original)
+    original_quantization = config.pop("quantization_config", None)
+    if original_quantization is not None:
+        config["original_quantization_config"] = original_quantization
     return encode_json({**config, **entries})
 
 
 def remove_quantization(config: Mapping[str, Any], keys: Collection[str] = CONFIG_KEYS) -> dict[str, Any]:
-    """Return a copy of a config without these keys at any depth; by default those that describe quantization."""
+    """Return a copy of a config without these keys at any depth; by default the keys that describe quantization."""
     return {
         key: remove_quantization(value, keys) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -53,13 +54,17 @@ def describe_cpu(card: Card) -> Description:
 
 
 def _cpu_entries(fmt: Format, facts: OutputFacts, ignore: Sequence[str], tool_version: str) -> dict[str, Any]:
-    return cpu_entries(facts, tool_version, per_row=all(own.encoding.grid.per_row for own in fmt.formats))
+    return cpu_entries(
+        facts,
+        tool_version,
+        has_row_scales=all(layer_format.encoding.grid.has_row_scales for layer_format in fmt.layer_formats),
+    )
 
 
-def cpu_entries(facts: OutputFacts, tool_version: str, *, per_row: bool) -> dict[str, Any]:
+def cpu_entries(facts: OutputFacts, tool_version: str, *, has_row_scales: bool) -> dict[str, Any]:
     """Return the entries of config.json, made only from facts; transformers loads them if QUANT_METHOD is registered.
 
-    per_row  whether each row has a scale
+    has_row_scales  whether each row of a weight has one scale
     """
     quantization = {
         "quant_method": QUANT_METHOD,
@@ -67,7 +72,7 @@ def cpu_entries(facts: OutputFacts, tool_version: str, *, per_row: bool) -> dict
         **({"methods": facts["methods"]} if "methods" in facts else {}),
         "layout_version": facts["layout_version"],
         "bits": facts["bits"],
-        **({"strategy": "channel", "symmetric": True} if per_row else {}),
+        **({"strategy": "channel", "symmetric": True} if has_row_scales else {}),
         "num_numa_nodes": facts["numa"],
         "targets": ["routed experts"],
         "quantizer": f"ktconvert:{tool_version}",
@@ -77,8 +82,8 @@ def cpu_entries(facts: OutputFacts, tool_version: str, *, per_row: bool) -> dict
 
 def _check_cpu(output: Output, fmt: Format, numa: int) -> Iterator[str]:
     """Check that config.json names the method and number of NUMA slices of the tensors."""
-    about = output.config.get("quantization_config")
-    if isinstance(about, dict) and about.get("quant_method") == QUANT_METHOD:
+    quantization = output.config.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == QUANT_METHOD:
         for name, value in (("method", fmt.name), ("num_numa_nodes", numa)):
-            if about.get(name) != value:
-                yield f"config.json has {name} {about.get(name)}, the tensors have {value}"
+            if quantization.get(name) != value:
+                yield f"config.json has {name} {quantization.get(name)}, the tensors have {value}"

@@ -1,4 +1,4 @@
-"""Checkpoints without quantization, as `ktconvert dequantize` writes them: names, and config.json."""
+"""Dequantized checkpoints, which `ktconvert dequantize` and `merge-adapter` write: names, and config.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_q
 
 COMMAND = "dequantize"
 COMMANDS = (COMMAND, "merge-adapter")
-METHOD, VERSION = "BF16", 1
+METHOD = "BF16"
+VERSION = 1
 ARRANGEMENT = "unquantized"
 DTYPE_KEYS = ("dtype", "torch_dtype")
 

@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, explain_size
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.facts import OutputFacts
-from ktconvert.layouts.outputs.loose import SUFFIXES, file_path
+from ktconvert.layouts.outputs.loose import FILE_WORDS, file_path
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
@@ -20,26 +20,26 @@ from ktconvert.layouts.tensors import TensorInfo
 class Arrangement:
     """One way to arrange the experts of an output.
 
-    name         in reports ("merged"), for outputs without loose files
-    command      command that writes it, as in manifests
-    layout       value of that command's --layout that selects it; "" if it has no such option
-    names        (name of the format, its encoding, facts of the manifest or {}, source while an output of it is
-                 written) -> the names of tensors
-    is_trusted   whether the required facts of a manifest have the right types
-    sliced       whether linears are cut into NUMA slices
-    on_request   whether only its layout selects it
-    whole        whether the output is a whole model, which loaders of checkpoints open
-    shard_bytes  default size of a shard; None: one shard per layer
+    name            name in reports ("merged"), for outputs without loose files
+    command         command that writes it, as in manifests
+    layout          value of that command's --layout that selects it; "" if it has no such option
+    make_names      (name of the format, its encoding, facts of the manifest or {}, source or None) -> the naming
+                    scheme of tensors. The source is given while an output is written
+    is_trusted      (facts of a manifest) -> whether the required ones have the right types
+    sliced          whether linears are cut into NUMA slices
+    on_request      whether the formats are used only if --layout selects this arrangement
+    is_whole_model  whether loaders of checkpoints open the output
+    shard_bytes     default size of a shard; None: one shard per layer
     """
 
     name: str
     command: str
     layout: str
-    names: Callable[[str, Encoding, OutputFacts, MoeModel | None], TensorNames]
+    make_names: Callable[[str, Encoding, OutputFacts, MoeModel | None], TensorNames]
     is_trusted: Callable[[OutputFacts], bool]
     sliced: bool = False
     on_request: bool = False
-    whole: bool = False
+    is_whole_model: bool = False
     shard_bytes: int | None = None
 
 
@@ -51,20 +51,20 @@ def has_numa_count(facts: OutputFacts) -> bool:
 class Card:
     """Texts of a format's model card (cards.py); words in braces stand for facts of a manifest.
 
-    title    heading
-    about    the first paragraph: contents of the folder
-    rows     (card, facts) -> (name, value) rows of the table
-    use      (facts, base model, value of --non-experts) -> how to load the output
-    numbers  bits and scales of the weights
-    slices   number of NUMA slices; "" if any number of nodes can use the output
-    library  library_name of the front matter; "" if several programs load the output
-    tags     tags of the front matter
+    title         heading
+    introduction  lines of the first paragraph: contents of the folder
+    make_rows     (card, facts) -> (name, value) rows of the table
+    make_usage    (facts, base model, value of --non-experts) -> lines that explain how to load the output
+    numbers       bits and scales of the weights
+    slices        number of NUMA slices; "" if any number of nodes can use the output
+    library       library_name of the front matter; "" if several programs load the output
+    tags          tags of the front matter
     """
 
     title: str
-    about: tuple[str, ...]
-    rows: Callable[[Card, OutputFacts], tuple[tuple[str, str], ...]]
-    use: Callable[[OutputFacts, str | None, str], tuple[str, ...]]
+    introduction: tuple[str, ...]
+    make_rows: Callable[[Card, OutputFacts], tuple[tuple[str, str], ...]]
+    make_usage: Callable[[OutputFacts, str | None, str], tuple[str, ...]]
     numbers: str = ""
     slices: str = ""
     library: str = ""
@@ -78,7 +78,7 @@ class Description:
     card            texts of the model card
     config_entries  (format, facts of the manifest, patterns of unquantized modules, version of ktconvert) -> entries
                     that config.json gets in addition to the source's
-    check_config    (output, format, NUMA slices) -> the defects of config.json beside these experts
+    check_config    (output, format, NUMA slices) -> the defects of the output's config.json
     """
 
     card: Card
@@ -90,14 +90,14 @@ class Description:
 class Format:
     """One format of experts.
 
-    name         its name for loaders and manifests ("AMXINT4")
-    notes        what a user should know before converting to it
-    loose        prefix of its loose files ("INT4"); None if it has none
-    forward      whether it has the experts themselves; else only the transposed matrices
-    backward     whether it can have transposed matrices for fine-tuning (--save-backward-weights)
+    name         name for loaders and manifests ("AMXINT4")
+    notes        notes for users who convert to this format
+    loose        prefix of the names of loose files ("INT4"); None if the format has no loose files
+    forward      whether it contains the experts themselves; else only the transposed matrices
+    backward     whether it can contain transposed matrices for fine-tuning (--save-backward-weights)
     settings     names of the command's settings that select one of several encodings
-    variants     these encodings, by the values of the settings
-    by_layer     for a mixed output: the format of each layer (mixed.py); all have the same names of tensors
+    variants     values of these settings -> encoding
+    by_layer     layer -> its format, in a mixed output (mixed.py); all formats have the same names of tensors
     """
 
     name: str
@@ -126,7 +126,7 @@ class Format:
         return self.by_layer.get(layer, self)
 
     @property
-    def formats(self) -> tuple[Format, ...]:
+    def layer_formats(self) -> tuple[Format, ...]:
         """The formats of the layers: only this one, unless it is mixed."""
         return tuple(dict.fromkeys(self.by_layer.values())) or (self,)
 
@@ -134,20 +134,20 @@ class Format:
         """Return this format with the encoding that a command's settings, or a manifest's facts, select."""
         # Values from a manifest may have any type, so never use them as keys.
         values = tuple(settings.get(name) for name in self.settings)
-        chosen = (encoding for of, encoding in self.variants.items() if of == values)
-        return replace(self, encoding=next(chosen, self.encoding))
+        selected = (encoding for key, encoding in self.variants.items() if key == values)
+        return replace(self, encoding=next(selected, self.encoding))
 
-    def names(self, facts: OutputFacts, source: MoeModel | None = None) -> TensorNames:
-        return self.arrangement.names(self.name, self.encoding, facts, source)
+    def make_names(self, facts: OutputFacts, source: MoeModel | None = None) -> TensorNames:
+        return self.arrangement.make_names(self.name, self.encoding, facts, source)
 
-    def names_for_source(self, source: MoeModel) -> TensorNames:
-        return self.names({"method": self.name}, source)
+    def make_names_for_source(self, source: MoeModel) -> TensorNames:
+        return self.make_names({"method": self.name}, source)
 
     def loose_path(self, numa_slice: NumaSlice, tensor: TensorInfo) -> str | None:
         """Return the file of a tensor inside its layer's folder; None if the format has no loose files."""
         if self.loose is None:
             return None
-        return file_path(self.loose, numa_slice, tensor.nbytes, SUFFIXES[tensor.name])
+        return file_path(self.loose, numa_slice, tensor.nbytes, FILE_WORDS[tensor.name])
 
 
 def expert_bytes(encoding: Encoding, slicing: Slicing) -> int:
@@ -158,30 +158,34 @@ def expert_bytes(encoding: Encoding, slicing: Slicing) -> int:
     )
 
 
-def one_or_all(values: Iterable[int]) -> int | list[int]:
+def collapse_equal(values: Iterable[int]) -> int | list[int]:
     """Return the value if all are equal, else the sorted list of distinct values."""
     distinct = sorted(set(values))
     return distinct[0] if len(distinct) == 1 else distinct
 
 
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # usual numbers of NUMA nodes
+USUAL_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16)  # usual numbers of NUMA nodes
 
 
-def illegal_reason(fmt: Format, shapes: Iterable[tuple[int, int]], numa: int) -> str | None:
-    """Return the first reason why a format cannot hold experts of sizes (H, I) in `numa` slices; None if it can."""
-    reasons = (explain_size(fmt.encoding.multiple, h, i, numa) for h, i in dict.fromkeys(shapes))
+def explain_illegal_count(fmt: Format, shapes: Iterable[tuple[int, int]], numa: int) -> str | None:
+    """Explain why a format cannot hold experts of these sizes (H, I) in `numa` slices; return None if it can.
+
+    If several sizes are illegal, explain the first.
+    """
+    multiple = fmt.encoding.multiple
+    reasons = (explain_size(multiple, hidden, width, numa) for hidden, width in dict.fromkeys(shapes))
     return next(filter(None, reasons), None)
 
 
 def legal_counts(fmt: Format, shapes: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-    """Return the numbers of slices, among COUNTS, in which a format can hold experts of all these sizes."""
+    """Return the numbers of slices, among USUAL_COUNTS, in which a format can hold experts of all these sizes."""
     shapes = tuple(shapes)
-    return tuple(numa for numa in COUNTS if illegal_reason(fmt, shapes, numa) is None)
+    return tuple(numa for numa in USUAL_COUNTS if explain_illegal_count(fmt, shapes, numa) is None)
 
 
 def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others: Iterable[Format] = ()) -> None:
     """Raise UnsupportedError, naming the legal numbers of slices for this model, unless `numa` is one of them."""
-    if (reason := illegal_reason(fmt, [(hidden, intermediate)], numa)) is None:
+    if (reason := explain_illegal_count(fmt, [(hidden, intermediate)], numa)) is None:
         return
     choices = []
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):

@@ -1,4 +1,4 @@
-"""Names of experts' linears: those of the source or its family, and kt-kernel's native ones."""
+"""Names of experts' linears: the names of the source or its family, and kt-kernel's native names."""
 
 from __future__ import annotations
 
@@ -10,44 +10,50 @@ from typing import Any, Final
 
 from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
-from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.encodings.encoding import Encoding, tensor_suffixes
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId, slice_shape
 from ktconvert.layouts.tensors import PROJECTIONS
 
-# Names of experts that the source stores together, if their family has no known names for single experts.
-USUAL = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+# Names of the linears of experts that the source stores together, if their family has no names for single experts.
+USUAL_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 TEMPLATES: Final = "linear_names"  # the manifest's fact that holds one template for each projection
 
 
 def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> str:
-    """Return the name of an expert's linear in the output, without ".weight": the source's own, if each linear has one.
+    """Return the name of an expert's linear in the output, without ".weight".
 
-    Experts that are stored together get the names that their family uses for single ones, in any block (transformers
-    looks for w1, w3, w2 of Mixtral in all of them), else gate_proj, up_proj, down_proj.
+    It is the source's name, if the source has a tensor for each linear. For experts that are stored together it is the
+    name that their family uses for single experts, in any block (transformers looks for w1, w3, w2 of Mixtral in all
+    of them), else gate_proj, up_proj or down_proj.
     """
     moe = model.moe_layers[layer]
     if isinstance(moe.style, Separate):
         return model.weight_name(layer, expert, projection).removesuffix(".weight")
     template: str = getattr(moe.style, matrix_name(moe.style, projection)).removesuffix(".weight")
-    before, block, _ = template.rpartition("experts.")
-    base = (before if block else f"{template.rpartition('.')[0]}.").replace("{prefix}", moe.prefix).format(layer=layer)
-    return f"{base}experts.{expert}.{projection_words(model)[projection]}"
+    block, has_experts, _ = template.rpartition("experts.")
+    if not has_experts:
+        block = f"{template.rpartition('.')[0]}."
+    block = block.replace("{prefix}", moe.prefix).format(layer=layer)
+    return f"{block}experts.{expert}.{projection_words(model)[projection]}"
 
 
 def projection_words(model: MoeModel) -> dict[str, str]:
     """Return the names of an expert's three linears in the model's family."""
-    single = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
-    if single is None:
-        return USUAL
-    return {p: getattr(single, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
+    separate = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
+    if separate is None:
+        return USUAL_NAMES
+    return {p: getattr(separate, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
 
 
-def linears(
+def iterate_linears(
     model: MoeModel, layer: int, experts: Iterable[int] | None = None
 ) -> Iterator[tuple[int, str, str, int, int]]:
-    """Yield (expert, projection, name, n, k) of a layer's linears in file order: by expert, then gate, up, down."""
+    """Yield (expert, projection, name, n, k) of a layer's linears in file order: by expert, then gate, up, down.
+
+    experts  experts to include; None: all of them
+    """
     count, hidden, width = model.shape(layer)
     for expert in range(count) if experts is None else experts:
         for projection in PROJECTIONS:
@@ -55,15 +61,16 @@ def linears(
             yield expert, projection, linear_name(model, layer, expert, projection), n, k
 
 
-def name_templates(model: MoeModel) -> dict[str, str]:
+def make_name_templates(model: MoeModel) -> dict[str, str]:
     """Map each projection to the name of its linears, with {layer} and {expert} in place of the numbers."""
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     templates = {}
     for projection in PROJECTIONS:
-        before, _, after = linear_name(model, layer, expert, projection).rpartition(f".{expert}.")
-        head, _, tail = f".{before}.".partition(f".{layer}.")
-        templates[projection] = f"{head}.{{layer}}.{tail}{{expert}}.{after}".removeprefix(".")
+        container, _, linear = linear_name(model, layer, expert, projection).rpartition(f".{expert}.")
+        before_layer, _, after_layer = f".{container}.".partition(f".{layer}.")
+        template = f"{before_layer}.{{layer}}.{after_layer}{{expert}}.{linear}"
+        templates[projection] = template.removeprefix(".")
     return templates
 
 
@@ -80,10 +87,11 @@ def are_templates(recorded: Any) -> bool:
 class LinearNames:
     """Tensor names that are the names of the linears.
 
-    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () without one, so
-               that nothing is recognised
-    model      the source, while an output is written
-    native     whether checkpoints may have these names, too, so that only a manifest distinguishes them
+    suffixes   suffixes of the tensors of a linear
+    templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () without a
+               manifest, so that no tensor is recognised
+    model      source of the names while an output is written; else None
+    native     whether checkpoints may have these names, too, so that only a manifest distinguishes outputs
     """
 
     suffixes: tuple[str, ...]
@@ -97,7 +105,7 @@ class LinearNames:
         patterns = {}
         for projection, template in self.templates:
             text = re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(template))
-            patterns[projection] = re.compile(rf"{text}\.(?P<what>{ends})")
+            patterns[projection] = re.compile(rf"{text}\.(?P<suffix>{ends})")
         return patterns
 
     def tensor_name(self, slice_id: SliceId, suffix: str) -> str:
@@ -111,7 +119,8 @@ class LinearNames:
             match = pattern.fullmatch(name)
             if match is not None:
                 slice_id = SliceId(int(match["layer"]), int(match["expert"]), projection, False, 0)
-                return (slice_id, match["what"]) if self.tensor_name(slice_id, match["what"]) == name else None
+                suffix = match["suffix"]
+                return (slice_id, suffix) if self.tensor_name(slice_id, suffix) == name else None
         return None
 
     def explain_stray(self, name: str) -> str | None:
@@ -125,7 +134,7 @@ class LinearNames:
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
 DEEPSEEK = tuple((p, f"model.layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj") for p in PROJECTIONS)
-# Where kt-kernel's RAWINT4 looks for experts, in order.
+# Names that kt-kernel's RAWINT4 looks for, in order.
 RAWINT4_NAMES = tuple(
     {p: f"{layers}.{{layer}}.mlp.experts.{{expert}}.{p}_proj" for p in PROJECTIONS}
     for layers in ("model.layers", "language_model.model.layers", "model.language_model.layers")
@@ -147,12 +156,13 @@ def explain_not_rawint4(facts: OutputFacts) -> str | None:
     return f"it looks for {RAWINT4_NAMES[0]['gate']}, but they are named {names['gate']}"
 
 
-NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}  # encoding -> the names that kt-kernel's loaders look for; default: DEEPSEEK
+# Encoding -> the names that kt-kernel's loaders look for, if they are not DEEPSEEK.
+NATIVE_TEMPLATES = {"MXFP4": DEEPSEEK_V4}
 
 
-def _names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
+def _make_names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
     templates = NATIVE_TEMPLATES.get(encoding.name, DEEPSEEK)
-    return LinearNames(suffixes(encoding), templates if facts.get("method") == method else (), native=True)
+    return LinearNames(tensor_suffixes(encoding), templates if facts.get("method") == method else (), native=True)
 
 
-NATIVE = Arrangement("native", "cpu", "kt", _names, has_numa_count)
+NATIVE = Arrangement("native", "cpu", "kt", _make_names, has_numa_count)

@@ -11,9 +11,9 @@ from ktconvert.layouts.tensors import TensorInfo
 
 FILE = re.compile(
     r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>0|[1-9][0-9]*)"
-    r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<what>quant|scale)_\.kt"
+    r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<word>quant|scale)_\.kt"
 )
-SUFFIXES = {"weight": "quant", "scale": "scale"}  # suffix of a tensor -> its word in file names
+FILE_WORDS = {"weight": "quant", "scale": "scale"}  # suffix of a tensor -> its word in file names
 LAYER = re.compile(r"_layer_(0|[1-9][0-9]*)")
 NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
@@ -26,22 +26,30 @@ def numa_folder(node: int) -> str:
     return f"_numa_{node}"
 
 
-def file_path(prefix: str, numa_slice: NumaSlice, nbytes: int, what: str) -> str:
-    """Return the path in its layer's folder of a matrix's file of `nbytes` bytes; `what` is "quant" or "scale"."""
+def file_path(prefix: str, numa_slice: NumaSlice, nbytes: int, word: str) -> str:
+    """Return the path of a file of a matrix, relative to its layer's folder.
+
+    prefix  prefix of the format ("INT4")
+    nbytes  size of the file
+    word    "quant" or "scale"
+    """
     matrix = numa_slice.projection + ("_bwd" if numa_slice.backward else "")
-    return f"{numa_folder(numa_slice.node)}/{prefix}_{matrix}_{numa_slice.expert}_{nbytes}Byte_{what}_.kt"
+    return f"{numa_folder(numa_slice.node)}/{prefix}_{matrix}_{numa_slice.expert}_{nbytes}Byte_{word}_.kt"
 
 
-def describe_tensor(what: str, nbytes: int) -> TensorInfo:
-    """Return the tensor of a merged output that a loose file becomes; `what` as in its name."""
-    if what == "scale":
+def describe_tensor(word: str, nbytes: int) -> TensorInfo:
+    """Return the tensor that a loose file becomes in a merged output.
+
+    word  "quant" or "scale", as in the file's name
+    """
+    if word == "scale":
         return TensorInfo("scale", "F32", (nbytes // 4,), nbytes)
     return TensorInfo("weight", "I8", (nbytes,), nbytes)
 
 
 def find_layers(root: Path) -> dict[int, Path]:
-    found = ((LAYER.fullmatch(child.name), child) for child in root.iterdir() if child.is_dir())
-    return dict(sorted((int(match[1]), child) for match, child in found if match))
+    matches = ((LAYER.fullmatch(folder.name), folder) for folder in root.iterdir() if folder.is_dir())
+    return dict(sorted((int(match[1]), folder) for match, folder in matches if match))
 
 
 def require_plain_numbers(root: Path) -> None:

@@ -1,7 +1,7 @@
 """Experts in NUMA slices in merged safetensors (bytes.md, section "Merged").
 
-Names are those that kt-kernel's loader looks for, or, with other suffixes, names that it does not find: it then fails
-instead of computing with tensors that it cannot read.
+The names are the ones that kt-kernel's loader looks for. Formats that it cannot read have other suffixes, so that it
+finds no tensors and fails, instead of computing wrong results.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.encodings.encoding import Encoding, tensor_suffixes
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId
@@ -20,14 +20,15 @@ KEY = re.compile(
     r"blk\.(?P<layer>\d+)\.ffn_(?P<projection>gate|up|down)_(?P<backward>bwd_)?exps"
     r"\.(?P<expert>\d+)\.numa\.(?P<numa>\d+)\.(?P<suffix>\w+)"
 )
-SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's suffixes, and those of all other formats
+SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's suffixes, and the suffixes of all other formats
 
 
 @dataclass(frozen=True)
 class NumaNames:
     """Names of the tensors of NUMA slices.
 
-    layout  that of the arrangement, since formats of several may have the same names
+    suffixes  suffixes of the tensors of a slice
+    layout    layout of the arrangement, since formats of several arrangements may have the same names
     """
 
     suffixes: tuple[str, ...]
@@ -41,7 +42,7 @@ class NumaNames:
         match = KEY.fullmatch(name)
         if match is None or match["suffix"] not in self.suffixes:
             return None
-        layer, expert, node = (int(match[number]) for number in ("layer", "expert", "numa"))
+        layer, expert, node = (int(match[group]) for group in ("layer", "expert", "numa"))
         return SliceId(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]
 
     def explain_stray(self, name: str) -> str | None:
@@ -55,23 +56,26 @@ class NumaNames:
         return f"{where}, {backward}{suffix}"
 
 
-def _arrangement(layout: str, is_trusted: Callable[[OutputFacts], bool], on_request: bool = False) -> Arrangement:
-    def names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> NumaNames:
+def _make_arrangement(layout: str, is_trusted: Callable[[OutputFacts], bool], on_request: bool = False) -> Arrangement:
+    def make_names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> NumaNames:
         """Return the names; encodings with and without scales share some of them, and only sizes distinguish them."""
-        own = suffixes(encoding)
-        return NumaNames(next((shared for shared in SUFFIXES if own[0] == shared[0]), own), layout)
+        suffixes = tensor_suffixes(encoding)
+        shared = (known for known in SUFFIXES if known[0] == suffixes[0])
+        return NumaNames(next(shared, suffixes), layout)
 
-    return Arrangement("merged", "cpu", layout, names, is_trusted, sliced=True, on_request=on_request)
+    return Arrangement("merged", "cpu", layout, make_names, is_trusted, sliced=True, on_request=on_request)
 
 
-NUMA = _arrangement("numa", has_numa_count)
-# kt-kernel's MOE_INT4 and MOE_INT8 have the names of AMXINT4 and AMXINT8, and two orders. Only this one is known, and
-# only a manifest tells which it is.
-PLAIN = _arrangement("plain", lambda facts: has_numa_count(facts) and facts.get("layout") == "plain", on_request=True)
+NUMA = _make_arrangement("numa", has_numa_count)
+# kt-kernel's MOE_INT4 and MOE_INT8 have the names of AMXINT4 and AMXINT8, in one of two orders. Only the plain order
+# is known, and only a manifest shows which order an output has.
+PLAIN = _make_arrangement(
+    "plain", lambda facts: has_numa_count(facts) and facts.get("layout") == "plain", on_request=True
+)
 
 
 def rename_non_expert(name: str) -> str:
-    """Return kt-kernel's name of a non-expert tensor: `blk.` for `model.layers.`, no `language_model.` or `model.`."""
+    """Return kt-kernel's name of a non-expert tensor: `blk.` replaces `model.layers.`; other prefixes are dropped."""
     name = name.replace("language_model.", "")
     if name.startswith("model."):
         name = name.replace("model.layers.", "blk.").replace("model.", "")

@@ -1,4 +1,4 @@
-"""Opening of outputs: their manifest, config, index and headers, and the formats that their tensor names allow."""
+"""Opening of outputs: reading their manifest, config, index and headers, and finding the formats of their names."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ktconvert.layouts.files.manifest import Manifest
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format, loose
 from ktconvert.layouts.outputs.linear_names import LinearNames
-from ktconvert.layouts.outputs.output import AGAIN, Output
+from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU
-TRAIN = "train"  # its output is an adapter
+TRAIN = "train"  # command whose output is an adapter
 FOREIGN_NAME = "kt-kernel does not read this name"
 IMPOSSIBLE = "no model has a layer, expert or NUMA slice with this number"
 
@@ -30,11 +30,14 @@ Item = TypeVar("Item")
 
 
 def is_output(path: Path) -> bool:
-    """Return whether a directory holds experts in one of our formats (whole or not), rather than a checkpoint."""
+    """Return whether a directory contains experts in one of our formats, rather than a checkpoint.
+
+    Outputs that are whole models count, too.
+    """
     if not path.is_dir():
         return False
-    if (about := _readable_manifest(path)) is not None:  # otherwise the weights decide
-        return about.command not in (*dequantized.COMMANDS, TRAIN)
+    if (record := _read_valid_manifest(path)) is not None:  # otherwise the weights decide
+        return record.command not in (*dequantized.COMMANDS, TRAIN)
     if loose.find_layers(path):
         return True
     candidates = _formats_by_names({})
@@ -51,19 +54,20 @@ def is_dequantized(path: Path) -> bool:
 
     Raises VerificationError if the manifest is damaged.
     """
-    about = manifest.read(path) if path.is_dir() else None
-    return about is not None and about.command in dequantized.COMMANDS
+    record = manifest.read_manifest(path) if path.is_dir() else None
+    return record is not None and record.command in dequantized.COMMANDS
 
 
 def is_whole_model(path: Path) -> bool:
     """Return whether a directory is an output that is a whole model, by its manifest."""
-    about = _readable_manifest(path)
-    return about is not None and _manifest_format(about).arrangement.whole
+    record = _read_valid_manifest(path)
+    return record is not None and _manifest_format(record).arrangement.is_whole_model
 
 
-def _readable_manifest(path: Path) -> Manifest | None:
+def _read_valid_manifest(path: Path) -> Manifest | None:
+    """Read a manifest; return None if there is none, or if it is damaged."""
     with contextlib.suppress(VerificationError):
-        return manifest.read(path)
+        return manifest.read_manifest(path)
     return None
 
 
@@ -78,43 +82,48 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
         with contextlib.suppress(InputError):
             quantized = read_config(root).get("quantization_config")
             if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
-                manifest.read(root)  # raises an error if it is damaged
+                manifest.read_manifest(root)  # raises an error if it is damaged
                 remedy = "restore that file or convert again; otherwise give the directory of an output."
                 what = f"is packed by {PACKER}, but has no {manifest.NAME}"
                 raise UnsupportedError(f"{root}: {what}; if `ktconvert gpu` wrote it, {remedy}")
         raise UnsupportedError(f"{root}: contains no expert weights of kt-kernel; give the directory of an output.")
-    about, candidates = manifest.read(root), _formats_by_names({})
-    if about is not None:
-        _require_trusted(root, about)
-        candidates = _formats_by_names(about.facts, _manifest_format(about))
-    folders, shards = loose.find_layers(root), _shards(root)
-    is_loose = bool(about.settings.get("no_merge_safetensor")) if about else bool(folders) and not shards
+    record = manifest.read_manifest(root)
+    candidates = _formats_by_names({})
+    if record is not None:
+        _require_trusted(root, record)
+        candidates = _formats_by_names(record.facts, _manifest_format(record))
+    folders = loose.find_layers(root)
+    shards = _list_shards(root)
+    is_loose = bool(record.settings.get("no_merge_safetensor")) if record else bool(folders) and not shards
     if layers is not None:
-        folders, is_loose = {layer: folders[layer] for layer in layers}, True
-    output = _read_output(root, about, shards, candidates, is_loose)
+        folders = {layer: folders[layer] for layer in layers}
+        is_loose = True
+    output = _read_output(root, record, shards, candidates, is_loose)
     if is_loose:
         _read_loose_files(output, folders)
     return output
 
 
 def open_dequantized(root: Path) -> Output:
-    return _read_output(root, manifest.read(root), _shards(root), {LinearNames((), native=True): ()}, False)
+    return _read_output(
+        root, manifest.read_manifest(root), _list_shards(root), {LinearNames((), native=True): ()}, False
+    )
 
 
 def _read_output(
     root: Path,
-    about: Manifest | None,
+    record: Manifest | None,
     shards: list[str],
     candidates: dict[TensorNames, tuple[Format, ...]],
     is_loose: bool,
 ) -> Output:
     """Read the shards of an output.
 
-    candidates  naming schemes that its tensors may follow, with the formats of each
+    candidates  naming scheme that its tensors may follow -> the formats with these names
     """
     damaged: dict[str, InputError] = {}
 
-    def if_readable(name: str, read: Callable[[Path], Item]) -> Item | None:
+    def read_if_readable(name: str, read: Callable[[Path], Item]) -> Item | None:
         try:
             return read(root / name) if (root / name).exists() else None
         except InputError as error:
@@ -124,49 +133,47 @@ def _read_output(
     headers = {} if is_loose else read_headers(root, shards, damaged=damaged)
     names = _find_names(candidates, (entry.name for header in headers.values() for entry in header.entries))
     names = names or next(iter(candidates))
-    methods, whole = (
-        tuple(fmt.name for fmt in candidates[names]),
-        all(fmt.arrangement.whole for fmt in candidates[names][:1]),
-    )
-    config = if_readable("config.json", lambda path: read_config(path.parent)) or {}
-    weight_map, total_size = if_readable(INDEX, read_index) or (None, None)
-    output = Output(root, is_loose, methods, names, whole, about, config, weight_map, total_size, shards)
+    methods = tuple(fmt.name for fmt in candidates[names])
+    is_whole_model = all(fmt.arrangement.is_whole_model for fmt in candidates[names][:1])
+    config = read_if_readable("config.json", lambda path: read_config(path.parent)) or {}
+    weight_map, total_size = read_if_readable(INDEX, read_index) or (None, None)
+    output = Output(root, is_loose, methods, names, is_whole_model, record, config, weight_map, total_size, shards)
     output.damaged.update((name, f"{name}: {error.problem}") for name, error in damaged.items())
     output.headers.update(headers)
     for shard, header in headers.items():
         for entry in header.entries:
-            recognised = names.parse(entry.name)
-            if recognised is None:
-                why = names.explain_stray(entry.name)
-                _add(output, output.others, entry.name, entry)
-            elif not recognised[0].is_possible:
-                why = IMPOSSIBLE
+            parsed = names.parse(entry.name)
+            if parsed is None:
+                reason = names.explain_stray(entry.name)
+                _add_tensor(output, output.non_expert_tensors, entry.name, entry)
+            elif not parsed[0].is_possible:
+                reason = IMPOSSIBLE
             else:
                 # A number with leading zeros is read, but is not the name that kt-kernel looks for.
-                why = None if names.tensor_name(*recognised) == entry.name else FOREIGN_NAME
-                _add(output, output.tensors, recognised, entry)
-            if why is not None:
-                output.strays.append((entry.name, shard, why))
+                reason = None if names.tensor_name(*parsed) == entry.name else FOREIGN_NAME
+                _add_tensor(output, output.tensors, parsed, entry)
+            if reason is not None:
+                output.strays.append((entry.name, shard, reason))
     return output
 
 
-def _shards(root: Path) -> list[str]:
+def _list_shards(root: Path) -> list[str]:
     files = (path.relative_to(root) for path in root.rglob("*.safetensors"))
     return sorted(file.as_posix() for file in files if WORK_FOLDER not in file.parts)
 
 
-def _manifest_format(about: Manifest) -> Format:
-    """Return the format that a manifest names; if it names none of ours, the first one of its command."""
-    fmt = find_format(about.facts)
-    candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == about.command)
+def _manifest_format(record: Manifest) -> Format:
+    """Return the format that a manifest names; if it names none of ours, the first format of its command."""
+    fmt = find_format(record.facts)
+    candidates = (fmt for fmt in FORMATS.values() if fmt.arrangement.command == record.command)
     return fmt or next(candidates, next(iter(FORMATS.values())))
 
 
-def _formats_by_names(facts: OutputFacts, first: Format | None = None) -> dict[TensorNames, tuple[Format, ...]]:
-    """Group the formats by the names of their tensors, those with the names of `first` first."""
-    candidates: dict[TensorNames, tuple[Format, ...]] = {} if first is None else {first.names(facts): ()}
+def _formats_by_names(facts: OutputFacts, preferred: Format | None = None) -> dict[TensorNames, tuple[Format, ...]]:
+    """Return naming scheme -> the formats with these names; the scheme of the preferred format is the first."""
+    candidates: dict[TensorNames, tuple[Format, ...]] = {} if preferred is None else {preferred.make_names(facts): ()}
     for fmt in FORMATS.values():
-        names = fmt.names(facts)
+        names = fmt.make_names(facts)
         candidates[names] = (*candidates.get(names, ()), fmt)
     return candidates
 
@@ -177,26 +184,24 @@ def _find_names(candidates: Iterable[TensorNames], tensors: Iterable[str]) -> Te
     return next((names for tensor in tensors for names in candidates if names.parse(tensor) is not None), None)
 
 
-def _require_trusted(root: Path, about: Manifest) -> None:
+def _require_trusted(root: Path, record: Manifest) -> None:
     """Raise VerificationError for a required fact of a wrong type, UnsupportedError for statistics."""
-    if about.command == "calibrate":
+    if record.command == "calibrate":
         readers = "`ktconvert experts` and `cpu --scale imatrix --statistics`"
         raise UnsupportedError(
             f"{root}: contains statistics of a model's experts, but no weights; use it with {readers}."
         )
-    facts = about.facts
-    if not {"experts", "hidden", "intermediate"} <= facts.keys() or not _manifest_format(about).arrangement.is_trusted(
-        facts
-    ):
+    facts = record.facts
+    has_sizes = {"experts", "hidden", "intermediate"} <= facts.keys()
+    if not has_sizes or not _manifest_format(record).arrangement.is_trusted(facts):
         path = root / manifest.NAME
-        raise VerificationError(f"{path}: not a manifest that ktconvert wrote; {AGAIN} with --overwrite.")
+        raise VerificationError(f"{path}: not a manifest that ktconvert wrote; {CONVERT_AGAIN} with --overwrite.")
 
 
 def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
     for layer, folder in folders.items():
-        before = len(output.tensors)
-        below = (path for entry in folder.iterdir() for path in (entry.iterdir() if entry.is_dir() else (entry,)))
-        for path in sorted(path for path in below if path.is_file()):
+        count_before = len(output.tensors)
+        for path in _list_layer_files(folder):
             name = path.relative_to(output.root).as_posix()
             node = loose.NUMA.fullmatch(path.parent.name)
             match = loose.FILE.fullmatch(path.name)
@@ -212,13 +217,22 @@ def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
             if not slice_id.is_possible:
                 output.strays.append((path.name, name, IMPOSSIBLE))
                 continue
-            tensor = loose.describe_tensor(match["what"], size)
-            _add(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
-        if len(output.tensors) == before:
+            tensor = loose.describe_tensor(match["word"], size)
+            _add_tensor(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
+        if len(output.tensors) == count_before:
             output.damaged[folder.name] = f"{folder.name} contains no .kt files below _numa_N"
 
 
-def _add(output: Output, where: dict[Any, TensorInfo], key: Any, stored: TensorInfo) -> None:
-    if key in where:
-        output.duplicates.append((stored.name, where[key].file, stored.file))
-    where[key] = stored  # as in kt-kernel's loader, the last one counts
+def _list_layer_files(folder: Path) -> list[Path]:
+    """Return the sorted files in a layer's folder and in the folders directly below it."""
+    paths: list[Path] = []
+    for entry in folder.iterdir():
+        paths += list(entry.iterdir()) if entry.is_dir() else [entry]
+    return sorted(path for path in paths if path.is_file())
+
+
+def _add_tensor(output: Output, tensors: dict[Any, TensorInfo], key: Any, stored: TensorInfo) -> None:
+    """Add a tensor; if it is a duplicate, record that, and keep the last one, as kt-kernel's loader does."""
+    if key in tensors:
+        output.duplicates.append((stored.name, tensors[key].file, stored.file))
+    tensors[key] = stored

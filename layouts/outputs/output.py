@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.container import Header
-from ktconvert.layouts.encodings.encoding import Read
+from ktconvert.layouts.encodings.encoding import TensorReader
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest, OutputFile
@@ -20,32 +20,35 @@ from ktconvert.layouts.outputs.slices import SliceId, TensorNames
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Bytes
 
-AGAIN = "convert it again"
+CONVERT_AGAIN = "convert it again"
 
 
 @dataclass(frozen=True)
 class Output:
     """An opened output; headers and names have been read, weights have not.
 
-    methods     formats whose tensors have these names; measure() determines which of them it is
-    whole       whether it is a whole model, which loaders of checkpoints open
-    manifest    manifest.json; None in kt-kernel's own outputs
-    config      config.json; {} if there is none
-    weight_map  tensor -> shard by the index; None without an index, as total_size
-    headers     shard -> its header
-    tensors     (slice, suffix) -> tensor; a loose file is a tensor with the file's name
-    others      non-expert tensors, by name
-    duplicates  (name, first file, second file) of tensors that exist twice
-    strays      (name, file, why it does not belong there)
-    prefixes    prefixes of the loose files' names ("INT4", ...)
-    damaged     file -> why it cannot be read
+    loose               whether the experts are in loose .kt files
+    methods             names of the formats whose tensors have these names; measure_output() selects one of them
+    names               naming scheme of the experts' tensors
+    is_whole_model      whether it is a whole model, which loaders of checkpoints open
+    manifest            manifest.json; None in kt-kernel's own outputs
+    config              config.json; {} if there is none
+    weight_map          tensor -> shard, from the index; None without an index
+    total_size          size that the index records; None without an index
+    headers             shard -> its header
+    tensors             (slice, suffix) -> tensor; a loose file is a tensor with the file's name
+    non_expert_tensors  name -> tensor that is not of a routed expert
+    duplicates          (name, first file, second file) of each tensor that exists twice
+    strays              (name, file, reason) of each tensor or file that does not belong in the output
+    prefixes            prefixes of the loose files' names ("INT4", ...)
+    damaged             file -> reason why it cannot be read
     """
 
     root: Path
     loose: bool
     methods: tuple[str, ...]
     names: TensorNames
-    whole: bool
+    is_whole_model: bool
     manifest: Manifest | None
     config: dict[str, Any]
     weight_map: dict[str, str] | None = None
@@ -53,7 +56,7 @@ class Output:
     shards: list[str] = field(default_factory=list)
     headers: dict[str, Header] = field(default_factory=dict, repr=False)
     tensors: dict[tuple[SliceId, str], TensorInfo] = field(default_factory=dict, repr=False)
-    others: dict[str, TensorInfo] = field(default_factory=dict, repr=False)
+    non_expert_tensors: dict[str, TensorInfo] = field(default_factory=dict, repr=False)
     duplicates: list[tuple[str, str, str]] = field(default_factory=list)
     strays: list[tuple[str, str, str]] = field(default_factory=list)
     prefixes: set[str] = field(default_factory=set)
@@ -76,7 +79,7 @@ class Output:
 
     @cached_property
     def damaged_files(self) -> dict[str, str]:
-        """{file: problem} of files that are missing or cut off by the manifest, or cannot be read."""
+        """File -> problem, for files that are missing, unreadable, or not as long as the manifest states."""
         problems = {}
         for file in self.listed_files:
             path = self.root / file.name
@@ -102,21 +105,23 @@ class Output:
         """
         if out is None:
             out = np.empty((stored.nbytes if stop is None else stop) - start, np.uint8)
-        path, view, done = self.root / stored.file, memoryview(out.data), 0
+        path = self.root / stored.file
+        view = memoryview(out.data)
+        done = 0
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                while done < out.size and (got := os.preadv(fd, [view[done:]], stored.start + start + done)):
-                    done += got
+                while done < out.size and (count := os.preadv(fd, [view[done:]], stored.start + start + done)):
+                    done += count
             finally:
                 os.close(fd)
         except OSError as error:
             raise VerificationError(f"{path}: cannot be read ({error.strerror}); check the disk.") from error
         if done < out.size:
-            raise VerificationError(f"{path}: became shorter while it was read; {AGAIN}.")
+            raise VerificationError(f"{path}: became shorter while it was read; {CONVERT_AGAIN}.")
         return out
 
-    def reader(self, slice_id: SliceId, suffixes: Sequence[str]) -> Read:
+    def make_reader(self, slice_id: SliceId, suffixes: Sequence[str]) -> TensorReader:
         """Return a reader of a slice's tensors, in the order of these suffixes; all of them must exist."""
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:

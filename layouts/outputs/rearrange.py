@@ -9,7 +9,7 @@ import numpy as np
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.outputs.slices import NumaSlice
 from ktconvert.native_quant.arrays import F32, F64, I8, Bytes
-from ktconvert.quantizers.differences import sums_of
+from ktconvert.quantizers.differences import sum_products
 
 Stored = tuple[NumaSlice, Sequence[Bytes]]  # a slice with its tensors
 
@@ -20,25 +20,31 @@ def is_cut_by_rows(numa_slice: NumaSlice) -> bool:
 
 
 def requires_rounding(encoding: Encoding, old: int, new: int) -> bool:
-    """Return whether a change from `old` to `new` slices makes columns share a scale that had several."""
-    return encoding.grid.per_row and new % old != 0
+    """Return whether a change from `old` to `new` slices gives one scale to columns that had several."""
+    return encoding.grid.has_row_scales and new % old != 0
 
 
-def rearrange(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
+def rearrange_linear(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
     """Fill the slices `new` of a linear (or its transpose) from its slices `old`. Raise ValueError for a bad code."""
-    if not encoding.grid.per_row or is_cut_by_rows(new[0][0]):
+    if not encoding.grid.has_row_scales or is_cut_by_rows(new[0][0]):
         _cut_tensors(encoding, old, new)
         return
     assert encoding.pack is not None
     width = old[0][0].k
     for rows in _row_blocks(encoding, new[0][0].n):
-        held = [_codes_and_scales(encoding, numa_slice, stored, rows) for numa_slice, stored in old]
+        old_codes_and_scales = [
+            _read_codes_and_scales(encoding, numa_slice, stored, rows) for numa_slice, stored in old
+        ]
         for number, (numa_slice, stored) in enumerate(new):
-            start, stop = number * numa_slice.k, (number + 1) * numa_slice.k  # columns of the whole linear
-            shared = range(start // width, -(-stop // width))
-            codes = [held[t][0][:, max(start - t * width, 0) : stop - t * width] for t in shared]
-            one, scales = to_one_scale(codes, [held[t][1] for t in shared])
-            encoding.pack(one, scales, _select_rows(numa_slice, stored, rows))
+            start = number * numa_slice.k  # columns start..stop-1 of the whole linear
+            stop = start + numa_slice.k
+            codes = []
+            scales = []
+            for index in range(start // width, -(-stop // width)):  # old slices with some of these columns
+                old_codes, old_scales = old_codes_and_scales[index]
+                codes.append(old_codes[:, max(start - index * width, 0) : stop - index * width])
+                scales.append(old_scales)
+            encoding.pack(*merge_scales(codes, scales), _select_rows(numa_slice, stored, rows))
 
 
 def change_sums(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> F64:
@@ -51,30 +57,31 @@ def change_sums(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]
             )
             for side in (old, new)
         )
-        sums += sums_of(x, y)
+        sums += sum_products(x, y)
     return sums
 
 
 def _row_blocks(encoding: Encoding, n: int) -> Iterator[slice]:
-    """Yield the blocks of rows of a slice of n rows; each is packed like a slice by itself."""
+    """Yield the blocks of rows of a slice of n rows; each block is packed as if it were a slice."""
     return (slice(first, first + encoding.multiple) for first in range(0, n, encoding.multiple))
 
 
 def _select_rows(numa_slice: NumaSlice, stored: Sequence[Bytes], rows: slice) -> list[Bytes]:
-    return [each[each.size * rows.start // numa_slice.n : each.size * rows.stop // numa_slice.n] for each in stored]
+    n = numa_slice.n
+    return [tensor[tensor.size * rows.start // n : tensor.size * rows.stop // n] for tensor in stored]
 
 
 def _cut_tensors(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
-    """Cut each tensor as the linear is cut: it is a matrix of whole blocks; a flat one holds whole blocks of rows."""
+    """Cut each tensor as the linear is cut: a matrix has whole blocks, and a flat tensor whole blocks of rows."""
     axis = 0 if is_cut_by_rows(new[0][0]) else 1
     for number, tensor in enumerate(encoding.tensors(old[0][0].n, old[0][0].k)):
         rows = tensor.shape[0]
-        whole = np.concatenate([stored[number].reshape(rows, -1) for _, stored in old], axis)
-        for (_, stored), numa_slice in zip(new, np.split(whole, len(new), axis), strict=True):
-            stored[number].reshape(numa_slice.shape)[:] = numa_slice
+        joined = np.concatenate([stored[number].reshape(rows, -1) for _, stored in old], axis)
+        for (_, stored), part in zip(new, np.split(joined, len(new), axis), strict=True):
+            stored[number].reshape(part.shape)[:] = part
 
 
-def _codes_and_scales(
+def _read_codes_and_scales(
     encoding: Encoding, numa_slice: NumaSlice, stored: Sequence[Bytes], rows: slice
 ) -> tuple[I8, F32]:
     """Return the codes int8 [rows, k] and scales float32 [rows] of a block of rows."""
@@ -84,7 +91,7 @@ def _codes_and_scales(
     return codes.astype(np.int8), scale.view(np.float32)
 
 
-def to_one_scale(codes: Sequence[I8], scales: Sequence[F32]) -> tuple[I8, F32]:
+def merge_scales(codes: Sequence[I8], scales: Sequence[F32]) -> tuple[I8, F32]:
     """Join codes int8 [n, k_0], [n, k_1], ..., each with a scale per row, float32 [n], finite and not negative.
 
     Returns codes int8 [n, k_0 + k_1 + ...] and scales float32 [n] (numerics.md, section 8). The largest scale stays;
@@ -93,10 +100,11 @@ def to_one_scale(codes: Sequence[I8], scales: Sequence[F32]) -> tuple[I8, F32]:
     if len(codes) == 1:
         return codes[0], scales[0]
     largest = np.maximum.reduce(list(scales))
-    out = np.empty((len(largest), sum(c.shape[1] for c in codes)), np.int8)
-    at = 0
-    for own, scale in zip(codes, scales, strict=True):
+    joined = np.empty((len(largest), sum(part.shape[1] for part in codes)), np.int8)
+    start = 0
+    for part, scale in zip(codes, scales, strict=True):
         ratio = np.divide(scale, largest, out=np.zeros_like(scale), where=largest != 0)
-        out[:, at : at + own.shape[1]] = np.rint(own * ratio[:, None])
-        at += own.shape[1]
-    return out, largest
+        stop = start + part.shape[1]
+        joined[:, start:stop] = np.rint(part * ratio[:, None])
+        start = stop
+    return joined, largest

@@ -25,7 +25,10 @@ MOST_NUMA_NODES = 1 << 10  # limit of Linux
 
 
 class SliceId(NamedTuple):
-    """Identity of one packed matrix: a projection of an expert on a NUMA node. backward: the transposed matrix."""
+    """Identity of one packed matrix: a projection of an expert on a NUMA node.
+
+    backward  whether it is the transposed matrix
+    """
 
     layer: int
     expert: int
@@ -59,7 +62,7 @@ class NumaSlice:
     """One packed matrix [n, k]: a projection of an expert on a NUMA node.
 
     backward  whether it is the transposed matrix, for fine-tuning
-    start     its first index along the expert's intermediate size
+    start     first index of the slice along the expert's intermediate size
     """
 
     layer: int
@@ -75,22 +78,24 @@ class NumaSlice:
     def id(self) -> SliceId:
         return SliceId(self.layer, self.expert, self.projection, self.backward, self.node)
 
-    def cut(self, linear: Matrix) -> Matrix:
+    def cut_linear(self, linear: Matrix) -> Matrix:
         """Return this slice of a whole linear, as a view."""
         n, k = (self.k, self.n) if self.backward else (self.n, self.k)
-        down = self.projection == "down"
-        cut = linear.columns(self.start, self.start + k) if down else linear.rows(self.start, self.start + n)
-        return cut.T if self.backward else cut
+        if self.projection == "down":
+            part = linear.columns(self.start, self.start + k)
+        else:
+            part = linear.rows(self.start, self.start + n)
+        return part.T if self.backward else part
 
-    def cut_columns(self, whole: npt.NDArray[Scalar] | None) -> npt.NDArray[Scalar] | None:
+    def cut_columns(self, array: npt.NDArray[Scalar] | None) -> npt.NDArray[Scalar] | None:
         """Return this slice of an array indexed by the linear's columns, along all its axes, as a view.
 
         Returns None for a transposed slice.
         """
-        if whole is None or self.backward:
+        if array is None or self.backward:
             return None
-        own = slice(self.start, self.start + self.k)
-        return whole[(own,) * whole.ndim] if self.projection == "down" else whole
+        columns = slice(self.start, self.start + self.k)
+        return array[(columns,) * array.ndim] if self.projection == "down" else array
 
 
 def slice_shape(projection: str, hidden: int, intermediate: int, numa: int) -> tuple[int, int]:
@@ -100,24 +105,26 @@ def slice_shape(projection: str, hidden: int, intermediate: int, numa: int) -> t
 
 
 def join_slices(projection: str, arrays: Sequence[npt.NDArray[Scalar]]) -> npt.NDArray[Scalar]:
-    """Join arrays [n, ...] of all slices of a linear (codes or scales), in order, into that of the whole linear."""
+    """Join arrays [n, ...] of all slices of a linear (codes or scales), in order, into one of the whole linear."""
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1 if projection == "down" else 0)
 
 
-def cut_slices(projection: str, whole: npt.NDArray[Scalar], numa: int) -> list[npt.NDArray[Scalar]]:
-    """Cut an array [n, ...] of a whole linear (codes or scales) into those of its slices, as views."""
-    return np.split(whole, numa, axis=1 if projection == "down" else 0)
+def cut_slices(projection: str, array: npt.NDArray[Scalar], numa: int) -> list[npt.NDArray[Scalar]]:
+    """Cut an array [n, ...] of a whole linear (codes or scales) into the arrays of its slices, as views."""
+    return np.split(array, numa, axis=1 if projection == "down" else 0)
 
 
 @dataclass(frozen=True)
 class Slicing:
     """Division of one layer's experts into NUMA slices.
 
-    hidden, intermediate  sizes H and I of the experts
-    numa                  number of slices T
-    backward, forward     whether there are slices of the transposed matrices, and of the matrices themselves
-    multiple              width of a slice is a multiple of this; the first slices are wider if T does not divide I;
-                          0: all slices have the same width
+    hidden        hidden size H
+    intermediate  intermediate size I of the experts
+    numa          number of slices T
+    backward      whether there are slices of the transposed matrices
+    forward       whether there are slices of the matrices themselves
+    multiple      number of which the width of each slice is a multiple; if the multiples in I do not divide evenly by
+                  T, the first slices are wider. 0: all slices have the same width
     """
 
     layer: int
@@ -132,12 +139,14 @@ class Slicing:
     def widths(self) -> tuple[int, ...]:
         if not self.multiple:
             return (self.intermediate // self.numa,) * self.numa
-        each, remainder = divmod(self.intermediate // self.multiple, self.numa)
-        return tuple((each + (node < remainder)) * self.multiple for node in range(self.numa))
+        least, remainder = divmod(self.intermediate // self.multiple, self.numa)
+        return tuple((least + (node < remainder)) * self.multiple for node in range(self.numa))
 
     def slices(self, expert: int, projection: str) -> tuple[NumaSlice, ...]:
         """Return the slices of one projection of one expert in file order: forward, then backward, by NUMA node."""
-        forward, backward, start = [], [], 0
+        forward = []
+        backward = []
+        start = 0
         for node, width in enumerate(self.widths):
             n, k = slice_shape(projection, self.hidden, width, 1)
             forward.append(NumaSlice(self.layer, expert, projection, node, n, k, start=start))
@@ -156,17 +165,21 @@ class Slicing:
                 yield from self.slices(expert, projection)
 
 
-LinearId = tuple[int, str]  # expert, projection
+LinearId = tuple[int, str]  # (expert, projection)
 SliceTensors = list[Bytes]  # the tensors of one slice, in the encoding's order
 PackedSlices = list[tuple[NumaSlice, SliceTensors]]
 
 
 def allocate_slices(encoding: Encoding, slices: Iterable[NumaSlice], buffer: Bytes | None = None) -> PackedSlices:
-    """Return memory for the tensors of slices; if there is a buffer, all first tensors are in it, one after another."""
-    allocated, at = [], 0
+    """Return memory for the tensors of slices.
+
+    buffer  memory for the first tensor of each slice, one after another; None: allocate it as well
+    """
+    allocated = []
+    start = 0
     for numa_slice in slices:
-        first, *others = (tensor.nbytes for tensor in encoding.tensors(numa_slice.n, numa_slice.k))
-        own = np.empty(first, np.uint8) if buffer is None else buffer[at : at + first]
-        allocated.append((numa_slice, [own, *(np.empty(nbytes, np.uint8) for nbytes in others)]))
-        at += first
+        codes_bytes, *other_sizes = (tensor.nbytes for tensor in encoding.tensors(numa_slice.n, numa_slice.k))
+        codes = np.empty(codes_bytes, np.uint8) if buffer is None else buffer[start : start + codes_bytes]
+        allocated.append((numa_slice, [codes, *(np.empty(nbytes, np.uint8) for nbytes in other_sizes)]))
+        start += codes_bytes
     return allocated

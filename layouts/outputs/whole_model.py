@@ -1,6 +1,6 @@
 """Whole models with quantized experts under their own names, for loaders of checkpoints (bytes.md).
 
-Their entries of config.json, their arrangement, and notes on loading them.
+The module defines their entries of config.json, their arrangement, and notes on loading them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Encoding, suffixes
+from ktconvert.layouts.encodings.encoding import Encoding, tensor_suffixes
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import cards, ignore
@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.quantizers import GROUP_SIZES, Grid
 
 # `version` in quantization_config: the release of compressed-tensors that defines this document.
-CONTRACT = "0.19.0"
+DOCUMENT_VERSION = "0.19.0"
 
 
 def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def quantization_config(grid: Grid, ignored: Sequence[str]) -> dict[str, Any]:
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "ignore": list(ignored),
-        "version": CONTRACT,
+        "version": DOCUMENT_VERSION,
     }
 
 
@@ -51,35 +51,43 @@ def check_config(output: Output, fmt: Format, numa: int) -> Iterator[str]:
 
 DESCRIPTION = Description(cards.WHOLE_MODEL, config_entries, check_config)
 
-RANKS = (1, 2, 4, 8, 16)  # numbers of tensor-parallel ranks in notes
+RANKS = (1, 2, 4, 8, 16)  # numbers of tensor-parallel ranks that notes list
 
 
-def _names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
-    """Return the names by the source, or by the manifest's templates: names do not identify experts by themselves."""
+def _make_names(method: str, encoding: Encoding, facts: OutputFacts, source: MoeModel | None) -> LinearNames:
+    """Return the names of the source, or of the manifest's templates; without either, no name identifies experts."""
     if source is not None:
-        return LinearNames(suffixes(encoding), model=source)
+        return LinearNames(tensor_suffixes(encoding), model=source)
     templates = facts.get(TEMPLATES, {})
-    return LinearNames(suffixes(encoding), tuple(sorted(templates.items())) if are_templates(templates) else ())
+    return LinearNames(tensor_suffixes(encoding), tuple(sorted(templates.items())) if are_templates(templates) else ())
 
 
 def _is_trusted(facts: OutputFacts) -> bool:
     numbers = [facts.get(name) for name in ("bits", "group_size", "packed_linears")]
-    counted = all(type(number) is int and 0 < number < 1 << 31 for number in numbers)
+    are_counts = all(type(number) is int and 0 < number < 1 << 31 for number in numbers)
     return (
-        counted and are_templates(facts.get(TEMPLATES)) and isinstance(facts.get("method"), str) and "layers" in facts
+        are_counts
+        and are_templates(facts.get(TEMPLATES))
+        and isinstance(facts.get("method"), str)
+        and "layers" in facts
     )
 
 
-# A shard's scales, 3 % of it, are kept in memory until all codes are written.
-WHOLE_MODEL = Arrangement("pack-quantized", "gpu", "", _names, _is_trusted, whole=True, shard_bytes=5 * 10**9)
+# The default size of a shard limits memory: its scales (3 % of it) stay in memory until all codes are written.
+WHOLE_MODEL = Arrangement(
+    "pack-quantized", "gpu", "", _make_names, _is_trusted, is_whole_model=True, shard_bytes=5 * 10**9
+)
 
 
 def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int]) -> tuple[str, ...]:
-    """Return notes on loading an output, also in tensor-parallel ranks.
+    """Return notes on loading an output.
+
+    tensor_parallel  numbers of tensor-parallel ranks that will load it
 
     Raises UnsupportedError if groups do not fit.
     """
-    group, multiple = fmt.encoding.multiple, max(64, fmt.encoding.multiple)
+    group = fmt.encoding.multiple
+    multiple = max(64, group)
     notes: dict[str, None] = {}
     for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):
         for what, size in (("hidden size", hidden), ("expert width", width)):
@@ -89,18 +97,18 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
                     f"{fmt.name} has groups of {group} columns, but the {what} {size} of this model is not a multiple; "
                     f"{smaller}convert it with `ktconvert cpu`, or serve its experts in BF16"
                 )
-        fits = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
+        legal_ranks = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
         for ranks in tensor_parallel:
             if ranks < 1 or width % (ranks * group):
                 what = f"cannot be split into {ranks} tensor-parallel ranks with whole groups of {group}"
-                raise UnsupportedError(f"the expert width {width} {what}; choose one of {fits}")
+                raise UnsupportedError(f"the expert width {width} {what}; choose one of {legal_ranks}")
             if hidden % 128 or width // ranks % multiple:
                 notes[
                     "Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "
                     f"width per rank in multiples of {multiple}; for {hidden} and {width // ranks}, they use a "
                     "slower one."
                 ] = None
-        notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {fits}."] = None
+        notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {legal_ranks}."] = None
     if not model.is_plain:
         usual = "silu(gate) * up with routing weights on the output only"
         notes[f"Marlin computes {usual}; these experts need a different kernel."] = None

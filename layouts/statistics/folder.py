@@ -1,7 +1,7 @@
 """A folder with the statistics of one model's experts, written by `ktconvert calibrate` or --save-statistics.
 
-It contains imatrix.gguf, counts.safetensors (zeros for experts that a layer does not have), optionally second moments
-of each layer, and statistics.json, which describes the model and the data. None of them covers MTP blocks.
+It contains imatrix.gguf, counts.safetensors (with zeros for experts that a layer does not have), optionally the second
+moments of each layer, and statistics.json, which describes the model and the data. No file covers MTP blocks.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from ktconvert.layouts.statistics.second_moments import SecondMoments, open_seco
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant.arrays import I64
 
-COUNTS, KEY = "counts.safetensors", "counts"
-EXPECTED = f"expected a tensor {KEY!r}, int64 [decoder layers, experts], as `ktconvert calibrate` writes it"
+COUNTS = "counts.safetensors"
+COUNTS_KEY = "counts"  # name of the tensor in it
+EXPECTED = f"expected a tensor {COUNTS_KEY!r}, int64 [decoder layers, experts], as `ktconvert calibrate` writes it"
 
 
 def read_counts(path: Path) -> I64:
     """Read token counts, int64 [decoder layers, experts]. Raise InputError for a damaged or different file."""
-    counts: I64 = read_matrix(path, KEY, "I64", EXPECTED)
+    counts: I64 = read_matrix(path, COUNTS_KEY, "I64", EXPECTED)
     if (counts < 0).any() or not counts.any():
-        raise InputError(
-            f"{path}: {KEY!r} has {'negative numbers' if (counts < 0).any() else 'only zeros'}; {EXPECTED}"
-        )
+        defect = "negative numbers" if (counts < 0).any() else "only zeros"
+        raise InputError(f"{path}: {COUNTS_KEY!r} has {defect}; {EXPECTED}")
     return counts
 
 
-IMATRIX, DOCUMENT = "imatrix.gguf", "statistics.json"
+IMATRIX = "imatrix.gguf"
+DOCUMENT = "statistics.json"
 FORMAT = 1
 REMEDY = "write it again with `ktconvert calibrate`"
 
@@ -93,14 +94,21 @@ InputStatistics = Imatrix | SecondMoments  # sources of the importance of inputs
 
 @dataclass(frozen=True)
 class Statistics:
-    """The contents of a folder. document: statistics.json; counts: int64 [decoder layers, experts]."""
+    """The contents of a folder.
+
+    document  contents of statistics.json
+    counts    tokens of each expert, int64 [decoder layers, experts]
+    """
 
     folder: Path
     document: Document
     counts: I64
 
     def open_imatrix(self, model: str, shapes: Shapes, optional_layers: Collection[int] = ()) -> Imatrix:
-        """Open the importance matrix of a model with these layers; arguments and errors: as of open_imatrix."""
+        """Open the importance matrix of a model with these layers.
+
+        Arguments and errors are those of the function open_imatrix.
+        """
         self.require_model(model, shapes)
         imatrix = open_imatrix(self.folder / IMATRIX, model, shapes, optional_layers)
         if imatrix.sha256 != self._sha256s()[IMATRIX]:
@@ -108,26 +116,31 @@ class Statistics:
         return imatrix
 
     def open_second_moments(self, model: str, shapes: Shapes) -> SecondMoments:
-        """Open the second moments of a model with these layers; arguments and errors: as of open_second_moments."""
+        """Open the second moments of a model with these layers.
+
+        Arguments and errors are those of the function open_second_moments.
+        """
         self.require_model(model, shapes)
         return open_second_moments(self.folder / DOCUMENT, self._sha256s(), model, shapes)
 
     def require_model(self, model: str, shapes: Shapes, decoder_layers: int | None = None) -> None:
         """Raise InputError, which names both models, if the statistics belong to a model of different sizes.
 
-        shapes          those of the model's layers with experts
+        shapes          shapes of the model's layers with experts
         decoder_layers  number of all its layers; None if unknown
         """
-        own = self.document.model
-        ours = (list(own.layers), *map(_as_list, (own.experts, own.hidden, own.intermediate)))
-        experts, hidden, width = (sorted(set(sizes)) for sizes in zip(*shapes.values(), strict=True))
-        theirs = (sorted(shapes), experts, hidden, width)
-        depth_differs = decoder_layers is not None and decoder_layers != own.decoder_layers
-        if ours != theirs or depth_differs:
-            name, sizes = own.name or own.architecture, _describe(own.decoder_layers if depth_differs else None, *ours)
-            needed = f"{model} has {_describe(decoder_layers if depth_differs else None, *theirs)}"
+        recorded = self.document.model
+        recorded_sizes = map(_as_list, (recorded.experts, recorded.hidden, recorded.intermediate))
+        recorded_shape = (list(recorded.layers), *recorded_sizes)
+        sizes = (sorted(set(values)) for values in zip(*shapes.values(), strict=True))
+        shape = (sorted(shapes), *sizes)
+        depth_differs = decoder_layers is not None and decoder_layers != recorded.decoder_layers
+        if recorded_shape != shape or depth_differs:
+            name = recorded.name or recorded.architecture
+            actual = _describe(recorded.decoder_layers if depth_differs else None, *recorded_shape)
+            needed = f"{model} has {_describe(decoder_layers if depth_differs else None, *shape)}"
             raise InputError(
-                f"{self.folder}: statistics of {name}, {sizes}, but {needed}; use the statistics of this model"
+                f"{self.folder}: statistics of {name}, {actual}, but {needed}; use the statistics of this model"
             )
 
     def _sha256s(self) -> dict[str, str]:
@@ -142,12 +155,13 @@ def read_statistics(folder: Path) -> Statistics:
     path = folder / DOCUMENT
     try:
         data = path.read_bytes()
-        if documents.read(data, _Listing).format.version > FORMAT:
+        if documents.decode_document(data, _Listing).format.version > FORMAT:
             raise InputError(f"{path}: written by a newer ktconvert; update this one.")
-        document = documents.read(data, Document)
+        document = documents.decode_document(data, Document)
         recorded = {file.name: file for file in document.files}
         for name in dict.fromkeys((IMATRIX, COUNTS, *recorded)):
-            size, expected = (folder / name).stat().st_size, recorded[name].size if name in recorded else "no"
+            size = (folder / name).stat().st_size
+            expected = recorded[name].size if name in recorded else "no"
             if size != expected:
                 raise InputError(f"{folder / name}: has {size} bytes, but {DOCUMENT} records {expected}; {REMEDY}")
         counts = read_counts(folder / COUNTS)
@@ -168,21 +182,21 @@ def read_statistics(folder: Path) -> Statistics:
 def list_files(folder: Path) -> set[str]:
     """List the files that a folder's document describes, and the document; return an empty set without one."""
     try:
-        listing = documents.read((folder / DOCUMENT).read_bytes(), _Listing)
+        listing = documents.decode_document((folder / DOCUMENT).read_bytes(), _Listing)
     except (OSError, ValueError):
         return set()
     return {DOCUMENT, *(file.name for file in listing.files)}
 
 
 def open_checked_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collection[int] = ()) -> Imatrix:
-    """Open an importance matrix as open_imatrix does, after a check against statistics.json in its folder, if any."""
+    """Open an importance matrix as open_imatrix does, and check it against statistics.json in its folder, if any."""
     if path.name == IMATRIX and (path.parent / DOCUMENT).exists():
         return read_statistics(path.parent).open_imatrix(model, shapes, optional_layers)
     return open_imatrix(path, model, shapes, optional_layers)
 
 
 def read_folder_counts(folder: Path) -> I64:
-    """Read the counts in a folder, int64 [decoder layers, experts]; check them against its document, if any."""
+    """Read the counts in a folder, int64 [decoder layers, experts]; if it has a document, check them against it."""
     return read_statistics(folder).counts if (folder / DOCUMENT).exists() else read_counts(folder / COUNTS)
 
 
@@ -202,17 +216,20 @@ def _as_list(sizes: int | tuple[int, ...]) -> list[int]:
 
 def _describe(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequence[int]) -> str:
     depth = "" if decoder_layers is None else f"{decoder_layers} decoder layers, "
-    experts, hidden, width = (" or ".join(map(str, each)) for each in sizes)
+    experts, hidden, width = (" or ".join(map(str, values)) for values in sizes)
     return f"{depth}layers {format_ranges(layers)} with {experts} experts of {hidden} x {width}"
 
 
 def open_model_imatrix(path: Path, model: MoeModel) -> Imatrix:
-    """Open an importance matrix of a model. Raise InputError for a damaged one, or one of a different model."""
+    """Open an importance matrix of a model. Raise InputError if it is damaged or belongs to a different model."""
     return open_checked_imatrix(path, str(model.source.root), _shapes(model), model.mtp_layers)
 
 
 def open_model_moments(folder: Path, model: MoeModel) -> SecondMoments:
-    """Open the second moments in a folder. Raise InputError if there are none, or those of a different model."""
+    """Open the second moments in a folder.
+
+    Raises InputError if there are none, or if they belong to a different model.
+    """
     return read_statistics(folder).open_second_moments(str(model.source.root), _shapes(model))
 
 

@@ -1,10 +1,15 @@
 """Importance matrices of llama.cpp: for each column of an expert's input, the sum of its squares over the tokens.
 
-Two file formats are read. GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], and `NAME.counts`, float32
-[experts], the tokens of each expert. The old binary format (.dat; little-endian): int32 number of records, and for
-each: int32 length of its name, the name, int32 calls, int32 number of values, float32 values: mean square times calls,
-of all experts together. After them, in newer files, int32 chunks, int32 length of the data's name, the name. llama.cpp
-writes a mean square of exactly 1 for an expert that no token reached. NAME is that of the weight in a GGUF model.
+The module reads two file formats. NAME is the name of a weight in a GGUF model.
+
+GGUF: tensors `NAME.in_sum2`, float32 [experts, columns], and `NAME.counts`, float32 [experts], the tokens of each
+expert.
+
+The old binary format (.dat; little-endian) has the int32 number of records, and for each record: int32 length of its
+name, the name, int32 calls, int32 number of values, and the float32 values of all experts: mean square times calls. In
+newer files the records are followed by int32 chunks, int32 length of the data's name, and that name. llama.cpp writes
+a mean square of exactly 1 for an expert that no token reached.
+
 Source: tools/imatrix/imatrix.cpp of llama.cpp (save_imatrix, save_imatrix_legacy).
 """
 
@@ -29,26 +34,30 @@ from ktconvert.native_quant.arrays import F32, I64
 
 Shapes = Mapping[int, tuple[int, int, int]]  # layer -> (E, H, I): experts, hidden size, expert width
 
-SUMS, COUNTS = ".in_sum2", ".counts"
-# The weight of all experts of a layer, or in older models of one expert.
+# Suffixes of the tensors of a weight.
+SUMS = ".in_sum2"
+COUNTS = ".counts"
+# Names of the weight of all experts of a layer, or, in older models, of one expert.
 WEIGHT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)(?:_exps|\.(\d{1,6}))\.weight")
-WEIGHT_NAMES = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}  # projection -> names in files
-USE_OWN = "use the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
+# Projection -> its names in files.
+WEIGHT_NAMES = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}
+WRONG_MODEL_REMEDY = "use the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
 
 
 @dataclass(frozen=True)
 class Record:
     """The sums of one weight in a file.
 
-    start   offset of the float32 values of all experts
-    values  number of values
-    shape   [experts, columns], if the file has it
-    counts  the tensor with the tokens of each expert; None: `calls` is valid for all of them
+    start        offset of the float32 values of all experts
+    value_count  number of these values
+    shape        [experts, columns]; None if the file does not have it
+    counts       tensor with the tokens of each expert; None if `calls` is valid for all experts
+    calls        number of calls in a .dat file
     """
 
     name: str
     start: int
-    values: int
+    value_count: int
     shape: tuple[int, int] | None
     counts: TensorInfo | None
     calls: int = 0
@@ -59,7 +68,7 @@ class Sums:
     """The sums of one projection of a layer.
 
     starts  offsets of each expert's float32 [columns] in the file, int64 [experts]
-    counts  divisors that give means: tokens or (in a .dat) calls, int64 [experts]; 0: no tokens
+    counts  divisors that give means, int64 [experts]: tokens or (in a .dat) calls; 0 if there were no tokens
     """
 
     columns: int
@@ -69,20 +78,23 @@ class Sums:
 
 @dataclass(frozen=True)
 class Imatrix:
-    """The importance matrix of experts in a file that must not change. sums: by (layer, projection)."""
+    """The importance matrix of experts in a file that must not change.
+
+    sums  (layer, projection) -> sums of the projection
+    """
 
     path: Path
     sha256: str
     size: int
     mtime_ns: int
     sums: Mapping[tuple[int, str], Sums]
-    manifest_key: ClassVar[str] = "imatrix"  # key of its sha256
+    manifest_key: ClassVar[str] = "imatrix"  # key of the sha256
 
     def memory_bytes(self, threads: int) -> int:
         """Return the memory for `threads` readers: a linear's values as bytes, as numbers, and divided."""
         return threads * 12 * max(sums.columns for sums in self.sums.values())
 
-    def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
+    def read_importance(self, layer: int, expert: int, projection: str) -> F32 | None:
         """Return the mean square of each input, float32 [columns]; None without tokens.
 
         Raises InputError if the file changed.
@@ -108,81 +120,104 @@ class Imatrix:
 def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collection[int] = ()) -> Imatrix:
     """Open the importance matrix of these layers of a model, and check every value.
 
-    optional_layers: layers that the file may have in addition.
-    Raises InputError for a file that is damaged, has values that are no sums of squares, or is of a different model.
+    optional_layers  layers that the file may have in addition
+
+    Raises InputError for a file that is damaged, has values that are no sums of squares, or belongs to a different
+    model.
     """
     with open_regular_file(path, ".gguf") as (fd, status):
         if read_at(fd, 0, 4, path) == gguf.MAGIC:
             records = _read_gguf_records(path)
         else:
             records = {record.name: record for record in _read_binary_records(fd, status.st_size, path)}
-        weights = {(int(m[1]), m[2], -1 if m[3] is None else int(m[3])): record
-                   for name, record in records.items() if (m := WEIGHT.fullmatch(name))}  # fmt: skip
+        weights: dict[tuple[int, str, int], Record] = {}  # (layer, projection, expert or -1 for all) -> record
+        for name, record in records.items():
+            if (match := WEIGHT.fullmatch(name)) is not None:
+                expert = -1 if match[3] is None else int(match[3])
+                weights[int(match[1]), match[2], expert] = record
         if not weights:
             what = f"has no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
-            raise InputError(f"{path}: {what}; {USE_OWN}")
+            raise InputError(f"{path}: {what}; {WRONG_MODEL_REMEDY}")
         layers = {layer for layer, _, _ in weights}
         if shapes.keys() - layers or layers - shapes.keys() - set(optional_layers):
-            where, needed = format_ranges(sorted(layers)), format_ranges(sorted(shapes))
+            actual = format_ranges(sorted(layers))
+            needed = format_ranges(sorted(shapes))
             raise InputError(
-                f"{path}: has experts in layers {where}, but {model} has them in layers {needed}; {USE_OWN}"
+                f"{path}: has experts in layers {actual}, but {model} has them in layers {needed}; {WRONG_MODEL_REMEDY}"
             )
         sums = {}
         for layer, (experts, hidden, width) in shapes.items():
             for projection, columns in (("gate", hidden), ("up", hidden), ("down", width)):
-                own = _select_records(weights, layer, projection, experts, f"{path}: has no sums of", model)
-                sums[layer, projection] = _read_sums(fd, path, own, experts, columns, f"layer {layer} of {model}")
+                selected = _select_records(weights, layer, projection, experts, f"{path}: has no sums of", model)
+                sums[layer, projection] = _read_sums(fd, path, selected, experts, columns, f"layer {layer} of {model}")
     return Imatrix(path, sha256_file(path), status.st_size, status.st_mtime_ns, sums)
 
 
 def _select_records(
     records: Mapping[tuple[int, str, int], Record], layer: int, projection: str, experts: int, what: str, model: str
 ) -> list[Record]:
-    """Return one record with all experts, or one for each expert."""
+    """Return the records of a projection: one with all experts, or one for each expert.
+
+    what   beginning of the message for missing records
+    model  name of the model, for messages
+
+    Raises InputError for missing records.
+    """
     for name in WEIGHT_NAMES[projection]:
-        if (whole := records.get((layer, name, -1))) is not None:
-            return [whole]
-        each = [records.get((layer, name, expert)) for expert in range(experts)]
-        if any(each) and (layer, name, experts) not in records:
-            missing = next((n for n, record in enumerate(each) if record is None), None)
+        if (shared := records.get((layer, name, -1))) is not None:
+            return [shared]
+        expert_records = [records.get((layer, name, expert)) for expert in range(experts)]
+        if any(expert_records) and (layer, name, experts) not in records:
+            missing = next((expert for expert, record in enumerate(expert_records) if record is None), None)
             if missing is not None:
                 raise InputError(
-                    f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {USE_OWN}"
+                    f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {WRONG_MODEL_REMEDY}"
                 )
-            return [record for record in each if record is not None]
-    raise InputError(f"{what} layer {layer}, {projection}, which has {experts} experts in {model}; {USE_OWN}")
+            return [record for record in expert_records if record is not None]
+    raise InputError(
+        f"{what} layer {layer}, {projection}, which has {experts} experts in {model}; {WRONG_MODEL_REMEDY}"
+    )
 
 
-def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns: int, whose: str) -> Sums:
-    """Return one projection's sums, of [experts, columns]; check every value."""
-    starts, counts = np.empty(experts, np.int64), np.empty(experts, np.int64)
-    each = experts // len(records)
+def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns: int, owner: str) -> Sums:
+    """Return the sums of one projection, [experts, columns]; check every value.
+
+    owner  the layer and its model, for messages
+    """
+    starts = np.empty(experts, np.int64)
+    counts = np.empty(experts, np.int64)
+    record_experts = experts // len(records)
     for number, record in enumerate(records):
-        if record.shape not in (None, (each, columns)) or record.values != each * columns:
-            own_shape = "{} experts of {} columns".format(*record.shape) if record.shape else f"{record.values} values"
-            needed = f"{whose} has {each} experts of {columns} columns"
-            raise InputError(f"{path}: {record.name} has {own_shape}, but {needed}; {USE_OWN}")
-        values = np.frombuffer(_read(fd, record.start, 4 * record.values, path), "<f4").reshape(each, columns)
-        wrong = ~(np.isfinite(values) & (values >= 0))
-        if wrong.any():
-            expert, column = (int(n) for n in np.argwhere(wrong)[0])
+        needed_shape = (record_experts, columns)
+        if record.shape not in (None, needed_shape) or record.value_count != record_experts * columns:
+            actual = f"{record.value_count} values"
+            if record.shape:
+                actual = "{} experts of {} columns".format(*record.shape)
+            needed = f"{owner} has {record_experts} experts of {columns} columns"
+            raise InputError(f"{path}: {record.name} has {actual}, but {needed}; {WRONG_MODEL_REMEDY}")
+        values = np.frombuffer(_read_bytes(fd, record.start, 4 * record.value_count, path), "<f4").reshape(needed_shape)
+        is_wrong = ~(np.isfinite(values) & (values >= 0))
+        if is_wrong.any():
+            expert, column = (int(index) for index in np.argwhere(is_wrong)[0])
             where = f"(expert {expert + number}, column {column})"
             raise bad_file(path, f"{record.name} has {values[expert, column]} as a sum of squares {where}")
-        own = slice(number * each, (number + 1) * each)
-        starts[own] = record.start + 4 * columns * np.arange(each)
+        first = number * record_experts
+        expert_range = slice(first, first + record_experts)
+        starts[expert_range] = record.start + 4 * columns * np.arange(record_experts)
         if record.counts is None:
-            filler = (values == np.float32(record.calls)).all(axis=1)
-            counts[own] = np.where(filler, 0, record.calls)
+            # Experts that no token reached have a mean square of 1 in all columns.
+            is_unreached = (values == np.float32(record.calls)).all(axis=1)
+            counts[expert_range] = np.where(is_unreached, 0, record.calls)
         else:
-            tokens = np.frombuffer(_read(fd, record.counts.start, record.counts.nbytes, path), "<f4")
+            tokens = np.frombuffer(_read_bytes(fd, record.counts.start, record.counts.nbytes, path), "<f4")
             if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
                 what = f"has {tokens.tolist()[:4]}, which are not numbers of tokens"
                 raise bad_tensor(record.counts.name, what, REMEDY, path)
-            counts[own] = tokens.astype(np.int64)
+            counts[expert_range] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
 
 
-def _read(fd: int, start: int, count: int, path: Path) -> bytes:
+def _read_bytes(fd: int, start: int, count: int, path: Path) -> bytes:
     data = read_at(fd, start, count, path)
     if len(data) != count:
         raise bad_file(path, "shrank while it was read")
@@ -196,63 +231,65 @@ def _read_gguf_records(path: Path) -> dict[str, Record]:
     entries = {entry.name: entry for entry in gguf.read_header(path).entries}
     records = {}
     for name in entries:
-        base, _, last = name.rpartition(".")
-        if f".{last}" not in (SUMS, COUNTS) or WEIGHT.fullmatch(base) is None:
+        weight, _, suffix = name.rpartition(".")
+        if f".{suffix}" not in (SUMS, COUNTS) or WEIGHT.fullmatch(weight) is None:
             continue
-        sums, counts = entries.get(base + SUMS), entries.get(base + COUNTS)
+        sums = entries.get(weight + SUMS)
+        counts = entries.get(weight + COUNTS)
         if sums is None or counts is None:
-            raise bad_file(path, f"{base} has {last} but not both {SUMS[1:]} and {COUNTS[1:]}")
-        if wrong := next((e for e in (sums, counts) if e.dtype != "F32"), None):
+            raise bad_file(path, f"{weight} has {suffix} but not both {SUMS[1:]} and {COUNTS[1:]}")
+        if wrong := next((entry for entry in (sums, counts) if entry.dtype != "F32"), None):
             raise bad_tensor(wrong.name, f"is {wrong.dtype}, not F32", REMEDY, path)
-        values, columns = sums.nbytes // 4, sums.shape[-1] if sums.shape else 1
-        if not values or values // columns * 4 != counts.nbytes:
+        value_count = sums.nbytes // 4
+        columns = sums.shape[-1] if sums.shape else 1
+        if not value_count or value_count // columns * 4 != counts.nbytes:
             what = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
             raise bad_tensor(sums.name, f"{what} do not match", REMEDY, path)
-        records[base] = Record(base, sums.start, values, (values // columns, columns), counts)
+        records[weight] = Record(weight, sums.start, value_count, (value_count // columns, columns), counts)
     return records
 
 
 def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
     """Yield the records of the old format. Raise InputError unless they end at the end of the file."""
-    at = 0
+    offset = 0
 
     def read_number(what: str, least: int, most: int) -> int:
-        nonlocal at
-        data = read_at(fd, at, 4, path)
-        at += 4
+        nonlocal offset
+        data = read_at(fd, offset, 4, path)
         if len(data) < 4:
             raise bad_file(path, f"neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}")
         value = int(struct.unpack("<i", data)[0])
         if not least <= value <= most:
-            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {at - 4})")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {offset})")
+        offset += 4
         return value
 
     names: set[str] = set()
     for record in range(read_number("the number of records", 1, size // 12)):
-        length = read_number(f"the length of the name of record {record}", 1, min(gguf.MAX_NAME, size - at))
-        name = read_at(fd, at, length, path).decode("utf-8", "replace")
-        at += length
+        length = read_number(f"the length of the name of record {record}", 1, min(gguf.MAX_NAME, size - offset))
+        name = read_at(fd, offset, length, path).decode("utf-8", "replace")
+        offset += length
         calls = read_number(f"the number of calls of {name!r}", 0, (1 << 31) - 1)
-        values = read_number(f"the number of values of {name!r}", 1, max(0, size - at - 4) // 4)
+        value_count = read_number(f"the number of values of {name!r}", 1, max(0, size - offset - 4) // 4)
         if name in names:
             raise bad_file(path, f"{name!r} appears twice")
         names.add(name)
-        yield Record(name, at, values, None, None, calls)
-        at += 4 * values
-    if at < size:
+        yield Record(name, offset, value_count, None, None, calls)
+        offset += 4 * value_count
+    if offset < size:
         read_number("the number of chunks", 0, (1 << 31) - 1)
-        length = read_number("the length of the name of the data", 0, max(0, size - at - 4))
-        at += length
-    if at != size:
-        raise bad_file(path, f"{size - at} bytes follow its last record")
+        length = read_number("the length of the name of the data", 0, max(0, size - offset - 4))
+        offset += length
+    if offset != size:
+        raise bad_file(path, f"{size - offset} bytes follow its last record")
 
 
 # --- writing in llama.cpp's GGUF format: names, types and keys as in its save_imatrix --------------
 
 VERSION = 3
 ALIGNMENT = 32
-UINT32 = 4  # type of a value
-TYPE_F32 = 0  # type of a tensor
+UINT32 = 4  # number of a value's type
+TYPE_F32 = 0  # number of a tensor's type
 
 
 @dataclass(frozen=True)
@@ -280,20 +317,22 @@ def write_imatrix(
 ) -> tuple[int, str]:
     """Write a new file, synced, for the caller to publish; return its size in bytes and its sha256.
 
-    load_layer  returns one layer's sums; called once for each, in any order
+    load_layer  (layer) -> its sums; called once for each layer, in any order
     datasets    names of the data sets
     chunks      number of sequences of chunk_size tokens that the model processed
-    Raises InputError for sums that are not finite, ResourceError when the disk is full.
+
+    Raises InputError for sums that are not finite, ResourceError if the disk is full.
     """
-    layers = sorted(shapes, key=lambda layer: f"{layer}.")  # by name, as in llama.cpp
-    infos, offset = [], 0
+    layers = sorted(shapes, key=lambda layer: f"{layer}.")  # llama.cpp sorts tensors by name
+    infos = []
+    offset = 0
     for layer in layers:
         experts, hidden, width = shapes[layer]
         for projection, columns in (("down", width), ("gate", hidden), ("up", hidden)):
             for suffix, size in ((SUMS, columns), (COUNTS, 1)):
-                dims = (size, experts) if experts > 1 else (size,)  # ggml leaves out trailing dimensions of 1
-                about = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, TYPE_F32, offset)
-                infos.append(_encode_text(f"blk.{layer}.ffn_{projection}_exps.weight{suffix}") + about)
+                dims = (size, experts) if experts > 1 else (size,)  # ggml omits trailing dimensions of 1
+                description = struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, TYPE_F32, offset)
+                infos.append(_encode_text(f"blk.{layer}.ffn_{projection}_exps.weight{suffix}") + description)
                 offset += _round_up(4 * size * experts)
     head = gguf.MAGIC + struct.pack("<IQQ", VERSION, len(infos), 4)
     head += _encode_text("general.type") + struct.pack("<I", gguf.TEXT) + _encode_text("imatrix")

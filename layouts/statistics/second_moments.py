@@ -1,9 +1,13 @@
 """Second moments of the inputs of a layer's experts: a safetensors file for each layer, beside an importance matrix.
 
-Tensors: `gate_up`, float32 [H (H + 1) / 2], the sum of x xT over all tokens, which all experts of the layer share;
-`down`, float32 [experts, I (I + 1) / 2], the same over the tokens routed to an expert, each times the square of its
-routing weight; `counts`, int64 [experts], the tokens of each expert; `inputs` and `middle`, as in the importance
-matrix. A symmetric matrix is stored as its upper triangle, row after row.
+The file has these tensors; it stores a symmetric matrix as its upper triangle, row after row:
+
+gate_up  float32 [H (H + 1) / 2], the sum of x xT over all tokens, which all experts of the layer share
+down     float32 [experts, I (I + 1) / 2], the sum of x xT over the tokens routed to an expert, each times the square of
+         its routing weight
+counts   int64 [experts], the tokens of each expert
+inputs   float32 [experts, H], as in the importance matrix
+middle   float32 [experts, I], as in the importance matrix
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from ktconvert.layouts.statistics.imatrix import Shapes
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I64
 
-DAMPING = 0.1  # fraction of the diagonal's mean that is added to it, for inputs that calibration did not see
+DAMPING = 0.1  # fraction of the diagonal's mean to add to the diagonal, for inputs that calibration did not see
 PER_COLUMN = 130  # numbers per column that the search keeps in addition to the matrix
-CACHED = 2  # layers whose matrix of gate and up stays in memory: the number of concurrent units
+CACHED = 2  # number of layers whose matrix of gate and up stays in memory, as many as concurrent units
 TOLERANCE = np.float32(1.001)  # factor by which a float32 sum may exceed its bound
 REMEDY = "write them again with `ktconvert calibrate --second-moments`"
 
@@ -63,16 +67,22 @@ def pack_triangle(matrix: F32) -> F32:
 
 
 def unpack_triangle(values: F32, k: int) -> F32:
-    matrix, at = np.empty((k, k), np.float32), 0
+    """Return the symmetric matrix [k, k]; the inverse of pack_triangle."""
+    matrix = np.empty((k, k), np.float32)
+    start = 0
     for first in range(k):
-        matrix[first, first:] = matrix[first:, first] = values[at : at + k - first]
-        at += k - first
+        matrix[first, first:] = matrix[first:, first] = values[start : start + k - first]
+        start += k - first
     return matrix
 
 
 @dataclass(frozen=True)
 class LayerFile:
-    """A layer's file, whose header has been checked. starts: offsets of the tensors, by name."""
+    """A layer's file, whose header has been checked.
+
+    shape   (E, H, I)
+    starts  name of a tensor -> its offset
+    """
 
     path: Path
     size: int
@@ -87,10 +97,15 @@ class LayerFile:
         return np.frombuffer(self.read(self.starts["counts"], 8 * self.shape[0]), "<i8").astype(np.int64)
 
     def read_matrix(self, name: str, number: int, k: int) -> F32:
-        """Read matrix `number` of a tensor, float32 [k, k], and damp it. Raise InputError for a wrong one."""
-        values = np.frombuffer(
-            self.read(self.starts[name] + 4 * triangle_size(k) * number, 4 * triangle_size(k)), "<f4"
-        )
+        """Read a matrix of a tensor, float32 [k, k], and damp it.
+
+        name    name of the tensor
+        number  number of the matrix in it
+
+        Raises InputError for a matrix that is no sum of x xT.
+        """
+        nbytes = 4 * triangle_size(k)
+        values = np.frombuffer(self.read(self.starts[name] + nbytes * number, nbytes), "<f4")
         matrix = unpack_triangle(values, k)
         what = f"{self.path}: {name}" + (f" of expert {number}" if name == "down" else "")
         if not np.isfinite(values).all():
@@ -113,7 +128,12 @@ class LayerFile:
 
 @dataclass(frozen=True)
 class SecondMoments:
-    """Second moments in files that must not change, for many threads. path, sha256: of their document."""
+    """Second moments in files that must not change, for many threads.
+
+    path    path of statistics.json, which describes the files
+    sha256  hash of statistics.json
+    layers  layer -> its file
+    """
 
     path: Path
     sha256: str
@@ -122,8 +142,11 @@ class SecondMoments:
     _cached: dict[int, F32] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def importance(self, layer: int, expert: int, projection: str) -> F32 | None:
-        """Return the sum of x xT over a linear's inputs, float32 [k, k]; None without tokens. Raise InputError."""
+    def read_importance(self, layer: int, expert: int, projection: str) -> F32 | None:
+        """Return the sum of x xT over a linear's inputs, float32 [k, k]; None without tokens.
+
+        Raises InputError if the file is damaged or changed.
+        """
         file = self.layers[layer]
         with self._lock:
             if layer not in self._cached:
@@ -140,19 +163,21 @@ class SecondMoments:
     def memory_bytes(self, threads: int) -> int:
         """Return the memory for `threads` readers: the shared matrices, and one matrix for each thread."""
         shapes = [file.shape for file in self.layers.values()]
-        hidden, width = (max(shape[n] for shape in shapes) for n in (1, 2))
+        hidden = max(shape[1] for shape in shapes)
+        width = max(shape[2] for shape in shapes)
         return 4 * (CACHED + 2) * hidden**2 + threads * 4 * (3 * width**2 + PER_COLUMN * max(hidden, width))
 
     def experts_without_tokens(self, layer: int) -> tuple[int, ...]:
-        return tuple(int(n) for n in np.flatnonzero(self.layers[layer].counts == 0))
+        return tuple(int(expert) for expert in np.flatnonzero(self.layers[layer].counts == 0))
 
 
 def open_second_moments(document: Path, files: Mapping[str, str], model: str, shapes: Shapes) -> SecondMoments:
     """Open the second moments of these layers and check every header; values are checked when they are read.
 
     document  path of statistics.json
-    files     the recorded sha256 of each file
-    Raises InputError for files that are missing, damaged or of a different layer.
+    files     name of a file -> its recorded sha256
+
+    Raises InputError for files that are missing, damaged or belong to a different layer.
     """
     layers = {}
     for layer, shape in shapes.items():
@@ -160,17 +185,19 @@ def open_second_moments(document: Path, files: Mapping[str, str], model: str, sh
         if path.name not in files:
             raise InputError(f"{document.parent}: has no second moments of layer {layer}, which {model} has; {REMEDY}")
         header = read_header(path)
-        own = header.metadata.get("layer")
-        if own != str(layer):
-            raise InputError(f"{path}: has the second moments of layer {own}, not of layer {layer}; {REMEDY}")
-        have = {entry.name: entry for entry in header.entries}
-        for want in tensor_entries(shape):
-            entry = have.get(want.name)
-            if entry is None or (entry.dtype, entry.shape) != (want.dtype, want.shape):
-                has = "is missing" if entry is None else f"is {entry.dtype} of shape {list(entry.shape)}"
-                needs = f"layer {layer} of {model} needs {want.dtype} of shape {list(want.shape)}"
-                raise InputError(f"{path}: {want.name} {has}, but {needs}; use the statistics of this model")
-        starts = {name: entry.start for name, entry in have.items()}
+        recorded_layer = header.metadata.get("layer")
+        if recorded_layer != str(layer):
+            raise InputError(
+                f"{path}: has the second moments of layer {recorded_layer}, not of layer {layer}; {REMEDY}"
+            )
+        entries = {entry.name: entry for entry in header.entries}
+        for expected in tensor_entries(shape):
+            entry = entries.get(expected.name)
+            if entry is None or (entry.dtype, entry.shape) != (expected.dtype, expected.shape):
+                problem = "is missing" if entry is None else f"is {entry.dtype} of shape {list(entry.shape)}"
+                needed = f"layer {layer} of {model} needs {expected.dtype} of shape {list(expected.shape)}"
+                raise InputError(f"{path}: {expected.name} {problem}, but {needed}; use the statistics of this model")
+        starts = {name: entry.start for name, entry in entries.items()}
         layers[layer] = LayerFile(path, header.size, header.mtime_ns, files[path.name], shape, starts)
         if (layers[layer].counts < 0).any():
             raise InputError(f"{path}: counts has negative numbers; {REMEDY}")

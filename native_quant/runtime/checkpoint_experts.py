@@ -20,10 +20,10 @@ from ktconvert.layouts.encodings.encoding import explain_size
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.format import COUNTS
+from ktconvert.layouts.outputs.format import USUAL_COUNTS
 from ktconvert.layouts.outputs.linear_names import NATIVE, is_rawint4
 from ktconvert.layouts.outputs.opening import is_output
-from ktconvert.layouts.outputs.output import AGAIN
+from ktconvert.layouts.outputs.output import CONVERT_AGAIN
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
 from ktconvert.native_quant import kernels, machine
@@ -107,12 +107,13 @@ class CheckpointExperts(ExpertSource):
                 def write(numa_slice: NumaSlice, out: Sequence[Bytes]) -> None:
                     try:
                         tensors = stored.linear_tensors(expert)
-                        rows[projection].write_slice(StoredSlice(numa_slice.cut(linear), model.source, tensors), out)
+                        stored_slice = StoredSlice(numa_slice.cut_linear(linear), model.source, tensors)
+                        rows[projection].write_slice(stored_slice, out)
                     except kernels.NonFinite as error:
                         position = f"row {error.row} of NUMA slice {numa_slice.node} of expert {expert}"
                         problem = f": {position} contains a number that is not finite"
-                        path = model.source.path(stored.values)
-                        raise bad_tensor(stored.values.name, problem, path=path) from None
+                        path = model.source.path(stored.values_tensor)
+                        raise bad_tensor(stored.values_tensor.name, problem, path=path) from None
 
                 return write
 
@@ -153,7 +154,7 @@ def _match_rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
 
 
 def _describe_weight(weight: Weight, layer: MoeLayer) -> str:
-    fit = weight.fit(layer.input_major)
+    fit = weight.resolve_scheme(layer.input_major)
     kind = weight.encoding.kind
     details = ""
     if kind == FP8_E4M3:
@@ -195,7 +196,7 @@ def _divide(path: Path, rows: dict[str, Method], whole: Slicing, required: int |
 
     count = required if required is not None else 1 if explain(nodes) else nodes
     if problem := explain(count):
-        legal = ", ".join(str(legal_count) for legal_count in COUNTS if not explain(legal_count)) or "none"
+        legal = ", ".join(str(legal_count) for legal_count in USUAL_COUNTS if not explain(legal_count)) or "none"
         problem = f"method {name} cannot compute it in {count} NUMA slices: {problem}"
         raise UnsupportedError(f"{path}: {problem}. Legal numbers of slices (threadpool_count): {legal}.")
     return replace(whole, numa=count, multiple=unit)
@@ -218,7 +219,7 @@ def _is_checkpoint(path: Path, state: frozenset[FileStatus]) -> bool:
 def _read_native_output(path: Path) -> Mapping[str, Any] | None:
     """Return the model settings in the manifest of an output in a checkpoint's format; None for other directories."""
     try:
-        document = manifest.read(path) if path.is_dir() else None
+        document = manifest.read_manifest(path) if path.is_dir() else None
     except VerificationError:
         return None  # not our manifest.json, or damaged
     fmt = FORMATS.get(str(document.model.get("method"))) if document else None
@@ -254,4 +255,4 @@ def _advise_conversion(path: Path) -> Iterator[None]:
     except InputError as error:
         if not error.remedy or _read_native_output(path) is None:
             raise
-        raise error.with_remedy(AGAIN) from error
+        raise error.with_remedy(CONVERT_AGAIN) from error

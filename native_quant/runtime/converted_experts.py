@@ -18,9 +18,9 @@ from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.format import require_legal
-from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import open_output
-from ktconvert.layouts.outputs.output import AGAIN, Output
+from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo, format_ranges
 from ktconvert.native_quant import machine
@@ -81,13 +81,13 @@ class ConvertedExperts(ExpertSource):
 
     def require_computable(self) -> None:
         fmt = self.measured.fmt
-        if fmt is None or any(layer_format.name not in METHODS for layer_format in fmt.formats):
+        if fmt is None or any(layer_format.name not in METHODS for layer_format in fmt.layer_formats):
             problem = f"its method is {self.measured.method}, which this runtime cannot compute"
             raise UnsupportedError(f"{self.path}: {problem}; convert the model with `ktconvert cpu`.")
 
     def require_readable(self, layer: int) -> None:
         if reasons := "; ".join(self.damage[:3]):
-            raise InputError(f"{self.path}: layer {layer} cannot be read ({reasons}); {AGAIN}.")
+            raise InputError(f"{self.path}: layer {layer} cannot be read ({reasons}); {CONVERT_AGAIN}.")
 
     def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
         return packed.linears(expert)
@@ -136,21 +136,21 @@ class ConvertedExperts(ExpertSource):
         for name, actual in (("method", self.measured.method), ("numa", self.measured.numa)):
             if (recorded := self.output.facts.get(name, actual)) != actual:
                 problem = f"has {name} {recorded}, but the weights beside it have {actual}"
-                raise UnsupportedError(f"{self.output.root / manifest.NAME}: {problem}; {AGAIN}.")
+                raise UnsupportedError(f"{self.output.root / manifest.NAME}: {problem}; {CONVERT_AGAIN}.")
 
     def require_metadata(self, layer: int) -> None:
         """Raise UnsupportedError if metadata in our shards contradict their byte counts."""
         output, measured = self.output, self.measured
         names = ("num_experts", "hidden_size", "moe_intermediate_size")
         sizes = dict(zip(names, map(str, measured.shapes[layer]), strict=True))
-        actual = {"method": measured.method_of(layer), "numa": str(measured.numa), **sizes}
+        actual = {"method": measured.layer_method(layer), "numa": str(measured.numa), **sizes}
         for shard, metadata in output.metadata.items():
             if metadata.get("layer") != str(layer):
                 continue
             for name, value in actual.items():
                 if (recorded := metadata.get(name, value)) != value:
                     problem = f"its header has {name} {recorded}, but according to its bytes it is {value}"
-                    raise UnsupportedError(problem, f"{AGAIN}.", path=output.root / shard)
+                    raise UnsupportedError(problem, f"{CONVERT_AGAIN}.", path=output.root / shard)
 
     def _find_tensors(
         self, fmt: Format, slicing: Slicing, experts: int
@@ -164,25 +164,25 @@ class ConvertedExperts(ExpertSource):
                 stored = output.tensors.get((numa_slice.id, role))
                 if stored is None:
                     reasons = f" ({'; '.join(self.damage[:3])})" if self.damage else ""
-                    raise InputError(f"{output.root}: {described} is missing{reasons}; {AGAIN}.")
+                    raise InputError(f"{output.root}: {described} is missing{reasons}; {CONVERT_AGAIN}.")
                 location = f"{output.root / stored.file}: {described}"
                 if stored.nbytes != size or stored.file in output.damaged:
                     problem = output.damaged.get(stored.file) or f"contains {stored.nbytes} bytes, not {size}"
-                    raise InputError(f"{location}: {problem}; {AGAIN}.")
+                    raise InputError(f"{location}: {problem}; {CONVERT_AGAIN}.")
                 # kt-kernel's scripts write flat tensors of AMXINT4 and AMXINT8 with different dtypes, and do not check
                 # them.
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     actual, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
-                    raise InputError(f"{location} is {actual}, must be {required}; {AGAIN}.")
+                    raise InputError(f"{location} is {actual}, must be {required}; {CONVERT_AGAIN}.")
                 yield (numa_slice, role), stored
 
     def _map_tensor(self, stored: TensorInfo) -> Bytes:
         path = self.output.root / stored.file
         mapped = self.files.map(path, path.stat().st_size)
         if stored.start + stored.nbytes > len(mapped):
-            raise InputError(f"{path}: became shorter since it was opened; {AGAIN}.")
+            raise InputError(f"{path}: became shorter since it was opened; {CONVERT_AGAIN}.")
         if stored.dtype == "F32" and stored.start % 4:
-            raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {AGAIN}.")
+            raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {CONVERT_AGAIN}.")
         return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
 
     def _copy_tensors(
@@ -204,7 +204,7 @@ class ConvertedExperts(ExpertSource):
 
         encoding = fmt.encoding
         rearrange = METHODS[fmt.name].rearrange
-        checks = list(zip(encoding.tensors(numa_slice.n, numa_slice.k), encoding.defects, strict=True))[1:]
+        checks = list(zip(encoding.tensors(numa_slice.n, numa_slice.k), encoding.defect_checks, strict=True))[1:]
         defects = [
             (tensor.name, find_defect(read, numa_slice.n, numa_slice.k))
             for tensor, find_defect in checks
@@ -218,7 +218,8 @@ class ConvertedExperts(ExpertSource):
         for name, problem in defects:
             if problem:
                 path = self.output.root / self.output.tensors[numa_slice.id, name].file
-                raise InputError(f"{path}: {self.output.names.describe(numa_slice.id, name)}: {problem}; {AGAIN}.")
+                described = self.output.names.describe(numa_slice.id, name)
+                raise InputError(f"{path}: {described}: {problem}; {CONVERT_AGAIN}.")
 
 
 @functools.lru_cache(maxsize=8)
@@ -228,7 +229,7 @@ def _open(path: Path, state: frozenset[FileStatus]) -> ConvertedExperts:
     for (slice_id, _), stored in output.tensors.items():
         nbytes[slice_id.node] += stored.nbytes
     memory = sum(nbytes) < MAX_COPIED * weights.memory_available(), machine.node_memory_available()
-    return ConvertedExperts(path, output, measure(output), MappedFiles(may_lose=True), tuple(nbytes), *memory)
+    return ConvertedExperts(path, output, measure_output(output), MappedFiles(may_lose=True), tuple(nbytes), *memory)
 
 
 def open_converted(path: Path) -> ConvertedExperts:

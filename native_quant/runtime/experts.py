@@ -240,10 +240,10 @@ class Experts:
         packed.check_reads()
         publish.sync_tree(partial)
         if final.exists():
-            publish.exchange(partial, final, aside=partial.with_suffix(".old"))
+            publish.exchange_paths(partial, final, aside=partial.with_suffix(".old"))
             publish.remove_tree(partial)
         else:
-            publish.publish(partial, final)
+            publish.publish_path(partial, final)
 
     @property
     def packed(self) -> weights.LayerWeights:

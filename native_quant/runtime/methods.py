@@ -140,7 +140,7 @@ def _match_stored(
         return (
             weight.encoding.name in encodings
             and is_contiguous
-            and (block is None or weight.fit(False) == block(weight))
+            and (block is None or weight.resolve_scheme(False) == block(weight))
         )
 
     return accepts
@@ -175,7 +175,7 @@ def _make_gptq_row(group: int, number: int) -> Method:
         if not _match_stored("GPTQ_INT4")(weight, layer):
             return False
         config = weight.quantization
-        return weight.fit()[1] == group and False not in config.symmetric and True not in config.ordered
+        return weight.resolve_scheme()[1] == group and False not in config.symmetric and True not in config.ordered
 
     description = f"4-bit integers, float32 for each {group} columns of a row"
     fields: dict[str, Any] = {
@@ -243,8 +243,8 @@ METHODS: dict[str, Method] = _index_by_name(
     (
         _make_row(amx.AMXINT4, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, **INT8),
         _make_row(amx.AMXINT8, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, **INT8),
-        _make_row(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, rearrange=amx.to_tiles, **INT8),
-        _make_row(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, rearrange=amx.to_tiles, **INT8),
+        _make_row(amx.MOE_INT4_TILES, lib.KTQ_FORMAT_AMXINT4, ROWS_OF_4, rearrange=amx.reorder_into_tiles, **INT8),
+        _make_row(amx.MOE_INT8_TILES, lib.KTQ_FORMAT_AMXINT8, ROWS_OF_8, rearrange=amx.reorder_into_tiles, **INT8),
         _make_row(
             *(plain.PANELS, lib.KTQ_FORMAT_BF16, "BF16"),
             accepts=_accepts_bf16,

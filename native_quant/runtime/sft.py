@@ -241,7 +241,7 @@ class SftMoEWrapper:
         for numa_slice in slicing.all_slices(range(self.num_experts)):
             arrays = [np.empty(tensor.nbytes, np.uint8) for tensor in fmt.encoding.tensors(numa_slice.n, numa_slice.k)]
             fmt.encoding.quantize(
-                numa_slice.cut(Matrix(linears[numa_slice.projection][numa_slice.expert], BF16)), arrays
+                numa_slice.cut_linear(Matrix(linears[numa_slice.projection][numa_slice.expert], BF16)), arrays
             )
             weights.write_loose(folder, fmt, numa_slice, arrays)
 

@@ -168,7 +168,7 @@ def pack_linears(
     require_legal(FORMATS[method.name], slicing.hidden, slicing.intermediate, slicing.numa)
 
     def make_writer(expert: int, projection: str) -> WriteSlice:
-        return lambda numa_slice, out: write(numa_slice.cut(linears[projection][expert]), out)
+        return lambda numa_slice, out: write(numa_slice.cut_linear(linears[projection][expert]), out)
 
     return fill_layer(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["gate"]), make_writer, pool)
 

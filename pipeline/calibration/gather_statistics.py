@@ -257,7 +257,7 @@ def _write_counts(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result
         own = work.read_layer(paths, layer).counts
         counts[layer, : len(own)] = own
     metadata = {key: str(about[key]) for key in ("architecture", "name", "source")}
-    return Result((chain.write_arrays(partial, {folder.KEY: counts}, {"format": "pt", **metadata}),), 1)
+    return Result((chain.write_arrays(partial, {folder.COUNTS_KEY: counts}, {"format": "pt", **metadata}),), 1)
 
 
 def _write_document(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:

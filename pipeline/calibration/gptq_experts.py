@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Encoding, scale_numbers
+from ktconvert.layouts.encodings.encoding import Encoding, scales_to_f32
 from ktconvert.layouts.errors import UnsupportedError, VerificationError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.slices import LinearId, PackedSlices, Slicing, allocate_slices, cut_slices, join_slices
@@ -29,7 +29,7 @@ from ktconvert.quantizers.reference import F32, e8m0_exponents
 if TYPE_CHECKING:
     import torch
 
-Scales = npt.NDArray[Any]  # the scales that Encoding.scales returns
+Scales = npt.NDArray[Any]  # the scales that Encoding.unpack_scales returns
 WriteLinear = Callable[[int, str, PackedSlices], None]
 # (expert, projection, importance of its columns [k] or None if its inputs are unknown) -> the linear, rounded to
 # nearest. Raises InputError for a value that is not finite.
@@ -50,7 +50,7 @@ class SharedFactors:
     """Results that all experts of a layer share: the error metric of gate and up, the factor of the outputs' F."""
 
     metric: _ErrorMetric | None = None
-    outputs: predictions.Rows | None = None
+    outputs: predictions.RowFactor | None = None
 
 
 @dataclass
@@ -157,9 +157,9 @@ class GptqVisitor:
 
     def _initial_scales(self, group: ExpertGroup, expert: int, projection: str) -> Scales:
         """Return the scales of rounding a linear to nearest, [n, groups]."""
-        assert self.encoding.scales is not None
+        assert self.encoding.unpack_scales is not None
         linear = self._round_to_nearest(group, expert, projection)
-        return join_slices(projection, [self.encoding.scales(last, one.n, one.k) for one, (*_, last) in linear])
+        return join_slices(projection, [self.encoding.unpack_scales(last, one.n, one.k) for one, (*_, last) in linear])
 
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
@@ -178,7 +178,7 @@ class GptqVisitor:
                 if rows is None:
                     chosen, values = self._choose_codes(weight, scale, metric)
                 else:
-                    chosen = predictions.round_in_turn(
+                    chosen = predictions.round_rows(
                         weight, rows, lambda some, numbers: self._choose_codes(some, scale[numbers], metric)[0]
                     )
                     values = chosen.values
@@ -207,31 +207,31 @@ class GptqVisitor:
         """Choose codes and scales of rows of a linear, starting with these scales; return them and their values."""
         grid, exact = self.encoding.grid, self.rounding == "float32"
         if metric.costs is not None:
-            chosen = descent.choose(weight, metric.costs, scale.float(), grid)
+            chosen = descent.choose_codes(weight, metric.costs, scale.float(), grid)
             return chosen, chosen.values
-        values = gptq.compensate(weight, metric.factor, scale, grid.code_range)
+        values = gptq.round_columns(weight, metric.factor, scale, grid.code_range)
         values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
-        return descent.CodesAndScales(gptq.codes(values, own, grid.code_range), scale.float()), values
+        return descent.CodesAndScales(gptq.find_codes(values, own, grid.code_range), scale.float()), values
 
     def _factorize_outputs(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
-    ) -> predictions.Rows | None:
+    ) -> predictions.RowFactor | None:
         """Factorize the Fisher information about these linears' outputs; return None unless it was asked for."""
         if group.output_fisher is None:
             return None
         if projections != ("down",):
             down = group.weights[expert].down
-            return predictions.factorize(
-                predictions.middle_information(group.output_fisher, down, group.slopes[expert])
+            return predictions.factorize_information(
+                predictions.gate_up_information(group.output_fisher, down, group.slopes[expert])
             )
-        self.shared.outputs = self.shared.outputs or predictions.factorize(group.output_fisher)
+        self.shared.outputs = self.shared.outputs or predictions.factorize_information(group.output_fisher)
         return self.shared.outputs
 
     def _error_metric(self, hessian: gptq.Hessian, *, shared: bool) -> _ErrorMetric:
         """Return the error metric of a Hessian. A Hessian that a layer's experts share is factorized once."""
         if shared and self.shared.metric is not None:
             return self.shared.metric
-        factor = gptq.factorize(hessian, self.dampening)
+        factor = gptq.factorize_hessian(hessian, self.dampening)
         descends = self.steps != "plain" and not factor.fell_back
         metric = _ErrorMetric(factor, descent.make_metric(hessian, factor, self.dampening) if descends else None)
         if shared:
@@ -245,16 +245,16 @@ def code_steps(encoding: Encoding, scales: Scales) -> torch.Tensor:
 
     if scales.dtype == np.uint16:
         return bits_to_tensor(scales) * encoding.grid.step
-    return torch.from_numpy(scale_numbers(scales)) * encoding.grid.step
+    return torch.from_numpy(scales_to_f32(scales)) * encoding.grid.step
 
 
 def scales_from_steps(encoding: Encoding, steps: torch.Tensor) -> Scales:
-    """Invert `code_steps` for float32 numbers that can be stored; return scales as Encoding.scales does."""
+    """Invert `code_steps` for float32 numbers that can be stored; return scales as Encoding.unpack_scales does."""
     scales = steps / encoding.grid.step
-    if encoding.grid.scales == "BF16":
+    if encoding.grid.scale_dtype == "BF16":
         return tensor_to_bits(scales.bfloat16())
     numbers = np.ascontiguousarray(scales.cpu().numpy())
-    return e8m0_exponents(numbers) if encoding.grid.scales == "U8" else numbers
+    return e8m0_exponents(numbers) if encoding.grid.scale_dtype == "U8" else numbers
 
 
 def pack_linear(
@@ -322,7 +322,7 @@ def run_oneshot(
         if not hasattr(linear, "weight_scale"):
             raise UnsupportedError(f"{root}: llmcompressor's oneshot did not quantize {name}; use --engine stream.")
         scale = linear.weight_scale.detach().to("cpu", torch.bfloat16).contiguous()
-        codes = gptq.codes(linear.weight.detach().cpu(), scale, fmt.encoding.grid.code_range)
+        codes = gptq.find_codes(linear.weight.detach().cpu(), scale, fmt.encoding.grid.code_range)
         n, k = codes.shape
         hidden, width = (n, k) if projection == "down" else (k, n)
         return pack_linear(

@@ -162,10 +162,10 @@ def main() -> None:
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
-            from ktconvert.layouts.files.direct_file import FULL, no_space_sentence
+            from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES, no_space_sentence
 
             where = error.filename or "the system"
-            if error.errno in FULL:
+            if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(where, error), 4)
             _fail(f"{where}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
         if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):

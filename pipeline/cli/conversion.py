@@ -199,7 +199,7 @@ def resume_conversion(options: ResumeOptions) -> None:
     if options.earlier_run.force_unlock and not options.dry_run:
         remove_lock(paths, reporter)
     if (saved := read_plan(paths)) is None:
-        if options.output.is_dir() and manifest.read(options.output) is not None:
+        if options.output.is_dir() and manifest.read_manifest(options.output) is not None:
             if not options.dry_run:
                 remove_work_directory(paths)
             return report_nothing_to_do(options.output, reporter)

@@ -20,8 +20,8 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, formats_by_option
-from ktconvert.layouts.outputs.format import expert_bytes, illegal_reason, legal_counts
-from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.format import expert_bytes, explain_illegal_count, legal_counts
+from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import Slicing
@@ -133,7 +133,7 @@ def _measure_columns(model: MoeModel, layer: int) -> dict[str, Any]:
     spreads = {}
     for expert in sample_experts(model.shape(layer)[0]):
         down = kernels.decode(model.linear(layer, expert, "down"))
-        spreads[expert] = equalizing.center_and_spread(equalizing.levels(down))[1]
+        spreads[expert] = equalizing.center_and_spread(equalizing.column_levels(down))[1]
         for info in model.expert_tensors(layer, expert):
             model.source.release(info)
     worst = max(spreads, key=lambda expert: spreads[expert])
@@ -149,7 +149,7 @@ def _measure_columns(model: MoeModel, layer: int) -> dict[str, Any]:
 def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
     """Describe an output and whether it is complete, from names, sizes and headers (and foreign 4-bit codes)."""
     output = open_output(path)
-    measured = measure(output)
+    measured = measure_output(output)
     report = Report(output, measured, check_structure(output, measured))
     return {
         "kind": "output",
@@ -211,7 +211,9 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
 def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     """Return for each method the legal numbers of NUMA slices, why others are not, and the output's size by number."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
-    reasons = {fmt: {t: illegal_reason(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_by_option("cpu").values()}
+    reasons = {
+        fmt: {t: explain_illegal_count(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_by_option("cpu").values()
+    }
     return [
         {
             "quant_method": fmt.option,
@@ -231,7 +233,7 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     for fmt in formats_by_option("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
-            reason = illegal_reason(fmt, shapes, 1)
+            reason = explain_illegal_count(fmt, shapes, 1)
             rest = find_non_expert_tensors(
                 model.source, model.expert_tensor_names(), model.quantization
             ).output_tensors()

@@ -83,7 +83,7 @@ def read_status(output: Path) -> dict[str, Any]:
         paths = locate(output)
         saved = read_plan(paths)
         if saved is None:
-            if output.is_dir() and manifest.read(output) is not None:
+            if output.is_dir() and manifest.read_manifest(output) is not None:
                 return {"output": str(output), "state": FINISHED}
             raise OutputError(f"{output}: contains no conversion; start one.")
         try:

@@ -86,13 +86,13 @@ def run_check(report: Report, threads: int) -> Check:
     if output.methods and (not output.has_all_weights or not measure.shapes):
         return Check("run", "", ("not computed: weight files are missing or damaged",))
     computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
-    unknown = sorted({measure.method_of(layer) for layer in measure.shapes} - {"unknown", *computed})
+    unknown = sorted({measure.layer_method(layer) for layer in measure.shapes} - {"unknown", *computed})
     if unknown and not is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {unknown[0]} weights cannot be computed here; verify them without --run."
         )
     source = open_experts(output.root)
-    first = {measure.method_of(layer): layer for layer in reversed(source.layers)}
+    first = {measure.layer_method(layer): layer for layer in reversed(source.layers)}
     summaries: list[str] = []
     problems: list[str] = []
     for layer in sorted(first.values()):

@@ -70,7 +70,7 @@ def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> lis
             header = read_header(path)
             shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
         files.append(_write(target, INDEX, index_json(shards)))
-    document = manifest.encode(
+    document = manifest.encode_manifest(
         tool_version=tool_version(),
         command=plan.options.command,
         settings=dict(sorted(plan.options.settings.items())),
@@ -118,7 +118,7 @@ def _rename(paths: Paths, may_replace: bool) -> None:
                 raise OutputError(
                     f"{output}: a different file or folder appeared during the conversion; {remedy}."
                 ) from error
-            publish.exchange(paths.assembly, output, aside=paths.old)
+            publish.exchange_paths(paths.assembly, output, aside=paths.old)
     publish.sync_folder(output.parent)
 
 
@@ -143,7 +143,7 @@ def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
     for folder in folders:
         publish.sync_folder(folder)
     for name in last:
-        publish.publish(target / name, output / name)
+        publish.publish_path(target / name, output / name)
 
 
 # The side output, a second folder that a plan may fill, appears before the output: a finished output has its own.
@@ -195,10 +195,10 @@ def publish_side_output(plan: Plan, work: WorkDir) -> None:
             raise OutputError(
                 f"{side_output.folder}: a different folder appeared during the conversion; move it away and resume."
             )
-        publish.exchange(partial, side_output.folder, aside=partial.with_name(f"{partial.name}.old"))
+        publish.exchange_paths(partial, side_output.folder, aside=partial.with_name(f"{partial.name}.old"))
         publish.remove_tree(partial)
     else:
-        publish.publish(partial, side_output.folder)
+        publish.publish_path(partial, side_output.folder)
 
 
 def _has_side_output(plan: Plan, finished: Finished) -> bool:

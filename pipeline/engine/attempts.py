@@ -128,7 +128,7 @@ def _save(paths: Paths, attempt: Attempt) -> Attempt:
     path = paths.attempts / (attempt.name + ENDING)
     aside = path.with_name(f".{path.name}")
     publish.write_file(aside, documents.encode_line(attempt))
-    publish.publish(aside, path)
+    publish.publish_path(aside, path)
     return attempt
 
 
@@ -144,7 +144,7 @@ def read(paths: Paths, item: Unit[Any] | Portion | None = None, known: Collectio
         if path.name == name or name in known or path.name.startswith(".") or not name.startswith(prefix):
             continue
         with contextlib.suppress(OSError, ValueError):
-            attempt = documents.read(path.read_bytes(), Attempt)
+            attempt = documents.decode_document(path.read_bytes(), Attempt)
             recorded += [attempt] if attempt.name == name else []
     return sorted(recorded, key=lambda a: (a.began, a.name))
 

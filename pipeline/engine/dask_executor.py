@@ -231,7 +231,7 @@ def _client(connect: Callable[..., Any], where: str) -> Any:
                 "file of `dask scheduler --scheduler-file`."
             )
         try:
-            address = documents.read(path.read_bytes(), _SchedulerFile).address
+            address = documents.decode_document(path.read_bytes(), _SchedulerFile).address
         except ValueError as error:
             problem = f"not a file of `dask scheduler --scheduler-file` ({error})"
             raise UsageError(f"--executor dask:{where}: {problem}; give the scheduler's file.") from error

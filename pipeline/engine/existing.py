@@ -39,12 +39,12 @@ def read_plan(paths: Paths) -> SavedPlan | None:
     """Read plan.json; None if no conversion was begun. Raise OutputError if it cannot be read."""
     try:
         data = paths.plan.read_bytes()
-        header = documents.read(data, _Header)
+        header = documents.decode_document(data, _Header)
         if header.version != FORMAT:
             raise OutputError(
                 f"{paths.plan}: written by a different ktconvert ({header.tool_version}); finish it with that version."
             )
-        return documents.read(data, SavedPlan)
+        return documents.decode_document(data, SavedPlan)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -54,7 +54,7 @@ def read_plan(paths: Paths) -> SavedPlan | None:
 def read_settings(output: Path) -> dict[str, Any] | None:
     """Return the settings with which an output was begun or finished, or None."""
     paths = locate(output)
-    old = (None if has_no_units(paths) else read_plan(paths)) or manifest.read(output)
+    old = (None if has_no_units(paths) else read_plan(paths)) or manifest.read_manifest(output)
     return dict(old.settings) if old else None
 
 
@@ -123,7 +123,7 @@ def is_finished(plan: Plan, overwrite: bool) -> bool:
     if overwrite:
         require_replaceable(plan)
         return False
-    if (done := manifest.read(output)) is not None:
+    if (done := manifest.read_manifest(output)) is not None:
         require_same_settings(output, done, plan)
         require_same_source(output, done.source, plan)
         damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
@@ -338,7 +338,7 @@ def list_files(folder: Path, kept: Collection[str] = ()) -> ReplacedFolder:
         return ReplacedFolder(folder, (0, 0), {folder.name: folder.lstat().st_size})
     known = set(statistics.list_files(folder))
     with contextlib.suppress(VerificationError):
-        if (listing := manifest.read(folder)) is not None:
+        if (listing := manifest.read_manifest(folder)) is not None:
             known |= {manifest.NAME, *(file.name for file in listing.files)}
     files = dict(_walk(folder, kept))
     ours = [nbytes for name, nbytes in files.items() if name in known]

@@ -113,7 +113,7 @@ def _parse(data: bytes) -> tuple[list[Record], int]:
     good = len(HEADER)
     for line in data[good:].splitlines(keepends=True):
         try:
-            records.append(documents.read(line if line.endswith(b"\n") else b"", Record))  # type: ignore[arg-type]
+            records.append(documents.decode_document(line if line.endswith(b"\n") else b"", Record))  # type: ignore[arg-type]
         except ValueError:
             break
         good += len(line)

@@ -265,7 +265,7 @@ def read_lock(path: Path) -> bytes | None:
 
 def _holder(content: bytes) -> Holder | None:
     try:
-        return documents.read(content, Holder)
+        return documents.decode_document(content, Holder)
     except ValueError:
         return None
 
@@ -299,7 +299,7 @@ def _take(path: Path, own: bytes) -> bytes | None:
                 return other
             try:
                 if read_lock(path) == before:
-                    publish.publish(aside, path)
+                    publish.publish_path(aside, path)
                     return None
             finally:
                 right.unlink(missing_ok=True)

@@ -244,12 +244,12 @@ def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any],
     if (chain := finished.chain) is not None:
         publish.remove_tree(chain.scratch)
         if chain.side is not None:
-            publish.publish(chain.side, work.paths.store / unit.side_name)
+            publish.publish_path(chain.side, work.paths.store / unit.side_name)
         if chain.handover is not None:
-            publish.publish(chain.handover, work.paths.store / unit.handover_name)
+            publish.publish_path(chain.handover, work.paths.store / unit.handover_name)
     if finished.worker:
         publish.make_readable(finished.path)
-    publish.publish(finished.path, stored)
+    publish.publish_path(finished.path, stored)
     work.record(unit, finished)
     if chain is not None and chain.previous is not None:
         chain.previous.unlink(missing_ok=True)

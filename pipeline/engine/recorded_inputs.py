@@ -25,7 +25,7 @@ def compare_inputs(files: Mapping[Path, SourceFile], stages: Sequence[Stage[Any]
     recorded: dict[Path, OutputFile] = {}
     for root in {_root(path, file.name) for path, file in files.items()}:
         try:
-            listing = manifest.read(root)
+            listing = manifest.read_manifest(root)
         except VerificationError:
             continue
         recorded.update({root / file.name: file for file in listing.files} if listing is not None else {})

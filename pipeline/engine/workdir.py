@@ -66,7 +66,7 @@ class WorkDir:
         name = secrets.token_hex(8)
         partial = self.paths.partial / "token"
         publish.write_file(partial, name.encode())
-        publish.publish(partial, self.paths.token)
+        publish.publish_path(partial, self.paths.token)
         return name
 
     def record(self, unit: Unit[Any], finished: FinishedUnit) -> None:
@@ -110,7 +110,7 @@ def save_plan(paths: Paths, document: SavedPlan) -> None:
     """Write plan.json in one step, also in place of an old one."""
     partial = paths.partial / "plan.json"
     publish.write_file(partial, documents.encode_indented(document))
-    publish.publish(partial, paths.plan)
+    publish.publish_path(partial, paths.plan)
 
 
 def remove(paths: Paths, held: lock.Lock) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, UsageError, WorkerLostError
-from ktconvert.layouts.files.direct_file import FULL
+from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
@@ -79,7 +79,7 @@ def failure_of(error: Exception) -> KtconvertError:
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
     if isinstance(error, OSError):
-        kind = ResourceError if error.errno in (*FULL, errno.ENOMEM) else KtconvertError
+        kind = ResourceError if error.errno in (*DISK_FULL_REMEDIES, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
     if isinstance(error, WorkerLostError):  # exit codes of other processes
         return error

@@ -114,7 +114,7 @@ def gpu_method(gpu_weights: Path) -> str:
     """Return the method of experts packed for the GPU, W4A16 or W8A16. Raises InputError or UnsupportedError."""
     remedy = "give an output of `ktconvert gpu`"
     try:
-        about = documents.parse((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
+        about = documents.parse_json((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
         bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error

@@ -118,7 +118,12 @@ class ModelChoice:
     def is_converted(self) -> bool:
         """True if the model is an output of `ktconvert cpu` that includes the non-expert tensors."""
         root = Path(self.model)
-        return root.is_dir() and is_output(root) and not is_whole_model(root) and bool(open_output(root).others)
+        return (
+            root.is_dir()
+            and is_output(root)
+            and not is_whole_model(root)
+            and bool(open_output(root).non_expert_tensors)
+        )
 
     def validate(self) -> None:
         """Raise UsageError for options that exclude each other, InputError or UnsupportedError for unusable files."""

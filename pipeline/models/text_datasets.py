@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 from ktconvert.layouts.files import documents
-from ktconvert.layouts.files.direct_file import FULL
+from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.layouts.files.facts import DatasetFacts
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
@@ -279,7 +279,7 @@ def _require_objects(file: Path, limit: int | None) -> None:
             if not line.strip():
                 continue
             try:
-                _require_rows(documents.parse(line.removeprefix(codecs.BOM_UTF8)))
+                _require_rows(documents.parse_json(line.removeprefix(codecs.BOM_UTF8)))
             except ValueError as error:
                 if number == 1 and isinstance(error, json.JSONDecodeError) and line.strip()[:1] in (b"[", b"{"):
                     return _require_json_rows(file.read_text(encoding="utf-8-sig"))
@@ -342,7 +342,7 @@ def _hub_error(dataset: str, error: BaseException) -> KtconvertError:
     """Return the error, with its remedy, for a data set of the hub that could not be loaded."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, OSError) and cause.errno in FULL:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL_REMEDIES:
             return ResourceError(f"{dataset}: the disk of the cache {cache_root()} is full; change HF_HOME")
         cause = cause.__cause__
     if NO_SPLIT.search(first_line(error)):

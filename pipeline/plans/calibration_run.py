@@ -64,7 +64,7 @@ def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> r
         requirements.read_shape(model, options.samples),
         calibrate=gptq.calibrate,
         statistics=gptq.save_statistics is not None,
-        bits=max(each.encoding.grid.bits for each in fmt.formats),
+        bits=max(each.encoding.grid.bits for each in fmt.layer_formats),
         fisher=gptq.gptq_steps == "full",
     )
     return with_group(shape, options)

@@ -23,7 +23,7 @@ from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
-from ktconvert.layouts.outputs.format import one_or_all
+from ktconvert.layouts.outputs.format import collapse_equal
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.existing import read_settings
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat
@@ -111,7 +111,7 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
 
 def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
     """Return the shape of these layers' experts for the manifest: one number if all layers agree, else a list."""
-    experts, hidden, intermediate = map(one_or_all, zip(*(model.shape(layer) for layer in layers), strict=True))
+    experts, hidden, intermediate = map(collapse_equal, zip(*(model.shape(layer) for layer in layers), strict=True))
     return {
         "layers": list(layers),
         "experts": experts,

@@ -102,14 +102,14 @@ def _require_calibration_possible(source: TensorSource, options: CpuOptions, who
 def _choose_quantizer(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
     """Return the quantizer of --scale. Raises UsageError if the format does not have it, or all numbers are kept."""
     quantizer = QUANTIZERS[options.scale]
-    unserved = [own.name for own in fmt.formats if not quantizer.supports(own.encoding.grid)]
-    if len(unserved) == len(fmt.formats) or (quantizer.calibrated and unserved):
+    unserved = [own.name for own in fmt.layer_formats if not quantizer.supports(own.encoding.grid)]
+    if len(unserved) == len(fmt.layer_formats) or (quantizer.calibrated and unserved):
         able = ", ".join(
             name for name, other in formats_by_option("cpu").items() if quantizer.supports(other.encoding.grid)
         )
         why = f"{unserved[0]} has only one method to choose codes; leave out --scale"
         raise UsageError(f"--scale {quantizer.name} is for --quant-method {able}; {why}.")
-    for own in fmt.formats:
+    for own in fmt.layer_formats:
         if quantizer != ABSMAX and quantizer.supports(own.encoding.grid) and own.encoding.is_exact(model):
             raise UsageError(
                 f"--scale {quantizer.name} has no effect: the experts of {model.source.root} are "
@@ -211,8 +211,8 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
 
 def _scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
     """Return a note on what other values of --scale would gain; only for the plan, not for the model card."""
-    grids = [own.encoding.grid for own in fmt.formats]
-    if quantizer != ABSMAX or not any(grid.bits == 4 and grid.per_row and MSE.supports(grid) for grid in grids):
+    grids = [own.encoding.grid for own in fmt.layer_formats]
+    if quantizer != ABSMAX or not any(grid.bits == 4 and grid.has_row_scales and MSE.supports(grid) for grid in grids):
         return ()
     return (
         "--scale mse reduces the error in files of the same size: from 15 % to 11 % for Gaussian rows of 2048, and "

@@ -65,7 +65,9 @@ def plan_dequantize(
         hooks=Hooks(
             # A few windows of each shard in flight, whatever the number of threads.
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
-            render_card=lambda stats: cards.model_card(cards.DEQUANTIZED, facts, base, notes, stats, tool_version()),
+            render_card=lambda stats: cards.make_model_card(
+                cards.DEQUANTIZED, facts, base, notes, stats, tool_version()
+            ),
             check=_check,
         ),
     )

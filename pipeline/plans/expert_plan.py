@@ -118,7 +118,11 @@ def build_plan(
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
-    config = configs.config_json(source.config, entries, whole=fmt.arrangement.whole) if source.has_config else None
+    config = (
+        configs.config_json(source.config, entries, is_whole_model=fmt.arrangement.is_whole_model)
+        if source.has_config
+        else None
+    )
     copied = [name for name in source.companions() if name not in left_out]
     copying = copy_tensors.peak_memory(others) if others else 0
 
@@ -134,7 +138,7 @@ def build_plan(
     def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
         all_facts: OutputFacts = {**facts, **facts_from_stats(stats)}
         base, card, version = checkpoint.base_model(source), fmt.description.card, tool_version()
-        return cards.model_card(
+        return cards.make_model_card(
             card, all_facts, base, card_notes, stats, version, loose=loose_files, non_experts=non_experts
         )
 
@@ -161,7 +165,9 @@ def build_plan(
             render_card=readme,
             measured_facts=facts_from_stats,
             require_ready=(lambda: None) if run is None else run.require_ready,
-            check=partial(_check, calibrated=options.calibrated) if fmt.arrangement.whole else lambda assembled: None,
+            check=partial(_check, calibrated=options.calibrated)
+            if fmt.arrangement.is_whole_model
+            else lambda assembled: None,
         ),
     )
 
@@ -238,16 +244,19 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     """
     given = options.importance
     path = given.file
-    if not quantizer.importance and path is not None and (given.imatrix is not None or not quantizer.moments):
+    reads_file = quantizer.requires_importance or (quantizer.uses_moments and given.imatrix is None)
+    if path is not None and not reads_file:
         flag = "--statistics" if given.imatrix is None else "--imatrix"
         raise UsageError(f"{flag} is not for --scale {quantizer.name}; leave it out.")
     if path is None:
-        if quantizer.importance:
+        if quantizer.requires_importance:
             raise UsageError(
                 f"--scale {quantizer.name} needs the importance of inputs; give --imatrix FILE or --statistics DIR."
             )
         return None
-    statistics = open_model_imatrix(path, model) if quantizer.importance else open_model_moments(path.parent, model)
+    statistics = (
+        open_model_imatrix(path, model) if quantizer.requires_importance else open_model_moments(path.parent, model)
+    )
     first_sha256 = getattr(options, f"{statistics.manifest_key}_sha256")
     if first_sha256 not in (None, statistics.sha256):
         raise InputError(
@@ -321,7 +330,7 @@ def _not_mixed(name: str, can: dict[str, Format]) -> str:
 
 def notes_by_format(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) -> Iterator[str]:
     """Yield notes on each format of the layers, in a mix with its name."""
-    for own in fmt.formats:
+    for own in fmt.layer_formats:
         yield from (f"{own.name}: {note}" if fmt.by_layer else note for note in notes_of(own))
 
 
@@ -330,5 +339,5 @@ def mix_notes(fmt: Format, layers: Sequence[int], quantizer: Quantizer) -> Itera
     if methods := mixed.manifest_methods(fmt, layers).get("methods"):
         listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
         yield f"a method per layer, for the runtime of ktconvert: kt-kernel cannot load it ({listed})"
-    if others := [own.name for own in fmt.formats if not quantizer.supports(own.encoding.grid)]:
+    if others := [own.name for own in fmt.layer_formats if not quantizer.supports(own.encoding.grid)]:
         yield f"--scale {quantizer.name} has no effect in layers of {' and '.join(others)}"

@@ -17,8 +17,8 @@ from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import Format, cards, formats_by_option
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
-from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, ignore_list
-from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, name_templates
+from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, make_ignore_list
+from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, make_name_templates
 from ktconvert.layouts.outputs.whole_model import notes_on_loading
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import GpuOptions
@@ -41,7 +41,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     )
     model = expert_plan.equalize_model(options, model, fmt)
     loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
-    ignore = ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
+    ignore = make_ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
     rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _facts(model, fmt, options)
     left_out = [name for name in source.companions() if name in CONFIG_FILES]
@@ -96,7 +96,7 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:
         **checkpoint.shape_facts(model, model.layers),
         **expert_plan.calibration_facts(options),
         "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
-        TEMPLATES: name_templates(model),
+        TEMPLATES: make_name_templates(model),
     }
 
 

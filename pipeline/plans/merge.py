@@ -19,8 +19,8 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationE
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, cards, configs, loose
-from ktconvert.layouts.outputs.format import one_or_all
-from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.format import collapse_equal
+from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.numa import NumaNames
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
@@ -62,7 +62,7 @@ def plan_merge(options: MergeOptions) -> Plan:
     measured = _measure_layers(output, options.layers == "all")
     facts = _facts(measured, recorded)
     card = cards.AMX if measured.fmt is None else measured.fmt.description.card
-    entries = configs.cpu_entries(facts, tool_version(), per_row=True)
+    entries = configs.cpu_entries(facts, tool_version(), has_row_scales=True)
     metadata = {**checkpoint.FORMAT_METADATA, "method": facts["method"], "numa": str(facts["numa"])}
     files = _sort_tensors(output)
     read = checkpoint.files_in(root, [file.file for file in files])
@@ -75,10 +75,10 @@ def plan_merge(options: MergeOptions) -> Plan:
         facts=facts,
         notes=(),
         companions=checkpoint.companions(original, names) if original else (),
-        config=None if source_config is None else configs.config_json(source_config, entries, whole=False),
+        config=None if source_config is None else configs.config_json(source_config, entries, is_whole_model=False),
         hooks=Hooks(
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_loose_files.CHUNK,
-            render_card=lambda stats: cards.model_card(card, facts, None, (), stats, tool_version()),
+            render_card=lambda stats: cards.make_model_card(card, facts, None, (), stats, tool_version()),
         ),
     )
 
@@ -100,7 +100,7 @@ def _sort_tensors(output: Output) -> list[TensorInfo]:
         projection = PROJECTIONS.index(place.projection)
         return place.layer, place.expert, projection, place.backward, place.node, suffix != "weight"
 
-    names = NumaNames(tuple(loose.SUFFIXES))
+    names = NumaNames(tuple(loose.FILE_WORDS))
     return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=order)]
 
 
@@ -118,7 +118,7 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
         raise UnsupportedError(f"{root}: {' and '.join(others)} files cannot be merged: {why}.")
     if len(output.prefixes) > 1:
         raise InputError(f"{root}: contains {' and '.join(sorted(output.prefixes))} files; merge one method at a time.")
-    measured = measure(output)
+    measured = measure_output(output)
     shapes = measured.shapes
     if output.manifest is None and not output.config and len({*shapes.values()}) > 1:
         shown = ", ".join(f"{' x '.join(map(str, shape))} in layer {layer}" for layer, shape in shapes.items())
@@ -130,7 +130,7 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
         facts: dict[str, Any] = {**output.facts, "layers": [*shapes], "kept_layers": []}
         for name, values in zip(SIZES, zip(*shapes.values(), strict=True), strict=True):
             if isinstance(facts[name], list) and {*values} <= {*facts[name]}:
-                facts[name] = one_or_all(values)
+                facts[name] = collapse_equal(values)
         output = replace(output, manifest=msgspec.structs.replace(output.manifest, model=facts, files=()))
     check = check_tensors(output, measured)
     require_sound(root, [*output.damaged.values(), *(() if check is None else check.problems)])
@@ -150,7 +150,7 @@ def require_sound(root: Path, problems: Sequence[str]) -> None:
 
 def _facts(measured: Measure, recorded: OutputFacts) -> OutputFacts:
     """Return the facts that follow from names and sizes, and those of the manifest next to the layers."""
-    experts, hidden, width = map(one_or_all, zip(*measured.shapes.values(), strict=True))
+    experts, hidden, width = map(collapse_equal, zip(*measured.shapes.values(), strict=True))
     return {
         "architecture": "unknown",
         "method": measured.method,
@@ -175,14 +175,15 @@ def inherit_facts(recorded: OutputFacts) -> OutputFacts:
 
 def read_manifest_facts(root: Path) -> OutputFacts:
     """Return the facts of an output's manifest; {} without one. Raises VerificationError if we did not write it."""
-    if (recorded := manifest.read(root)) is None:
+    if (recorded := manifest.read_manifest(root)) is None:
         return {}
     facts = recorded.facts
     try:
         read_functions(facts.get("functions", {}))
     except InputError as error:
         raise VerificationError(f"{root / manifest.NAME}: {error}; convert again.") from None
-    for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "functions")):  # which manifest.read checks
+    # read_manifest checks the type of resplit_from.
+    for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "functions")):
         if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."

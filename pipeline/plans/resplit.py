@@ -19,8 +19,8 @@ from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, V
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, Format, cards, configs, mixed
-from ktconvert.layouts.outputs.format import one_or_all, require_legal
-from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.format import collapse_equal, require_legal
+from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.rearrange import requires_rounding
@@ -78,11 +78,13 @@ def plan_resplit(options: ResplitOptions) -> Plan:
         metadata=metadata,
     )
     stages: list[Stage[Any]] = [rearranging]
-    others = tuple(OutputTensor(name, info) for name, info in source.tensors.items() if name in output.others)
+    others = tuple(
+        OutputTensor(name, info) for name, info in source.tensors.items() if name in output.non_expert_tensors
+    )
     if others:
         stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
-    by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.formats}
+    by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.layer_formats}
     notes = tuple(expert_plan.notes_by_format(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
     advice, compared = list[str](), list[Path]()
     if options.against is not None:
@@ -92,7 +94,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
     config, before = dict(output.config), output.config.get("quantization_config")
     if isinstance(before, dict) and before.get("quant_method") == QUANT_METHOD:
         del config["quantization_config"]
-    base, non_experts = checkpoint.base_model(source), copy_tensors.infer_choice(output.others)
+    base, non_experts = checkpoint.base_model(source), copy_tensors.infer_choice(output.non_expert_tensors)
     return Plan(
         options=options,
         files=files,
@@ -101,7 +103,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
         facts=facts,
         notes=(*notes, *advice),
         companions=checkpoint.companions(root, copied),
-        config=configs.config_json(config, entries, whole=False) if CONFIG in copied else None,
+        config=configs.config_json(config, entries, is_whole_model=False) if CONFIG in copied else None,
         has_index=not output.loose,
         hooks=Hooks(
             # The entry of each tensor, and the buffers of all threads, which do not grow with the model
@@ -110,7 +112,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
                 + TENSOR * len(output.tensors)
                 + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
             ),
-            render_card=lambda stats: cards.model_card(
+            render_card=lambda stats: cards.make_model_card(
                 fmt.description.card,
                 facts,
                 base,
@@ -134,7 +136,7 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
         output = open_output(root)
     except VerificationError as error:
         raise InputError(str(error)) from error
-    measured = measure(output)
+    measured = measure_output(output)
     problems = [problem for check in check_structure(output, measured) for problem in check.problems]
     fmt = measured.fmt
     if fmt is not None and fmt.forward and not fmt.arrangement.sliced:
@@ -151,7 +153,7 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
 
 def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> OutputFacts:
     """Return the facts of the new output. resplit_from: the numbers of slices that it had before, in order."""
-    experts, hidden, intermediate = map(one_or_all, zip(*measured.shapes.values(), strict=True))
+    experts, hidden, intermediate = map(collapse_equal, zip(*measured.shapes.values(), strict=True))
     recorded = read_manifest_facts(output.root)
     before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
     return {
@@ -204,7 +206,7 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
     matrices = "down_proj" + (" and the transposed gate_proj and up_proj" if work.slicing.backward else "")
     if old == new:
         yield f"the output has {plural(old, 'NUMA slice')} already; no tensor changes"
-    elif not work.fmt.encoding.grid.per_row:
+    elif not work.fmt.encoding.grid.has_row_scales:
         yield "weights and scales do not change; converting again would give the same bytes"
     elif not requires_rounding(work.fmt.encoding, old, new):
         yield (
@@ -233,7 +235,7 @@ def _compare_with_converting(
     scale = facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
         raise UnsupportedError(f"{options.input}: {scale} weights cannot be converted again here.")
-    if QUANTIZERS[scale].importance or QUANTIZERS[scale].calibrated:
+    if QUANTIZERS[scale].requires_importance or QUANTIZERS[scale].calibrated:
         needs = "a calibration run" if QUANTIZERS[scale].calibrated else "its statistics"
         raise UnsupportedError(
             f"{options.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
@@ -283,7 +285,7 @@ def _equal(ours: PackedSlices, theirs: PackedSlices) -> bool:
 
 def _command(options: ResplitOptions, facts: OutputFacts, work: ResplitWork, against: str) -> str:
     """Return the command that converts the source again, for this output."""
-    settings, others = options.settings, work.output.others
+    settings, others = options.settings, work.output.non_expert_tensors
     words = ["ktconvert", "cpu", "-i", against, "-o", str(options.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
     for method, layers in facts.get("methods", {}).items():

@@ -87,7 +87,7 @@ def stage(
             ("metadata", tuple(sorted(metadata.items()))),
             ("names", tuple(t.key for t in group)),
         ]
-        decoded = tuple((t.key, t.stored.fit()) for t in group if isinstance(t.stored, Weight))
+        decoded = tuple((t.key, t.stored.resolve_scheme()) for t in group if isinstance(t.stored, Weight))
         params += [("decoded", decoded)] if decoded else []
         changed = tuple((t.key, t.deltas.identity) for t in group if t.deltas is not None)
         params += [("changed", changed)] if changed else []

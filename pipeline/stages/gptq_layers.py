@@ -272,7 +272,7 @@ def _open_writer(work: GptqWork, partial: Path, reporter: Reporter) -> Iterator[
         yield LayerWriter(work, partial, reporter)
         return
     slices = work.slicing.all_slices(range(work.model.shape(work.layer)[0]))
-    plan = expert_files.plan_slices(work.fmt, work.fmt.names_for_source(work.model), slices, work.metadata)
+    plan = expert_files.plan_slices(work.fmt, work.fmt.make_names_for_source(work.model), slices, work.metadata)
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
         yield LayerWriter(work, partial, reporter, (file, plan))
@@ -296,7 +296,7 @@ def _require_nonzero_codes(
 def _report(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, reporter: Reporter) -> dict[str, Any]:
     """Report what happened to the layer's experts; return the figures for the journal and the model card."""
     if visitor.too_few_tokens:
-        how = "rounded to nearest" if work.quantizer.choose is None else "not compensated"
+        how = "rounded to nearest" if work.quantizer.choose_codes is None else "not compensated"
         where = " in down" if visitor.statistics.shared_gate_up else ""  # gate and up count all tokens of the layer
         experts = visitor.too_few_tokens
         listing = ", ".join(map(str, experts[:16])) + (", ..." if len(experts) > 16 else "")

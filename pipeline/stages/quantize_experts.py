@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, Rows, error_bytes, error_sums
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, RowSelection, error_bytes, error_sums
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.slices import LinearId, NumaSlice, PackedSlices, Slicing, TensorNames, allocate_slices
@@ -50,7 +50,7 @@ class ExpertsWork(ExpertsToWrite):
 
     @property
     def names(self) -> TensorNames:
-        return self.fmt.names_for_source(self.model)
+        return self.fmt.make_names_for_source(self.model)
 
     def make(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         """Quantize a linear. Raise InputError, which names the position, for a value that is not finite."""
@@ -59,13 +59,13 @@ class ExpertsWork(ExpertsToWrite):
         importance = None if self.importance is None else self.importance(*item)
         packed = allocate_slices(self.fmt.encoding, self.slicing.slices(*item), buffer)
         for numa_slice, out in packed:
-            matrix = numa_slice.cut(linear)
+            matrix = numa_slice.cut_linear(linear)
             try:
                 quantize(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
             except kernels.NonFinite as error:
                 at = matrix.origin[0] + error.row, matrix.origin[1] + error.column
                 row, column = reversed(at) if numa_slice.backward else at
-                info = self.model.weight(self.slicing.layer, expert, projection).values
+                info = self.model.weight(self.slicing.layer, expert, projection).values_tensor
                 raise InputError(
                     f"{self.model.source.path(info)}: tensor {info.name} (layer {self.slicing.layer}, expert {expert}, "
                     f"{projection}_proj) contains a value that is not finite at row {row}, column {column}; download "
@@ -94,7 +94,7 @@ class ExpertsWork(ExpertsToWrite):
         reading = self.model.memory_for_reading(self.slicing.layer, self.slicing.backward)
         # BF16 and codes of a chunk; the codes of a whole linear, concatenated, and again while they are packed.
         chosen = 4 * max(ROWS * widest, CHUNK) + 3 * self.slicing.hidden * self.slicing.intermediate
-        chosen = 0 if self.quantizer.choose is None else chosen
+        chosen = 0 if self.quantizer.choose_codes is None else chosen
         return 2 * ROWS * widest + reading + chosen, error_bytes(widest)
 
     def measure(self) -> dict[str, object]:
@@ -113,7 +113,7 @@ def quantize(
 
     importance: as in `Choose`.
     """
-    if quantizer.choose is None:
+    if quantizer.choose_codes is None:
         encoding.quantize(matrix, out)
         return
     assert encoding.pack is not None
@@ -123,7 +123,7 @@ def quantize(
     for first in range(0, n, step):
         stop = min(first + step, n)
         try:
-            chosen.append(quantizer.choose(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance))
+            chosen.append(quantizer.choose_codes(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance))
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
     codes, scales = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*chosen, strict=True))
@@ -149,7 +149,7 @@ def stage(
     quantizer  chooses the codes of layers whose format supports it
     options    (name, value) of options that change bytes
     """
-    names = fmt.names_for_source(model)
+    names = fmt.make_names_for_source(model)
     units = []
     for layer in layers:
         own = fmt.layer_format(layer)
@@ -210,7 +210,7 @@ def importance_of(
         return None
 
     def importance(expert: int, projection: str) -> F32 | None:
-        known = statistics.importance(layer, expert, projection)
+        known = statistics.read_importance(layer, expert, projection)
         exponents = model.exponents(layer, expert) if projection == "down" else None
         if known is None or exponents is None:
             return known
@@ -267,11 +267,13 @@ def exponents_of(model: MoeModel, numa_slice: NumaSlice) -> Exponents | None:
 
 def unequalize(model: MoeModel, encoding: Encoding, numa_slice: NumaSlice) -> tuple[Encoding, Matrix]:
     """Return a slice as the checkpoint has it, and the encoding that decodes an equalized slice to it."""
-    linear = numa_slice.cut(model.linear(numa_slice.layer, numa_slice.expert, numa_slice.projection, equalized=False))
+    linear = numa_slice.cut_linear(
+        model.linear(numa_slice.layer, numa_slice.expert, numa_slice.projection, equalized=False)
+    )
     if (exponents := exponents_of(model, numa_slice)) is None:
         return encoding, linear
 
-    def decode(stored: Sequence[Bytes], n: int, k: int, rows: Rows) -> F32:
+    def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection) -> F32:
         each = -exponents[rows, None] if numa_slice.projection == "up" else exponents
         values: F32 = np.ldexp(encoding.decode(stored, n, k, rows), each)
         return values

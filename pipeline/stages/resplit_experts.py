@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, suffixes
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, tensor_suffixes
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import loose, rearrange
@@ -58,7 +58,7 @@ class ResplitWork(ExpertsToWrite):
         new = self._rearrange(old, item)
         sums = np.zeros(4)
         for before, after in zip(_linears(old), _linears(new), strict=True):
-            if self.fmt.encoding.grid.per_row and not rearrange.is_cut_by_rows(before[0][0]):
+            if self.fmt.encoding.grid.has_row_scales and not rearrange.is_cut_by_rows(before[0][0]):
                 sums += rearrange.change_sums(self.fmt.encoding, before, after)
         return sums
 
@@ -97,7 +97,7 @@ class ResplitWork(ExpertsToWrite):
             return resplit(self.fmt.encoding, old, self.slicing, item, buffer)
         except ValueError as error:
             key, high = (
-                self.names.tensor_name(old[0][0].id, suffixes(self.fmt.encoding)[0]),
+                self.names.tensor_name(old[0][0].id, tensor_suffixes(self.fmt.encoding)[0]),
                 self.fmt.encoding.grid.high,
             )
             what = f"{key} or a different NUMA slice of this linear has a code outside -{high}..{high}"
@@ -111,8 +111,8 @@ class ResplitWork(ExpertsToWrite):
                 stored.append(self.output.read(here))
             except VerificationError as error:
                 raise InputError(str(error)) from error
-        read = self.output.reader(numa_slice.id, suffixes(self.fmt.encoding))
-        for defect in self.fmt.encoding.defects[1:]:
+        read = self.output.make_reader(numa_slice.id, tensor_suffixes(self.fmt.encoding))
+        for defect in self.fmt.encoding.defect_checks[1:]:
             if defect is not None and (what := defect(read, numa_slice.n, numa_slice.k)):
                 raise InputError(f"{self.output.root}: {here.name} in {here.file}: {what}; convert it again.")
         return stored
@@ -124,7 +124,7 @@ def resplit(
     """Rearrange a linear into the slices of `slicing`. Raise ValueError for a code that the encoding does not have."""
     new = allocate_slices(encoding, slicing.slices(*item), buffer)
     for before, after in zip(_linears(old), _linears(new), strict=True):
-        rearrange.rearrange(encoding, before, after)
+        rearrange.rearrange_linear(encoding, before, after)
     return new
 
 

@@ -9,9 +9,8 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.outputs.format import illegal_reason
-from ktconvert.layouts.outputs.measuring import Measure
-from ktconvert.layouts.outputs.measuring import measure as measure_of
+from ktconvert.layouts.outputs.format import explain_illegal_count
+from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.text import plural
@@ -26,7 +25,7 @@ from ktconvert.pipeline.verify.tensor_checks import model_sizes
 
 def source_bytes(inputs: Inputs) -> int:
     """Return the bytes that a comparison with the source counts: its experts, and the output's non-expert tensors."""
-    model, tensors = inputs.model, inputs.output.others.values()
+    model, tensors = inputs.model, inputs.output.non_expert_tensors.values()
     layers = [] if model is None else [n for n in inputs.measure.shapes if n in model.moe_layers]
     experts = sum(t.nbytes for n in layers for t in model.layer_tensors(n)) if model else 0
     return experts + sum(stored.nbytes for stored in tensors)
@@ -43,7 +42,9 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     problems, notes = _compare_shapes(output, measure, model)
     layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
     for numa in (*before, measure.numa):
-        reasons = {n: illegal_reason(compared.fmt.layer_format(n), [measure.shapes[n][1:]], numa) for n in layers}
+        reasons = {
+            n: explain_illegal_count(compared.fmt.layer_format(n), [measure.shapes[n][1:]], numa) for n in layers
+        }
         if numa in before and (reason := next(filter(None, reasons.values()), None)):
             problems.append(f"impossible number of NUMA slices in the manifest's resplit_from, {numa}: {reason}")
         layers = [n for n in layers if reasons[n] is None]
@@ -126,7 +127,7 @@ def compare_dequantized(inputs: Inputs, check_items: CheckItems) -> Check:
 
 def compare_non_experts(inputs: Inputs, expected: Mapping[str, OutputTensor], check_items: CheckItems) -> list[str]:
     """Return what is wrong with the non-expert tensors of an output; expected: by name."""
-    others, root = inputs.output.others, require_source(inputs).root
+    others, root = inputs.output.non_expert_tensors, require_source(inputs).root
     problems = [f"{name} in {others[name].file} is not in {root}" for name in others if name not in expected]
     sizes = [others[name].nbytes if name in others else 0 for name in expected]
     found = check_items("non-expert tensors", list(expected), sizes)
@@ -136,7 +137,7 @@ def compare_non_experts(inputs: Inputs, expected: Mapping[str, OutputTensor], ch
 def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
     """Return what is wrong with a non-expert tensor; None if it equals the source's."""
     output, source = inputs.output, require_source(inputs)
-    stored, entry, info = output.others.get(tensor.key), tensor.entry, tensor.reads[0]
+    stored, entry, info = output.non_expert_tensors.get(tensor.key), tensor.entry, tensor.reads[0]
     if stored is None:
         return f"{tensor.key} is missing"
     if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
@@ -164,7 +165,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, check_items
     problems = [
         f"{name} is {value} here, {there} in {other.root}"
         for (name, value), there in zip(
-            model_sizes(measure).items(), model_sizes(measure_of(other)).values(), strict=True
+            model_sizes(measure).items(), model_sizes(measure_output(other)).values(), strict=True
         )
         if value != there and not (0 in (value, there) and name in ("hidden", "intermediate"))  # 0: unknown
     ]
@@ -172,7 +173,7 @@ def compare_outputs(output: Output, measure: Measure, other: Output, check_items
     pairs = tensor_pairs(output, other)
     compared = check_items("equal tensors", list(pairs), [stored.nbytes for stored, _ in pairs.values()])
     problems += [problem for _, problem in compared if problem is not None]
-    unpaired = len(output.others.keys() ^ other.others.keys())
+    unpaired = len(output.non_expert_tensors.keys() ^ other.non_expert_tensors.keys())
     notes = (f"{unpaired} non-expert tensors exist only in one output",) if unpaired else ()
     result = f"{len(pairs)} tensors, same bytes in {other.root}"
     return Check("other", result, problems, notes, "convert the wrong one again")
@@ -185,8 +186,10 @@ def tensor_pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, T
         for key, stored in sorted(output.tensors.items())
         if key in other.tensors
     }
-    shared = output.others.keys() & other.others.keys()
-    return experts | {name: (output.others[name], other.others[name]) for name in sorted(shared)}
+    shared = output.non_expert_tensors.keys() & other.non_expert_tensors.keys()
+    return experts | {
+        name: (output.non_expert_tensors[name], other.non_expert_tensors[name]) for name in sorted(shared)
+    }
 
 
 def _find_missing(output: Output, other: Output) -> list[str]:

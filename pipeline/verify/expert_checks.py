@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, equalize
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors
-from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_sums, scale_values
+from ktconvert.layouts.encodings.encoding import Bytes, Encoding, error_sums, unpack_float_scales
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.output import Output
@@ -31,7 +31,7 @@ from ktconvert.pipeline.stages.quantize_experts import (
 from ktconvert.pipeline.stages.resplit_experts import resplit
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers import Matrix
-from ktconvert.quantizers.differences import sums_of
+from ktconvert.quantizers.differences import sum_products
 from ktconvert.quantizers.quantizer import ABSMAX, QUANTIZERS, Quantizer
 from ktconvert.quantizers.reference import bf16_to_f32
 
@@ -100,16 +100,16 @@ class Comparison:
     @cached_property
     def non_experts(self) -> dict[str, OutputTensor]:
         """The expected non-expert tensors: all of a whole model; else those that the output has."""
-        if self.output.whole:
+        if self.output.is_whole_model:
             rest = find_non_expert_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
             return {tensor.key: tensor for tensor in rest.output_tensors()}
-        found = copy_tensors.select_non_experts(self.model, copy_tensors.infer_choice(self.output.others))
-        return {tensor.key: tensor for tensor in found if tensor.key in self.output.others}
+        found = copy_tensors.select_non_experts(self.model, copy_tensors.infer_choice(self.output.non_expert_tensors))
+        return {tensor.key: tensor for tensor in found if tensor.key in self.output.non_expert_tensors}
 
     @cached_property
     def resplit_from(self) -> list[int]:
         """The NUMA counts that the output had before each `ktconvert resplit`, in order."""
-        return [] if self.output.whole else list(self.output.facts.get("resplit_from", []))
+        return [] if self.output.is_whole_model else list(self.output.facts.get("resplit_from", []))
 
     def make_expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[NumaSlice, list[Bytes]]]:
         """Return the expected NUMA slices of a projection: quantized from the source, and resplit as the output was."""
@@ -196,7 +196,7 @@ def _check_equalized_codes(compared: Comparison, work: ExpertsWork) -> list[str]
         exponents = exponents_of(work.model, part)
         if part.backward or exponents is None:
             continue
-        scales, plain_scales = (scale_values(encoding, each[-1], part.n, part.k) for each in (scaled, tensors))
+        scales, plain_scales = (unpack_float_scales(encoding, each[-1], part.n, part.k) for each in (scaled, tensors))
         same = all(np.array_equal(a, b) for a, b in zip(scaled[:-1], tensors[:-1], strict=True))
         if not same or not np.array_equal(scales, np.ldexp(plain_scales, exponents[:, None])):
             return [f"up of expert {work.start} of layer {part.layer} has different codes with and without --equalize"]
@@ -269,7 +269,7 @@ def judge_calibrated(
         return np.zeros(4), CalibratedLinear(np.inf, False, True), problem
     same = bool(np.array_equal(ours, theirs))
     x[:, unused] = theirs[:, unused] = 0  # as in ours
-    sums, rounding = sums_of(x, ours), sums_of(x, theirs)
+    sums, rounding = sum_products(x, ours), sum_products(x, theirs)
     error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
     ratio = error / usual if usual else 1.0 if error == 0 else np.inf
     linear = CalibratedLinear(ratio, same, bool(unused.any()))
@@ -282,7 +282,7 @@ def judge_calibrated(
 def _find_out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> str:
     """Return what is wrong with the scales and codes of a linear [n, k] by themselves; "" if nothing is."""
     grid = encoding.grid
-    scales = scale_values(encoding, stored[-1], n, k)
+    scales = unpack_float_scales(encoding, stored[-1], n, k)
     if not np.isfinite(scales).all():
         return "has a scale that is not finite"
     if grid.high - grid.low == (1 << grid.bits) - 1:

@@ -76,7 +76,7 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
     damaged, notes = output.damaged_files, list[str]()
     missing = sorted(set(output.weight_map.values()) - {*output.shards, *damaged})
     problems = [f"{INDEX} names {shard}, which is missing" for shard in missing]
-    stored = {s.name: s for s in (*output.tensors.values(), *output.others.values())}
+    stored = {s.name: s for s in (*output.tensors.values(), *output.non_expert_tensors.values())}
     for name, shard in output.weight_map.items():
         if shard in damaged or shard not in output.shards:
             continue
@@ -144,7 +144,7 @@ def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckI
     ordered = sorted(files, key=lambda file: -file.size)
     found = check_items("hashes", ordered, [file.size for file in ordered])
     problems = {file.name: problem for file, problem in found if problem is not None}
-    if (actual := manifest.actual_digest(listing)) != listing.sha256:
+    if (actual := manifest.compute_actual_digest(listing)) != listing.sha256:
         problems[manifest.NAME] = (
             f"{manifest.NAME} was changed: the sha256 of its contents is {actual[:12]}, but it states "
             f"{listing.sha256[:12]}"

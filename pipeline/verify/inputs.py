@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.outputs import dequantized
-from ktconvert.layouts.outputs.measuring import Measure, measure
+from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, is_whole_model, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
@@ -71,20 +71,20 @@ def open_inputs(options: VerifyOptions) -> Inputs:
         source = None if options.against is None else open_checkpoint(options.against, options.revision)
         return Inputs(options, open_dequantized(options.output), DECODED, source=source)
     output = open_output(options.output)
-    if output.whole and options.numa is not None:
+    if output.is_whole_model and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA slices; leave it out.")
-    measured = measure(output)
+    measured = measure_output(output)
     if options.against is None:
         return Inputs(options, output, measured, imatrix=_open_imatrix(options, output, None))
     path = Path(options.against).expanduser()
-    is_source = not output.whole and is_whole_model(path)  # `cpu` accepts an output of `gpu`
+    is_source = not output.is_whole_model and is_whole_model(path)  # `cpu` accepts an output of `gpu`
     if (is_output(path) or locate(path).plan.exists()) and not is_source:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
     row = options.arch_row or output.settings.get("arch_row")
     source = open_checkpoint(options.against, options.revision)
     model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
     if measured.fmt is None:
-        measured = measure(output, hidden=model.shape(model.layers[0])[1])
+        measured = measure_output(output, hidden=model.shape(model.layers[0])[1])
     if EQUALIZED in output.facts and measured.fmt is not None:
         model = equalize_for_format(model, measured.fmt)
     return Inputs(options, output, measured, None, model, model.source, _open_imatrix(options, output, model))

@@ -14,10 +14,10 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings import fp8, pack_quantized
-from ktconvert.layouts.encodings.encoding import Bytes, scale_values
+from ktconvert.layouts.encodings.encoding import Bytes, unpack_float_scales
 from ktconvert.layouts.errors import InputError, UsageError
 from ktconvert.layouts.outputs import Format
-from ktconvert.layouts.outputs.format import illegal_reason
+from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
@@ -166,13 +166,13 @@ def _relative_errors(x: F32, y: F32) -> npt.NDArray[np.float64]:
 
 def _read_scales(output: Output, measure: Measure, threads: int) -> Scales | None:
     """Read the scales of every expert; None if the format has none or is unknown. Memory: one expert per thread."""
-    if measure.fmt is None or all(fmt.encoding.scales is None for fmt in measure.fmt.formats):
+    if measure.fmt is None or all(fmt.encoding.unpack_scales is None for fmt in measure.fmt.layer_formats):
         return None
     formats = {
         n: fmt
         for n, shape in measure.shapes.items()
-        if (fmt := measure.fmt.layer_format(n)).encoding.scales
-        and illegal_reason(fmt, [shape[1:]], measure.numa) is None
+        if (fmt := measure.fmt.layer_format(n)).encoding.unpack_scales
+        and explain_illegal_count(fmt, [shape[1:]], measure.numa) is None
     }
     linears = {slice_id[:3] for slice_id, _ in output.tensors if slice_id.layer in formats}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
@@ -183,7 +183,7 @@ def _read_scales(output: Output, measure: Measure, threads: int) -> Scales | Non
         fmt = formats[linear[0]]
         magnitude = np.abs if fmt.encoding.grid.name in SIGNED_GRIDS else np.asarray
         return [
-            (numa_slice, magnitude(scale_values(fmt.encoding, stored[0], numa_slice.n, numa_slice.k)))
+            (numa_slice, magnitude(unpack_float_scales(fmt.encoding, stored[0], numa_slice.n, numa_slice.k)))
             for numa_slice in _parts_of_linear(measure, fmt, linear)
             if (stored := _read(output, fmt, numa_slice, slice(-1, None)))
         ]

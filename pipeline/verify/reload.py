@@ -138,7 +138,7 @@ def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, 
     from transformers.modeling_utils import str_to_torch_dtype
 
     tensors = {}
-    for s in (*output.tensors.values(), *output.others.values()):
+    for s in (*output.tensors.values(), *output.non_expert_tensors.values()):
         # transformers gets its values from the packed tensor.
         shape = [0] if s.name.endswith(".weight_shape") else s.shape
         tensors[s.name] = torch.empty(shape, dtype=str_to_torch_dtype[s.dtype], device="meta")
@@ -215,7 +215,7 @@ def skip_predictions(reason: str) -> Check:
 
 def _require_memory(output: Output) -> None:
     """Raise Skip if memory for one model is missing: its size in BF16, and a quarter more to stack experts."""
-    weights = sum(stored.nbytes for stored in output.others.values())
+    weights = sum(stored.nbytes for stored in output.non_expert_tensors.values())
     for (_, suffix), stored in output.tensors.items():
         if suffix == "weight_shape":
             n, k = (int(size) for size in output.read(stored).view("<i8"))

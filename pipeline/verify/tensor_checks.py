@@ -10,11 +10,11 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.match import find_unread_formats
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
 from ktconvert.layouts.outputs.configs import remove_quantization
-from ktconvert.layouts.outputs.format import illegal_reason
+from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId, Slicing, slice_shape
@@ -96,8 +96,8 @@ def _find_size_conflicts(output: Output, measure: Measure) -> Iterator[str]:
         if LOOSE_METHODS.get(prefix) != measure.method:
             yield f"the files are named {prefix}, but have the sizes of {measure.method}"
     _, hidden, intermediate = _usual_shape(measure)
-    for fmt in measure.fmt.formats if measure.fmt is not None and (hidden or intermediate) else ():
-        if reason := illegal_reason(fmt, [(hidden, intermediate)], measure.numa):
+    for fmt in measure.fmt.layer_formats if measure.fmt is not None and (hidden or intermediate) else ():
+        if reason := explain_illegal_count(fmt, [(hidden, intermediate)], measure.numa):
             yield f"{fmt.name} cannot hold these sizes in {measure.numa} NUMA slices: {reason}"
     for name, actual in model_sizes(measure).items():
         recorded = output.facts.get(name)
@@ -134,10 +134,10 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
     for (place, _), stored in output.tensors.items():
         by_shard.setdefault(stored.file, set()).add(place.layer)
     for shard, metadata in ours.items():
-        expected = {"method": measure.method} | ({} if output.whole else {"numa": str(measure.numa)})
+        expected = {"method": measure.method} | ({} if output.is_whole_model else {"numa": str(measure.numa)})
         if "layer" in metadata and by_shard.get(shard):
             layer = min(by_shard[shard])
-            expected |= {"method": measure.method_of(layer), "layer": str(layer)}
+            expected |= {"method": measure.layer_method(layer), "layer": str(layer)}
             sizes = zip(("num_experts", "hidden_size", "moe_intermediate_size"), measure.shapes[layer], strict=True)
             expected |= {name: str(size) for name, size in sizes}
         problems += [
@@ -170,14 +170,14 @@ def check_config(output: Output, measure: Measure) -> Check | None:
         notes.append(
             f"layers {format_ranges(absent)} of {limit[1]} have no experts, which is right only if they are dense"
         )
-    if measure.fmt is not None and not output.whole:
+    if measure.fmt is not None and not output.is_whole_model:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
     return Check("config", "experts and sizes match config.json", problems, notes)
 
 
 def check_quantization(output: Output, measure: Measure) -> Check | None:
     """Check that loaders of whole models find the quantization that they require in config.json."""
-    if measure.fmt is None or not output.whole:
+    if measure.fmt is None or not output.is_whole_model:
         return None
     problems = tuple(measure.fmt.description.check_config(output, measure.fmt, measure.numa))
     return Check("quantization", f"{measure.method} in config.json", problems)
@@ -193,7 +193,7 @@ def check_options(measure: Measure, numa: int | None, method: str | None) -> Che
         problems.append(
             f"--quant-method {method.lower()} was given, but the weights have the sizes of {measure.method}"
         )
-    if fmt is not None and fmt.arrangement.whole:
+    if fmt is not None and fmt.arrangement.is_whole_model:
         again = f"load it as {measure.method}, or convert again with a different --quant-type"
         return Check("options", f"{measure.method}, as requested", problems, remedy=again)
     same = fmt is not None and fmt.can_resplit and method in (None, measure.method)
@@ -208,11 +208,11 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     """Check that an output of `dequantize` has as many tensors as the manifest says, no duplicate, and all decoded."""
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
     planned = output.facts.get("tensors")
-    if planned != len(output.others):
-        problems.append(f"{len(output.others)} tensors exist, but {planned} in the plan")
-    stored = find_unread_formats(output.others, output.others)
+    if planned != len(output.non_expert_tensors):
+        problems.append(f"{len(output.non_expert_tensors)} tensors exist, but {planned} in the plan")
+    stored = find_unread_formats(output.non_expert_tensors, output.non_expert_tensors)
     problems += [f"{info.name} in {info.file} is {what}, but was not decoded" for info, what in stored]
-    return Check("tensors", f"{plural(len(output.others), 'tensor')}, no duplicates", problems)
+    return Check("tensors", f"{plural(len(output.non_expert_tensors), 'tensor')}, no duplicates", problems)
 
 
 def check_decoded_config(output: Output, _measure: Measure) -> Check:
@@ -267,11 +267,11 @@ def _find_bad_numbers(output: Output, measure: Measure) -> Iterator[str]:
     fmt = measure.fmt or formats_by_names(output)[0]
     for place in dict.fromkeys(place for place, _ in output.tensors):
         encoding = fmt.layer_format(place.layer).encoding
-        endings = suffixes(encoding)
+        endings = tensor_suffixes(encoding)
         _, hidden, intermediate = measure.shapes[place.layer]
         n, k = slice_shape(place.projection, hidden, intermediate, measure.numa)  # 0 if they are unknown
         n, k = (k, n) if place.backward else (n, k)
-        if encoding.scales is not None and not n * k:
+        if encoding.unpack_scales is not None and not n * k:
             continue
         stored = [output.tensors.get((place, suffix)) for suffix in endings]
         if any(
@@ -279,8 +279,8 @@ def _find_bad_numbers(output: Output, measure: Measure) -> Iterator[str]:
             for s, t in zip(stored, encoding.tensors(n, k), strict=True)
         ):
             continue  # check_tensors reports it
-        read = output.reader(place, endings)
-        for tensor, defect in zip(stored, encoding.defects, strict=True):
+        read = output.make_reader(place, endings)
+        for tensor, defect in zip(stored, encoding.defect_checks, strict=True):
             if defect is not None and tensor is not None and (problem := defect(read, n, k)):
                 yield f"{tensor.name} in {tensor.file}: {problem} ({output.names.describe(place, endings[-1])})"
 
@@ -295,7 +295,7 @@ def find_unverified_codes(output: Output, measure: Measure) -> list[TensorInfo]:
     encodings = {
         layer: measure.fmt.layer_format(layer).encoding for layer in {place.layer for place, _ in output.tensors}
     }
-    coded = {n: suffixes(e)[0] for n, e in encodings.items() if e.grid.bits == 4 and e.grid.per_row}
+    coded = {n: tensor_suffixes(e)[0] for n, e in encodings.items() if e.grid.bits == 4 and e.grid.has_row_scales}
     return [tensor for (place, suffix), tensor in output.tensors.items() if coded.get(place.layer) == suffix]
 
 

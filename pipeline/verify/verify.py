@@ -12,7 +12,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import UsageError, VerificationError
 from ktconvert.layouts.outputs import cards, dequantized
-from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure
+from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.tensors import format_ranges
@@ -94,7 +94,7 @@ def verify(
         finally:
             reporter.end()
         damaged = any(check.problems for check in report.checks if check.name != "source")
-        if output.whole and readable and options.load and inputs.other is None and not damaged:
+        if output.is_whole_model and readable and options.load and inputs.other is None and not damaged:
             _check_loading(report, inputs, text, reporter)
     return report
 
@@ -176,7 +176,7 @@ def require_sound(root: Path, *, load: bool = True) -> None:
     Raises VerificationError with the first problem.
     """
     output = open_output(root)
-    measured = measure(output)
+    measured = measure_output(output)
     checks = [*tensor_checks.check_structure(output, measured), tensor_checks.check_numbers(output, measured)]
     report = Report(output, measured, checks)
     if load and not report.problems:
@@ -210,8 +210,8 @@ def describe_output(output: Output, measure: Measure) -> dict[str, Any]:
         "layers": list(measure.shapes),
         "tensors": len(output.tensors),
         "expert_bytes": sum(s.nbytes for s in output.tensors.values()),
-        "other_tensors": len(output.others),
-        "other_bytes": sum(s.nbytes for s in output.others.values()),
+        "other_tensors": len(output.non_expert_tensors),
+        "other_bytes": sum(s.nbytes for s in output.non_expert_tensors.values()),
         "shards": 0 if output.loose else len(output.shards),
     }
 

@@ -31,7 +31,7 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_ten
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_quantization
 from ktconvert.layouts.errors import KtconvertError
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
@@ -324,7 +324,7 @@ def make_samples(inputs: Inputs) -> Path:
 def read_output(root: Path) -> None:
     is_output(root)
     output = open_output(root)
-    check_structure(output, measure(output))
+    check_structure(output, measure_output(output))
 
 
 def load_output(root: Path) -> None:
@@ -541,7 +541,7 @@ def write_statistics(folder: Path) -> None:
     }
     gguf.write(folder / statistics.IMATRIX, tensors, metadata)
     counts = np.full((1, experts), 3)
-    write_file(folder / statistics.COUNTS, {statistics.KEY: ("I64", counts)})
+    write_file(folder / statistics.COUNTS, {statistics.COUNTS_KEY: ("I64", counts)})
     moments: dict[str, Any] = {}
     for entry in tensor_entries(SHAPES[0]):
         if entry.name == "counts":
@@ -576,7 +576,7 @@ def use_importance(input_statistics: statistics.InputStatistics) -> None:
         input_statistics.experts_without_tokens(layer)
         for expert in range(experts):
             for projection in WEIGHT_NAMES:
-                input_statistics.importance(layer, expert, projection)
+                input_statistics.read_importance(layer, expert, projection)
 
 
 def make_imatrix(inputs: Inputs) -> Path:
@@ -605,7 +605,7 @@ def read_imatrix(_: Inputs, path: Path) -> None:
 def make_counts(inputs: Inputs) -> Path:
     path, exists = inputs.file("counts", statistics.COUNTS)
     if not exists:
-        write_file(path, {statistics.KEY: ("I64", np.array([[3, 1], [2, 4]]))})
+        write_file(path, {statistics.COUNTS_KEY: ("I64", np.array([[3, 1], [2, 4]]))})
     return path
 
 

@@ -61,9 +61,9 @@ def ignored_linears(model: Path) -> list[str]:
     """Return the linears that `ktconvert gpu` ignores, so that both quantize the same linears."""
     from ktconvert.layouts.checkpoints.recognition import recognise
     from ktconvert.layouts.checkpoints.source import open_checkpoint
-    from ktconvert.layouts.outputs.ignore import ignore_list
+    from ktconvert.layouts.outputs.ignore import make_ignore_list
 
-    return list(ignore_list(recognise(open_checkpoint(str(model)))))
+    return list(make_ignore_list(recognise(open_checkpoint(str(model)))))
 
 
 def main(job: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.encodings.encoding import suffixes
+from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.outputs import FORMATS
-from ktconvert.layouts.outputs.measuring import measure
+from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.statistics.folder import encode_document
@@ -35,7 +35,7 @@ def describe(folder: Path, shapes: Mapping[int, tuple[int, int, int]], **changed
 
 def search_reference(grid: Grid, bf16: Any, importance: Any = None) -> tuple[Any, Any]:
     """Return codes and scales [n, groups] of least squared error, by the definitions."""
-    if not grid.per_row:
+    if not grid.has_row_scales:
         return group_search.search(grid, bf16, importance)
     codes, scales = scale_search.search(grid.bits, bf16, importance)
     return codes, scales[:, None]
@@ -56,7 +56,7 @@ def check_search(
     importance.
     """
     opened, weights, different = open_output(output), read_folder(source), 0
-    fmt = FORMATS[measure(opened).method]
+    fmt = FORMATS[measure_output(opened).method]
     encoding, slices = fmt.encoding, 2 if fmt.arrangement.sliced else 1
     for layer, expert, projection in linears:
         linear = weights[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"].bits
@@ -68,7 +68,7 @@ def check_search(
             )
             codes, scales = search(values, encoding.grid, own_importance)
             slice_id = SliceId(layer, expert, projection, False, numa)
-            stored = [opened.read(opened.tensors[slice_id, suffix]) for suffix in suffixes(encoding)]
+            stored = [opened.read(opened.tensors[slice_id, suffix]) for suffix in tensor_suffixes(encoding)]
             expected = [np.empty_like(data) for data in stored]
             encoding.pack(codes, scales, expected)
             for ours, theirs in zip(stored, expected, strict=True):
