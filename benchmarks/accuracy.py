@@ -25,7 +25,7 @@ from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.calibration.gptq_experts import code_steps, pack_linear
-from ktconvert.pipeline.stages.quantize_experts import quantize
+from ktconvert.pipeline.stages.quantize_experts import quantize_slice
 from ktconvert.quantizers import gptq
 from ktconvert.quantizers.quantizer import QUANTIZERS
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
@@ -76,7 +76,7 @@ def quantize_and_decode(output_format: Format, scale: str, bits: Any, inputs: F3
         return quantize_by_gptq(output_format, bits, inputs)
     importance = (inputs.astype(np.float64) ** 2).mean(0).astype(np.float32) if scale == "imatrix" else None
     stored = [np.empty(tensor.nbytes, np.uint8) for tensor in output_format.encoding.tensors(n, k)]
-    quantize(output_format.encoding, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
+    quantize_slice(output_format.encoding, QUANTIZERS[scale], Matrix(bits, BF16), stored, importance)
     return output_format.encoding.decode(stored, n, k, slice(None))
 
 
@@ -90,7 +90,7 @@ def quantize_by_gptq(output_format: Format, bits: Any, inputs: F32) -> F32:
         hessian.add(torch.from_numpy(batch).bfloat16())
     stored = [np.empty(tensor.nbytes, np.uint8) for tensor in output_format.encoding.tensors(n, k)]
     importance = torch.diagonal(hessian.sum).numpy().copy()
-    quantize(output_format.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
+    quantize_slice(output_format.encoding, QUANTIZERS["imatrix"], Matrix(bits, BF16), stored, importance)
     scale = output_format.encoding.unpack_scales(stored[-1], n, k)
     code_range, wide = output_format.encoding.grid.code_range, code_steps(output_format.encoding, scale)
     weight = torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16)

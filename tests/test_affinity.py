@@ -257,11 +257,11 @@ def test_a_conversion_uses_the_cpus_of_the_process(tmp_path: Path, example: Path
     script = """
 from ktconvert.pipeline.cli import main
 from ktconvert.pipeline.stages import quantize_experts
-quantize, seen = quantize_experts.quantize, set()
+quantize, seen = quantize_experts.quantize_slice, set()
 def watched(*arguments):
     seen.add(tuple(cpus_of(threading.get_native_id())))
     return quantize(*arguments)
-quantize_experts.quantize = watched
+quantize_experts.quantize_slice = watched
 bound, out, source = sys.argv[1:]
 os.sched_setaffinity(threading.get_native_id(), {int(bound)})
 sys.argv[1:] = ["cpu", "-i", source, "-o", out, "-q"]

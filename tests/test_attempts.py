@@ -31,9 +31,9 @@ def paths(tmp_path: Path) -> Paths:
 
 def finish_attempt(paths: Paths) -> Attempt:
     """Write an attempt of 4 bytes with its record."""
-    attempt = attempts.begin(paths, UNIT, "run")
+    attempt = attempts.begin_attempt(paths, UNIT, "run")
     (paths.partial / attempt.name).write_bytes(b"0123")
-    return attempts.finish(paths, attempt, Result((Written("", 4, "0" * 64),), 1), ())
+    return attempts.record_result(paths, attempt, Result((Written("", 4, "0" * 64),), 1), ())
 
 
 INVALID: dict[str, dict[str, Any]] = {
@@ -49,8 +49,8 @@ INVALID: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", INVALID)
 def test_invalid_records_are_ignored_and_swept(paths: Paths, case: str) -> None:
     edit_json(paths.attempts / f"{finish_attempt(paths).name}.json", lambda record: record.update(INVALID[case]))
-    assert attempts.read(paths) == []
-    attempts.sweep(paths)
+    assert attempts.read_attempts(paths) == []
+    attempts.remove_useless_files(paths)
     assert conversion.names(paths.root) == ["attempts", "partial"]
 
 
@@ -60,7 +60,7 @@ def test_files_outside_the_partial_folder_do_not_complete_an_attempt(paths: Path
     edit_json(
         paths.attempts / f"{finish_attempt(paths).name}.json", lambda record: record["result"].update(files=files)
     )
-    (read,) = attempts.read(paths)
+    (read,) = attempts.read_attempts(paths)
     assert not read.is_whole(paths)
 
 
@@ -70,8 +70,8 @@ def test_names_cannot_point_outside_the_folder(paths: Paths) -> None:
     for name in ("", ".", ".."):
         wrong = {"name": name, "result": None, "failure": "no"}
         (paths.attempts / f"{name}.json").write_text(json.dumps(record | wrong))
-    attempts.sweep(paths)
-    assert attempts.read(paths) == [attempt]
+    attempts.remove_useless_files(paths)
+    assert attempts.read_attempts(paths) == [attempt]
     assert attempt.is_whole(paths)
 
 
@@ -80,7 +80,7 @@ CODE = """
 import sys; sys.path.insert(0, sys.argv[2])
 from pathlib import Path
 from test_attempts import UNIT, attempts, locate
-print(attempts.begin(locate(Path(sys.argv[1])), UNIT, "run").name)
+print(attempts.begin_attempt(locate(Path(sys.argv[1])), UNIT, "run").name)
 """
 
 
@@ -90,8 +90,8 @@ def test_attempts_of_two_containers_with_equal_pids_stay_apart(paths: Paths) -> 
     command = [*CONTAINER, sys.executable, "-c", CODE, str(paths.output), str(Path(__file__).parent)]
     names = {subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for _ in range(2)}
     assert len(names) == 2
-    assert {attempt.name for attempt in attempts.read(paths)} == names
-    assert {attempt.process.pid for attempt in attempts.read(paths)} == {1}
+    assert {attempt.name for attempt in attempts.read_attempts(paths)} == names
+    assert {attempt.process.pid for attempt in attempts.read_attempts(paths)} == {1}
 
 
 def test_files_of_dead_processes_are_removed_and_their_records_kept(paths: Paths) -> None:
@@ -101,7 +101,7 @@ def test_files_of_dead_processes_are_removed_and_their_records_kept(paths: Paths
     own = Holder.this()
     dead = Holder(ended.pid, own.host, own.boot, start, own.namespace)
     elsewhere = Holder(ended.pid, "elsewhere", own.boot, start, own.namespace)
-    unfinished = [attempts.begin(paths, UNIT, "run") for _ in range(3)]
+    unfinished = [attempts.begin_attempt(paths, UNIT, "run") for _ in range(3)]
     for attempt, process in zip(unfinished, (dead, elsewhere, own), strict=True):
         record = {"process": msgspec.structs.asdict(process)}
         edit_json(paths.attempts / f"{attempt.name}.json", lambda document, record=record: document.update(record))
@@ -110,5 +110,5 @@ def test_files_of_dead_processes_are_removed_and_their_records_kept(paths: Paths
     attempts.remove_dead_files(paths)
     kept = sorted(attempt.name for attempt in (*unfinished[1:], finished))
     assert conversion.names(paths.partial) == kept
-    assert attempts.read(paths, UNIT, known=[attempt.name for attempt in unfinished]) == [finished]
-    assert len(attempts.read(paths)) == 4
+    assert attempts.read_attempts(paths, UNIT, known=[attempt.name for attempt in unfinished]) == [finished]
+    assert len(attempts.read_attempts(paths)) == 4

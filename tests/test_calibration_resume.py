@@ -114,7 +114,7 @@ class Conversions:
 
     def finished_units(self, output: Path) -> set[str]:
         journal_file = output.with_name("out.work") / "journal.jsonl"
-        done = journal.find_finished_units(journal.read(journal_file)).values() if journal_file.exists() else ()
+        done = journal.find_finished_units(journal.read_records(journal_file)).values() if journal_file.exists() else ()
         return {record.unit.removeprefix(f"{self.stage}.") for record in done}
 
     def calls_within(self, unit: str) -> list[int]:

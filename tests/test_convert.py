@@ -171,11 +171,11 @@ def test_a_source_that_is_truncated_during_conversion_gives_one_sentence(
     program = f"""
 import os, sys
 from ktconvert.pipeline.stages import quantize_experts as experts
-quantize = experts.quantize
+quantize = experts.quantize_slice
 def truncate_source(*arguments):
     os.truncate({str(shard)!r}, 100_000)
     return quantize(*arguments)
-experts.quantize = truncate_source
+experts.quantize_slice = truncate_source
 from ktconvert.pipeline.cli import main
 sys.argv = ['ktconvert', 'cpu', '-i', {str(source)!r}, '-o', {str(tmp_path / "out")!r}]
 main()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ktconvert.native_quant import kernels, machine
-from ktconvert.pipeline.cli.doctor import Disk, MachineReport, machine_rows, measure_disk, warnings
+from ktconvert.pipeline.cli.doctor import Disk, MachineReport, find_problems, machine_rows, measure_disk
 from rig.conversion import run_in_process
 
 GIB = 1 << 30
@@ -45,7 +45,7 @@ PROBLEMS = {
 
 
 def test_good_server_has_no_warnings() -> None:
-    assert list(warnings(SERVER)) == []
+    assert list(find_problems(SERVER)) == []
     assert SERVER.kt_flags == {"--kt-cpuinfer": 96, "--kt-threadpool-count": 2}
     assert dict(machine_rows(SERVER))["AMX"] == "permitted"
     assert dict(machine_rows(SERVER))["XCR0"] == "AVX, AVX-512, AMX"
@@ -56,7 +56,7 @@ def test_good_server_has_no_warnings() -> None:
 def test_each_problem_gives_a_sentence(problem: str) -> None:
     change, expected = PROBLEMS[problem]
     facts = replace(SERVER, **change)
-    for sentence, words in zip(warnings(facts), expected, strict=True):
+    for sentence, words in zip(find_problems(facts), expected, strict=True):
         assert words in sentence and sentence.endswith(".")
 
 

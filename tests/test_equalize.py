@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.tensors import PROJECTIONS
-from ktconvert.pipeline.stages.quantize_experts import importance_of
+from ktconvert.pipeline.stages.quantize_experts import make_importance_reader
 from ktconvert.quantizers import equalizing
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 from rig import conversion
@@ -197,7 +197,7 @@ def test_importance_grows_with_the_inputs(source: Path) -> None:
     with open_checkpoint(str(source)) as checkpoint:
         model = moe_model.equalize(recognise(checkpoint), (0, 1))
         equal_importance: Any = SimpleNamespace(importance=lambda *_: np.ones(WIDTH, np.float32))
-        by_layer = [importance_of(model, equal_importance, layer) for layer in (0, 1)]
+        by_layer = [make_importance_reader(model, equal_importance, layer) for layer in (0, 1)]
         exponents = model.exponents(0, 2)
     assert exponents is not None
     importance = [function and function(2, "down") for function in by_layer]

@@ -156,10 +156,10 @@ def test_the_journal_records_attempts_made_without_a_coordinator(inputs: dict[st
     with WorkDir(locate(tmp_path / "out")) as work:
         child = os.fork()
         if child == 0:
-            attempts.begin(work.paths, dead, "a run")
+            attempts.begin_attempt(work.paths, dead, "a run")
             os._exit(0)
         os.waitpid(child, 0)
-        attempts.begin(work.paths, running, "a run")
+        attempts.begin_attempt(work.paths, running, "a run")
     for _ in range(2):  # records are not written twice
         with WorkDir(locate(tmp_path / "out")) as work:
             recorded = [(type(r), r.unit, r.pid) for r in work.journal.records if isinstance(r, journal.UnitEvent)]

@@ -86,9 +86,9 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.cli.version.wheel_tag": "files of the installation",
     "ktconvert.pipeline.cli.eval.eval": "calls a read_text that has a row",
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
-    "ktconvert.pipeline.engine.assemble.fill": "a file that the same run has written",
+    "ktconvert.pipeline.engine.assemble.fill_output_folder": "a file that the same run has written",
     "ktconvert.pipeline.models.fine_tuning.": "files of the same run; files of other runs never raise",
-    "ktconvert.pipeline.plans.train._identity": "headers, which have rows",
+    "ktconvert.pipeline.plans.train._identify_file": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "reads no file",
     "ktconvert.pipeline.engine.worker._open_plan": "compares a name with the whole content of a file",
     "ktconvert.pipeline.calibration.portions.load_tensors": "compares a hash with the whole content of a file",
@@ -164,7 +164,7 @@ def test_a_record_without_a_fingerprint_does_not_count(inputs: Inputs) -> None:
     path = inputs.work.journal
     with restore_file(path) as original:
         path.write_bytes(original.replace(b'"fingerprint"', b'"footprint"'))
-        assert journal.find_finished_units(journal.read(path)) == {}
+        assert journal.find_finished_units(journal.read_records(path)) == {}
         assert run_command("resume", inputs.broken, "--dry-run") == 0
 
 
@@ -173,7 +173,7 @@ def test_a_record_with_an_impossible_file_name_gives_no_error(name: str, inputs:
     path = inputs.work.journal
     with restore_file(path) as original:
         path.write_bytes(original.replace(b'"files": [[""', b'"files": [[' + json.dumps(name).encode()))
-        assert journal.find_finished_units(journal.read(path))
+        assert journal.find_finished_units(journal.read_records(path))
         assert run_command("resume", inputs.broken, "--dry-run") == 0
 
 

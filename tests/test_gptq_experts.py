@@ -16,7 +16,7 @@ from ktconvert.layouts.outputs.slices import Slicing, cut_slices
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights
 from ktconvert.pipeline.calibration.gptq_experts import GptqVisitor
-from ktconvert.pipeline.stages.quantize_experts import quantize
+from ktconvert.pipeline.stages.quantize_experts import quantize_slice
 from ktconvert.pipeline.verify.expert_checks import ROWS, judge_calibrated
 from ktconvert.quantizers.quantizer import GPTQ
 from rig import reference, scale_search
@@ -74,7 +74,9 @@ def compensate(
         chunks = cut_slices(projection, experts[expert][projection], numa)
         for numa_slice, chunk in zip(grid.slices(expert, projection), chunks, strict=True):
             out = [np.empty(tensor.nbytes, np.uint8) for tensor in encoding.tensors(numa_slice.n, numa_slice.k)]
-            quantize(encoding, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, numa_slice.cut_columns(importance))
+            quantize_slice(
+                encoding, GPTQ, Matrix(np.ascontiguousarray(chunk), BF16), out, numa_slice.cut_columns(importance)
+            )
             slices.append((numa_slice, out))
         return slices
 
@@ -183,7 +185,7 @@ def linear() -> tuple[Matrix, list[Any], list[Any]]:
     matrix = Matrix(bf16, BF16)
     rounded, stored = ([np.empty(t.nbytes, np.uint8) for t in AMXINT4.tensors(*bf16.shape)] for _ in range(2))
     AMXINT4.quantize(matrix, rounded)
-    quantize(AMXINT4, GPTQ, matrix, stored)
+    quantize_slice(AMXINT4, GPTQ, matrix, stored)
     return matrix, stored, rounded
 
 
@@ -198,20 +200,20 @@ def change_code(stored: list[Any], row: int, code: int) -> list[Any]:
 def test_verify_finds_illegal_codes_and_scales(linear: Any, all_rows: bool) -> None:
     """They are found in any row, even if verify only measures the error of some rows."""
     matrix, stored, rounded = linear
-    assert judge_calibrated(AMXINT4, matrix, stored, rounded, whole=all_rows)[2] == ""
+    assert judge_calibrated(AMXINT4, matrix, stored, rounded, all_rows=all_rows)[2] == ""
     sampled = np.unique(np.linspace(0, WIDTH - 1, ROWS).astype(int))
     for row in (0, int(np.setdiff1d(np.arange(WIDTH), sampled)[9]), WIDTH - 1):
-        assert judge_calibrated(AMXINT4, matrix, change_code(stored, row, 7), rounded, whole=all_rows)[2] == ""
-        problem = judge_calibrated(AMXINT4, matrix, change_code(stored, row, -8), rounded, whole=all_rows)[2]
+        assert judge_calibrated(AMXINT4, matrix, change_code(stored, row, 7), rounded, all_rows=all_rows)[2] == ""
+        problem = judge_calibrated(AMXINT4, matrix, change_code(stored, row, -8), rounded, all_rows=all_rows)[2]
         assert problem == "has a code outside -7 to 7", row
         scales = stored[1].view(np.float32).copy()
         scales[row] = np.nan
-        problem = judge_calibrated(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, whole=all_rows)[2]
+        problem = judge_calibrated(AMXINT4, matrix, [stored[0], scales.view(np.uint8)], rounded, all_rows=all_rows)[2]
         assert problem == "has a scale that is not finite", row
 
 
 def test_verify_finds_codes_of_a_different_expert(linear: Any) -> None:
     matrix, _, rounded = linear
     other = [np.empty_like(tensor) for tensor in rounded]
-    quantize(AMXINT4, GPTQ, Matrix(weights_of(np.random.default_rng(8), "gauss")["gate"], BF16), other)
-    assert "times that of rounding to nearest" in judge_calibrated(AMXINT4, matrix, other, rounded, whole=False)[2]
+    quantize_slice(AMXINT4, GPTQ, Matrix(weights_of(np.random.default_rng(8), "gauss")["gate"], BF16), other)
+    assert "times that of rounding to nearest" in judge_calibrated(AMXINT4, matrix, other, rounded, all_rows=False)[2]

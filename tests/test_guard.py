@@ -109,7 +109,7 @@ def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, inputs_f
         unit = Unit("checkpoint", "2", (1,), 0, None, folder=True)
         (work.paths.store / unit.stored_name).mkdir()
         (work.paths.store / unit.stored_name / "file").write_text("hours of work")
-        work.record(unit, FinishedUnit(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
+        work.record_finished(unit, FinishedUnit(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
     before_run = tree(work.paths.root)
     done = servers.run(make_arguments(command, inputs_folder, begun), tmp_path / "log")
     assert done.returncode == OutputError.exit_code and f"command was {other}, is {command}" in done.stderr, done.stderr

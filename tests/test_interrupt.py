@@ -36,7 +36,7 @@ def test_first_signal_finishes_layers_in_flight(five_layers, tmp_path, number, c
     assert process.returncode == code, stderr
     assert "finishing the layers in flight" in stderr and f"ktconvert resume {output}" in stderr
     assert not output.exists()
-    records = journal.read(tmp_path / "out.work/journal.jsonl")
+    records = journal.read_records(tmp_path / "out.work/journal.jsonl")
     started = [r.unit for r in records if isinstance(r, journal.Start)]
     assert sorted(r.unit for r in journal.find_finished_units(records).values()) == sorted(started)
     assert 0 < len(started) < 5 and isinstance(records[-1], journal.End)

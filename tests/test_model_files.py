@@ -125,7 +125,7 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
     edit_file(model / "model.safetensors", publish)
     done = conversion.run_in_process("calibrate", model, "--output", tmp_path / "out", "--dataset", text, *FEW)
     assert done.exit_code == 0, done.exception
-    loaded, tokenizer = loading.load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
+    loaded, tokenizer = loading.load_model_and_tokenizer(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     ours = hf.load(model, cpu_weights=model, threads=1)
     for model_with_experts in (loaded, ours):
         for layer, module in enumerate(model_with_experts.model.layers):
@@ -244,7 +244,7 @@ def test_load_names_tensors_with_wrong_shapes(model, example):
     apply_change(model, example, "config.json", ("head_dim",), 32)
     message = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
     with pytest.raises(InputError, match=message):
-        loading.load(loading.ModelChoice(str(model)))
+        loading.load_model_and_tokenizer(loading.ModelChoice(str(model)))
 
 
 def test_an_unknown_model_type_is_unsupported(model, example, packed_example, text):
@@ -307,7 +307,7 @@ def test_load_decodes_quantized_non_expert_tensors(name, model, example, tmp_pat
 
     def logits(root: Path, with_own_experts: bool) -> Any:
         choice = loading.ModelChoice(str(root), cpu_weights=root if with_own_experts else None, threads=1)
-        return hf.logits(loading.load(choice)[0], torch.arange(3, 20)[None])
+        return hf.logits(loading.load_model_and_tokenizer(choice)[0], torch.arange(3, 20)[None])
 
     assert torch.equal(logits(model, False), logits(decoded, False))
     distances = hf.row_distances(logits(model, True), logits(decoded, True))
@@ -323,7 +323,7 @@ def test_load_rejects_a_model_that_transformers_would_read_from_other_files(mode
     with pytest.raises(
         InputError, match=r"weights\.safetensors is read here, and transformers would read pytorch_model"
     ):
-        loading.load(choice)
+        loading.load_model_and_tokenizer(choice)
 
 
 def test_load_rejects_experts_of_a_different_model(model, packed_example):
@@ -332,7 +332,7 @@ def test_load_rejects_experts_of_a_different_model(model, packed_example):
     def choice() -> loading.ModelChoice:
         return loading.ModelChoice(str(model), cpu_weights=packed_example("int8"), threads=1)
 
-    loading.load(choice())
+    loading.load_model_and_tokenizer(choice())
 
     def rotate(tensors: Any) -> None:
         names = [name for name in tensors if ".experts." in name and "layers.1." in name]
@@ -346,4 +346,4 @@ def test_load_rejects_experts_of_a_different_model(model, packed_example):
     with pytest.raises(
         InputError, match=f"int8-T1: expert 0 of layer 1 differs from that of {model}; give experts that were converted"
     ):
-        loading.load(choice())
+        loading.load_model_and_tokenizer(choice())

@@ -116,9 +116,9 @@ def test_a_different_count_keeps_finished_units(bench):
     """Units that no share has made can be made here."""
     expected = bench.convert_fresh()
     assert bench.cpu("--part", "0/3").returncode == 0
-    finished = {attempt.name for attempt in attempts.read(locate(bench.output))}
+    finished = {attempt.name for attempt in attempts.read_attempts(locate(bench.output))}
     assert bench.cpu("--part", "0/2").returncode == 0
-    assert {attempt.name for attempt in attempts.read(locate(bench.output))} > finished
+    assert {attempt.name for attempt in attempts.read_attempts(locate(bench.output))} > finished
     assert bench.run("resume", bench.output, "--executor", "threads").returncode == 0
     bench.check_output(expected)
 

@@ -26,7 +26,7 @@ from ktconvert.pipeline.cli.verify import verify
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify.checks import LinearError, ProjectionErrors
-from ktconvert.pipeline.verify.page import MOST_TITLES, TEMPLATES, percent, render_page
+from ktconvert.pipeline.verify.page import MOST_TITLES, TEMPLATES, format_percent, render_page
 from ktconvert.pipeline.verify.page_data import LinearScales, PageData, Scales
 from ktconvert.pipeline.verify.verify import Report
 from ktconvert.pipeline.verify.verify import verify as verify_output
@@ -127,16 +127,16 @@ def test_page_shows_the_errors_of_the_json(full_comparison):
         at = head.index(error["projection"])
         row = next(row for row in rows if row[0] == str(error["layer"]))
         assert row[at : at + 3] == [
-            percent(error["relative_error"]),
+            format_percent(error["relative_error"]),
             f"{error['cosine']:.5f}",
-            f"{error['worst_expert']} ({percent(error['worst_relative_error'])})",
+            f"{error['worst_expert']} ({format_percent(error['worst_relative_error'])})",
         ]
         cells = found.maps["Error against the source", error["projection"]]
         own = [cells[error["layer"], expert] for expert in range(8)]
-        assert own[error["worst_expert"]] == percent(error["worst_relative_error"])
+        assert own[error["worst_expert"]] == format_percent(error["worst_relative_error"])
         assert max(own, key=lambda text: float(text.split(" ")[0])) == own[error["worst_expert"]]
     assert len(rows) == 2 and len(facts["errors"]) == 6 and found.cells == 2 * 8 * 3
-    worst = [[f"layer {w['layer']}, expert {w['expert']}, {w['projection']}", percent(w["relative_error"]),
+    worst = [[f"layer {w['layer']}, expert {w['expert']}, {w['projection']}", format_percent(w["relative_error"]),
               f"{w['cosine']:.5f}"] for w in facts["worst"]]  # fmt: skip
     assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
 
@@ -160,7 +160,7 @@ def test_worst_rows_are_those_of_the_numpy_definition(output, example, full_comp
             errors = np.linalg.norm(half - y, axis=1) / np.linalg.norm(half, axis=1)
             worst.append((errors.max(), numa, int(errors.argmax())))
         largest, numa, at = max(worst)
-        assert (part, row, error) == (str(numa), str(at), percent(float(largest)))
+        assert (part, row, error) == (str(numa), str(at), format_percent(float(largest)))
 
 
 def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
@@ -179,8 +179,8 @@ def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
     for layer, counts in enumerate(COUNTS):
         for expert, count in enumerate(counts):
             title = found.maps["Use of experts", "routed tokens"][layer, expert]
-            assert title == percent(float(count / counts.sum()))
-    assert found.tables["Use of experts"][1] == ["0", "1,787", f"1 ({percent(900 / 1787)})", "1"]
+            assert title == format_percent(float(count / counts.sum()))
+    assert found.tables["Use of experts"][1] == ["0", "1,787", f"1 ({format_percent(900 / 1787)})", "1"]
 
 
 @pytest.mark.parametrize(("method", "options"), [("int8", ["--no-merge-safetensor"]), ("bf16", []), ("mxfp4", ["--layout", "kt"]), ("rawint4", []), ("int4", ["--non-experts", "keep"])])  # fmt: skip
@@ -196,7 +196,7 @@ def test_page_shows_gpu_and_dequantized_models(example, tmp_path):
     invoke(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
     assert "NUMA slice" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
-    assert found.tables["Error against the source"][1][1] == percent(facts["errors"][0]["relative_error"])
+    assert found.tables["Error against the source"][1][1] == format_percent(facts["errors"][0]["relative_error"])
     invoke(dequantize, tmp_path / "gpu", tmp_path / "bf16")
     found, facts = report(tmp_path / "bf16", tmp_path / "r.html", "--against", tmp_path / "gpu")
     assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps

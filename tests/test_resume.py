@@ -36,7 +36,7 @@ def test_a_torn_last_line_is_ignored(tmp_path, stopped):
     path = tmp_path / "torn.jsonl"
     for size in range(len(whole) - len(lines[-1]), len(whole)):
         path.write_bytes(whole[:size])
-        assert len(journal.find_finished_units(journal.read(path))) == 1
+        assert len(journal.find_finished_units(journal.read_records(path))) == 1
         book = journal.Journal(path)
         assert len(journal.find_finished_units(book.records)) == 1
         book.append(journal.End(at=1.5), sync=True)
@@ -58,7 +58,10 @@ def test_a_failed_append_keeps_other_records(tmp_path):
     assert path.read_bytes() == before
     book.append(journal.Start(unit="third"))
     book.close()
-    assert [record.unit for record in journal.read(path) if isinstance(record, journal.Start)] == ["first", "third"]
+    assert [record.unit for record in journal.read_records(path) if isinstance(record, journal.Start)] == [
+        "first",
+        "third",
+    ]
 
 
 # Changes of the journal, whose last line records the second of three units, and the number of units made again.

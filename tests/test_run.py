@@ -120,7 +120,7 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
     transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(Path(__file__).parents[1] / "examples" / "qwen3-moe-small" / name, tmp_path)
-    model, tokenizer = loading.load(loading.ModelChoice(str(tmp_path)))
+    model, tokenizer = loading.load_model_and_tokenizer(loading.ModelChoice(str(tmp_path)))
     inputs = generating.prompt_inputs(tokenizer, "def add(")
     notes: list[str] = []
     generated, speed = generating.generate_text(
@@ -194,7 +194,7 @@ def test_training_settings_in_a_config_do_not_change_the_text(file, settings, ex
     done = call(model, *options)
     assert done.exit_code == 0, done.exception
     assert done.stdout == call(example, *options).stdout
-    loaded, tokenizer = loading.load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
+    loaded, tokenizer = loading.load_model_and_tokenizer(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     loaded.generation_config.stop_strings = None
     ids = tokenizer(["import os", "def main(argv):"], return_tensors="pt", padding=True)
     assert loaded.generate(**ids, num_beams=2, max_new_tokens=2).shape[0] == 2

@@ -368,7 +368,7 @@ def test_a_pattern_of_the_ignore_list_has_a_time_limit(case, example, tmp_path):
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["ignore"].append("re:([a-z0-9_.]+)+!")
     (packed / "config.json").write_text(json.dumps(config))
-    loading.load(ModelChoice(str(packed)))
+    loading.load_model_and_tokenizer(ModelChoice(str(packed)))
 
 
 @qwen

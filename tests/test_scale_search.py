@@ -20,7 +20,7 @@ from ktconvert.layouts.encodings.encoding import scales_to_f32
 from ktconvert.layouts.encodings.pack_quantized import RAWINT4
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.pipeline.stages.quantize_experts import quantize
+from ktconvert.pipeline.stages.quantize_experts import quantize_slice
 from ktconvert.quantizers import FLOAT_GRIDS, ROW_GRIDS, SIGNED_GRIDS
 from ktconvert.quantizers.quantizer import ABSMAX, IMATRIX, MSE, minimize_squares
 from rig import group_search, isas, reference, scale_search, statistics
@@ -151,7 +151,7 @@ def test_errors_are_at_most_those_of_the_largest_value(name: str, seed: int, wei
     found = []
     for choice in (IMATRIX, ABSMAX):
         stored = [np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k)]
-        quantize(form, choice, Matrix(bf16, BF16), stored, importance)
+        quantize_slice(form, choice, Matrix(bf16, BF16), stored, importance)
         numbers = form.decode(stored, n, k, slice(None))
         found.append(errors(bf16, numbers, weights, form.grid.group or k))
         if choice is IMATRIX:
@@ -189,7 +189,7 @@ def test_encodings_are_decoded_a_few_rows_at_a_time(bits: int, kind: str) -> Non
         matrix = make_matrix(turn(values), kind, **about)
         codes, scale = scale_search.search(bits, reference.decode(matrix))
         weight, scales = (np.empty(tensor.nbytes, np.uint8) for tensor in form.tensors(n, k))
-        quantize(form, MSE, matrix, (weight, scales))
+        quantize_slice(form, MSE, matrix, (weight, scales))
         both_equal((weight, scales.view(np.float32)), (reference.pack(bits, codes), scale))
 
 
@@ -200,7 +200,9 @@ def test_non_finite_values_are_reported_with_their_position(name: str, bad: int)
     bf16[150, 9] = bad
     for choice in (ABSMAX, MSE):
         with pytest.raises(kernels.NonFinite) as caught:
-            quantize(form, choice, Matrix(bf16, BF16), [np.empty(t.nbytes, np.uint8) for t in form.tensors(256, 128)])
+            quantize_slice(
+                form, choice, Matrix(bf16, BF16), [np.empty(t.nbytes, np.uint8) for t in form.tensors(256, 128)]
+            )
         assert (caught.value.row, caught.value.column) == (150, 9)
 
 

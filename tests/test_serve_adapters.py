@@ -67,7 +67,11 @@ def folders(example, int8, tmp_path_factory) -> dict[str, Path]:
 
     def model(name: str) -> Any:
         of_original = "target_parameters" in SETTINGS[name]
-        return AutoModelForCausalLM.from_pretrained(example) if of_original else loading.load(chosen(example, int8))[0]
+        return (
+            AutoModelForCausalLM.from_pretrained(example)
+            if of_original
+            else loading.load_model_and_tokenizer(chosen(example, int8))[0]
+        )
 
     root = tmp_path_factory.mktemp("adapters")
     return {name: saved(model(name), root / name, **SETTINGS[name]) for name in SETTINGS}
@@ -76,7 +80,7 @@ def folders(example, int8, tmp_path_factory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def alone(example, int8, folders) -> dict[str, Any]:
     """Return the model and tokenizer with each adapter, each loaded separately."""
-    return {name: loading.load(chosen(example, int8, adapter=folders.get(name))) for name in NAMES}
+    return {name: loading.load_model_and_tokenizer(chosen(example, int8, adapter=folders.get(name))) for name in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +163,7 @@ def test_concurrent_answers_do_not_mix_adapters(server, expected):
 
 def test_switching_adapters_gives_identical_bits(example, int8, folders, alone):
     """This also holds for many tokens at once. The model's weights are in memory once, and unchanged."""
-    model, _ = loading.load(chosen(example, int8))
+    model, _ = loading.load_model_and_tokenizer(chosen(example, int8))
     weights = {id(parameter) for parameter in model.parameters()}
     adapters = adapter_loading.Adapters(model, folders, BASE)
     ids = torch.arange(2, 2 + 3 * 40).reshape(3, 40)
@@ -243,7 +247,7 @@ CHANGES = (
 )
 def test_serve_rejects_adapters_that_do_not_fit(settings, config, why, example, int8, folders, tmp_path):
     """Beside valid adapters. The message names the adapter and the problem."""
-    folder = saved(loading.load(chosen(example, int8))[0], tmp_path / "wrong", r=4, **settings)
+    folder = saved(loading.load_model_and_tokenizer(chosen(example, int8))[0], tmp_path / "wrong", r=4, **settings)
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     with pytest.raises((InputError, UnsupportedError), match=f"{re.escape(str(folder))}.*{re.escape(why)}"):
@@ -253,6 +257,6 @@ def test_serve_rejects_adapters_that_do_not_fit(settings, config, why, example, 
 def test_load_rejects_prompt_tuning(example, int8, tmp_path):
     """PEFT puts trained prompts before the input, not into the model."""
     tuning = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    peft.get_peft_model(loading.load(chosen(example, int8))[0], tuning).save_pretrained(tmp_path)
+    peft.get_peft_model(loading.load_model_and_tokenizer(chosen(example, int8))[0], tuning).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedError, match=r"adapter_config.json: not a LoRA adapter"):
-        loading.load(chosen(example, int8, adapter=tmp_path))
+        loading.load_model_and_tokenizer(chosen(example, int8, adapter=tmp_path))

@@ -60,7 +60,7 @@ def server(example: Path) -> Iterator[RunningServer]:
 @pytest.fixture(scope="module")
 def alone(example: Path) -> Any:
     """Return the model and its tokenizer as `ktconvert run` loads them."""
-    return loading.load(loading.ModelChoice(str(example), cpu_weights=example, threads=1))
+    return loading.load_model_and_tokenizer(loading.ModelChoice(str(example), cpu_weights=example, threads=1))
 
 
 def client(of: RunningServer) -> Any:
@@ -306,6 +306,6 @@ def test_serve_rejects_an_incomplete_model(example, tmp_path):
     model = shutil.copytree(example, tmp_path / "model")
     edit_file(model / "model.safetensors", lambda tensors: tensors.pop("model.norm.weight"))
     expected = "lacks 1 tensors of the model that config.json describes, such as model.norm.weight; compare both with the release"
-    for load in (serving.load_application, loading.load):
+    for load in (serving.load_application, loading.load_model_and_tokenizer):
         with pytest.raises(InputError, match=re.escape(f"{model}: {expected}")):
             load(loading.ModelChoice(str(model), cpu_weights=model, threads=1))

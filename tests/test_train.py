@@ -440,7 +440,9 @@ def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     output, _ = copy_of(begun[0], tmp_path)
     stopped = read_status(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
-    assert journal.find_killed_run(journal.read(locate(output).journal)) is not None  # the journal says that it runs
+    assert (
+        journal.find_killed_run(journal.read_records(locate(output).journal)) is not None
+    )  # the journal says that it runs
     with pytest.raises(OutputError, match="contains an unfinished training; see `ktconvert status`"):
         restore_options(output, read_plan(locate(output)))  # as `inspect` does
     with WorkDir(locate(output)) as work, record_run(work):

@@ -85,7 +85,7 @@ class ExpertFunction:
 
     @property
     def can_scale_up(self) -> bool:
-        """Whether scaling up scales the value, so that experts can be equalized."""
+        """True if scaling up scales the value, so that experts can be equalized."""
         return ACTIVATIONS[self.activation].scales and not self.limit and self.gated
 
     def to_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class MoeModel:
 
     @property
     def function_names(self) -> str:
-        """What the experts compute, for messages."""
+        """The functions of the experts, for messages."""
         return "; ".join(dict.fromkeys(map(str, self.functions.values())))
 
     @property

@@ -110,7 +110,7 @@ class Experts:
                     A checkpoint is always copied
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha
-                    settings of kt-kernel for files that do not record what the experts compute (limited_swiglu); if
+                    settings of kt-kernel for files that do not record what the experts compute (swiglu_function); if
                     they record it, both must agree or be 0
         transposed  whether gradients use the files of `cpu --save-backward-weights`; None: only if they exist. A
                     checkpoint has no such files, and gradients use its weights
@@ -120,7 +120,7 @@ class Experts:
             raise ValueError(f"memory must be one of {', '.join(MEMORY)}, not '{memory}'")
         path = Path(path)
         pool = pool or get_shared_pool()
-        function = limited_swiglu(swiglu_limit, swiglu_alpha)
+        function = swiglu_function(swiglu_limit, swiglu_alpha)
         required = Requirements(method, num_experts, hidden, intermediate, parts, memory, function, transposed)
         source = open_experts(path)
         packed = source.load(layer, pool, required)
@@ -336,7 +336,7 @@ def _address_table(packed: weights.LayerWeights, order: list[int], transposed: b
     return rows
 
 
-def limited_swiglu(limit: float, alpha: float) -> ExpertFunction | None:
+def swiglu_function(limit: float, alpha: float) -> ExpertFunction | None:
     """Return the function of kt-kernel's swiglu_limit and swiglu_alpha; None if both are 0.
 
     Raises ValueError for anything but finite numbers of at least 0.

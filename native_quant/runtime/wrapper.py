@@ -12,7 +12,7 @@ import torch
 from ktconvert.layouts.checkpoints.expert_function import PLAIN
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
-from ktconvert.native_quant.runtime.experts import Experts, limited_swiglu
+from ktconvert.native_quant.runtime.experts import Experts, swiglu_function
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -185,7 +185,7 @@ class KTMoEWrapper:
             parts=self.threadpool_count,
             layer=self.layer_idx,
             **self._load_options(physical_to_logical_map_cpu),
-            function=limited_swiglu(self.swiglu_limit, self.swiglu_alpha) or PLAIN,
+            function=swiglu_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN,
         )
         if self.cpu_save:
             experts.save(self.weight_path)
@@ -305,7 +305,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     if missing := [name for name in names if arguments[name] is _OMITTED]:
         raise TypeError(f"KTMoEWrapper also requires {', '.join(missing)}")
     methods.check_method(arguments["mode"], arguments["method"])
-    limited_swiglu(arguments["swiglu_limit"], arguments["swiglu_alpha"])
+    swiglu_function(arguments["swiglu_limit"], arguments["swiglu_alpha"])
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
     sizes = [arguments[name] for name in positive]
     if min(sizes) < 1 or arguments["num_experts_per_tok"] > arguments["num_experts"]:

@@ -99,9 +99,9 @@ def convert(command: str, /, *, executor: Executor | None = None, **options: Any
     from ktconvert.pipeline.plans import commands
 
     plans = plan(command, **options)
-    chosen = plans[0].options
-    commands.run(plans, executor, chosen.reporting.reporter, overwrite=chosen.existing.overwrite)
-    return [each.options.output for each in plans]
+    first_options = plans[0].options
+    commands.run(plans, executor, first_options.reporting.reporter, overwrite=first_options.existing.overwrite)
+    return [output_plan.options.output for output_plan in plans]
 
 
 def verify(

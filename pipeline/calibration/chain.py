@@ -1,7 +1,7 @@
-"""A model as a chain of units: the samples, then one layer with experts after another.
+"""A model as a chain of units: the samples, then the layers with experts in order.
 
-Each unit passes the hidden states of all sequences to the next. The caller decides what a layer's unit writes and
-which visitors its experts get.
+Each unit passes the hidden states of all sequences to the next. The caller decides which files a layer's
+unit writes and which visitors its experts get.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ SAMPLES = "samples"
 class Chain:
     """The settings that the units of a chain share.
 
-    name, version         those of its stage
+    name                  name of its stage
+    version               version of its stage
     non_experts           the checkpoint's non-expert tensors, by name
     experts_at_once       experts in memory at a time
     alternative           advice in messages about a model that cannot be calibrated
@@ -62,16 +63,16 @@ class Chain:
     @property
     def machine(self) -> Mapping[str, Any]:
         """Properties that can change bytes, of the machine where the chain was started."""
-        machine = self.options.machine.machine
-        assert machine is not None  # the plan has recorded it
-        return machine
+        properties = self.options.hardware.machine
+        assert properties is not None  # the plan has recorded them
+        return properties
 
     @functools.cached_property
-    def lm(self) -> LayeredModel:
+    def layered_model(self) -> LayeredModel:
         return LayeredModel(
             self.model.source,
             self.non_experts,
-            trust_remote_code=self.options.machine.trust_remote_code,
+            trust_remote_code=self.options.hardware.trust_remote_code,
             device=self.machine["device_type"],
             alternative=self.alternative,
         )
@@ -79,11 +80,12 @@ class Chain:
     @property
     def hidden_states_bytes(self) -> int:
         """Upper bound of the bytes of all samples' hidden states, in BF16."""
-        samples, hidden = self.options.samples, self.model.shape(self.model.layers[0])[1]
+        samples = self.options.samples
+        hidden = self.model.shape(self.model.layers[0])[1]
         tokens = samples.num_calibration_samples * samples.max_sequence_length
         return 2 * tokens * hidden if self.passes_hidden_states else 0
 
-    def samples_unit(self) -> Unit[Chain]:
+    def make_samples_unit(self) -> Unit[Chain]:
         """Return the first unit, which has all settings that can change a byte; all other units depend on it."""
         samples = self.options.samples
         return Unit(
@@ -97,13 +99,17 @@ class Chain:
             work=self,
         )
 
-    def layer_units(self) -> Iterator[Unit[LayerWork]]:
-        """Yield a unit for each layer with experts, in order; the caller adds versions, params and bytes_out."""
-        first, source = 0, self.model.source
+    def make_layer_units(self) -> Iterator[Unit[LayerWork]]:
+        """Yield an incomplete unit for each layer with experts, in order.
+
+        The caller replaces its versions, params and bytes_out, which are empty.
+        """
+        source = self.model.source
+        first = 0
         for layer in self.model.layers:
             dense_layers = tuple(range(first, layer))
             first = layer + 1
-            others = (tensor for n in (*dense_layers, layer) for tensor in _layer_tensors(self, n))
+            others = (tensor for n in (*dense_layers, layer) for tensor in _find_layer_tensors(self, n))
             tensors = [*self.model.layer_tensors(layer), *(info for tensor in others for info in tensor.reads)]
             yield Unit(
                 stage=self.name,
@@ -140,10 +146,11 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
 
     Raises InputError for sizes in config.json that the model does not have.
     """
-    source, experts = model.source, model.shape(model.layers[0])[0]
+    source = model.source
+    experts = model.shape(model.layers[0])[0]
     large = cfg.large_sizes(source.config)
-    if why := cfg.wrong_experts_per_token(source.config, experts) or cfg.wrong_size(large, source.tensors):
-        raise InputError(f"{source.companion_root / 'config.json'}: {why}")
+    if problem := cfg.wrong_experts_per_token(source.config, experts) or cfg.wrong_size(large, source.tensors):
+        raise InputError(f"{source.companion_root / 'config.json'}: {problem}")
     if not model.is_plain:
         raise UnsupportedError(
             f"{model.source.root}: its experts do not compute silu(gate) * up with routing weights on the "
@@ -151,10 +158,11 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
         )
 
 
-def _layer_tensors(chain: Chain, layer: int) -> list[OutputTensor]:
+def _find_layer_tensors(chain: Chain, layer: int) -> list[OutputTensor]:
+    """Return the non-expert tensors of a decoder layer."""
     first = chain.model.layers[0]
-    before, _, _ = f".{chain.model.weight_name(first, 0, 'gate')}".partition(f".{first}.")
-    prefix = f"{before}.{layer}.".removeprefix(".")
+    layers_name, _, _ = f".{chain.model.weight_name(first, 0, 'gate')}".partition(f".{first}.")
+    prefix = f"{layers_name}.{layer}.".removeprefix(".")
     return [tensor for name, tensor in chain.non_experts.items() if name.startswith(prefix)]
 
 
@@ -194,45 +202,52 @@ def _prepare_run(key: str, chain: Chain) -> Iterator[None]:
 def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisitor]) -> None:
     """Run all sequences through a unit's dense layers and its layer with experts."""
     work: LayerWork = unit.work
-    lm, experts_at_once, paths = work.chain.lm, work.chain.experts_at_once, context.chain_paths
+    layered_model = work.chain.layered_model
+    experts_at_once = work.chain.experts_at_once
+    paths = context.chain_paths
     workers = None if context.make_portions is None else LayerWorkers(unit, context.make_portions)
     lengths = [len(ids) for ids in read_samples(paths.finished[SAMPLES])]
     assert paths.previous is not None
-    layer_inputs = RowFile(paths.previous, sum(lengths), lm.hidden, new=False)
+    layer_inputs = RowFile(paths.previous, sum(lengths), layered_model.hidden, new=False)
     for dense_layer in work.dense_layers:
         with layer_inputs:
             path = paths.scratch / f"after-{dense_layer:03d}"
-            run = LayerRun(work.model, lm, dense_layer, lengths, experts_at_once)
+            run = LayerRun(work.model, layered_model, dense_layer, lengths, experts_at_once)
             layer_outputs = run_dense_layer(run, layer_inputs, path)
         if layer_inputs.path != paths.previous:
             layer_inputs.path.unlink()
         layer_inputs = layer_outputs
     with layer_inputs:
-        run = LayerRun(work.model, lm, work.layer, lengths, experts_at_once)
+        run = LayerRun(work.model, layered_model, work.layer, lengths, experts_at_once)
         run_expert_layer(run, visitors, layer_inputs, paths.scratch, paths.handover, workers)
 
 
 def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
     """Write the tokens of all samples, and their embeddings for the first layer."""
-    paths, lm, options = context.chain_paths, chain.lm, chain.options.samples
-    stored = paths.finished.get(SAMPLES)
-    if stored is not None and stored.exists():
-        samples = read_samples(stored)
+    paths = context.chain_paths
+    layered_model = chain.layered_model
+    options = chain.options.samples
+    old_file = paths.finished.get(SAMPLES)
+    if old_file is not None and old_file.exists():
+        samples = read_samples(old_file)
     else:
-        samples = read_samples_by_length(options, lm.tokenizer(), context.reporter.note)
+        samples = read_samples_by_length(options, layered_model.tokenizer(), context.reporter.note)
         if len(samples) < (count := options.num_calibration_samples):
             context.reporter.note(f"{options.dataset}: {len(samples)} samples, fewer than the requested {count}")
-    ids, lengths = np.concatenate(samples), np.array([len(ids) for ids in samples], np.int64)
+    ids = np.concatenate(samples)
+    lengths = np.array([len(sample) for sample in samples], np.int64)
     written = write_arrays(partial, {"input_ids": ids, "lengths": lengths}, {})
-    if (last := int(ids.max())) >= (count := lm.model.get_input_embeddings().weight.shape[0]):
+    largest_id = int(ids.max())
+    vocabulary = layered_model.hf_model.get_input_embeddings().weight.shape[0]
+    if largest_id >= vocabulary:
         raise InputError(
-            f"{lm.source.root}: its tokenizer produces token {last} for {options.dataset}, but the model has {count} "
-            "tokens; put the model's tokenizer files beside config.json."
+            f"{layered_model.source.root}: its tokenizer produces token {largest_id} for {options.dataset}, but the "
+            f"model has {vocabulary} tokens; put the model's tokenizer files beside config.json."
         )
     if paths.handover is not None:
-        with RowFile(paths.handover, len(ids), lm.hidden, new=True) as hidden_states:
+        with RowFile(paths.handover, len(ids), layered_model.hidden, new=True) as hidden_states:
             start = 0
-            for hidden in lm.embed(iter(samples)):
+            for hidden in layered_model.embed(iter(samples)):
                 hidden_states.write(start, tensor_to_bits(hidden))
                 start += len(hidden)
             hidden_states.sync()

@@ -24,7 +24,7 @@ class Accumulator(Protocol):
     def add(self, inputs: torch.Tensor, routing_weights: torch.Tensor | None = None, /) -> None:
         """Add a sequence's inputs, BF16 [T, k]; T is 0 if none of its tokens was routed to the expert.
 
-        routing_weights: those of the tokens, float32 [T], if the statistics are weighted.
+        routing_weights  weights of the tokens, float32 [T]; None unless the statistics are weighted
         """
 
 
@@ -33,12 +33,12 @@ class StatisticsSpec:
     """The statistics of each linear's inputs that a visitor needs. Visitors with equal specs share accumulators.
 
     new_accumulator  (k, device) -> an empty accumulator
-    tokens    the tokens that count for an expert. "all": every token; gate and up of all experts of a layer share one
-              accumulator. "routed": the tokens routed to it; each expert has its own accumulators. "mixed": "all" for
-              gate and up, "routed" for down
-    weighted  whether the tokens routed to an expert are weighted by their routing weights: an error of an expert's
-              output reaches the model times the token's routing weight
-    fisher    whether the visitor also needs to know how errors of the outputs change the model's predictions
+    tokens           the tokens that count for an expert. "all": every token; gate and up of all experts of a layer
+                     share one accumulator. "routed": the tokens routed to it; each expert has its own accumulators.
+                     "mixed": "all" for gate and up, "routed" for down
+    weighted         whether the tokens routed to an expert are weighted by their routing weights: an error of an
+                     expert's output reaches the model times the token's routing weight
+    fisher           whether the visitor also needs to know how errors of the outputs change the model's predictions
     """
 
     new_accumulator: Callable[[int, Any], Accumulator]
@@ -70,16 +70,16 @@ class ExpertWeights:
 class ExpertGroup:
     """Consecutive experts of a layer, with the statistics that a visitor asked for.
 
-    token_counts   counts of all experts of the layer
-    weights        weights of each expert of the group, by its number
-    gate_up        accumulators of the inputs of gate and up, by expert; {} without statistics
-    down           accumulators of the inputs of down, by expert
-    output_fisher  Fisher information of the predictions about the layer's outputs, float32 [H, H], up to a factor;
-                   None unless a visitor asked for it
-    slopes         with output_fisher, for each expert the sum of s s^T over its tokens, float32 [2 I, 2 I]; s are the
-                   derivatives of down's inputs with respect to gate and up, times the routing weight
-    portion_result result of a worker for these experts: `weights` are then the replaced ones, if a visitor replaces
-                   weights, and that visitor gets no accumulators
+    token_counts    counts of all experts of the layer
+    weights         weights of each expert of the group, by its number
+    gate_up         accumulators of the inputs of gate and up, by expert; {} without statistics
+    down            accumulators of the inputs of down, by expert
+    output_fisher   Fisher information of the predictions about the layer's outputs, float32 [H, H], up to a factor;
+                    None unless a visitor asked for it
+    slopes          with output_fisher, for each expert the sum of s s^T over its tokens, float32 [2 I, 2 I]; s are the
+                    derivatives of down's inputs with respect to gate and up, times the routing weight
+    portion_result  result of a worker for these experts: `weights` are then the replaced ones, if a visitor replaces
+                    weights, and that visitor gets no accumulators
     """
 
     layer: int
@@ -95,7 +95,7 @@ class ExpertGroup:
 class ExpertVisitor(Protocol):
     """A measurement or replacement of a layer's experts.
 
-    statistics        what it needs to know of their inputs; None if token counts are enough
+    statistics        the statistics of their inputs that it needs; None if token counts are enough
     replaces_weights  whether the next layer reads outputs of the weights that `visit` returns; true for at most one
                       visitor
     """

@@ -80,10 +80,11 @@ class SquareSums:
 class ImportanceGatherer:
     """A visitor that gathers the importance matrix of one layer.
 
-    For each input column of an expert's linears, this is the sum of squares over the tokens routed to the expert;
+    It has the sum of squares of each input column of an expert's linears, over the tokens routed to the expert;
     float64.
-    inputs  of gate and up, [experts, H]
-    middle  of down, [experts, I]
+
+    inputs  sums for gate and up, [experts, H]
+    middle  sums for down, [experts, I]
     """
 
     inputs: F64 = field(default_factory=lambda: np.empty((0, 0)))
@@ -96,7 +97,8 @@ class ImportanceGatherer:
             inputs, middle = (sums[expert].sum.cpu().numpy() for sums in (group.gate_up, group.down))
             if not self.inputs.size:
                 self.inputs, self.middle = (np.zeros((len(group.token_counts), len(x))) for x in (inputs, middle))
-            self.inputs[expert], self.middle[expert] = inputs, middle
+            self.inputs[expert] = inputs
+            self.middle[expert] = middle
 
 
 @dataclass
@@ -132,7 +134,7 @@ def _not_finite_error(layer: int, expert: int) -> VerificationError:
 
 
 def summarize_counts(counts: TokenCounts) -> dict[str, int]:
-    """Return how evenly a layer's tokens were routed, for reports; none: the number of experts without tokens."""
+    """Return how evenly a layer's tokens were routed, for reports; "none" is the number of experts without tokens."""
     return {
         "least": int(counts.min()),
         "median": int(np.median(counts)),
@@ -161,18 +163,21 @@ class LayerStatistics:
         return self.counter.token_counts[self.layer]
 
     def write(self, path: Path) -> tuple[Written, int]:
-        """Write a new file of the layer, synced; return it and its number of tensors. Errors: as of `tensors`."""
-        tensors = self.tensors()
+        """Write a new file of the layer, synced; return it and its number of tensors.
+
+        Raises VerificationError as `make_tensors` does.
+        """
+        tensors = self.make_tensors()
         return chain.write_arrays(path, tensors, {}), len(tensors)
 
-    def tensors(self) -> dict[str, Any]:
+    def make_tensors(self) -> dict[str, Any]:
         """Return the layer's arrays. Raise VerificationError for sums that are not finite in float32."""
         with np.errstate(over="ignore"):
             inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
         for values in (inputs, middle):
-            wrong = np.flatnonzero(~np.isfinite(values).all(axis=1))
-            if wrong.size:
-                raise _not_finite_error(self.layer, int(wrong[0]))
+            infinite_experts = np.flatnonzero(~np.isfinite(values).all(axis=1))
+            if infinite_experts.size:
+                raise _not_finite_error(self.layer, int(infinite_experts[0]))
         return {"counts": self.token_counts.astype("<i8"), "inputs": inputs, "middle": middle}
 
 
@@ -207,37 +212,41 @@ class ClosingWork:
 
 
 def make_closing_units(
-    own: chain.Chain, last: Unit[Any], document: Mapping[str, Any], *, in_output: bool
+    unit_chain: chain.Chain, last_layer: Unit[Any], document: Mapping[str, Any], *, in_output: bool
 ) -> list[Unit[Any]]:
-    """Return the units after the last layer, one for each file. document, in_output: as in ClosingWork."""
-    shapes = [own.model.shape(layer) for layer in own.model.layers]
-    imatrix = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
-    counts = 8 * int(document["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
+    """Return the units after the last layer's, one for each file.
+
+    document, in_output  as in ClosingWork
+    """
+    shapes = [unit_chain.model.shape(layer) for layer in unit_chain.model.layers]
+    imatrix_bytes = sum(4 * experts * (2 * hidden + width + 3) for experts, hidden, width in shapes)
+    counts_bytes = 8 * int(document["model"]["decoder_layers"]) * max(experts for experts, _, _ in shapes)
     files = (
-        (folder.IMATRIX, imatrix, _write_imatrix),
-        (folder.COUNTS, counts, _write_counts),
+        (folder.IMATRIX, imatrix_bytes, _write_imatrix),
+        (folder.COUNTS, counts_bytes, _write_counts),
         (folder.DOCUMENT, 4096, _write_document),
     )
     units: list[Unit[Any]] = []
     for key, (name, nbytes, write_file) in zip(KEYS, files, strict=True):
-        previous = (units or [last])[-1]
+        previous = (units or [last_layer])[-1]
         units.append(
             Unit(
-                stage=own.name,
+                stage=unit_chain.name,
                 key=key,
                 versions=(VERSION, folder.FORMAT),
                 params=(("after", previous.fingerprint), ("about", json.dumps(document, sort_keys=True))),
                 final=name,
                 bytes_out=nbytes,
                 in_output=in_output,
-                work=ClosingWork(own, document, write_file, in_output),
+                work=ClosingWork(unit_chain, document, write_file, in_output),
             )
         )
     return units
 
 
 def _write_imatrix(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:
-    data, model = work.document["data"], work.chain.model
+    data = work.document["data"]
+    model = work.chain.model
     nbytes, digest = write_imatrix(
         partial,
         {layer: model.shape(layer) for layer in model.layers},
@@ -250,13 +259,14 @@ def _write_imatrix(work: ClosingWork, partial: Path, paths: ChainPaths) -> Resul
 
 
 def _write_counts(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:
-    about, model = work.document["model"], work.chain.model
+    description = work.document["model"]
+    model = work.chain.model
     experts = max(model.shape(layer)[0] for layer in model.layers)
-    counts = np.zeros((about["decoder_layers"], experts), "<i8")
+    counts = np.zeros((description["decoder_layers"], experts), "<i8")
     for layer in model.layers:
-        own = work.read_layer(paths, layer).counts
-        counts[layer, : len(own)] = own
-    metadata = {key: str(about[key]) for key in ("architecture", "name", "source")}
+        layer_counts = work.read_layer(paths, layer).counts
+        counts[layer, : len(layer_counts)] = layer_counts
+    metadata = {key: str(description[key]) for key in ("architecture", "name", "source")}
     return Result((chain.write_arrays(partial, {folder.COUNTS_KEY: counts}, {"format": "pt", **metadata}),), 1)
 
 
@@ -280,25 +290,32 @@ def _write_document(work: ClosingWork, partial: Path, paths: ChainPaths) -> Resu
 
 @dataclass(frozen=True)
 class CalibrateWork(chain.LayerWork):
-    """The work of a layer's unit. moments: whether second moments are written too."""
+    """The work of a layer's unit.
+
+    moments  whether second moments are written, too
+    """
 
     moments: bool
 
 
-def stage(
+def make_stage(
     model: MoeModel,
     options: CalibrateOptions,
     non_experts: Mapping[str, OutputTensor],
     experts_at_once: int,
     document: Mapping[str, Any],
 ) -> Stage[Any]:
-    """Return the chain of `calibrate`. Arguments: as in chain.Chain and ClosingWork."""
-    own = chain.Chain(
+    """Return the chain of `calibrate`.
+
+    non_experts, experts_at_once  as in chain.Chain
+    document                      as in ClosingWork
+    """
+    unit_chain = chain.Chain(
         NAME, CHAIN_VERSION, model, options, non_experts, experts_at_once, ALTERNATIVE, CALIBRATE_REMEDIES
     )
     moments = options.second_moments
-    units: list[Unit[Any]] = [own.samples_unit()]
-    for unit in own.layer_units():
+    units: list[Unit[Any]] = [unit_chain.make_samples_unit()]
+    for unit in unit_chain.make_layer_units():
         layer = unit.work.layer
         units.append(
             replace(
@@ -308,10 +325,10 @@ def stage(
                 final=second_moments.file_name(layer) if moments else "",
                 bytes_out=(moments_bytes if moments else layer_bytes)(model, layer),
                 in_output=moments,
-                work=CalibrateWork(own, layer, unit.work.dense_layers, moments),
+                work=CalibrateWork(unit_chain, layer, unit.work.dense_layers, moments),
             )
         )
-    units += make_closing_units(own, units[-1], document, in_output=True)
+    units += make_closing_units(unit_chain, units[-1], document, in_output=True)
     run = functools.partial(chain.run_unit, _run_layer)
     run_portion = functools.partial(chain.run_portion, _run_portion)
     return Stage(NAME, "gather statistics of experts' inputs", tuple(units), run, chain=True, run_portion=run_portion)
@@ -324,22 +341,23 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     statistics = LayerStatistics(work.layer)
     if work.moments:
         entries = second_moments.tensor_entries(work.model.shape(work.layer))
-        plan, tensors = plan_shard(entries, {"format": "pt", "layer": str(work.layer)}), len(entries)
+        tensor_count = len(entries)
+        plan = plan_shard(entries, {"format": "pt", "layer": str(work.layer)})
         with DirectFile(partial, plan.size) as file:
             file.append(plan.header)
             chain.run_layers(unit, context, (*statistics.visitors, MomentsWriter(file)))
-            chain.append_arrays(file, statistics.tensors().values())
+            chain.append_arrays(file, statistics.make_tensors().values())
             written = Written("", plan.size, file.close())
     else:
         chain.run_layers(unit, context, statistics.visitors)
-        written, tensors = statistics.write(partial)
+        written, tensor_count = statistics.write(partial)
     context.reporter.advance(unit.bytes_in)
     summary = summarize_counts(statistics.token_counts)
-    return Result((written,), tensors, {"layer": work.layer, "routed_tokens": summary})
+    return Result((written,), tensor_count, {"layer": work.layer, "routed_tokens": summary})
 
 
 def _run_portion(layer_unit: Unit[CalibrateWork], portion: Portion, partial: Path) -> Result:
     work = layer_unit.work
     specs = list_specs(LayerStatistics(work.layer).visitors) + ([MomentsWriter.statistics] if work.moments else [])
-    result = visit_portion(work.model, work.chain.lm, work.layer, portion, specs)
+    result = visit_portion(work.model, work.chain.layered_model, work.layer, portion, specs)
     return Result((portions.save_tensors(partial, result),), 0)

@@ -1,6 +1,6 @@
 """GPTQ of one layer's experts: as a visitor in a layer run, or by llmcompressor's oneshot on the whole model.
 
-`--engine oneshot` loads the whole model into memory; it is there to compare `--engine stream` with.
+`--engine oneshot` loads the whole model into memory; its purpose is to compare `--engine stream` with it.
 """
 
 from __future__ import annotations
@@ -106,37 +106,41 @@ class GptqVisitor:
         return dequantized
 
     def export_result(self, linears: Sequence[tuple[int, str, PackedSlices]]) -> dict[str, Any]:
-        """Return a worker's result for `_restore_result`. linears: those that were written."""
+        """Return a worker's result for `_restore_result`.
+
+        linears  the linears that were written: expert, projection and slices
+        """
         import torch
 
-        tensors = [
-            (expert, projection, [[torch.from_numpy(x) for x in each] for _, each in stored])
-            for expert, projection, stored in linears
+        stored_linears = [
+            (expert, projection, [[torch.from_numpy(array) for array in arrays] for _, arrays in slices])
+            for expert, projection, slices in linears
         ]
-        return {"linears": tensors, "too_few": self.too_few_tokens, "fell_back": self.not_factorized}
+        return {"linears": stored_linears, "too_few": self.too_few_tokens, "fell_back": self.not_factorized}
 
     def _restore_result(self, group: ExpertGroup, result: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
-        for expert, projection, stored in result["linears"]:
+        """Write the linears of a worker's result; return the weights of the group, which the worker has replaced."""
+        for expert, projection, stored_slices in result["linears"]:
             width, hidden = group.weights[expert].gate.shape
             slices = Slicing(group.layer, hidden, width, self.numa).slices(expert, projection)
-            tensors = [[tensor.cpu().numpy() for tensor in each] for each in stored]
-            self.write_linear(expert, projection, [*zip(slices, tensors, strict=True)])
+            arrays = [[tensor.cpu().numpy() for tensor in tensors] for tensors in stored_slices]
+            self.write_linear(expert, projection, [*zip(slices, arrays, strict=True)])
         self.too_few_tokens += result["too_few"]
         self.not_factorized += result["fell_back"]
         return group.weights
 
     def _quantize_expert(self, group: ExpertGroup, expert: int) -> dict[str, tuple[PackedSlices, torch.Tensor]]:
         """Return each linear of an expert, and the BF16 values that its codes stand for."""
-        few_tokens = group.token_counts[expert] < self.min_tokens
+        has_few_tokens = group.token_counts[expert] < self.min_tokens
         linears: dict[str, tuple[PackedSlices, torch.Tensor]] = {}
         spec = self.statistics
         # Gate and up have the same inputs: they are quantized as one tall matrix.
-        for projections, own_tokens in ((("gate", "up"), not spec.shared_gate_up), (("down",), spec.routed_down)):
-            if few_tokens and own_tokens:
+        for projections, only_routed in ((("gate", "up"), not spec.shared_gate_up), (("down",), spec.routed_down)):
+            if has_few_tokens and only_routed:
                 linears |= {p: self._round_with_values(group, expert, p) for p in projections}
             else:
                 linears |= self._compensate(group, expert, projections)
-        if few_tokens and spec.routed_down:
+        if has_few_tokens and spec.routed_down:
             self.too_few_tokens.append(expert)
         return linears
 
@@ -144,7 +148,9 @@ class GptqVisitor:
         import torch
 
         linear = self._round_to_nearest(group, expert, projection)
-        decoded = [self.encoding.decode(tensors, one.n, one.k, slice(None)) for one, tensors in linear]
+        decoded = [
+            self.encoding.decode(tensors, numa_slice.n, numa_slice.k, slice(None)) for numa_slice, tensors in linear
+        ]
         weight = getattr(group.weights[expert], projection)
         return linear, torch.from_numpy(join_slices(projection, decoded)).to(weight)
 
@@ -152,14 +158,16 @@ class GptqVisitor:
         """Round a linear to nearest, weighted by the mean square of each input column (up to a factor) if known."""
         import torch
 
-        diagonal: F32 = torch.diagonal(_hessian(group, expert, projection).sum).float().cpu().numpy().copy()
+        hessian = _get_hessian(group, expert, projection)
+        diagonal: F32 = torch.diagonal(hessian.sum).float().cpu().numpy().copy()
         return self.round_to_nearest(expert, projection, diagonal if diagonal.any() else None)
 
     def _initial_scales(self, group: ExpertGroup, expert: int, projection: str) -> Scales:
         """Return the scales of rounding a linear to nearest, [n, groups]."""
         assert self.encoding.unpack_scales is not None
         linear = self._round_to_nearest(group, expert, projection)
-        return join_slices(projection, [self.encoding.unpack_scales(last, one.n, one.k) for one, (*_, last) in linear])
+        scales = [self.encoding.unpack_scales(last, numa_slice.n, numa_slice.k) for numa_slice, (*_, last) in linear]
+        return join_slices(projection, scales)
 
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
@@ -169,49 +177,58 @@ class GptqVisitor:
         items = [(expert, projection) for projection in projections]
         weight = torch.cat([getattr(group.weights[expert], projection) for projection in projections])
         scales = np.concatenate([self._initial_scales(group, *item) for item in items])
-        scale = code_steps(self.encoding, scales).to(weight.device)
+        steps = code_steps(self.encoding, scales).to(weight.device)
         try:
             with torch.inference_mode():
                 shared = projections[0] == "gate" and self.statistics.shared_gate_up
-                metric = self._error_metric(_hessian(group, *items[0]), shared=shared)
-                rows = self._factorize_outputs(group, expert, projections)
-                if rows is None:
-                    chosen, values = self._choose_codes(weight, scale, metric)
+                metric = self._make_error_metric(_get_hessian(group, *items[0]), shared=shared)
+                output_rows = self._factorize_outputs(group, expert, projections)
+                if output_rows is None:
+                    chosen, values = self._choose_codes(weight, steps, metric)
                 else:
                     chosen = predictions.round_rows(
-                        weight, rows, lambda some, numbers: self._choose_codes(some, scale[numbers], metric)[0]
+                        weight, output_rows, lambda rows, numbers: self._choose_codes(rows, steps[numbers], metric)[0]
                     )
                     values = chosen.values
-                codes, rounded = chosen.codes, values.to(weight.dtype)
+                codes = chosen.codes
+                rounded = values.to(weight.dtype)
                 if self.steps != "plain":
                     scales = scales_from_steps(self.encoding, chosen.scale)
         except gptq.NotFinite as error:
-            where = f"layer {group.layer}, {' and '.join(projections)} of expert {expert}"
+            linears = f"layer {group.layer}, {' and '.join(projections)} of expert {expert}"
             raise VerificationError(
-                f"{where}: {error}; the model gives NaN or infinity on this data set. Try a different --dataset, or "
+                f"{linears}: {error}; the model gives NaN or infinity on this data set. Try a different --dataset, or "
                 "an option that needs none: --quant-method RTN (gpu), --scale mse (cpu)."
             ) from error
         if metric.factor.fell_back:
             self.not_factorized += items
         width, hidden = group.weights[expert].gate.shape
-        slicing, n = Slicing(group.layer, hidden, width, self.numa), len(items)
-        linears = zip(items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True)
+        slicing = Slicing(group.layer, hidden, width, self.numa)
+        n = len(items)
+        results = zip(items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True)
         return {
-            item[1]: (pack_linear(self.encoding, item, own_codes, own_scales, slicing), values)
-            for item, own_codes, own_scales, values in linears
+            item[1]: (pack_linear(self.encoding, item, item_codes, item_scales, slicing), item_values)
+            for item, item_codes, item_scales, item_values in results
         }
 
     def _choose_codes(
-        self, weight: torch.Tensor, scale: torch.Tensor, metric: _ErrorMetric
+        self, weight: torch.Tensor, steps: torch.Tensor, metric: _ErrorMetric
     ) -> tuple[descent.CodesAndScales, torch.Tensor]:
-        """Choose codes and scales of rows of a linear, starting with these scales; return them and their values."""
-        grid, exact = self.encoding.grid, self.rounding == "float32"
+        """Choose codes and scales of rows of a linear; return them and their values.
+
+        steps  the numbers that codes are multiples of at first, as `code_steps` returns them
+        """
+        grid = self.encoding.grid
         if metric.costs is not None:
-            chosen = descent.choose_codes(weight, metric.costs, scale.float(), grid)
+            chosen = descent.choose_codes(weight, metric.costs, steps.float(), grid)
             return chosen, chosen.values
-        values = gptq.round_columns(weight, metric.factor, scale, grid.code_range)
-        values, own = (values, scale.float()) if exact else (values.bfloat16(), scale)
-        return descent.CodesAndScales(gptq.find_codes(values, own, grid.code_range), scale.float()), values
+        values = gptq.round_columns(weight, metric.factor, steps, grid.code_range)
+        if self.rounding == "float32":
+            codes = gptq.find_codes(values, steps.float(), grid.code_range)
+        else:
+            values = values.bfloat16()
+            codes = gptq.find_codes(values, steps, grid.code_range)
+        return descent.CodesAndScales(codes, steps.float()), values
 
     def _factorize_outputs(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
@@ -227,7 +244,7 @@ class GptqVisitor:
         self.shared.outputs = self.shared.outputs or predictions.factorize_information(group.output_fisher)
         return self.shared.outputs
 
-    def _error_metric(self, hessian: gptq.Hessian, *, shared: bool) -> _ErrorMetric:
+    def _make_error_metric(self, hessian: gptq.Hessian, *, shared: bool) -> _ErrorMetric:
         """Return the error metric of a Hessian. A Hessian that a layer's experts share is factorized once."""
         if shared and self.shared.metric is not None:
             return self.shared.metric
@@ -262,15 +279,16 @@ def pack_linear(
 ) -> PackedSlices:
     """Pack a linear with these codes, int8 [n, k], and scales [n, groups]; return its NUMA slices."""
     expert, projection = item
-    cut = (cut_slices(projection, whole, slicing.numa) for whole in (codes.cpu().numpy(), scales))
-    stored = allocate_slices(encoding, slicing.slices(expert, projection))
+    codes_by_slice = cut_slices(projection, codes.cpu().numpy(), slicing.numa)
+    scales_by_slice = cut_slices(projection, scales, slicing.numa)
+    packed = allocate_slices(encoding, slicing.slices(expert, projection))
     assert encoding.pack is not None
-    for (_, tensors), own_codes, own_scales in zip(stored, *cut, strict=True):
-        encoding.pack(np.ascontiguousarray(own_codes), np.ascontiguousarray(own_scales), tensors)
-    return stored
+    for (_, tensors), slice_codes, slice_scales in zip(packed, codes_by_slice, scales_by_slice, strict=True):
+        encoding.pack(np.ascontiguousarray(slice_codes), np.ascontiguousarray(slice_scales), tensors)
+    return packed
 
 
-def _hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessian:
+def _get_hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessian:
     hessian: gptq.Hessian = (group.down if projection == "down" else group.gate_up)[expert]
     return hessian
 
@@ -299,8 +317,8 @@ def run_oneshot(
             root, config=config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
         names = {experts.layer: experts.name for experts in find_experts(model)}
-        ids = [torch.from_numpy(sample)[None] for sample in samples]
-        rows: Any = [{"input_ids": one, "attention_mask": torch.ones(one.shape)} for one in ids]
+        inputs = [torch.from_numpy(sample)[None] for sample in samples]
+        rows: Any = [{"input_ids": ids, "attention_mask": torch.ones(ids.shape)} for ids in inputs]
         oneshot(
             model=model,
             dataset=torch.utils.data.DataLoader(rows, batch_size=None),

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     import torch
 
 
-Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]  # by expert: for gate and up, and for down
+# Accumulators of gate and up, and those of down, by expert.
+Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]
+STATISTICS, WEIGHTS = "evidence", "weights"  # entries of a worker's result (visit_portion)
 
 
 class GatheredGroup(NamedTuple):
@@ -55,7 +57,7 @@ class LayerRun:
     """
 
     model: MoeModel
-    lm: LayeredModel
+    layered_model: LayeredModel
     layer: int
     lengths: Sequence[int]
     experts_at_once: int
@@ -64,7 +66,7 @@ class LayerRun:
         """Yield (first row, BF16 [T, width]) of each sequence."""
         start = 0
         for length in self.lengths:
-            yield start, bits_to_tensor(rows.read(start, start + length), self.lm.device)
+            yield start, bits_to_tensor(rows.read(start, start + length), self.layered_model.device)
             start += length
 
     def gate_and_up(self, x: torch.Tensor, expert: ExpertWeights) -> list[torch.Tensor]:
@@ -75,12 +77,12 @@ class LayerRun:
 
     def down_inputs(self, x: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
         """Return the inputs of an expert's down projection for inputs [T, H], BF16 [T, I]."""
-        return self.lm.activate(self.layer, *self.gate_and_up(x, expert))
+        return self.layered_model.activate(self.layer, *self.gate_and_up(x, expert))
 
     def read_expert(self, expert: int) -> ExpertWeights:
         """Read an expert's weights from the checkpoint, decoded to BF16."""
         linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
-        return ExpertWeights(*(bits_to_tensor(kernels.decode(linear), self.lm.device) for linear in linears))
+        return ExpertWeights(*(bits_to_tensor(kernels.decode(linear), self.layered_model.device) for linear in linears))
 
 
 def run_expert_layer(
@@ -97,43 +99,45 @@ def run_expert_layer(
     scratch       folder for the inputs and outputs of the experts, each as large as layer_inputs
     output_path   path of a new, durable file for the layer's outputs; None if they are not needed
     workers       visit portions (visit_portion); None: experts are visited in this process
+
     Raises ValueError if several visitors replace weights, InputError and VerificationError as LayeredModel does.
     """
     if sum(visitor.replaces_weights for visitor in visitors) > 1:
         raise ValueError("more than one visitor replaces weights; use one run for each")
     specs = list_specs(visitors)
-    with run.lm.load_layer(run.layer), ExitStack() as files:
-        run.lm.require_causal(run.layer)
+    with run.layered_model.load_layer(run.layer), ExitStack() as files:
+        run.layered_model.require_causal(run.layer)
         rows = files.enter_context(_create_like(layer_inputs, scratch / portions.ROWS_FILE))
         inputs = _record_expert_inputs(run, layer_inputs, rows, specs)
         if output_path is None:
-            return _visit_experts(run, inputs, visitors, specs, None, workers)
+            _visit_experts(run, inputs, visitors, specs, None, workers)
+            return
         expert_outputs = files.enter_context(_create_like(layer_inputs, scratch / "outputs"))
         _visit_experts(run, inputs, visitors, specs, expert_outputs, workers)
         with _create_like(layer_inputs, output_path) as layer_outputs:
-            for (start, hidden), (_, summed) in zip(
-                run.sequences(layer_inputs), run.sequences(expert_outputs), strict=True
-            ):
+            sequences = zip(run.sequences(layer_inputs), run.sequences(expert_outputs), strict=True)
+            for (start, hidden), (_, expert_sums) in sequences:
 
-                def experts(x: torch.Tensor, *_: Any, summed: torch.Tensor = summed) -> torch.Tensor:
-                    return summed.reshape(x.shape)
+                def return_sums(x: torch.Tensor, *_: Any, sums: torch.Tensor = expert_sums) -> torch.Tensor:
+                    return sums.reshape(x.shape)
 
-                layer_outputs.write(start, tensor_to_bits(run.lm.run_layer(run.layer, hidden, experts)))
+                outputs = run.layered_model.run_layer(run.layer, hidden, return_sums)
+                layer_outputs.write(start, tensor_to_bits(outputs))
             layer_outputs.sync()
 
 
 def run_dense_layer(run: LayerRun, layer_inputs: RowFile, output_path: Path) -> RowFile:
     """Run all sequences through a layer without routed experts; return the new file of its outputs."""
     layer_outputs = _create_like(layer_inputs, output_path)
-    with run.lm.load_layer(run.layer):
-        run.lm.require_causal(run.layer)
+    with run.layered_model.load_layer(run.layer):
+        run.layered_model.require_causal(run.layer)
         for start, hidden in run.sequences(layer_inputs):
-            layer_outputs.write(start, tensor_to_bits(run.lm.run_layer(run.layer, hidden)))
+            layer_outputs.write(start, tensor_to_bits(run.layered_model.run_layer(run.layer, hidden)))
     return layer_outputs
 
 
-def _create_like(other: RowFile, path: Path) -> RowFile:
-    return RowFile(path, other.count, other.width, new=True)
+def _create_like(template: RowFile, path: Path) -> RowFile:
+    return RowFile(path, template.count, template.width, new=True)
 
 
 def list_specs(visitors: Sequence[ExpertVisitor]) -> list[StatisticsSpec]:
@@ -147,13 +151,19 @@ def _record_expert_inputs(
     """Run a loaded layer up to its experts, for all sequences; write the experts' inputs to `rows`."""
     import torch
 
-    shared = {spec: spec.new_accumulator(layer_inputs.width, run.lm.device) for spec in specs if spec.shared_gate_up}
-    inputs, needs_fisher, layer_outputs = ExpertInputs(rows, [], [], shared), any(spec.fisher for spec in specs), []
-    every = -(-layer_inputs.count // GRADIENT_TOKENS)
+    shared = {
+        spec: spec.new_accumulator(layer_inputs.width, run.layered_model.device)
+        for spec in specs
+        if spec.shared_gate_up
+    }
+    inputs = ExpertInputs(rows, [], [], shared)
+    needs_fisher = any(spec.fisher for spec in specs)
+    layer_outputs: list[torch.Tensor] = []
+    step = -(-layer_inputs.count // GRADIENT_TOKENS)  # distance of the rows with gradients
     for start, hidden in run.sequences(layer_inputs):
-        x, ids, weights, output = run.lm.expert_inputs(run.layer, hidden, to_end=needs_fisher)
+        x, ids, weights, output = run.layered_model.expert_inputs(run.layer, hidden, to_end=needs_fisher)
         if output is not None:
-            layer_outputs.append(output[-start % every :: every].clone())
+            layer_outputs.append(output[-start % step :: step].clone())
         with torch.inference_mode():
             for accumulator in shared.values():
                 accumulator.add(x)
@@ -161,8 +171,8 @@ def _record_expert_inputs(
         inputs.expert_ids.append(ids.int().cpu())
         inputs.routing_weights.append(weights.cpu())
     if needs_fisher:
-        gradients = run.lm.prediction_gradients(torch.cat(layer_outputs), seed=run.layer)
-        inputs.output_fisher = predictions.fisher_information(gradients, len(run.lm.layers) - 1 - run.layer)
+        gradients = run.layered_model.prediction_gradients(torch.cat(layer_outputs), seed=run.layer)
+        inputs.output_fisher = predictions.fisher_information(gradients, len(run.layered_model.layers) - 1 - run.layer)
     return inputs
 
 
@@ -182,17 +192,27 @@ def _visit_experts(
     else:
         groups = _gather_from_workers(run, inputs, specs, workers)
     with closing(groups):
-        for weights, statistics, slopes, result in groups:
-            final_weights: Mapping[int, ExpertWeights] = weights
+        for gathered in groups:
+            final_weights = gathered.weights
             for visitor in visitors:
-                gate_up, down = statistics.get(visitor.statistics, ({}, {})) if visitor.statistics else ({}, {})
+                accumulators: Accumulators = ({}, {})
+                if visitor.statistics is not None:
+                    accumulators = gathered.statistics.get(visitor.statistics, accumulators)
+                gate_up, down = accumulators
                 group = ExpertGroup(
-                    run.layer, token_counts, weights, gate_up, down, inputs.output_fisher, slopes, result
+                    run.layer,
+                    token_counts,
+                    gathered.weights,
+                    gate_up,
+                    down,
+                    inputs.output_fisher,
+                    gathered.slopes,
+                    gathered.portion_result,
                 )
-                replaced = visitor.visit(group)
+                new_weights = visitor.visit(group)
                 if visitor.replaces_weights:
-                    assert replaced is not None and replaced.keys() == weights.keys()
-                    final_weights = replaced
+                    assert new_weights is not None and new_weights.keys() == gathered.weights.keys()
+                    final_weights = new_weights
             if outputs is not None:
                 _add_expert_outputs(run, inputs, final_weights, outputs)
 
@@ -200,10 +220,12 @@ def _visit_experts(
 def _gather_groups(
     run: LayerRun, inputs: ExpertInputs, specs: Sequence[StatisticsSpec], experts: range
 ) -> Generator[GatheredGroup, None, None]:
-    for start in range(experts.start, experts.stop, run.experts_at_once):
-        weights = {e: run.read_expert(e) for e in range(start, min(start + run.experts_at_once, experts.stop))}
+    """Yield these experts in groups of at most experts_at_once, with their statistics."""
+    needs_slopes = inputs.output_fisher is not None
+    for first in range(experts.start, experts.stop, run.experts_at_once):
+        group = range(first, min(first + run.experts_at_once, experts.stop))
+        weights = {expert: run.read_expert(expert) for expert in group}
         slopes: dict[int, torch.Tensor] = {}
-        needs_slopes = inputs.output_fisher is not None
         statistics = _gather_statistics(run, inputs, weights, specs, slopes if needs_slopes else None)
         yield GatheredGroup(weights, statistics, slopes)
 
@@ -212,26 +234,47 @@ def _gather_from_workers(
     run: LayerRun, inputs: ExpertInputs, specs: Sequence[StatisticsSpec], workers: LayerWorkers
 ) -> Generator[GatheredGroup, None, None]:
     """Yield the results of workers for the layer's portions, in order (visit_portion)."""
-    count = run.model.shape(run.layer)[0]
-    own = portions.write_portions(workers.unit, inputs, run.lengths, specs, count, run.experts_at_once)
-    with closing(workers.make_portions(own)) as finished:
-        for portion, one in zip(own, finished, strict=True):
-            result = portions.load_tensors(one.path, one.result.files[0].sha256, run.lm.device)
+    expert_count = run.model.shape(run.layer)[0]
+    layer_portions = portions.write_portions(
+        workers.unit, inputs, run.lengths, specs, expert_count, run.experts_at_once
+    )
+    with closing(workers.make_portions(layer_portions)) as finished_portions:
+        for portion, finished in zip(layer_portions, finished_portions, strict=True):
+            sha256 = finished.result.files[0].sha256
+            result = portions.load_tensors(finished.path, sha256, run.layered_model.device)
             experts = range(portion.first, portion.stop)
-            statistics: dict[StatisticsSpec, Accumulators] = {}
-            for number, sides in result["evidence"].items():
-                spec = specs[number]
-                *gate_up, down = (
-                    {e: portions.restore_accumulator(spec, fields) for e, fields in side.items()} for side in sides
-                )
-                statistics[spec] = gate_up[0] if gate_up else dict.fromkeys(experts, inputs.shared[spec]), down
-            weights = {e: ExpertWeights(*x) for e, x in result["weights"].items()}
-            yield GatheredGroup(weights or {e: run.read_expert(e) for e in experts}, statistics, {}, result)
+            statistics = {
+                specs[number]: _restore_accumulators(specs[number], stored, experts, inputs)
+                for number, stored in result[STATISTICS].items()
+            }
+            weights = {expert: ExpertWeights(*matrices) for expert, matrices in result[WEIGHTS].items()}
+            if not weights:
+                weights = {expert: run.read_expert(expert) for expert in experts}
+            yield GatheredGroup(weights, statistics, {}, result)
+
+
+def _restore_accumulators(
+    spec: StatisticsSpec, stored: Sequence[Mapping[int, Mapping[str, Any]]], experts: range, inputs: ExpertInputs
+) -> Accumulators:
+    """Return the accumulators that a worker has stored with `_store_accumulators`, and the shared ones."""
+    *gate_up, down = (
+        {expert: portions.restore_accumulator(spec, fields) for expert, fields in accumulators.items()}
+        for accumulators in stored
+    )
+    return gate_up[0] if gate_up else dict.fromkeys(experts, inputs.shared[spec]), down
+
+
+def _store_accumulators(spec: StatisticsSpec, accumulators: Accumulators) -> list[dict[int, dict[str, Any]]]:
+    """Return the fields of accumulators by expert: those of gate and up, unless they are shared, and of down."""
+    stored_accumulators = accumulators[1:] if spec.shared_gate_up else accumulators
+    return [
+        {expert: vars(accumulator) for expert, accumulator in by_expert.items()} for by_expert in stored_accumulators
+    ]
 
 
 def visit_portion(
     model: MoeModel,
-    lm: LayeredModel,
+    layered_model: LayeredModel,
     layer: int,
     portion: Portion,
     specs: Sequence[StatisticsSpec],
@@ -239,26 +282,40 @@ def visit_portion(
 ) -> dict[str, Any]:
     """Visit a portion's experts in a worker; return the result for the run that waits for it.
 
-    The result has statistics for the visitors that replace no weights, and the replaced weights. specs: those of all
-    visitors, as `list_specs` returns them.
+    The result has two entries: STATISTICS, the accumulators for the visitors that replace no weights, by the number of
+    their spec; and WEIGHTS, the replaced weights by expert.
+
+    specs  those of all visitors, as `list_specs` returns them
     """
-    own_spec = None if replacing_visitor is None else replacing_visitor.statistics
-    with portions.open_expert_inputs(portion, specs, lm.hidden, lm.device) as (lengths, inputs):
-        run = LayerRun(model, lm, layer, lengths, portion.stop - portion.first)
+    replacing_spec = None if replacing_visitor is None else replacing_visitor.statistics
+    with portions.open_expert_inputs(portion, specs, layered_model.hidden, layered_model.device) as (lengths, inputs):
+        run = LayerRun(model, layered_model, layer, lengths, portion.stop - portion.first)
         (group,) = _gather_groups(run, inputs, specs, range(portion.first, portion.stop))
-        evidence = {
-            number: [{e: vars(x) for e, x in side.items()} for side in group.statistics[spec][spec.shared_gate_up :]]
+        statistics = {
+            number: _store_accumulators(spec, group.statistics[spec])
             for number, spec in enumerate(specs)
-            if spec != own_spec
+            if spec != replacing_spec
         }
-        replaced = None
-        if replacing_visitor is not None and own_spec is not None:
-            counts, statistics = inputs.count_tokens(model.shape(layer)[0]), group.statistics[own_spec]
-            replaced = replacing_visitor.visit(
-                ExpertGroup(layer, counts, group.weights, *statistics, inputs.output_fisher, group.slopes)
+        new_weights: Mapping[int, ExpertWeights] | None = None
+        if replacing_visitor is not None and replacing_spec is not None:
+            token_counts = inputs.count_tokens(model.shape(layer)[0])
+            gate_up, down = group.statistics[replacing_spec]
+            new_weights = replacing_visitor.visit(
+                ExpertGroup(layer, token_counts, group.weights, gate_up, down, inputs.output_fisher, group.slopes)
             )
-        weights = {e: (own.gate, own.up, own.down) for e, own in (replaced or {}).items()}
-        return {"evidence": evidence, "weights": weights}
+        weights = {
+            expert: (matrices.gate, matrices.up, matrices.down) for expert, matrices in (new_weights or {}).items()
+        }
+        return {STATISTICS: statistics, WEIGHTS: weights}
+
+
+def _iterate_expert_inputs(
+    run: LayerRun, inputs: ExpertInputs
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield of each sequence: first row, experts' inputs BF16 [T, H], expert ids and routing weights [T, k]."""
+    sequences = zip(run.sequences(inputs.rows), inputs.expert_ids, inputs.routing_weights, strict=True)
+    for (start, x), expert_ids, routing_weights in sequences:
+        yield start, x, expert_ids, routing_weights
 
 
 def _gather_statistics(
@@ -271,39 +328,60 @@ def _gather_statistics(
     """Gather statistics of a group's linears over all sequences; fill `slopes`, if given, as in ExpertGroup."""
     import torch
 
+    device = run.layered_model.device
     _, hidden, width = run.model.shape(run.layer)
     statistics: dict[StatisticsSpec, Accumulators] = {}
     for spec in specs:
-        statistics[spec] = (
-            {
-                e: inputs.shared[spec] if spec.shared_gate_up else spec.new_accumulator(hidden, run.lm.device)
-                for e in weights
-            },
-            {e: spec.new_accumulator(width, run.lm.device) for e in weights},
-        )
+        if spec.shared_gate_up:
+            gate_up = dict.fromkeys(weights, inputs.shared[spec])
+        else:
+            gate_up = {expert: spec.new_accumulator(hidden, device) for expert in weights}
+        down = {expert: spec.new_accumulator(width, device) for expert in weights}
+        statistics[spec] = gate_up, down
     if slopes is not None:
-        slopes |= {e: torch.zeros((2 * width, 2 * width), device=run.lm.device) for e in weights}
+        slopes |= {expert: torch.zeros((2 * width, 2 * width), device=device) for expert in weights}
+    # Statistics of all tokens and of routed tokens need different inputs of down, so there is a pass for each.
+    passes = sorted({spec.routed_down for spec in specs} | ({True} if slopes else set()))
     with torch.inference_mode():
-        for (_, x), ids, routing_weights in zip(
-            run.sequences(inputs.rows), inputs.expert_ids, inputs.routing_weights, strict=True
-        ):
-            for routed in sorted({spec.routed_down for spec in specs} | ({True} if slopes else set())):
-                for e, own in weights.items():
-                    tokens, choice = torch.where(ids == e)
-                    own_x = x[tokens.to(run.lm.device)] if routed else x
-                    gate_and_up = run.gate_and_up(own_x, own)
-                    down_inputs = run.lm.activate(run.layer, *gate_and_up)
-                    for spec in [spec for spec in specs if spec.routed_down == routed]:
-                        gate_up, down = statistics[spec]
-                        token_weights = routing_weights[tokens, choice].float() if spec.weighted and routed else None
-                        if not spec.shared_gate_up:
-                            gate_up[e].add(own_x, token_weights)
-                        down[e].add(down_inputs, token_weights)
-                    if slopes and routed:
-                        slope = run.lm.activation_slopes(run.layer, *gate_and_up)
-                        slope *= routing_weights[tokens, choice, None].to(slope)
-                        slopes[e].addmm_(slope.T, slope)
+        for _, x, expert_ids, routing_weights in _iterate_expert_inputs(run, inputs):
+            for routed in passes:
+                pass_statistics = {spec: statistics[spec] for spec in specs if spec.routed_down == routed}
+                for expert, expert_weights in weights.items():
+                    if not routed:
+                        _add_to_statistics(run, expert, expert_weights, x, None, pass_statistics, slopes)
+                        continue
+                    tokens, choices = torch.where(expert_ids == expert)
+                    expert_x = x[tokens.to(device)]
+                    token_weights = routing_weights[tokens, choices]
+                    _add_to_statistics(run, expert, expert_weights, expert_x, token_weights, pass_statistics, slopes)
     return statistics
+
+
+def _add_to_statistics(
+    run: LayerRun,
+    expert: int,
+    weights: ExpertWeights,
+    x: torch.Tensor,
+    token_weights: torch.Tensor | None,
+    statistics: Mapping[StatisticsSpec, Accumulators],
+    slopes: Mapping[int, torch.Tensor] | None,
+) -> None:
+    """Add an expert's inputs, for one sequence, to the statistics and slopes of the expert.
+
+    x              inputs of gate and up, BF16 [T, H]
+    token_weights  routing weights [T] of the tokens, if only those routed to the expert are given; None for all tokens
+    """
+    gate_and_up = run.gate_and_up(x, weights)
+    down_inputs = run.layered_model.activate(run.layer, *gate_and_up)
+    for spec, (gate_up, down) in statistics.items():
+        spec_weights = token_weights.float() if spec.weighted and token_weights is not None else None
+        if not spec.shared_gate_up:
+            gate_up[expert].add(x, spec_weights)
+        down[expert].add(down_inputs, spec_weights)
+    if slopes and token_weights is not None:
+        token_slopes = run.layered_model.activation_slopes(run.layer, *gate_and_up)
+        token_slopes *= token_weights[:, None].to(token_slopes)
+        slopes[expert].addmm_(token_slopes.T, token_slopes)
 
 
 def _add_expert_outputs(
@@ -312,22 +390,24 @@ def _add_expert_outputs(
     """Add the outputs of a group of experts for the tokens routed to them, in BF16, expert after expert."""
     import torch
 
-    device = run.lm.device
+    device = run.layered_model.device
     with torch.inference_mode():
-        for (start, x), ids, routing_weights in zip(
-            run.sequences(inputs.rows), inputs.expert_ids, inputs.routing_weights, strict=True
-        ):
-            first = 0 in weights
-            total = torch.zeros_like(x) if first else bits_to_tensor(outputs.read(start, start + len(x)), device)
-            for e, own in weights.items():
-                tokens, choice = torch.where(ids == e)
+        for start, x, expert_ids, routing_weights in _iterate_expert_inputs(run, inputs):
+            is_first_group = 0 in weights
+            if is_first_group:
+                sums = torch.zeros_like(x)
+            else:
+                sums = bits_to_tensor(outputs.read(start, start + len(x)), device)
+            for expert, expert_weights in weights.items():
+                tokens, choices = torch.where(expert_ids == expert)
                 if not len(tokens):
                     continue
-                token_weights = routing_weights[tokens, choice, None].to(device)
+                token_weights = routing_weights[tokens, choices, None].to(device)
                 tokens = tokens.to(device)
                 # The matrix library computes a single row differently, with different bits than the same row
                 # among others.
-                own_x = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
-                out = torch.nn.functional.linear(run.down_inputs(own_x, own), own.down)[: len(tokens)]
-                total.index_add_(0, tokens, (out * token_weights).to(total.dtype))
-            outputs.write(start, tensor_to_bits(total))
+                expert_x = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
+                down_inputs = run.down_inputs(expert_x, expert_weights)
+                down_outputs = torch.nn.functional.linear(down_inputs, expert_weights.down)[: len(tokens)]
+                sums.index_add_(0, tokens, (down_outputs * token_weights).to(sums.dtype))
+            outputs.write(start, tensor_to_bits(sums))

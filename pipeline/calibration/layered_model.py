@@ -55,6 +55,10 @@ class LayeredModel:
     tensors      the checkpoint's non-expert tensors
     device       where layers are computed
     alternative  advice in messages about a model that cannot be calibrated
+    hf_model     the transformers model
+    decoder      the module of hf_model that has the decoder layers
+    layers       the decoder layers
+
     Raises UnsupportedError for a model whose experts transformers stores in an unknown way, or that has its own code
     unless that code is trusted.
     """
@@ -78,20 +82,23 @@ class LayeredModel:
 
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        self.source, self.tensors, self.device = source, tensors, device
-        self._trusted, self._alternative = trust_remote_code, alternative
+        self.source = source
+        self.tensors = tensors
+        self.device = device
+        self._trusted = trust_remote_code
+        self._alternative = alternative
         try:
             config = pretrained.read_config(str(source.root), trust_remote_code=trust_remote_code)
         except UnsupportedError as error:
             raise error.with_remedy(f"{alternative}.") from error
-        for level in (config, config.get_text_config(decoder=True)):
-            if getattr(level, "quantization_config", None) is not None:
-                del level.quantization_config
+        for part in (config, config.get_text_config(decoder=True)):
+            if getattr(part, "quantization_config", None) is not None:
+                del part.quantization_config
         options = {"dtype": torch.bfloat16, "attn_implementation": "eager", "trust_remote_code": trust_remote_code}
         # Buffers keep their contents.
         with self._explain_errors(pretrained.BUILD), init_empty_weights(include_buffers=False):
-            self.model = pretrained.auto_class(config).from_config(config, **options).eval()
-        expert_modules = find_experts(self.model)
+            self.hf_model = pretrained.auto_class(config).from_config(config, **options).eval()
+        expert_modules = find_experts(self.hf_model)
         self._experts: dict[int, Any] = {}
         for experts in expert_modules:
             if experts.zero_ids:
@@ -99,21 +106,21 @@ class LayeredModel:
                     f"{source.root}: {experts.name} has experts that return their input, which cannot be "
                     f"calibrated yet; {alternative}."
                 )
-            module = self.model.get_submodule(experts.name)
+            module = self.hf_model.get_submodule(experts.name)
             for name in list(module._parameters):
                 del module._parameters[name]
             self._experts[experts.layer] = module
         prefix = expert_modules[0].name[: expert_modules[0].name.rindex("layers.")]
-        self.stack = self.model.get_submodule(prefix.rstrip("."))
-        self.layers = self.stack.layers
-        for module in self.model.modules():
+        self.decoder = self.hf_model.get_submodule(prefix.rstrip("."))
+        self.layers = self.decoder.layers
+        for module in self.hf_model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     module._buffers[name] = buffer.to(device)
-        self._mapping: Any = get_model_conversion_mapping(self.model)
+        self._mapping: Any = get_model_conversion_mapping(self.hf_model)
         renamings = [t for t in self._mapping if isinstance(t, WeightRenaming)]
         converters = [t for t in self._mapping if isinstance(t, WeightConverter)]
-        names = renamings, converters, self.model.base_model_prefix, self.model.state_dict()
+        names = renamings, converters, self.hf_model.base_model_prefix, self.hf_model.state_dict()
         # Name in the checkpoint -> name in the model, without routed experts.
         self._keys = {name: rename_source_key(name, *names)[0] for name in tensors}
         self._prefix = f"{prefix}layers."
@@ -121,7 +128,7 @@ class LayeredModel:
 
     @property
     def hidden(self) -> int:
-        return int(self.model.config.get_text_config(decoder=True).hidden_size)
+        return int(self.hf_model.config.get_text_config(decoder=True).hidden_size)
 
     def tokenizer(self) -> Any:
         """Return the checkpoint's tokenizer. Raise InputError if it has none."""
@@ -149,15 +156,17 @@ class LayeredModel:
         from transformers.modeling_utils import LoadStateDictConfig
 
         names = [name for name, key in self._keys.items() if key.startswith(prefix)]
-        needed = {key for key in self.model.state_dict() if key.startswith(prefix)}
-        kind, plan = torch.bfloat16, self.model._get_dtype_plan(torch.bfloat16)
+        needed = {key for key in self.hf_model.state_dict() if key.startswith(prefix)}
         config = LoadStateDictConfig(
-            device_map={"": self.device}, dtype=kind, dtype_plan=plan, weight_mapping=self._mapping
+            device_map={"": self.device},
+            dtype=torch.bfloat16,
+            dtype_plan=self.hf_model._get_dtype_plan(torch.bfloat16),
+            weight_mapping=self._mapping,
         )
         remedy = f"use the model's BF16 release, or {self._alternative}."
         stored = {name: read_tensor(self.source, self.tensors[name], remedy) for name in names}
         with self._explain_errors(pretrained.BUILD):
-            loading, _ = convert_and_load_state_dict_in_model(self.model, stored, config)
+            loading, _ = convert_and_load_state_dict_in_model(self.hf_model, stored, config)
         del stored
         if missing := sorted(needed & loading.missing_keys):
             raise InputError(
@@ -166,7 +175,7 @@ class LayeredModel:
         try:
             yield
         finally:
-            module = self.model.get_submodule(prefix.rstrip("."))
+            module = self.hf_model.get_submodule(prefix.rstrip("."))
             module.to("meta")
             for name in names:
                 for info in self.tensors[name].reads:
@@ -178,15 +187,15 @@ class LayeredModel:
         """Yield the input of the first layer for each sample, int64 [T]: BF16 [T, H]."""
         import torch
 
-        embedding = self.model.get_input_embeddings()
-        name = next(n for n, module in self.model.named_modules() if module is embedding)
+        embedding = self.hf_model.get_input_embeddings()
+        name = next(n for n, module in self.hf_model.named_modules() if module is embedding)
         with self._load_weights(f"{name}."):
             for sample in ids:
                 tokens = torch.from_numpy(np.ascontiguousarray(sample))[None].to(self.device)
                 yield self._capture_layer_input(0, input_ids=tokens)[0].detach()
 
     def _capture_layer_input(self, layer: int, **inputs: Any) -> torch.Tensor:
-        """Return the hidden states that the stack passes to a layer, with all layers skipped; record all calls."""
+        """Return the hidden states that the decoder passes to a layer, with all layers skipped; record all calls."""
         import torch
 
         captured: list[torch.Tensor] = []
@@ -203,7 +212,7 @@ class LayeredModel:
             module.forward = record
         try:
             with self._explain_errors(pretrained.COMPUTE), torch.inference_mode(), suppress(_StopForward):
-                self.stack(**inputs, use_cache=False)
+                self.decoder(**inputs, use_cache=False)
         finally:
             for module in self.layers:
                 del module.forward
@@ -248,7 +257,7 @@ class LayeredModel:
 
         calls: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-        def catch(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def record_call(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
             calls.append((x.flatten(0, -2), ids.flatten(0, -2), weights.flatten(0, -2)))
             if not to_end:
                 raise _StopForward
@@ -256,7 +265,7 @@ class LayeredModel:
 
         output = None
         with suppress(_StopForward):
-            output = self.run_layer(layer, hidden, catch)
+            output = self.run_layer(layer, hidden, record_call)
         return *calls[0], output
 
     def activate(self, layer: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -284,7 +293,8 @@ class LayeredModel:
         """
         import torch
 
-        generator, gradients = torch.Generator().manual_seed(seed), []
+        generator = torch.Generator().manual_seed(seed)
+        gradients = []
         with (
             self._load_head(),
             self._explain_errors(pretrained.COMPUTE),
@@ -293,7 +303,7 @@ class LayeredModel:
         ):
             for first in range(0, len(hidden), TOKENS_AT_ONCE):
                 outputs = hidden[first : first + TOKENS_AT_ONCE].clone()[None].to(self.device).requires_grad_()
-                logits = self.model(inputs_embeds=outputs, use_cache=False).logits[0].float()
+                logits = self.hf_model(inputs_embeds=outputs, use_cache=False).logits[0].float()
                 drawn = torch.multinomial(logits.detach().softmax(-1).cpu(), 1, generator=generator)[:, 0]
                 loss = torch.nn.functional.cross_entropy(logits, drawn.to(self.device), reduction="sum")
                 gradients.append(torch.autograd.grad(loss, outputs)[0][0].float())
@@ -302,17 +312,18 @@ class LayeredModel:
     @contextmanager
     def _load_head(self) -> Iterator[None]:
         """Hold the weights of the modules after the last layer, and make layers return their input, in the context."""
-        names = {module: name for name, module in self.model.named_modules()}
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
+        names = {module: name for name, module in self.hf_model.named_modules()}
+        embedding = self.hf_model.get_input_embeddings()
+        head = self.hf_model.get_output_embeddings()
         if head is None:
             raise UnsupportedError(f"{self.source.root}: predicts no tokens; use --gptq-steps descent.")
         tied = f"{names[head]}.weight" not in self._keys.values()
-        others = (module for module in self.stack.children() if module not in (self.layers, embedding))
-        after = [module for module in others if any(True for _ in module.parameters())]
+        others = (module for module in self.decoder.children() if module not in (self.layers, embedding))
+        last_modules = [module for module in others if any(True for _ in module.parameters())]
         with ExitStack() as loaded:
-            for module in (*after, embedding if tied else head):
+            for module in (*last_modules, embedding if tied else head):
                 loaded.enter_context(self._load_weights(f"{names[module]}."))
-            kept = head.weight
+            head_weight = head.weight
             if tied:
                 head.weight = embedding.weight
             for layer in self.layers:
@@ -320,7 +331,7 @@ class LayeredModel:
             try:
                 yield
             finally:
-                head.weight = kept
+                head.weight = head_weight
                 for layer in self.layers:
                     del layer.forward
 
@@ -332,17 +343,18 @@ class LayeredModel:
         import torch
 
         generator = torch.Generator().manual_seed(layer)
-        first = torch.randn((PROBE_TOKENS, self.hidden), generator=generator).to(torch.bfloat16)
-        other = first.clone()
-        other[-1] = torch.randn(self.hidden, generator=generator).to(torch.bfloat16)
+        hidden = torch.randn((PROBE_TOKENS, self.hidden), generator=generator).to(torch.bfloat16)
+        changed = hidden.clone()
+        changed[-1] = torch.randn(self.hidden, generator=generator).to(torch.bfloat16)
 
         def zero_output(x: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(x)
 
-        a, b = (self.run_layer(layer, x, zero_output)[:-1].float() for x in (first, other))
-        if not bool(a.isfinite().all()):
+        outputs = self.run_layer(layer, hidden, zero_output)[:-1].float()
+        changed_outputs = self.run_layer(layer, changed, zero_output)[:-1].float()
+        if not bool(outputs.isfinite().all()):
             raise InputError(f"{self.source.root / pretrained.CONFIG}: {pretrained.NOT_FINITE}; {pretrained.COMPARE}")
-        if not torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().mean())):
+        if not torch.allclose(outputs, changed_outputs, rtol=1e-2, atol=1e-2 * float(outputs.abs().mean())):
             raise VerificationError(
                 f"{self.source.root}: in layer {layer} a token sees later tokens, so calibration would be "
                 f"wrong; {self._alternative}, and tell us the model."

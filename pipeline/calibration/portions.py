@@ -1,6 +1,6 @@
 """Portions of a layer's experts for the workers of an executor.
 
-A worker reads what it needs of the layer from files, and leaves its result in a file.
+A worker reads the data of the layer from files, and writes its result to a file.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def write_portions(
     import torch
 
     inputs.rows.sync()
-    folder, size = inputs.rows.path.parent, min(EXPERTS, max_experts)
+    folder = inputs.rows.path.parent
+    size = min(EXPERTS, max_experts)
     settings = {
         "lengths": [*lengths],
         "ids": torch.cat(inputs.expert_ids),

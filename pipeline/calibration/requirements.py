@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant.runtime import transformers_version
-from ktconvert.pipeline.options.option_groups import Machine, Samples
+from ktconvert.pipeline.options.option_groups import Hardware, Samples
 from ktconvert.pipeline.report.text import size
 
 # Modules that have to be importable.
@@ -27,13 +27,14 @@ GPTQ_MODULES = (*CALIBRATE_MODULES, "llmcompressor", "compressed_tensors")
 # Packages whose versions can change bytes: of statistics, and of GPTQ.
 CALIBRATE_PACKAGES = ("torch", "transformers")
 GPTQ_PACKAGES = (*CALIBRATE_PACKAGES, "llmcompressor", "compressed-tensors")
-GROUP_BYTES = 1 << 30  # on a CPU, for the experts in memory at a time, with Hessians and working copies
+GROUP_BYTES = 1 << 30  # memory on a CPU for a group of experts, with Hessians and working copies
 GPU_SHARE = 4  # fraction of a GPU's memory for such a group: 1/4
 
 GIB = 1 << 30
 HALF, FLOAT, DOUBLE, ID = 2, 4, 8, 4  # bytes of BF16, float32, float64 and an expert's number
 LIBRARIES = 3 * GIB // 4  # the interpreter with torch, transformers and llmcompressor: 0.6 GiB measured
-CUDA = 3 * GIB // 2  # on the card besides tensors: CUDA, its kernels, unusable rest of its allocator; not measured
+# Memory of the card besides tensors: CUDA, its kernels, the unusable rest of its allocator; not measured.
+CUDA = 3 * GIB // 2
 # Eager attention, bytes per score (measured on a CPU): BF16 scores, the softmax's float32 input and its float32 output.
 SCORE = HALF + 2 * FLOAT
 GRADIENT_TOKENS = 8192  # tokens with gradients, evenly spread over all tokens
@@ -57,31 +58,31 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def require_libraries(purpose: str = "--quant-method GPTQ", modules: Sequence[str] = GPTQ_MODULES) -> None:
-    """Raise KtconvertError, which says what to install, if a library is missing or too old; configure libraries."""
+    """Configure libraries. Raise KtconvertError, with a remedy, if one is missing or too old."""
     from ktconvert.pipeline.models.loading import require_packages, set_environment
 
     require_packages(purpose, modules, "gpu")
-    if (why := transformers_version.explain_too_old()) is not None:
-        raise KtconvertError(why)
+    if (problem := transformers_version.explain_too_old()) is not None:
+        raise KtconvertError(problem)
     set_environment()
     for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
         os.environ.setdefault(f"{package}_LOG_LEVEL", "ERROR")
 
 
-def machine_properties(limits: Machine, threads: int, packages: Sequence[str]) -> dict[str, Any]:
+def read_machine_properties(hardware: Hardware, threads: int, packages: Sequence[str]) -> dict[str, Any]:
     """Return the properties of this machine that can change bytes, sorted by name.
 
     Other machines add numbers in a different order.
     """
-    if limits.force_cpu:  # before torch is imported
+    if hardware.force_cpu:  # before torch is imported
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     import torch
 
     properties: dict[str, Any] = {"threads": threads, **{name: importlib.metadata.version(name) for name in packages}}
-    if not limits.force_cpu and torch.cuda.is_available():
-        total = torch.cuda.get_device_properties(0).total_memory
-        group = min(total, limits.max_gpu_memory or total) // GPU_SHARE
-        properties |= {"device_type": "cuda", "device": torch.cuda.get_device_name(0), "group_bytes": group}
+    if not hardware.force_cpu and torch.cuda.is_available():
+        gpu_memory = torch.cuda.get_device_properties(0).total_memory
+        group_bytes = min(gpu_memory, hardware.max_gpu_memory or gpu_memory) // GPU_SHARE
+        properties |= {"device_type": "cuda", "device": torch.cuda.get_device_name(0), "group_bytes": group_bytes}
     else:
         capability = torch.backends.cpu.get_cpu_capability()
         properties |= {"device_type": "cpu", "device": f"CPU with {capability}", "group_bytes": GROUP_BYTES}
@@ -92,18 +93,25 @@ def machine_properties(limits: Machine, threads: int, packages: Sequence[str]) -
 class CalibrationShape:
     """The sizes and settings that determine a footprint.
 
-    width            I
-    quantizes        whether there are Hessians and codes; else only statistics are gathered
+    hidden           hidden size H
+    width            expert width I
+    experts          number of experts of a layer
+    heads            number of attention heads
+    samples          number of samples
+    length           number of tokens of a sample
+    bits             bits of a code
+    quantizes        whether there are Hessians and codes; otherwise only statistics are gathered
     calibrate        tokens that count for an expert, as in StatisticsSpec
-    experts_at_once  experts that are in memory together
+    experts_at_once  number of experts that are in memory together
     head             values of a head, the widest of q, k and v
     other_bytes      BF16 bytes of the largest decoder layer without its routed experts
     dense            whether dense layers precede a layer with experts, and are run with it
-    fisher           whether the Fisher information of predictions about the experts' outputs is needed
-    vocabulary       tokens that are predicted
-    top_k            experts that a token is routed to
+    top_k            number of experts that a token is routed to
+    on_gpu           whether a GPU computes
     statistics       whether GPTQ gathers statistics, too
     moments          whether sums of x xT are kept: Hessians that are not used to quantize
+    fisher           whether the Fisher information of predictions about the experts' outputs is needed
+    vocabulary       number of different tokens that can be predicted
     """
 
     hidden: int
@@ -133,20 +141,20 @@ class CalibrationShape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes in bytes.
+    """Memory and disk that a calibration run needs, in bytes.
 
-    host           peak of main memory, libraries included
+    host           peak of main memory, including libraries
     gpu            peak of the card's memory; 0 without a card
-    disk           files of activations that exist together, beside the output: inputs and outputs of a layer and of its
-                   experts, and outputs of the dense layers before it
+    disk           files of activations that exist together, in addition to the output: inputs and outputs of a layer
+                   and of its experts, and outputs of the dense layers before it
     portions       files that a layer's run and the workers of an executor exchange
     layer          the routed experts of one layer in BF16
     weights        weights in use at a time: the layer without its experts, and one group of experts, in BF16
-    hessians       of one group: gate and up's, shared or one per expert, and down's, one per expert
+    hessians       Hessians of one group: those of gate and up, shared or one per expert, and those of down
     squares        sums of squares of a layer and of one group, if statistics are gathered
-    working        working memory to quantize a linear, beside itself and its Hessian
-    scores         of eager attention, one sequence
-    hidden_states  the inputs of a layer, a file
+    working        working memory to quantize a linear, in addition to the linear and its Hessian
+    scores         attention scores of one sequence (eager attention)
+    hidden_states  the file with the inputs of a layer
     """
 
     host: int
@@ -174,16 +182,16 @@ def scratch_bytes(rows: int, width: int) -> int:
 def estimate_footprint(shape: CalibrationShape) -> Footprint:
     """Compute the footprint; the peak is the larger one of a layer's two steps, attention and a group of experts."""
     h, i, group = shape.hidden, shape.width, min(shape.experts_at_once, shape.experts)
-    expert = 3 * h * i * HALF
+    expert_bytes = 3 * h * i * HALF
     tokens = shape.samples * shape.length
     shared = h * h * FLOAT if shape.has_hessians else 0
     hessians = (group * shared if shape.calibrate == "routed" else shared) + group * i * i * FLOAT * shape.has_hessians
     squares = (shape.experts + group) * (h + i) * DOUBLE if shape.statistics or not shape.quantizes else 0
-    tall = 2 * i * shape.quantizes  # gate and up of an expert are quantized as one matrix
-    working = max(scratch_bytes(tall, h), scratch_bytes(h, i)) if shape.quantizes else 0
+    gate_up_rows = 2 * i * shape.quantizes  # gate and up of an expert are quantized as one matrix
+    working = max(scratch_bytes(gate_up_rows, h), scratch_bytes(h, i)) if shape.quantizes else 0
     working += 2 * max(h, i) ** 2 * FLOAT if shape.moments else 0  # halved, and as stored
     # Fisher information: about the layer's outputs, with its factor, and about each expert's gate and up; gradients.
-    information = shape.fisher * (2 * h * h + group * (2 * i) ** 2) * FLOAT
+    fisher_bytes = shape.fisher * (2 * h * h + group * (2 * i) ** 2) * FLOAT
     working += shape.fisher * 4 * FLOAT * max(h, 2 * i) ** 2
     logits = TOKENS_AT_ONCE * shape.vocabulary * 4 * FLOAT
     gradients = shape.fisher * (h * (shape.vocabulary * HALF + GRADIENT_TOKENS * (HALF + 2 * FLOAT)) + logits)
@@ -191,14 +199,14 @@ def estimate_footprint(shape: CalibrationShape) -> Footprint:
     sequence = ROWS * shape.length * (h + shape.heads * shape.head) * HALF
     # One sequence added to a Hessian: its product, its float32 copies; to a sum of squares: its float32 and float64
     # copies.
-    added = shared + (2 * FLOAT if shape.has_hessians else FLOAT + DOUBLE) * shape.length * h
-    attention = shape.other_bytes + shared + max(scores + sequence + added, gradients)
+    added_statistics = shared + (2 * FLOAT if shape.has_hessians else FLOAT + DOUBLE) * shape.length * h
+    attention = shape.other_bytes + shared + max(scores + sequence + added_statistics, gradients)
     codes = 2 * 3 * h * i * shape.bits // 8 * shape.quantizes
     # Experts as in the file (mapped), in BF16, and rounded; gate and up again as one matrix; codes of an expert, both
     # compensated and rounded to nearest.
     copies = (1 if shape.on_gpu else 2) + shape.quantizes
-    held = copies * group * expert + tall * h * HALF + codes
-    quantizing = held + hessians + information + squares + max(working, sequence + added)
+    held_experts = copies * group * expert_bytes + gate_up_rows * h * HALF + codes
+    quantizing = held_experts + hessians + fisher_bytes + squares + max(working, sequence + added_statistics)
     peak = max(attention, quantizing)
     hidden_states = tokens * h * HALF
     routing = tokens * shape.top_k * (ID + FLOAT)  # for all tokens, in main memory
@@ -207,14 +215,14 @@ def estimate_footprint(shape: CalibrationShape) -> Footprint:
     sent = routing + shared * (shape.calibrate != "routed") + shape.fisher * h * h * FLOAT
     returned = 3 * h * i * (8 * HALF + shape.bits + 1) // 8 * shape.quantizes  # at most one bit of scales per weight
     returned += (h + i) * DOUBLE * (squares > 0) + i * i * FLOAT * shape.moments
-    moved_to_card = shape.other_bytes + group * expert + sequence  # through main memory
+    moved_to_card = shape.other_bytes + group * expert_bytes + sequence  # through main memory
     return Footprint(
         host=LIBRARIES + routing + (moved_to_card if shape.on_gpu else peak),
         gpu=CUDA + peak if shape.on_gpu else 0,
         disk=(5 if shape.dense else 4) * hidden_states,
         portions=sent + shape.experts * returned,
-        layer=shape.experts * expert,
-        weights=shape.other_bytes + group * expert,
+        layer=shape.experts * expert_bytes,
+        weights=shape.other_bytes + group * expert_bytes,
         hessians=hessians,
         squares=squares,
         working=working,
@@ -278,7 +286,7 @@ def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
     The rest of the card is for activations and Hessians; never more than the share that kt-kernel's README advises.
     """
     free = card_gib * GIB - (needed.gpu - needed.weights)
-    share = next(share for least, share in SHARES if card_gib >= least)
+    share = next(share for minimum, share in SHARES if card_gib >= minimum)
     limit = min(int(card_gib * share), free // GIB)
     return f"{limit}GiB" if limit * GIB >= needed.weights else None
 
@@ -286,29 +294,30 @@ def max_gpu_memory(card_gib: int, needed: Footprint) -> str | None:
 def describe_footprint(shape: CalibrationShape, cards: Sequence[int] = CARDS) -> list[str]:
     """Return sentences for the plan: the required memory and disk, and a --max-gpu-memory for each card."""
     needed = estimate_footprint(shape)
-    shared = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
-    what, name = ("GPTQ", "Hessian") if shape.quantizes else ("calibration", "sum of x xT")
-    of_gate, of_down = size(shape.hidden**2 * FLOAT), size(shape.width**2 * FLOAT)
-    statistics = f"the {name} of gate and up is {of_gate}, {shared}, that of down {of_down} for each expert"
+    sharing = "for each expert" if shape.calibrate == "routed" else "shared by all its experts"
+    run_name, matrix_name = ("GPTQ", "Hessian") if shape.quantizes else ("calibration", "sum of x xT")
+    gate_size = size(shape.hidden**2 * FLOAT)
+    down_size = size(shape.width**2 * FLOAT)
+    statistics = f"the {matrix_name} of gate and up is {gate_size}, {sharing}, that of down {down_size} for each expert"
     if not shape.has_hessians:
         statistics = f"the sums of squares of their inputs are {size(needed.squares)}"
     group = min(shape.experts_at_once, shape.experts)
     count = "one at a time" if group == 1 else f"{group} at a time"
     sentences = [
-        f"{what} keeps {size(needed.disk)} of activations on disk while it runs: "
+        f"{run_name} keeps {size(needed.disk)} of activations on disk while it runs: "
         f"{shape.samples} samples of {shape.length} tokens are {size(needed.hidden_states)} at the input of each layer",
         f"one layer's experts are {size(needed.layer)} in BF16 and are processed {count}; {statistics}",
     ]
     on_gpu = needed if shape.on_gpu else estimate_footprint(replace(shape, on_gpu=True))
     limits = {card: max_gpu_memory(card, on_gpu) for card in cards}
-    fitting = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
-    small = [f"{card} GiB" for card, limit in limits.items() if not limit]
-    takes = "it needs" if shape.on_gpu else "on a GPU it would need"
-    sentences.append(f"{takes} {size(on_gpu.gpu)} of the card's memory")
-    if fitting:
-        rest = "activations and Hessians" if shape.quantizes else "activations"
-        sentences.append(f"--max-gpu-memory: {', '.join(fitting)}; the rest is for {rest}")
-    if small:
+    sufficient = [f"{limit} on a card of {card} GiB" for card, limit in limits.items() if limit]
+    too_small = [f"{card} GiB" for card, limit in limits.items() if not limit]
+    it_needs = "it needs" if shape.on_gpu else "on a GPU it would need"
+    sentences.append(f"{it_needs} {size(on_gpu.gpu)} of the card's memory")
+    if sufficient:
+        other_data = "activations and Hessians" if shape.quantizes else "activations"
+        sentences.append(f"--max-gpu-memory: {', '.join(sufficient)}; the rest is for {other_data}")
+    if too_small:
         remedies = GPTQ_REMEDIES if shape.quantizes else CALIBRATE_REMEDIES
-        sentences.append(f"cards of {', '.join(small)} are too small. {remedies}")
+        sentences.append(f"cards of {', '.join(too_small)} are too small. {remedies}")
     return sentences

@@ -96,13 +96,13 @@ class LazyGroup(click.Group):
 def _import_numpy() -> None:
     """Import NumPy without the threads of its linear algebra library, which we do not use."""
     name = "OPENBLAS_NUM_THREADS"
-    before = os.environ.get(name)
+    old_value = os.environ.get(name)
     os.environ[name] = "1"
     importlib.import_module("numpy")
-    if before is None:  # children, and PyTorch with OpenBLAS, keep their usual number of threads
+    if old_value is None:  # children, and PyTorch with OpenBLAS, keep their usual number of threads
         del os.environ[name]
     else:
-        os.environ[name] = before
+        os.environ[name] = old_value
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -164,10 +164,10 @@ def main() -> None:
         if isinstance(error, OSError) and code is None:
             from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES, no_space_sentence
 
-            where = error.filename or "the system"
+            place = error.filename or "the system"
             if error.errno in DISK_FULL_REMEDIES:
-                _fail(no_space_sentence(where, error), 4)
-            _fail(f"{where}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
+                _fail(no_space_sentence(place, error), 4)
+            _fail(f"{place}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
         if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):
             _fail(
                 "this process reached its limit of threads or memory; raise its limits (ulimit -u, ulimit -v) "
@@ -222,5 +222,5 @@ def _print(stream: TextIO, text: str) -> None:
 
 
 def _discard(stream: TextIO) -> None:
-    """Discard what a stream buffers: the interpreter would fail to write it, and exit with its own code."""
+    """Discard the buffer of a stream: the interpreter would fail to write it, and exit with its own code."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -61,7 +61,8 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     if source.damage:
         raise VerificationError(f"{path}: {source.damage[0]}; see `ktconvert verify {path}`.")
     source.require_computable()
-    config, layers = source.config, source.layers
+    config = source.config
+    layers = source.layers
     layer = layers[0] if layer is None else layer
     pool = get_shared_pool(threads)
     with Experts.load(path, layer, pool=pool) as experts:
@@ -73,9 +74,9 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
         cache = benchmark.last_level_cache()
         notes = []
         if experts.nbytes < benchmark.CACHES * cache:
-            compared = "fits in" if experts.nbytes <= cache else "is not much larger than"
+            comparison = "fits in" if experts.nbytes <= cache else "is not much larger than"
             notes.append(
-                f"the layer ({size(experts.nbytes)}) {compared} the last-level cache ({size(cache)}): "
+                f"the layer ({size(experts.nbytes)}) {comparison} the last-level cache ({size(cache)}): "
                 "cached weights are faster than a whole model's would be; measure a model with larger layers."
             )
         return {
@@ -120,7 +121,8 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
 
 def overview_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the rows that describe the layer and this machine."""
-    threads, rates = plural(document["threads"], "thread"), document["memory_by_streams"]
+    threads = plural(document["threads"], "thread")
+    rates = document["memory_by_streams"]
     rate = f"{document['memory_bytes_per_second'] / 1e9:.1f} GB/s read by {threads}"
     expert = f"{size(document['expert_bytes'])}: {document['hidden']} x {document['intermediate']}"
     return [
@@ -148,9 +150,10 @@ def format_timings(document: dict[str, Any]) -> list[tuple[str, ...]]:
     }
     rows = [tuple(columns)]
     for row in document["timings"]:
-        median, best, whole = (1e3 * row[f"seconds_{name}"] for name in ("median", "best", "all_layers"))
-        rate, share = row["bytes_per_second"] / 1e9, 100 * row["share_of_memory"]
-        shown = {**row, "median": median, "best": best, "whole": whole, "rate": rate, "share": share}
-        shown["all_per_second"] = row["tokens"] / row["seconds_all_layers"]
-        rows.append(tuple(text.format(**shown) for text in columns.values()))
+        median, best, all_layers = (1e3 * row[f"seconds_{name}"] for name in ("median", "best", "all_layers"))
+        rate = row["bytes_per_second"] / 1e9
+        share = 100 * row["share_of_memory"]
+        cells = {**row, "median": median, "best": best, "whole": all_layers, "rate": rate, "share": share}
+        cells["all_per_second"] = row["tokens"] / row["seconds_all_layers"]
+        rows.append(tuple(text.format(**cells) for text in columns.values()))
     return rows

@@ -1,4 +1,4 @@
-"""Click commands from settings classes, and settings from what click parsed."""
+"""Click commands from settings classes, and settings from parsed command lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class Command(click.Command):
     """A command whose --help lists options under the titles of their groups."""
 
     def __init__(self, name: str, cls: type[Options], function: Callable[[Any], None]) -> None:
-        self.settings, self.function = cls, function
+        self.settings = cls
+        self.function = function
         text, title, examples = inspect.cleandoc(function.__doc__ or "").partition("Examples:\n")
 
         def callback(**params: Any) -> None:
@@ -25,18 +26,18 @@ class Command(click.Command):
 
         super().__init__(
             name,
-            params=[parameter for each in option_fields(cls) for parameter in click_parameters(each)],
+            params=[parameter for option_field in option_fields(cls) for parameter in click_parameters(option_field)],
             callback=callback,
             help=text,
             epilog=f"\b\n{title}{examples}",
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {each.name: each.title for each in option_fields(self.settings)}
-        options = [each.declaration for each in option_fields(self.settings) if isinstance(each.declaration, Option)]
-        arguments = {option.argument: option.help for option in options}
+        titles = {option_field.name: option_field.title for option_field in option_fields(self.settings)}
+        declarations = [option_field.declaration for option_field in option_fields(self.settings)]
+        arguments = {option.argument: option.help for option in declarations if isinstance(option, Option)}
         groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in sorted(self.get_params(ctx), key=lambda each: not isinstance(each, click.Argument)):
+        for parameter in sorted(self.get_params(ctx), key=lambda parameter: not isinstance(parameter, click.Argument)):
             if isinstance(parameter, click.Argument):  # click before 8.5 has no help for arguments
                 row: tuple[str, str] | None = (parameter.human_readable_name, arguments[parameter.name])
             else:
@@ -54,7 +55,9 @@ class MultiValueCommand(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         from ktconvert.pipeline.cli import normalize_token
 
-        repeatable = {each.flag for each in option_fields(self.settings) if each.value_type is tuple}
+        repeatable = {
+            option_field.flag for option_field in option_fields(self.settings) if option_field.value_type is tuple
+        }
         expanded: list[str] = []
         flag: str | None = None
         for word in args:
@@ -72,8 +75,9 @@ def command(name: str, cls: type[O], kind: type[Command] = Command) -> Callable[
 
 
 def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
-    """Yield the click parameters of an option: none, an argument, an option, or both, of which one is given."""
-    option, default = option_field.declaration, option_field.default
+    """Yield the click parameters of an option: an argument, an option, or both; none for a recorded value."""
+    option = option_field.declaration
+    default = option_field.default
     if not isinstance(option, Option):
         return
     text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
@@ -82,7 +86,7 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         if not option.flags:
             return
         text = f"Same as {option.argument.upper()}."
-    show_default = not any(default is without for without in (REQUIRED, None, False, ()))
+    show_default = not any(default is hidden_default for hidden_default in (REQUIRED, None, False, ()))
     is_flag = option_field.value_type is bool
     keywords: dict[str, Any] = {"is_flag": True} if is_flag else {"type": option_field.click_type}
     if default is not REQUIRED:
@@ -100,25 +104,26 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
 def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
     """Return the settings of a command line. Raises UsageError for a value that is missing or given twice."""
     values = {}
-    for each in option_fields(cls):
-        if not isinstance(each.declaration, Option):
+    for option_field in option_fields(cls):
+        option = option_field.declaration
+        name = option_field.name
+        if not isinstance(option, Option):
             continue
-        argument, flags = each.declaration.argument, each.declaration.flags
-        if argument is None:
-            values[each.name] = params[each.name]
-        elif not flags:
-            values[each.name] = params[argument]
+        if option.argument is None:
+            values[name] = params[name]
+        elif not option.flags:
+            values[name] = params[option.argument]
         else:
-            values[each.name] = _choose_value(argument, params[argument], params[each.name])
+            values[name] = _choose_value(option.argument, params[option.argument], params[name])
     return build(cls, values)
 
 
-def options_on_command_line(cls: type[Options]) -> Iterator[OptionField]:
+def find_given_options(cls: type[Options]) -> Iterator[OptionField]:
     """Yield the options that the user wrote on the command line."""
     context = click.get_current_context()
-    for each in option_fields(cls):
-        if context.get_parameter_source(each.name) is ParameterSource.COMMANDLINE:
-            yield each
+    for option_field in option_fields(cls):
+        if context.get_parameter_source(option_field.name) is ParameterSource.COMMANDLINE:
+            yield option_field
 
 
 def _choose_value(name: str, argument: Any, option: Any) -> Any:

@@ -11,9 +11,9 @@ from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.cli import dry_run, preconditions
-from ktconvert.pipeline.cli.command import MultiValueCommand, command, options_on_command_line
+from ktconvert.pipeline.cli.command import MultiValueCommand, command, find_given_options
 from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_backend
-from ktconvert.pipeline.engine.execute import execute, remove_work_directory
+from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directory
 from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
 from ktconvert.pipeline.engine.lock import JobShare, unlock
@@ -170,20 +170,24 @@ def convert(options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
     options.existing.require_consistent()
     outputs = commands.split_outputs(options)
-    for note in dict.fromkeys(note for output in outputs for note in _option_notes(output)):
+    for note in dict.fromkeys(note for output in outputs for note in _make_option_notes(output)):
         reporter.note(note)
     preconditions.check_kernels()
     threads = preconditions.limit_threads("--cpuinfer-threads", options.execution.threads, reporter)
     worker_threads = options.execution.cpuinfer_threads
     share = None if options.part is None else parse_share(options.part, os.environ)
     part = None if share is None else str(share)
-    outputs = [with_values(each, cpuinfer_threads=threads, part=part) for each in outputs]
-    plans = [commands.build_plan(each, None if options.dry_run else reporter.report_hash) for each in outputs]
-    for note in _plan_notes(plans):
+    outputs = [with_values(output_options, cpuinfer_threads=threads, part=part) for output_options in outputs]
+    plans = [
+        commands.build_output_plan(output_options, None if options.dry_run else reporter.report_hash)
+        for output_options in outputs
+    ]
+    for note in _make_plan_notes(plans):
         reporter.note(note)
     if options.dry_run:
         require_compatible(plans, options.workers, share)
-        as_json, overwrite = options.reporting.json_events, options.existing.overwrite
+        as_json = options.reporting.json_events
+        overwrite = options.existing.overwrite
         dry_run.show_plans(plans, as_json=as_json, overwrite=overwrite, with_workers=uses_workers(options.workers))
         return
     if options.existing.force_unlock:
@@ -210,22 +214,23 @@ def resume_conversion(options: ResumeOptions) -> None:
     if saved.command == TRAIN:
         return _resume_training(options, saved)
     preconditions.check_kernels()
-    first = commands.restore_options(options.output, saved)
+    saved_options = commands.restore_options(options.output, saved)
     execution = options.execution
-    threads = execution.cpuinfer_threads or first.execution.threads
+    threads = execution.cpuinfer_threads or saved_options.execution.threads
     changes: dict[str, Any] = {
         "cpuinfer_threads": preconditions.limit_threads("--cpuinfer-threads", threads, reporter),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
     }
-    if options.allow_machine_change and isinstance(first, QuantizationOptions | CalibrateOptions):
+    if options.allow_machine_change and isinstance(saved_options, QuantizationOptions | CalibrateOptions):
         changes["allow_machine_change"] = True
-    if any(each.name == "executor" for each in options_on_command_line(ResumeOptions)):
+    if any(option_field.name == "executor" for option_field in find_given_options(ResumeOptions)):
         changes["part"] = None  # the given backend finishes the missing job shares
-    plan = commands.make_plan(with_values(first, **changes), None if options.dry_run else reporter.report_hash)
+    plan = commands.make_plan(with_values(saved_options, **changes), None if options.dry_run else reporter.report_hash)
     if options.dry_run:
         require_compatible([plan], options.workers)
-        as_json, with_workers = options.reporting.json_events, uses_workers(options.workers)
+        as_json = options.reporting.json_events
+        with_workers = uses_workers(options.workers)
         dry_run.show_plans([plan], as_json=as_json, with_workers=with_workers)
         return
     require_all_shares(plan, paths)
@@ -248,25 +253,25 @@ def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:
     train.start(replace(training, reporting=options.reporting))
 
 
-def _plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
+def _make_plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
     """Return the notes of all plans; notes that only some plans share begin with the output's name."""
     by_plan = [(plan.options.output.name, [*commands.numa_notes(plan), *plan.notes]) for plan in plans]
     common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
     return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
 
 
-def _option_notes(options: ConversionOptions) -> Iterator[str]:
+def _make_option_notes(options: ConversionOptions) -> Iterator[str]:
     """Yield a sentence for each option on the command line that has no effect."""
     unused = options.find_unused()
-    for each in options_on_command_line(type(options)):
-        if isinstance(each.declaration, Option) and each.declaration.ignored:
-            yield f"{each.flag} {IGNORED}: {each.declaration.ignored}"
-        elif each.name in unused:
-            yield f"{each.flag} {unused[each.name]}"
+    for option_field in find_given_options(type(options)):
+        if isinstance(option_field.declaration, Option) and option_field.declaration.ignored:
+            yield f"{option_field.flag} {IGNORED}: {option_field.declaration.ignored}"
+        elif option_field.name in unused:
+            yield f"{option_field.flag} {unused[option_field.name]}"
 
 
 def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None) -> None:
-    """Remove a stale lock (--force-unlock), and report whose it was."""
+    """Remove a stale lock (--force-unlock), and report the process that held it."""
     for removed in unlock(paths.root, paths.output, share):
         reporter.note(f"--force-unlock removed {removed}")
 
@@ -294,7 +299,10 @@ def run_plans(
     *,
     trust_store: bool,
 ) -> None:
-    """Run the plans, or one job share of a single plan, on the backend of --executor. threads: of each worker."""
+    """Run the plans, or one job share of a single plan, on the backend of --executor.
+
+    threads  threads of each worker; None for the number of the backend
+    """
     require_compatible(plans, workers, share)
     overwrite = plans[0].options.existing.overwrite
     with open_backend(workers.executor, reporter.note, workers.executor_timeout) as backend:
@@ -306,7 +314,7 @@ def run_plans(
             (plan,) = plans
             make_share(plan, share, reporter, overwrite=overwrite)
             return
-        execute(
+        execute_plans(
             plans,
             reporter,
             overwrite=overwrite,

@@ -27,8 +27,8 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.existing import read_plan, unit_states
-from ktconvert.pipeline.engine.paths import Paths, locate, output_of
+from ktconvert.pipeline.engine.existing import find_unit_states, read_plan
+from ktconvert.pipeline.engine.paths import Paths, find_output, locate
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.plans.commands import make_plan, restore_options
@@ -39,11 +39,11 @@ from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
 
 EXPLAINED = (1, 2, 4, 8)  # numbers of NUMA slices to explain if they are impossible; few machines have different ones
-DEFAULT_SLICES = 2  # of `ktconvert cpu`
+DEFAULT_SLICES = 2  # default of `ktconvert cpu`
 
 
 def describe_path(
-    where: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
+    name: str, reporter: Reporter, revision: str | None = None, arch_file: str | None = None, *, columns: bool = False
 ) -> dict[str, Any]:
     """Return a JSON object about a path or hub id; "kind" is "checkpoint", "output" or "unfinished".
 
@@ -55,23 +55,23 @@ def describe_path(
 
     Raises InputError for missing or damaged files, UsageError for `columns` of anything but a checkpoint.
     """
-    path = Path(where).expanduser()
-    output = output_of(path)
+    path = Path(name).expanduser()
+    output = find_output(path)
     paths = locate(output or path)
     unfinished = output is not None or (paths.plan.exists() and (paths.inside or not path.exists()))
     if not unfinished and not is_output(path):
-        return _describe_checkpoint(where, revision, arch_file, columns=columns)
+        return _describe_checkpoint(name, revision, arch_file, columns=columns)
     if columns:
         raise UsageError(f"{path}: --columns is only for unconverted checkpoints; leave it out.")
     return _describe_conversion(paths) if unfinished else _describe_output(path, reporter)
 
 
-def _describe_checkpoint(where: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
+def _describe_checkpoint(name: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
     """Describe a checkpoint from its headers, and list the outputs that can be made from it."""
     rows: Sequence[Arch] = ARCHS if arch_file is None else (parse_arch(arch_file), *ARCHS)
-    with open_checkpoint(where, revision) as source:
-        document: dict[str, Any] = {"kind": "checkpoint", "path": where, **_describe_files(source)}
-        document |= dequantize_output(source, where)
+    with open_checkpoint(name, revision) as source:
+        document: dict[str, Any] = {"kind": "checkpoint", "path": name, **_describe_files(source)}
+        document |= dequantize_output(source, name)
         try:
             model = recognise(source, rows, to_read=True)
         except UnsupportedError as error:
@@ -81,9 +81,9 @@ def _describe_checkpoint(where: str, revision: str | None, arch_file: str | None
             document |= {"columns": {str(layer): _measure_columns(model, layer) for layer in model.layers}}
         if model.refusal is not None:
             return document | {"refused": model.refusal}
-        document |= {"methods": cpu_outputs(model), "convert": cpu_commands(model, where)}
+        document |= {"methods": cpu_outputs(model), "convert": cpu_commands(model, name)}
         document |= {"gpu": (gpu := gpu_outputs(model))}
-        return document | {"convert_gpu": gpu_commands(gpu, where)}
+        return document | {"convert_gpu": gpu_commands(gpu, name)}
 
 
 def _describe_files(source: TensorSource) -> dict[str, Any]:
@@ -105,18 +105,18 @@ def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     routed = sum(info.nbytes for layer in model.layers for info in model.layer_tensors(layer))
     mtp = sum(source.tensors[name].nbytes for name in model.mtp_tensors if name in source.tensors)
     limit = cfg.number(source.config, model.arch.layers)
-    every = range(limit[1]) if limit is not None and limit[1] <= MOST_LAYERS else range(max(model.layers) + 1)
-    moe = set(model.layers)
+    all_layers = range(limit[1]) if limit is not None and limit[1] <= MOST_LAYERS else range(max(model.layers) + 1)
+    moe_layers = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]
     return {
         "architecture": model.arch.name,
         "moe_layers": list(model.layers),
-        "dense_layers": [n for n in every if n not in moe],
+        "dense_layers": [n for n in all_layers if n not in moe_layers],
         "mtp_layers": list(model.mtp_layers),
         "mtp_left_out_tensors": len(model.mtp_tensors),
-        "experts": sorted({e for e, _, _ in shapes}),
-        "hidden": sorted({h for _, h, _ in shapes}),
-        "intermediate": sorted({i for _, _, i in shapes}),
+        "experts": sorted({experts for experts, _, _ in shapes}),
+        "hidden": sorted({hidden for _, hidden, _ in shapes}),
+        "intermediate": sorted({intermediate for _, _, intermediate in shapes}),
         "expert_dtypes": list(model.dtypes),
         "shared_experts": model.has_shared_experts,
         "functions": record_functions(model.functions),
@@ -147,7 +147,10 @@ def _measure_columns(model: MoeModel, layer: int) -> dict[str, Any]:
 
 
 def _describe_output(path: Path, reporter: Reporter) -> dict[str, Any]:
-    """Describe an output and whether it is complete, from names, sizes and headers (and foreign 4-bit codes)."""
+    """Describe an output and whether it is complete.
+
+    Reads names, sizes and headers, and 4-bit codes of outputs that ktconvert did not write.
+    """
     output = open_output(path)
     measured = measure_output(output)
     report = Report(output, measured, check_structure(output, measured))
@@ -181,8 +184,8 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
     """Describe the state of a conversion: every unit if its source is readable, else the journal."""
     saved = read_plan(paths)
     assert saved is not None
-    records = journal.read(paths.journal)
-    last = journal.find_killed_run(records)
+    records = journal.read_records(paths.journal)
+    killed_run = journal.find_killed_run(records)
     document = {
         "kind": "unfinished",
         "path": str(paths.output),
@@ -191,12 +194,12 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
         "input": saved.input,
         "settings": saved.settings,
         "units_done": len(journal.find_finished_units(records)),
-        "died_in": list(last[1]) if last else [],
+        "died_in": list(killed_run[1]) if killed_run else [],
         "resume": shlex.join(["ktconvert", "resume", str(paths.output)]),
     }
     try:
         plan = make_plan(with_values(restore_options(paths.output, saved), verify_inputs=False))
-        states = unit_states(plan, paths)
+        states = find_unit_states(plan, paths)
     except KtconvertError as error:
         return document | {"units": None, "source_problem": str(error)}
     remaining = [state.unit for state in states if not state.done]
@@ -211,19 +214,20 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
 def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     """Return for each method the legal numbers of NUMA slices, why others are not, and the output's size by number."""
     shapes = [model.shape(layer)[1:] for layer in model.layers]
-    reasons = {
-        fmt: {t: explain_illegal_count(fmt, shapes, t) for t in EXPLAINED} for fmt in formats_by_option("cpu").values()
-    }
-    return [
-        {
-            "quant_method": fmt.option,
-            "method": fmt.name,
-            "legal": list(counts := legal_counts(fmt, shapes)),
-            "illegal": {str(t): reason for t, reason in why.items() if reason is not None},
-            "bytes": {str(t): output_bytes(model, fmt, t) for t in counts},
-        }
-        for fmt, why in reasons.items()
-    ]
+    outputs = []
+    for fmt in formats_by_option("cpu").values():
+        counts = legal_counts(fmt, shapes)
+        reasons = {slices: explain_illegal_count(fmt, shapes, slices) for slices in EXPLAINED}
+        outputs.append(
+            {
+                "quant_method": fmt.option,
+                "method": fmt.name,
+                "legal": list(counts),
+                "illegal": {str(slices): reason for slices, reason in reasons.items() if reason is not None},
+                "bytes": {str(slices): output_bytes(model, fmt, slices) for slices in counts},
+            }
+        )
+    return outputs
 
 
 def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
@@ -234,26 +238,40 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
         try:
             require_whole(model.source, "`ktconvert gpu`")
             reason = explain_illegal_count(fmt, shapes, 1)
-            rest = find_non_expert_tensors(
+            others = find_non_expert_tensors(
                 model.source, model.expert_tensor_names(), model.quantization
             ).output_tensors()
         except (InputError, UnsupportedError) as error:
-            reason, rest = str(error), ()
-        nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in rest)
+            reason = str(error)
+            others = ()
+        nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in others)
         types.append({"quant_type": fmt.option, "refused": reason, "bytes": nbytes})
     return types
 
 
-def gpu_commands(types: list[dict[str, Any]], where: str) -> list[str]:
+def gpu_commands(types: list[dict[str, Any]], source_name: str) -> list[str]:
     """Return a `ktconvert gpu` command for each possible output."""
-    name = Path(where).expanduser().resolve().name
+    output_name = Path(source_name).expanduser().resolve().name
     return [
-        shlex.join(["ktconvert", "gpu", "-i", where, "-o", f"{name}-{t}", "--quant-method", "RTN", "--quant-type", t])
+        shlex.join(
+            [
+                "ktconvert",
+                "gpu",
+                "-i",
+                source_name,
+                "-o",
+                f"{output_name}-{t}",
+                "--quant-method",
+                "RTN",
+                "--quant-type",
+                t,
+            ]
+        )
         for t in (row["quant_type"] for row in types if row["refused"] is None)
     ]
 
 
-def dequantize_output(source: TensorSource, where: str) -> dict[str, Any]:
+def dequantize_output(source: TensorSource, source_name: str) -> dict[str, Any]:
     """Return the size of the output of `ktconvert dequantize`, and its command; {} if there is nothing to decode."""
     try:
         require_whole(source, "`ktconvert dequantize`")
@@ -262,23 +280,24 @@ def dequantize_output(source: TensorSource, where: str) -> dict[str, Any]:
         return {}
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
         return {}
-    name = Path(where).expanduser().resolve().name
+    output_name = Path(source_name).expanduser().resolve().name
     return {
         "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
-        "dequantize": [shlex.join(["ktconvert", "dequantize", where, f"{name}-dequantized"])],
+        "dequantize": [shlex.join(["ktconvert", "dequantize", source_name, f"{output_name}-dequantized"])],
     }
 
 
 def output_bytes(model: MoeModel, fmt: Format, slices: int) -> int:
     """Return the size of all experts in a format, in this number of NUMA slices."""
-    total, slices = 0, slices if fmt.arrangement.sliced else 1
+    total = 0
+    slices = slices if fmt.arrangement.sliced else 1
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)
         total += experts * expert_bytes(fmt.encoding, Slicing(layer, hidden, intermediate, slices))
     return total
 
 
-def cpu_commands(model: MoeModel, where: str) -> list[str]:
+def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
     """Return a `ktconvert cpu` command for each possible output, for this machine's NUMA nodes."""
     pools = machine.pool_count()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
@@ -287,8 +306,8 @@ def cpu_commands(model: MoeModel, where: str) -> list[str]:
         if not (counts := legal_counts(fmt, shapes)):
             continue
         slices = next((t for t in (pools, DEFAULT_SLICES) if t in counts), counts[-1])
-        name = Path(where).expanduser().resolve().name.rpartition(":")[2]
-        output = f"{name.removesuffix(model.source.container.suffix)}-{fmt.name}"
-        words = ["ktconvert", "cpu", "-i", where, "-o", output, "--quant-method", option]
+        output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]
+        output = f"{output_name.removesuffix(model.source.container.suffix)}-{fmt.name}"
+        words = ["ktconvert", "cpu", "-i", source_name, "-o", output, "--quant-method", option]
         lines.append(shlex.join([*words, "--threadpool-count", str(slices)]))
     return lines

@@ -96,7 +96,8 @@ class MachineReport(Extension):
 
 def describe_machine(disk: Path) -> MachineReport:
     """Return the properties of this machine, and measure the disk of a directory."""
-    flags, logical_cpus = machine.cpu_flags(), len(machine.affinity())
+    flags = machine.cpu_flags()
+    logical_cpus = len(machine.affinity())
     return MachineReport(
         cpu=machine.cpu_name(),
         features=tuple(name for name in FEATURES if name in flags),
@@ -120,25 +121,25 @@ def describe_machine(disk: Path) -> MachineReport:
 
 
 def describe_extension() -> Extension:
-    """Return what only our C extension knows: instruction sets, methods, placement of memory."""
+    """Return the properties that only our C extension can determine: instruction sets, methods, placement of memory."""
     try:
         from ktconvert.native_quant import kernels, placement
         from ktconvert.native_quant.runtime.methods import METHODS
 
         refusal = placement.explain_denial()
     except ImportError as error:
-        unloadable = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
-        return Extension(isa_problem=unloadable)
+        problem = f"ktconvert's C extension cannot be loaded ({error}): run `make setup` or reinstall ktconvert."
+        return Extension(isa_problem=problem)
     isa: str | None = None
-    problem: str | None = None
+    isa_problem: str | None = None
     try:
         isa = kernels.isa()
     except ValueError as error:  # KTCONVERT_ISA names a missing one
-        problem = f"{error}."
+        isa_problem = f"{error}."
     return Extension(
         isas=kernels.available_isas(),
         isa=isa,
-        isa_problem=problem,
+        isa_problem=isa_problem,
         methods=tuple(METHODS),
         memory_policy=None if refusal else placement.read_policy().mode,
         memory_refusal=refusal,
@@ -147,8 +148,8 @@ def describe_extension() -> Extension:
 
 def package_versions() -> dict[str, str | None]:
     """Return the installed versions of PACKAGES, None for a missing one; import nothing."""
-    here = {"python": platform.python_version(), "platform": platform.platform()}
-    return {**here, **{package: package_version(package) for package in PACKAGES}}
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return {**system, **{package: package_version(package) for package in PACKAGES}}
 
 
 def read_xcr0() -> int | None:
@@ -156,25 +157,30 @@ def read_xcr0() -> int | None:
     if os.uname().machine != "x86_64":
         return None
     mask = ctypes.c_uint64()
-    done = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(mask))
-    return mask.value if done == 0 else None
+    status = ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_GET_XCOMP_SUPP, ctypes.byref(mask))
+    return mask.value if status == 0 else None
 
 
 def measure_disk(folder: Path) -> Disk:
     """Measure the disk of a folder with an unlinked file: write at most 256 MiB (or 5 s), fsync, free the space."""
-    free, limit = machine.disk_free(folder), machine.file_size_limit()
+    free = machine.disk_free(folder)
+    limit = machine.file_size_limit()
+    path = str(folder.resolve())
     budget = min(PROBE_BYTES, free // 2, limit or PROBE_BYTES) // BLOCK * BLOCK
-    speed, direct, problem = None, False, None if budget else "not enough space for a measurement"
-    for want_direct in (True, False) if budget else ():  # not every file system supports O_DIRECT
+    if not budget:
+        return Disk(path, free, limit, None, False, "not enough space for a measurement")
+    problem: str | None = None
+    for direct in (True, False):  # not every file system supports O_DIRECT
         try:
-            speed, direct, problem = _write_speed(folder, budget, want_direct), want_direct, None
-            break
+            speed = _measure_write_speed(folder, budget, direct)
+            return Disk(path, free, limit, speed, direct, None)
         except OSError as error:
             problem = os.strerror(error.errno or 0)
-    return Disk(str(folder.resolve()), free, limit, speed, direct, problem)
+    return Disk(path, free, limit, None, False, problem)
 
 
-def _write_speed(folder: Path, budget: int, direct: bool) -> float:
+def _measure_write_speed(folder: Path, budget: int, direct: bool) -> float:
+    """Return the speed in bytes per second at which a file of at most `budget` bytes is written."""
     name = folder / f".ktconvert-doctor-{os.getpid()}"
     fd = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     try:
@@ -183,80 +189,93 @@ def _write_speed(folder: Path, budget: int, direct: bool) -> float:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_DIRECT)
         with mmap.mmap(-1, BLOCK) as block:  # page-aligned, as O_DIRECT requires
             block[:] = os.urandom(BLOCK)  # random, so that compressing file systems gain nothing
-            begin, done = time.perf_counter(), 0
-            while done < budget and time.perf_counter() - begin < PROBE_SECONDS:
-                done += os.write(fd, block)
+            start_time = time.perf_counter()
+            written = 0
+            while written < budget and time.perf_counter() - start_time < PROBE_SECONDS:
+                written += os.write(fd, block)
             os.fsync(fd)
-            return done / (time.perf_counter() - begin)
+            return written / (time.perf_counter() - start_time)
     finally:
         os.close(fd)
 
 
-def warnings(f: MachineReport) -> Iterator[str]:
+def find_problems(report: MachineReport) -> Iterator[str]:
     """Yield a sentence for each problem of a machine."""
-    if f.isa_problem is not None:
-        yield f.isa_problem
-    if "avx2" not in f.features:
+    if report.isa_problem is not None:
+        yield report.isa_problem
+    if "avx2" not in report.features:
         yield "This CPU has no AVX2: conversion works but is slow, and kt-kernel does not run here."
-    elif "avx512f" not in f.features:
+    elif "avx512f" not in report.features:
         yield "This CPU has no AVX-512: convert here, but serve elsewhere; kt-kernel's AVX2 build lacks AMXINT4/8."
-    if AMX.issubset(f.features) and f.isas and "amx" not in f.isas:
+    if AMX.issubset(report.features) and report.isas and "amx" not in report.isas:
         yield "The CPU has AMX, but the kernel does not permit it (Linux before 5.16, or a sandbox forbids it)."
-    if f.cores_with_hyperthreads:
+    if report.cores_with_hyperthreads:
         yield (
-            f"{f.cores_with_hyperthreads} cores show two hyperthreads or more: give kt-kernel physical cores"
-            f" ({f.physical_cores}), not {f.logical_cpus} threads."
+            f"{report.cores_with_hyperthreads} cores show two hyperthreads or more: give kt-kernel physical cores"
+            f" ({report.physical_cores}), not {report.logical_cpus} threads."
         )
-    if f.logical_cpus < f.machine_cpus:
-        yield f"This process may use {f.logical_cpus} of the machine's {f.machine_cpus} CPUs (affinity or cpuset)."
-    if f.cpu_quota is not None and f.cpu_quota < f.logical_cpus:
-        yield f"The cgroup limits this process to {f.cpu_quota:.4g} CPUs' worth of time, on {f.logical_cpus} CPUs."
-    if len(f.numa_nodes) < len(f.machine_numa_nodes):
-        yield f"This process may use the CPUs of {len(f.numa_nodes)} of {len(f.machine_numa_nodes)} NUMA nodes."
-    if f.memory_limit is not None and f.memory_limit < f.memory_total:
-        yield f"The cgroup limits memory to {size(f.memory_limit)} of the machine's {size(f.memory_total)}."
-    if len(f.memory_nodes) > 1 and f.memory_refusal is not None:
-        yield f.memory_refusal
-    if len(f.memory_nodes) > 1 and f.memory_policy not in (None, "default"):
+    if report.logical_cpus < report.machine_cpus:
         yield (
-            f"This process has a memory policy ({f.memory_policy}; numactl or a launcher set it), which decides the"
-            " NUMA nodes of weights: without it, each slice is on the node of its threads."
+            f"This process may use {report.logical_cpus} of the machine's {report.machine_cpus} CPUs (affinity or "
+            "cpuset)."
         )
-    if f.disk.free < LOW_DISK:
+    if report.cpu_quota is not None and report.cpu_quota < report.logical_cpus:
         yield (
-            f"{f.disk.path} has {f.disk.free / 1e9:.0f} GB free: a large model needs more than 100 GB."
+            f"The cgroup limits this process to {report.cpu_quota:.4g} CPUs' worth of time, on {report.logical_cpus} "
+            "CPUs."
+        )
+    if len(report.numa_nodes) < len(report.machine_numa_nodes):
+        nodes = len(report.machine_numa_nodes)
+        yield f"This process may use the CPUs of {len(report.numa_nodes)} of {nodes} NUMA nodes."
+    if report.memory_limit is not None and report.memory_limit < report.memory_total:
+        yield f"The cgroup limits memory to {size(report.memory_limit)} of the machine's {size(report.memory_total)}."
+    if len(report.memory_nodes) > 1 and report.memory_refusal is not None:
+        yield report.memory_refusal
+    if len(report.memory_nodes) > 1 and report.memory_policy not in (None, "default"):
+        yield (
+            f"This process has a memory policy ({report.memory_policy}; numactl or a launcher set it), which decides "
+            "the NUMA nodes of weights: without it, each slice is on the node of its threads."
+        )
+    if report.disk.free < LOW_DISK:
+        yield (
+            f"{report.disk.path} has {report.disk.free / 1e9:.0f} GB free: a large model needs more than 100 GB."
             " `ktconvert cpu --dry-run` prints what yours needs."
         )
-    if f.disk.file_size_limit is not None:
-        yield f"Files are limited to {size(f.disk.file_size_limit)} (ulimit -f): shards must be smaller."
-    if f.disk.problem is not None:
-        yield f"The write speed of {f.disk.path} is unknown: {f.disk.problem}."
+    if report.disk.file_size_limit is not None:
+        yield f"Files are limited to {size(report.disk.file_size_limit)} (ulimit -f): shards must be smaller."
+    if report.disk.problem is not None:
+        yield f"The write speed of {report.disk.path} is unknown: {report.disk.problem}."
 
 
-def machine_rows(this: MachineReport) -> list[tuple[str, str]]:
+def machine_rows(report: MachineReport) -> list[tuple[str, str]]:
     """Return the rows of the table that describes a machine."""
-    disk = this.disk
-    saved = [name for name, bits in XCR0 if this.xcr0 is not None and this.xcr0 & bits == bits]
-    amx = "permitted" if "amx" in this.isas else "not permitted" if AMX.issubset(this.features) else "not in this CPU"
-    quota = f", time for {this.cpu_quota:.4g}" if this.cpu_quota is not None else ""
-    how = "O_DIRECT" if disk.direct else "through the page cache"
-    speed = f"{disk.write_speed / 1e9:.2f} GB/s written ({how}, fsync)" if disk.write_speed else "write speed unknown"
+    disk = report.disk
+    saved_states = [name for name, bits in XCR0 if report.xcr0 is not None and report.xcr0 & bits == bits]
+    amx = (
+        "permitted" if "amx" in report.isas else "not permitted" if AMX.issubset(report.features) else "not in this CPU"
+    )
+    quota = f", time for {report.cpu_quota:.4g}" if report.cpu_quota is not None else ""
+    method = "O_DIRECT" if disk.direct else "through the page cache"
+    speed = (
+        f"{disk.write_speed / 1e9:.2f} GB/s written ({method}, fsync)" if disk.write_speed else "write speed unknown"
+    )
     return [
-        ("CPU", this.cpu),
-        ("cores", f"{this.physical_cores} physical, {this.logical_cpus} logical{quota}"),
-        ("NUMA nodes", f"{len(this.numa_nodes)} ({', '.join(map(str, this.numa_nodes))})"),
-        ("instruction sets", f"{', '.join(this.isas) or 'none'}; in use: {this.isa or 'none'}"),
-        ("methods", ", ".join(this.methods) or "none"),
-        ("CPUID", " ".join(this.features) or "none that ktconvert uses"),
+        ("CPU", report.cpu),
+        ("cores", f"{report.physical_cores} physical, {report.logical_cpus} logical{quota}"),
+        ("NUMA nodes", f"{len(report.numa_nodes)} ({', '.join(map(str, report.numa_nodes))})"),
+        ("instruction sets", f"{', '.join(report.isas) or 'none'}; in use: {report.isa or 'none'}"),
+        ("methods", ", ".join(report.methods) or "none"),
+        ("CPUID", " ".join(report.features) or "none that ktconvert uses"),
         (
             "XCR0",
-            ", ".join(saved) or ("none that ktconvert uses" if this.xcr0 is not None else "not reported by the kernel"),
+            ", ".join(saved_states)
+            or ("none that ktconvert uses" if report.xcr0 is not None else "not reported by the kernel"),
         ),
         ("AMX", amx),
-        ("memory", f"{size(this.memory_total)}, {size(this.memory_available)} available"),
-        ("cgroup limit", size(this.memory_limit) if this.memory_limit is not None else "none"),
+        ("memory", f"{size(report.memory_total)}, {size(report.memory_available)} available"),
+        ("cgroup limit", size(report.memory_limit) if report.memory_limit is not None else "none"),
         ("disk", f"{size(disk.free)} free, {speed}: {disk.path}"),
-        *((name, number or "not installed here") for name, number in this.versions.items()),
+        *((name, number or "not installed here") for name, number in report.versions.items()),
     ]
 
 
@@ -268,14 +287,14 @@ def doctor(options: DoctorOptions) -> None:
       ktconvert doctor
       ktconvert doctor --disk /models --json
     """
-    this = describe_machine(options.disk)
-    sentences = list(warnings(this))
+    report = describe_machine(options.disk)
+    sentences = list(find_problems(report))
     if options.as_json:
-        click.echo(json.dumps({**asdict(this), "kt_flags": this.kt_flags, "warnings": sentences}))
+        click.echo(json.dumps({**asdict(report), "kt_flags": report.kt_flags, "warnings": sentences}))
         return
-    click.echo("\n".join(format_table(machine_rows(this))))
-    flags = " ".join(f"{flag} {value}" for flag, value in this.kt_flags.items())
-    pools = this.kt_flags["--kt-threadpool-count"]
+    click.echo("\n".join(format_table(machine_rows(report))))
+    flags = " ".join(f"{flag} {value}" for flag, value in report.kt_flags.items())
+    pools = report.kt_flags["--kt-threadpool-count"]
     click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")
     for sentence in sentences:
         click.echo(f"\nwarning: {sentence}")

@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.expert_function import describe_record
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.assemble import require_free_side_output
-from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, file_systems
+from ktconvert.pipeline.engine.disk_space import FileSystem, disk_needed, disk_sentence, find_file_systems
 from ktconvert.pipeline.engine.paths import Paths
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.threads import fit_threads
@@ -25,43 +25,50 @@ LISTED = 12  # units to show at either end of a long list
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False, with_workers: bool = False) -> None:
     """Print the plans of a command, and the needs of several together. Raises the errors that a run would raise."""
-    documents, needs = [], []
+    documents = []
+    needs = []
     for plan in plans:
         paths = plan.locate()
-        if finished := existing.is_finished(plan, overwrite):
+        existing.require_writable_output(plan, overwrite)
+        finished = existing.is_finished(plan, overwrite)
+        if finished:
             states = [
                 replace(state, done=True, reason="the output is finished")
-                for state in existing.unit_states(plan, paths)
+                for state in existing.find_unit_states(plan, paths)
             ]
         else:
             states = existing.predict_states(plan, paths, overwrite)
             needs.append((plan, paths, [state.unit for state in states if not state.done]))
-        documents.append(_document(plan, paths, finished, states, overwrite, with_workers))
+        documents.append(_make_document(plan, paths, finished, states, overwrite, with_workers))
     if as_json:
         lines = [json.dumps({"event": "plan", **document}) for document in documents]
     else:
-        lines = [_plan_text(plan, document) for plan, document in zip(plans, documents, strict=True)]
+        lines = [_format_plan(plan, document) for plan, document in zip(plans, documents, strict=True)]
     if len(plans) > 1:
-        lines.append(_summary(documents, file_systems(needs, with_workers=with_workers), as_json=as_json))
+        lines.append(_format_summary(documents, find_file_systems(needs, with_workers=with_workers), as_json=as_json))
     click.echo(("\n" if as_json else "\n\n").join(lines))
 
 
-def _summary(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
+def _format_summary(documents: Sequence[Mapping[str, Any]], needs: Sequence[FileSystem], *, as_json: bool) -> str:
     """Return the needs of all outputs together, as text or JSON."""
     sums = {name: sum(document[name] for document in documents) for name in ("bytes_in", "bytes_out")}
     if as_json:
-        outputs, disks = [document["output"] for document in documents], list[dict[str, Any]]()
+        outputs = [document["output"] for document in documents]
+        disks: list[dict[str, Any]] = []
         for system in needs:
             disk = {"disk_needed": sum(system.needed.values()), "disk": dict(system.needed), "disk_free": system.free}
             disks.append({"outputs": [str(output) for output in system.outputs], **disk})
         return json.dumps({"event": "plans", "outputs": outputs, **sums, "disks": disks})
-    once = "from disk only once if a layer fits in the page cache"
-    out = [f"all {len(documents)} outputs", f"read          {size(sums['bytes_in'])}, {once}"]
-    out += [f"write         {size(sums['bytes_out'])}", *(f"disk          {system}" for system in needs)]
-    return "\n".join(out)
+    lines = [
+        f"all {len(documents)} outputs",
+        f"read          {size(sums['bytes_in'])}, from disk only once if a layer fits in the page cache",
+        f"write         {size(sums['bytes_out'])}",
+        *(f"disk          {system}" for system in needs),
+    ]
+    return "\n".join(lines)
 
 
-def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
+def _format_plan(plan: Plan, document: Mapping[str, Any]) -> str:
     """Return the plan as text."""
     facts: Mapping[str, Any] = plan.facts
     known = ("architecture", "method", "numa", "experts", "hidden", "intermediate", "dtypes")
@@ -77,63 +84,65 @@ def _plan_text(plan: Plan, document: Mapping[str, Any]) -> str:
         ("disk", f"{disk_sentence(document['disk'])}, {size(document['disk_free'])} free"),
         ("memory", f"{size(document['peak_memory'])} at most, with {plural(document['threads'], 'thread')}"),
     ]
-    out = [f"plan     {plan.options.command}: {plan.options.input}", f"      -> {plan.options.output}"]
-    out += [*_rows_text(rows), "", "stages"]
+    lines = [f"plan     {plan.options.command}: {plan.options.input}", f"      -> {plan.options.output}"]
+    lines += [*_format_rows(rows), "", "stages"]
     for stage in document["stages"]:
-        out += _stage_lines(stage, [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")])
-    out += ["", *_rows_text(needs)]
+        lines += _format_stage(stage, [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")])
+    lines += ["", *_format_rows(needs)]
     if plan.needs.advice:
-        out += ["", *_rows_text([("advice", sentence) for sentence in plan.needs.advice])]
+        lines += ["", *_format_rows([("advice", sentence) for sentence in plan.needs.advice])]
     if document["finished"]:
-        out.append("the output is finished: nothing to do")
-    return "\n".join(out)
+        lines.append("the output is finished: nothing to do")
+    return "\n".join(lines)
 
 
-def _rows_text(rows: Sequence[tuple[str, str]]) -> list[str]:
+def _format_rows(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{label:<13} {text}" for label, text in rows]
 
 
-def _stage_lines(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) -> list[str]:
+def _format_stage(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line on a stage, and one on each unit; only the first and the last units of many."""
     count = f"{plural(stage['units'], 'unit')}, {stage['to_run']} to run"
-    needs, sizes = " + ".join(stage["needs"]), f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
-    out = [f"  {needs} -> {stage['name']}: {stage['title']}; {count}, {sizes}"]
+    needs = " + ".join(stage["needs"])
+    sizes = f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
+    lines = [f"  {needs} -> {stage['name']}: {stage['title']}; {count}, {sizes}"]
     hidden = max(0, len(units) - 2 * LISTED)
     for number, unit in enumerate(units):
         if hidden and LISTED <= number < LISTED + hidden:
             if number == LISTED:
-                out.append(f"      ... {hidden} more")
+                lines.append(f"      ... {hidden} more")
             continue
         verb = "skip" if unit["done"] else "run "
-        out.append(
+        lines.append(
             f"      {verb}  {unit['unit'].partition('.')[2]:<14} {unit['final']}  "
             f"{size(unit['bytes_in'])} -> {size(unit['bytes_out'])}  ({unit['reason']})"
         )
-    return out
+    return lines
 
 
-def _sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
+def _sum_sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
     """Return the bytes that these units read and write."""
     return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
 
 
-def _document(
+def _make_document(
     plan: Plan, paths: Paths, finished: bool, states: Sequence[Status], overwrite: bool, with_workers: bool
 ) -> dict[str, Any]:
     """Return the plan as a JSON object."""
     saved = None if finished else existing.read_plan(paths)
     replaced = not finished and (overwrite or bool(saved and saved.overwrite))
     if not finished:
-        require_free_side_output(plan, journal.find_finished_units(journal.read(paths.journal)), replaced)
+        require_free_side_output(plan, journal.find_finished_units(journal.read_records(paths.journal)), replaced)
     done = {state.unit: state.done for state in states}
     threads = fit_threads([plan])
     remaining = [unit for unit in plan.units if not done[unit]]
     disk = {} if finished else disk_needed(plan, remaining, with_workers=with_workers)
     stages: list[dict[str, Any]] = []
     for stage in plan.stages:
-        about = {"name": stage.name, "title": stage.title, "needs": ["source"], "units": len(stage.units)}
-        stages.append({**about, "to_run": sum(not done[unit] for unit in stage.units), **_sizes(stage.units)})
-    title, needs = "companions, config, card, manifest, index; then the output appears", [s.name for s in plan.stages]
+        description = {"name": stage.name, "title": stage.title, "needs": ["source"], "units": len(stage.units)}
+        stages.append({**description, "to_run": sum(not done[unit] for unit in stage.units), **_sum_sizes(stage.units)})
+    title = "companions, config, card, manifest, index; then the output appears"
+    needs = [s.name for s in plan.stages]
     extra = {"bytes_in": plan.companion_bytes, "bytes_out": plan.companion_bytes}
     assemble = {"name": "assemble", "title": title, "needs": needs, "units": 1, "to_run": int(not finished), **extra}
     return {
@@ -159,8 +168,8 @@ def _document(
         ],
         "loose": any(unit.folder for unit in plan.units),
         "shards": sum(unit.in_output for unit in plan.units),
-        **_sizes(remaining),
-        "replaces": [each.document() for each in existing.folders_to_replace(plan)] if replaced else [],
+        **_sum_sizes(remaining),
+        "replaces": [folder.document() for folder in existing.find_replaced_folders(plan)] if replaced else [],
         "disk_needed": sum(disk.values()),
         "disk": disk,
         "disk_free": machine.disk_free(paths.root),

@@ -37,7 +37,7 @@ def eval(options: EvalOptions) -> None:
         raise UsageError("--exact is only for experts on the CPU; leave it out with --gpu-weights.")
     preconditions.check_plot(options.plot)
     reporter = Reporter()
-    choice = preconditions.model_choice("eval", options, reporter, "run" if gpu is None else "gpu")
+    choice = preconditions.make_model_choice("eval", options, reporter, "run" if gpu is None else "gpu")
     text = evaluate.read_text(options.text)
     method = None if gpu is None else evaluate.gpu_method(gpu)
     windows = evaluate.cut_windows(

@@ -31,15 +31,16 @@ def experts(options: ExpertsOptions) -> None:
     from ktconvert.pipeline.report.plots import plot_experts
     from ktconvert.pipeline.report.text import format_table
 
-    each, total = options.num_gpu_experts, options.total
-    if (each is None) == (total is None):
+    per_layer = options.num_gpu_experts
+    total = options.total
+    if (per_layer is None) == (total is None):
         raise UsageError("give either --num-gpu-experts (per layer) or --total (all layers together).")
     preconditions.check_file("--output", options.output)
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     counts = read_folder_counts(options.dir.expanduser())
-    chosen = hot_experts.most_used_in_total if each is None else hot_experts.most_used_per_layer
-    mask = chosen(counts, (total or 0) if each is None else each)
+    chosen = hot_experts.most_used_in_total if per_layer is None else hot_experts.most_used_per_layer
+    mask = chosen(counts, (total or 0) if per_layer is None else per_layer)
     publish.write_marked_file(output, hot_experts.mask_file(mask))
     covered = hot_experts.hot_fraction(counts, mask)
     document = {

@@ -34,7 +34,8 @@ def inspect(options: InspectOptions) -> None:
       ktconvert inspect /models/Qwen3-30B-A3B-INT8         format, sizes, completeness
       ktconvert inspect /models/Qwen3-30B-A3B --columns    would --equalize help?
     """
-    revision, row = options.hub.revision, options.arch.load_text()
+    revision = options.hub.revision
+    row = options.arch.load_text()
     document = describe_path(options.path, Reporter(), revision, row, columns=options.columns)
     refused = document.get("refused") if "dequantize" not in document else None
     if options.as_json:
@@ -55,31 +56,33 @@ def inspect(options: InspectOptions) -> None:
 
 def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     files = f"{document['shards']} {document['container']}, {document['tensors']} tensors"
-    out = [
+    rows = [
         ("checkpoint", document["path"]),
         ("model type", join_values(document["model_type"]) or "unknown (no config.json)"),
         ("files", f"{files}, {size(document['total_bytes'])}"),
         ("dtypes", join_values([f"{name} {size(nbytes)}" for name, nbytes in document["dtypes"].items()])),
     ]
     if document["ignored_files"]:
-        out.append(("ignored files", join_values(document["ignored_files"][:5])))
+        rows.append(("ignored files", join_values(document["ignored_files"][:5])))
     if "architecture" in document:
-        out += _expert_rows(document)
+        rows += _expert_rows(document)
     if "dequantize" in document:
-        out += [("cpu, gpu", f"not possible: {document['refused']}")] if "refused" in document else []
-        out.append(("BF16", f"the whole model, {size(document['dequantized_bytes'])}"))
-    return out
+        rows += [("cpu, gpu", f"not possible: {document['refused']}")] if "refused" in document else []
+        rows.append(("BF16", f"the whole model, {size(document['dequantized_bytes'])}"))
+    return rows
 
 
 def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    dense, mtp, left_out = document["dense_layers"], document["mtp_layers"], document["mtp_left_out_tensors"]
+    dense_layers = document["dense_layers"]
+    mtp_layers = document["mtp_layers"]
+    skipped_tensors = document["mtp_left_out_tensors"]
     shared = "yes" if document["shared_experts"] else "no"
-    of_mtp = f"layers {format_ranges(mtp)}: " if mtp else ""
-    out = [
+    mtp_text = f"layers {format_ranges(mtp_layers)}: " if mtp_layers else ""
+    rows = [
         ("architecture", document["architecture"]),
         ("MoE layers", f"{len(document['moe_layers'])} ({format_ranges(document['moe_layers'])})"),
-        ("dense layers", f"{len(dense)} ({format_ranges(dense)})" if dense else "none"),
-        ("MTP", f"{of_mtp}{left_out} expert tensors, left out" if left_out else "none"),
+        ("dense layers", f"{len(dense_layers)} ({format_ranges(dense_layers)})" if dense_layers else "none"),
+        ("MTP", f"{mtp_text}{skipped_tensors} expert tensors, left out" if skipped_tensors else "none"),
         ("experts", f"{join_values(document['experts'])} per layer; shared experts: {shared}"),
         ("hidden size", join_values(document["hidden"])),
         ("expert width", join_values(document["intermediate"])),
@@ -92,48 +95,49 @@ def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     for method in document.get("methods", []):
         sizes = [size(nbytes) for nbytes in method["bytes"].values()]
-        what = f"NUMA slices {join_values(method['legal'])}; {sizes[0]} of output" if sizes else "not possible"
-        out.append((f"{method['quant_method']} ({method['method']})", what))
-        out += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
+        text = f"NUMA slices {join_values(method['legal'])}; {sizes[0]} of output" if sizes else "not possible"
+        rows.append((f"{method['quant_method']} ({method['method']})", text))
+        rows += [("", f"not {t}: {reason}") for t, reason in method["illegal"].items()]
     for kind in document.get("gpu", []):
-        why = kind["refused"]
-        what = f"the whole model, {size(kind['bytes'])}" if why is None else f"not possible: {why}"
-        out.append((f"{kind['quant_type']} (GPU)", what))
-    return out
+        reason = kind["refused"]
+        text = f"the whole model, {size(kind['bytes'])}" if reason is None else f"not possible: {reason}"
+        rows.append((f"{kind['quant_type']} (GPU)", text))
+    return rows
 
 
 def _column_rows(layers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     label = "columns of down"
-    for layer, c in layers.items():
-        what = f"{c['above']} of {c['experts']} sampled experts above {equalizing.THRESHOLD:g}"
-        yield label, f"layer {layer}: {c['median']:.2f} (median), {c['most']:.2f} (expert {c['of_expert']}); {what}"
+    for layer, columns in layers.items():
+        spreads = f"{columns['median']:.2f} (median), {columns['most']:.2f} (expert {columns['of_expert']})"
+        above = f"{columns['above']} of {columns['experts']} sampled experts above {equalizing.THRESHOLD:g}"
+        yield label, f"layer {layer}: {spreads}; {above}"
         label = ""
 
 
 def _output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     labels = (("architecture", "architecture"), ("made from", "expert_dtypes"))
-    out = output_rows(document) + [(label, join_values(document[name])) for label, name in labels if document[name]]
+    rows = output_rows(document) + [(label, join_values(document[name])) for label, name in labels if document[name]]
     if document["functions"]:
-        out.append(("experts compute", describe_record(document["functions"])))
+        rows.append(("experts compute", describe_record(document["functions"])))
     if document["codes"] is not None:
-        out.append(("codes", summarize(document["codes"]) or "all from -7 to 7"))
-    how = "" if document["made_by"] else " --against SOURCE"
-    yes = f"yes, by names and sizes; `ktconvert verify{how}` checks the bytes"
-    return [*out, ("complete", yes if document["complete"] else f"no: {summarize(document['problems'])}")]
+        rows.append(("codes", summarize(document["codes"]) or "all from -7 to 7"))
+    option = "" if document["made_by"] else " --against SOURCE"
+    complete_text = f"yes, by names and sizes; `ktconvert verify{option}` checks the bytes"
+    return [*rows, ("complete", complete_text if document["complete"] else f"no: {summarize(document['problems'])}")]
 
 
 def _conversion_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
-    known = document["units"] is not None
-    of = f" of {document['units']}" if known else ""
-    left = f", {size(document['bytes_left'])} left to read" if document["units"] else ""
+    is_readable = document["units"] is not None
+    total = f" of {document['units']}" if is_readable else ""
+    remaining = f", {size(document['bytes_left'])} left to read" if document["units"] else ""
     return [
         ("unfinished", document["path"]),
         ("work directory", document["work_directory"]),
         ("command", f"ktconvert {document['command']} -i {document['input']}"),
         ("options", ", ".join(f"{k} {v}" for k, v in document["settings"].items() if v not in (None, False))),
-        ("units", f"{document['units_done']}{of} finished{left}"),
+        ("units", f"{document['units_done']}{total} finished{remaining}"),
         *([("last run", f"died in {join_values(document['died_in'])}")] if document["died_in"] else []),
-        *([] if known else [("source", document["source_problem"])]),
+        *([] if is_readable else [("source", document["source_problem"])]),
         ("resume with", document["resume"]),
     ]
 

@@ -36,30 +36,32 @@ def limit_optional_threads(requested: int | None, reporter: Reporter) -> int | N
 
 
 def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
-    """Raise if the file that an option names cannot or must not be written.
+    """Raise an error if the file that an option names cannot or must not be written.
 
-    UsageError: a wrong name or folder, or a file that the command reads or writes under another option. OutputError: a
-    file that ktconvert did not write.
+    Raises UsageError for a wrong name or folder, and for a file that the command reads or writes under a different
+    option. Raises OutputError for a file that ktconvert did not write.
     """
     if path is None:
         return
-    place = Path(os.path.realpath(path.expanduser()))
+    real_path = Path(os.path.realpath(path.expanduser()))
     if endings and path.suffix.lower() not in endings:
         raise UsageError(f"{option} {path}: give a file with the ending {' or '.join(endings)}.")
-    if not place.parent.is_dir():
-        raise UsageError(f"{option} {path}: directory {place.parent} does not exist; create it first.")
-    if place.is_dir() or not os.access(place.parent, os.W_OK):
+    if not real_path.parent.is_dir():
+        raise UsageError(f"{option} {path}: directory {real_path.parent} does not exist; create it first.")
+    if real_path.is_dir() or not os.access(real_path.parent, os.W_OK):
         raise UsageError(f"{option} {path}: not writable; choose a different path.")
     context = click.get_current_context()
     for parameter in context.command.params:
         value = context.params.get(parameter.name or "")
         if value is None or option in parameter.opts or not isinstance(parameter.type, FilePath | PathOrHubId):
             continue
-        other = Path(value).expanduser()
-        if os.path.realpath(other) == str(place) or (place.exists() and other.exists() and other.samefile(place)):
+        other_path = Path(value).expanduser()
+        if os.path.realpath(other_path) == str(real_path) or (
+            real_path.exists() and other_path.exists() and other_path.samefile(real_path)
+        ):
             name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
             raise UsageError(f"{option} {path}: {name} is the same file; choose a different path.")
-    publish.require_replaceable(place)
+    publish.require_replaceable(real_path)
 
 
 def check_plot(path: Path | None) -> None:
@@ -71,10 +73,10 @@ def check_plot(path: Path | None) -> None:
         require_matplotlib()
 
 
-def check_kernels(again: str = "`ktconvert resume`") -> None:
+def check_kernels(command: str = "`ktconvert resume`") -> None:
     """Raise UsageError if KTCONVERT_ISA names a missing instruction set, and handle SIGBUS from truncated input files.
 
-    again: the command that the user should then run.
+    command  the command that the user should then run, for the message
     """
     from ktconvert.native_quant import kernels, sigbus
 
@@ -84,12 +86,12 @@ def check_kernels(again: str = "`ktconvert resume`") -> None:
         raise UsageError(str(error)) from error
     sigbus.guard_sigbus(
         "ktconvert: %s: became shorter or unreadable while it was being read; restore the file or check the disk, "
-        f"then run {again}.",
+        f"then run {command}.",
         InputError.exit_code,
     )
 
 
-def model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
+def make_model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
     """Return the model that options name, after checking kernels and packages of an extra (default: the command's)."""
     from ktconvert.native_quant.runtime import transformers_version
     from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES, ModelChoice, require_packages
@@ -97,7 +99,10 @@ def model_choice(command: str, options: Options, reporter: Reporter, extra: str 
     check_kernels("the command again")
     require_packages(f"`ktconvert {command}`", REQUIRED_PACKAGES[extra or command], extra or command)
     transformers_version.check_version(reporter.warn)
-    known = option_fields(type(options))
-    values = {getattr(each.declaration, "argument", None) or each.name: each.get(options) for each in known}
+    values = {
+        getattr(option_field.declaration, "argument", None) or option_field.name: option_field.get(options)
+        for option_field in option_fields(type(options))
+    }
     values["threads"] = limit_optional_threads(values["threads"], reporter)
-    return ModelChoice(**{each.name: values[each.name] for each in fields(ModelChoice) if each.name in values})
+    names = [field.name for field in fields(ModelChoice)]
+    return ModelChoice(**{name: values[name] for name in names if name in values})

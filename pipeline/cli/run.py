@@ -41,13 +41,13 @@ def run(options: RunOptions) -> None:
     from ktconvert.pipeline.report.progress import Reporter
 
     reporter = Reporter()
-    choice = preconditions.model_choice("run", options, reporter)
+    choice = preconditions.make_model_choice("run", options, reporter)
     try:
-        loaded = loading.load(choice if options.torch_experts else loading.with_own_experts(choice))
+        loaded = loading.load_model_and_tokenizer(choice if options.torch_experts else loading.with_own_experts(choice))
     except UnsupportedError as error:
         if options.torch_experts or options.cpu_weights is not None or isinstance(error, RotatedError):
             raise
-        loaded = loading.load(choice)
+        loaded = loading.load_model_and_tokenizer(choice)
         reporter.note(f"transformers computes the experts, since: {error}")
 
     def write(inputs: Any) -> str:

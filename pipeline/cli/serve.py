@@ -25,8 +25,9 @@ def serve(options: ServeOptions) -> None:
     from ktconvert.pipeline.models.serving import authentication
     from ktconvert.pipeline.report.progress import Reporter
 
-    reporter, file = Reporter(), options.api_key_file
-    choice = preconditions.model_choice("serve", options, reporter)
+    reporter = Reporter()
+    file = options.api_key_file
+    choice = preconditions.make_model_choice("serve", options, reporter)
     from ktconvert.pipeline.models.serving.server import listen
 
     if options.adapters:

@@ -47,8 +47,11 @@ def status(options: StatusOptions) -> None:
     from rich.live import Live
     from rich.text import Text
 
-    output, watch, as_json = options.output, options.watch, options.as_json
-    console, shown = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True), None
+    output = options.output
+    watch = options.watch
+    as_json = options.as_json
+    console = Console(file=raw_stream(sys.stdout), highlight=False, soft_wrap=True)
+    shown = None
     alive = watch and not as_json and console.is_terminal
     with (
         Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
@@ -71,13 +74,15 @@ def status(options: StatusOptions) -> None:
 def read_status(output: Path) -> dict[str, Any]:
     """Return the status of the conversion into this output. Raises OutputError if there is none.
 
-    state    finished; running: a process works on it, or may, on a host that is not visible from here; else stopped
-    units    total number of units; done: units that are recorded, or finished and recorded by the next run
+    state    "finished", "running" or "stopped"; "running" if a process works on the output, or may do so on a host
+             that is not visible from here
+    units    total number of units
+    done     number of units that are recorded, or finished and recorded by the next run
     bytes    size of finished files
     by       host -> number, bytes and seconds of its finished units
-    making   running units: unit, host, pid, since (seconds), alive (None: unknown)
+    making   running units: unit, host, pid, since (seconds), alive (None if unknown)
     failed   units that failed and are not done since: unit, host, why
-    ended    why the last run ended, if the journal has it
+    ended    the reason why the last run ended, if the journal has it
     """
     while True:
         paths = locate(output)
@@ -98,60 +103,61 @@ def read_status(output: Path) -> dict[str, Any]:
 
 def _read_work_directory(paths: Paths, plan: SavedPlan) -> dict[str, Any]:
     """Return the status of an unfinished conversion. Raises FileNotFoundError if the directory has been removed."""
-    records = journal.read(paths.journal)
+    records = journal.read_records(paths.journal)
     finished = journal.find_finished_units(records)
-    tried = attempts.read(paths)
-    whole = (a for a in tried if not a.portion and a.is_whole(paths))
-    made = {a.fingerprint: a for a in whole if a.fingerprint not in finished}
-    by: dict[str, dict[str, float]] = {}
+    all_attempts = attempts.read_attempts(paths)
+    finished_attempts = (a for a in all_attempts if not a.portion and a.is_whole(paths))
+    unrecorded = {a.fingerprint: a for a in finished_attempts if a.fingerprint not in finished}
+    by_host: dict[str, dict[str, float]] = {}
     last_host = Holder.this().host
     for record in records:
         if isinstance(record, Run):
             last_host = record.process.host
         if isinstance(record, Done) and finished.get(record.fingerprint) is record:
-            _add_result(by, record.host or last_host, record.result, record.seconds)
-    for attempt in made.values():
-        _add_result(by, attempt.process.host, attempt.require_result(), (attempt.ended or 0.0) - attempt.began)
+            _add_result(by_host, record.host or last_host, record.result, record.seconds)
+    for attempt in unrecorded.values():
+        _add_result(by_host, attempt.process.host, attempt.require_result(), (attempt.ended or 0.0) - attempt.began)
     run = journal.find_killed_run(records)
-    making = _find_running_units(tried, run)
+    making = _find_running_units(all_attempts, run)
     running = run is not None and run[0].process.is_alive() is not False
-    last = next((record for record in reversed(records) if isinstance(record, Run | End)), None)
+    last_event = next((record for record in reversed(records) if isinstance(record, Run | End)), None)
     return {
         "output": str(paths.output),
         "state": RUNNING if making or running or lock.has_active_shares(paths.root) else STOPPED,
         "command": plan.command,
         "input": plan.input,
         "units": plan.units,
-        "done": len(finished) + len(made),
-        "bytes": sum(int(host["bytes"]) for host in by.values()),
-        "by": by,
+        "done": len(finished) + len(unrecorded),
+        "bytes": sum(int(host["bytes"]) for host in by_host.values()),
+        "by": by_host,
         "making": making,
-        "failed": _failures(records, tried, {*finished, *made}),
-        "ended": last.why if isinstance(last, End) else None,
+        "failed": _find_failures(records, all_attempts, {*finished, *unrecorded}),
+        "ended": last_event.why if isinstance(last_event, End) else None,
     }
 
 
-def _add_result(by: dict[str, dict[str, float]], host: str, result: Result, seconds: float) -> None:
-    entry = by.setdefault(host, {"units": 0, "bytes": 0, "seconds": 0.0})
+def _add_result(by_host: dict[str, dict[str, float]], host: str, result: Result, seconds: float) -> None:
+    entry = by_host.setdefault(host, {"units": 0, "bytes": 0, "seconds": 0.0})
     entry["units"] += 1
     entry["bytes"] += sum(file.nbytes for file in result.files)
     entry["seconds"] = round(entry["seconds"] + max(0.0, seconds), 3)  # clocks may be wrong
 
 
-def _find_running_units(tried: list[Attempt], run: tuple[Run, dict[str, Start]] | None) -> list[dict[str, Any]]:
+def _find_running_units(all_attempts: list[Attempt], run: tuple[Run, dict[str, Start]] | None) -> list[dict[str, Any]]:
     """Return the units whose attempts have not ended, and whose process may be alive."""
-    begun = [(attempt.unit, attempt.process, attempt.began) for attempt in tried if attempt.ended is None]
+    unended = [(attempt.unit, attempt.process, attempt.began) for attempt in all_attempts if attempt.ended is None]
     if run is not None:
-        begun += [(unit, run[0].process, start.at) for unit, start in run[1].items() if start.host is None]
-    now, running = time.time(), []
-    for unit, process, since in begun:
+        unended += [(unit, run[0].process, start.at) for unit, start in run[1].items() if start.host is None]
+    now = time.time()
+    running = []
+    for unit, process, since in unended:
         if (alive := process.is_alive()) is not False:
-            about = {"unit": unit, "host": process.host, "pid": process.pid, "alive": alive}
-            running.append({**about, "since": round(max(0.0, now - since), 1)})
+            fields = {"unit": unit, "host": process.host, "pid": process.pid, "alive": alive}
+            running.append({**fields, "since": round(max(0.0, now - since), 1)})
     return running
 
 
-def _failures(records: list[Record], tried: list[Attempt], done: set[str]) -> list[dict[str, Any]]:
+def _find_failures(records: list[Record], all_attempts: list[Attempt], done: set[str]) -> list[dict[str, Any]]:
     """Return the failures since the last run began, of units that are not done; for job shares, of the last attempt."""
     units = {record.unit for record in records if isinstance(record, Done) and record.fingerprint in done}
     failed: dict[str, dict[str, Any]] = {}
@@ -160,7 +166,7 @@ def _failures(records: list[Record], tried: list[Attempt], done: set[str]) -> li
             failed.clear()
         if isinstance(record, Failed) and record.unit not in units:
             failed[record.unit] = {"unit": record.unit, "host": record.host, "why": record.why}
-    for attempt in {attempt.fingerprint: attempt for attempt in tried}.values():
+    for attempt in {attempt.fingerprint: attempt for attempt in all_attempts}.values():
         if attempt.failure is not None and attempt.fingerprint not in done:
             failed[attempt.unit] = {"unit": attempt.unit, "host": attempt.process.host, "why": attempt.failure}
     return list(failed.values())
@@ -171,28 +177,30 @@ def status_lines(status: dict[str, Any]) -> list[str]:
     if status["state"] == FINISHED:
         return [f"{status['output']} is finished"]
     total = f" of {status['units']}" if status["units"] else ""
-    out = [
+    lines = [
         f"{status['command']}: {status['input']} -> {status['output']}",
         f"{status['state']}: {status['done']}{total} units done, {size(status['bytes'])} of finished files",
     ]
     hosts = []
     for host, share in sorted(status["by"].items()):
-        took = f"{duration(share['seconds'])} of work" if share["seconds"] else ""
-        hosts.append((host, plural(int(share["units"]), "unit"), size(share["bytes"]), took))
-    out += _table("", hosts)
+        time_text = f"{duration(share['seconds'])} of work" if share["seconds"] else ""
+        hosts.append((host, plural(int(share["units"]), "unit"), size(share["bytes"]), time_text))
+    lines += _format_section("", hosts)
     running = []
     for unit in status["making"]:
-        doubt = "" if unit["alive"] else " (perhaps ended)"
-        running.append((unit["unit"], unit["host"], f"process {unit['pid']}", f"for {duration(unit['since'])}{doubt}"))
-    out += _table("running:", running)
-    out += _table("failed:", [(failure["unit"], failure["why"]) for failure in status["failed"]])
+        uncertainty = "" if unit["alive"] else " (perhaps ended)"
+        running.append(
+            (unit["unit"], unit["host"], f"process {unit['pid']}", f"for {duration(unit['since'])}{uncertainty}")
+        )
+    lines += _format_section("running:", running)
+    lines += _format_section("failed:", [(failure["unit"], failure["why"]) for failure in status["failed"]])
     if status["state"] == STOPPED:
-        why = f" ({status['ended']})" if status["ended"] and not status["failed"] else ""
-        out.append(f"run `ktconvert resume {status['output']}` to continue{why}")
-    return out
+        reason = f" ({status['ended']})" if status["ended"] and not status["failed"] else ""
+        lines.append(f"run `ktconvert resume {status['output']}` to continue{reason}")
+    return lines
 
 
-def _table(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a title and the first rows, indented; nothing if there are no rows."""
     if not rows:
         return []

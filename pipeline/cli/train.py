@@ -8,7 +8,12 @@ from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.cli.conversion import remove_lock
 from ktconvert.pipeline.engine.execute import remove_work_directory
-from ktconvert.pipeline.engine.existing import is_finished, predict_states, report_nothing_to_do
+from ktconvert.pipeline.engine.existing import (
+    is_finished,
+    predict_states,
+    report_nothing_to_do,
+    require_writable_output,
+)
 from ktconvert.pipeline.options.model_options import TrainOptions
 
 
@@ -37,20 +42,22 @@ def start(options: TrainOptions) -> None:
     from ktconvert.pipeline.report.plots import require_matplotlib
     from ktconvert.pipeline.report.text import format_table, size
 
-    reporter, existing = options.reporting.reporter, options.existing
+    reporter = options.reporting.reporter
+    existing = options.existing
     existing.require_consistent()
-    choice = preconditions.model_choice("train", options, reporter)
+    choice = preconditions.make_model_choice("train", options, reporter)
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
     plan = make_plan(options, None if options.dry_run else reporter.report_hash)
+    require_writable_output(plan, existing.overwrite)
     if is_finished(plan, existing.overwrite) and not options.dry_run:
         remove_work_directory(plan.locate())
         return report_nothing_to_do(options.output, reporter)
     predict_states(plan, plan.locate(), existing.overwrite)
     memory = trainer.estimate_memory(options, choice)
     reporter.event("memory", bytes=memory)
-    rows = [(what, size(nbytes)) for what, nbytes in memory.items()]
+    rows = [(purpose, size(nbytes)) for purpose, nbytes in memory.items()]
     if options.dry_run:
         if not options.reporting.json_events:
             click.echo("\n".join(format_table(rows)))

@@ -82,20 +82,23 @@ def run_check(report: Report, threads: int) -> Check:
 
     Raises UnsupportedError for a method that cannot be computed here, InputError for a damaged checkpoint.
     """
-    output, measure = report.output, report.measure
+    output = report.output
+    measure = report.measure
     if output.methods and (not output.has_all_weights or not measure.shapes):
         return Check("run", "", ("not computed: weight files are missing or damaged",))
-    computed = COMPUTED if measure.fmt is not None else ()  # without a known format, the order of the codes is unknown
-    unknown = sorted({measure.layer_method(layer) for layer in measure.shapes} - {"unknown", *computed})
+    computable = (
+        COMPUTED if measure.fmt is not None else ()
+    )  # without a known format, the order of the codes is unknown
+    unknown = sorted({measure.layer_method(layer) for layer in measure.shapes} - {"unknown", *computable})
     if unknown and not is_checkpoint(output.root):
         raise UnsupportedError(
             f"{output.root}: {unknown[0]} weights cannot be computed here; verify them without --run."
         )
     source = open_experts(output.root)
-    first = {measure.layer_method(layer): layer for layer in reversed(source.layers)}
+    first_layers = {measure.layer_method(layer): layer for layer in reversed(source.layers)}
     summaries: list[str] = []
     problems: list[str] = []
-    for layer in sorted(first.values()):
+    for layer in sorted(first_layers.values()):
         topk, _ = experts_per_token(output.config, layer, source.shape(layer)[0])
         try:
             result = smoke.smoke(output.root, layer, topk, get_shared_pool(threads))

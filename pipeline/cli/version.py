@@ -65,7 +65,8 @@ def version_document() -> dict[str, Any]:
 def version_lines() -> list[str]:
     """Return the lines of `ktconvert --version` and `ktconvert version`."""
     document = version_document()
-    build, isas = document["build"], document["instruction_sets"]
+    build = document["build"]
+    isas = document["instruction_sets"]
     return [
         f"ktconvert {document['ktconvert']}",
         f"Python {document['python']}",

@@ -22,54 +22,56 @@ from ktconvert.pipeline.engine.plan import CARD, CONFIG, KeptFolder, Plan, requi
 from ktconvert.pipeline.engine.units import Unit
 from ktconvert.pipeline.engine.workdir import WorkDir
 
-TAKEN = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+# Errors of a rename to a path that exists.
+EXISTS_ERRORS = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 NOT_OURS = {"lost+found"}
 
 
-def assemble(plan: Plan, work: WorkDir) -> None:
+def assemble_output(plan: Plan, workdir: WorkDir) -> None:
     """Put the output together and publish it. May be interrupted and run again at any point."""
-    target, units = work.paths.assembly, [unit for unit in plan.units if unit.in_output]
-    files = fill(target, plan, units, work)
-    if all((target / file.name).exists() for unit in units for file in _files_of(unit, work)):
+    target = workdir.paths.assembly
+    units = [unit for unit in plan.units if unit.in_output]
+    files = fill_output_folder(target, plan, units, workdir)
+    if all((target / file.name).exists() for unit in units for file in _list_unit_files(unit, workdir)):
         plan.hooks.check(target)
-    if work.may_replace and journal.find_assembled_inode(work.journal.records) is None:
+    if workdir.may_replace and journal.find_assembled_inode(workdir.journal.records) is None:
         require_replaceable(plan)  # files may have been added while the conversion ran
-    publish_side_output(plan, work)
-    work.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
-    if work.paths.inside:
-        _move_in(work.paths, [f.name for f in files], work.may_replace)
+    publish_side_output(plan, workdir)
+    workdir.journal.append(journal.Assembled(inode=target.stat().st_ino), sync=True)
+    if workdir.paths.inside:
+        _move_files_in(workdir.paths, [f.name for f in files], workdir.may_replace)
     else:
-        _rename(work.paths, work.may_replace)
-    work.remove()
+        _rename_folder(workdir.paths, workdir.may_replace)
+    workdir.remove()
 
 
-def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> list[OutputFile]:
+def fill_output_folder(target: Path, plan: Plan, units: list[Unit[Any]], workdir: WorkDir) -> list[OutputFile]:
     """Fill a folder with finished units and the files that go with them, synced; return the files of its manifest."""
-    weights = {file.name: file for unit in units for file in _files_of(unit, work)}
+    weights = {file.name: file for unit in units for file in _list_unit_files(unit, workdir)}
     target.mkdir(exist_ok=True)
     publish.remove_all_but(target, weights.keys())  # files of an interrupted assembly
     for unit in units:
-        stored = work.paths.store / unit.stored_name
+        stored = workdir.paths.store / unit.stored_name
         if stored.exists():
             publish.link_or_move(stored, target / unit.final)
-    files = [*weights.values(), *_list_kept_files(work.paths.output, plan.kept_folders or ())]
+    files = [*weights.values(), *_list_kept_files(workdir.paths.output, plan.kept_folders or ())]
     for name, source in plan.companions:
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         files.append(OutputFile(name, *publish.copy_file(source, target / name)))
     if not plan.read_once:
         require_unchanged(plan)
     if plan.config is not None:
-        files.append(_write(target, CONFIG, plan.config))
-    finished = (work.finished.get(unit.fingerprint) for unit in plan.units)
+        files.append(_write_file(target, CONFIG, plan.config))
+    finished = (workdir.finished.get(unit.fingerprint) for unit in plan.units)
     stats = [record.result.stats for record in finished if record is not None and record.result.stats]
-    files.append(_write(target, CARD, plan.hooks.render_card(stats)))
+    files.append(_write_file(target, CARD, plan.hooks.render_card(stats)))
     if plan.has_index:
         shards = []
         for unit in units:
-            path = next(path for folder in (target, work.paths.output) if (path := folder / unit.final).exists())
-            header = read_header(path)
+            candidates = (folder / unit.final for folder in (target, workdir.paths.output))
+            header = read_header(next(path for path in candidates if path.exists()))
             shards.append((unit.final, [e.name for e in header.entries], sum(e.nbytes for e in header.entries)))
-        files.append(_write(target, INDEX, index_json(shards)))
+        files.append(_write_file(target, INDEX, index_json(shards)))
     document = manifest.encode_manifest(
         tool_version=tool_version(),
         command=plan.options.command,
@@ -78,20 +80,21 @@ def fill(target: Path, plan: Plan, units: list[Unit[Any]], work: WorkDir) -> lis
         source=tuple(f.without_mtime() for f in plan.source),
         files=files,
     )
-    _write(target, manifest.NAME, document)
+    _write_file(target, manifest.NAME, document)
     for folder in (target, *(p for p in target.rglob("*") if p.is_dir())):
         publish.sync_folder(folder)
     return files
 
 
-def _files_of(unit: Unit[Any], work: WorkDir) -> Iterator[OutputFile]:
-    result = work.finished[unit.fingerprint].result
-    for w in result.files:
-        name = (PurePosixPath(unit.final) / w.path).as_posix()
-        yield OutputFile(name, w.nbytes, w.sha256, None if w.path else result.tensors)
+def _list_unit_files(unit: Unit[Any], workdir: WorkDir) -> Iterator[OutputFile]:
+    """Yield the files of a finished unit with their names in the output."""
+    result = workdir.finished[unit.fingerprint].result
+    for written in result.files:
+        name = (PurePosixPath(unit.final) / written.path).as_posix()
+        yield OutputFile(name, written.nbytes, written.sha256, None if written.path else result.tensors)
 
 
-def _write(target: Path, name: str, data: bytes) -> OutputFile:
+def _write_file(target: Path, name: str, data: bytes) -> OutputFile:
     return OutputFile(name, len(data), publish.write_file(target / name, data))
 
 
@@ -104,14 +107,17 @@ def _list_kept_files(output: Path, folders: Iterable[KeptFolder]) -> list[Output
     return files
 
 
-def _rename(paths: Paths, may_replace: bool) -> None:
-    """Publish the output with one rename; an old output is swapped out and removed last. OutputError for new files."""
+def _rename_folder(paths: Paths, may_replace: bool) -> None:
+    """Publish the output with one rename; an old output is swapped out and removed last.
+
+    Raises OutputError if a different file or folder has appeared at the output.
+    """
     output = paths.output
     with explain_full_disk(output):
         try:
             paths.assembly.rename(output)
         except OSError as error:
-            if error.errno not in TAKEN:
+            if error.errno not in EXISTS_ERRORS:
                 raise
             if not may_replace:
                 remedy = "move it away and resume, or run the same command with --overwrite"
@@ -122,28 +128,29 @@ def _rename(paths: Paths, may_replace: bool) -> None:
     publish.sync_folder(output.parent)
 
 
-def _move_in(paths: Paths, names: list[str], may_replace: bool) -> None:
+def _move_files_in(paths: Paths, names: list[str], may_replace: bool) -> None:
     """Move the files into the output one by one.
 
     The old index is removed before the first file and the new one comes after the last, so no index names a mixture.
     """
-    output, target = paths.output, paths.assembly
+    output = paths.output
+    assembly = paths.assembly
     (output / manifest.NAME).unlink(missing_ok=True)
     (output / INDEX).unlink(missing_ok=True)
     publish.sync_folder(output)
     if may_replace:
         publish.remove_all_but(output, {*names, manifest.NAME}, spare={*NOT_OURS, paths.root.name})
-    last = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
+    last_names = [name for name in (manifest.NAME, INDEX) if name == manifest.NAME or name in names]
     folders = {output}
     for name in names:
-        if name not in last and (target / name).exists():
+        if name not in last_names and (assembly / name).exists():
             (output / name).parent.mkdir(parents=True, exist_ok=True)
-            (target / name).rename(output / name)
+            (assembly / name).rename(output / name)
             folders.update(output / parent for parent in Path(name).parents)
     for folder in folders:
         publish.sync_folder(folder)
-    for name in last:
-        publish.publish_path(target / name, output / name)
+    for name in last_names:
+        publish.publish_path(assembly / name, output / name)
 
 
 # The side output, a second folder that a plan may fill, appears before the output: a finished output has its own.
@@ -177,21 +184,21 @@ def require_side_output(plan: Plan) -> None:
         )
 
 
-def publish_side_output(plan: Plan, work: WorkDir) -> None:
+def publish_side_output(plan: Plan, workdir: WorkDir) -> None:
     """Publish the side output with copies of its files. May be interrupted and run again."""
     if (side_output := plan.side_output) is None:
         return
     partial = side_output.partial
     publish.remove_tree(partial)  # left by a killed run
-    if _has_side_output(plan, work.finished):
+    if _has_side_output(plan, workdir.finished):
         return
     with explain_full_disk(partial):
         partial.mkdir()
     for unit in plan.side_units:
-        publish.copy_file(work.paths.store / unit.stored_name, partial / unit.final)
+        publish.copy_file(workdir.paths.store / unit.stored_name, partial / unit.final)
     publish.sync_folder(partial)
     if os.path.lexists(side_output.folder):
-        if not work.may_replace:
+        if not workdir.may_replace:
             raise OutputError(
                 f"{side_output.folder}: a different folder appeared during the conversion; move it away and resume."
             )

@@ -37,7 +37,8 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     run        the run of a coordinator (WorkDir.new_token) or of a job share; deaths are counted within a run
     ended      None while the attempt lasts, and if its process died
     result     set once the file is complete and durable
-    failure    the sentence with which it failed; warnings: sentences for the user
+    failure    the sentence with which it failed
+    warnings   sentences for the user
     oom_kills  the kernel's count when it began (machine.oom_kills)
     portion    whether it makes a portion
     """
@@ -85,9 +86,10 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Return whether it is finished, and its files are in partial/ with the recorded sizes."""
         if self.result is None or not self.result.files:
             return False
-        inner = [PurePath(w.path) for w in self.result.files]
-        below = not any(path.is_absolute() or ".." in path.parts for path in inner)
-        return below and all(has_size(path, nbytes) for path, nbytes, _ in self.list_files(paths))
+        inner_paths = [PurePath(file.path) for file in self.result.files]
+        if any(path.is_absolute() or ".." in path.parts for path in inner_paths):
+            return False
+        return all(has_size(path, nbytes) for path, nbytes, _ in self.list_files(paths))
 
     def list_files(self, paths: Paths) -> list[FileRecord]:
         return [
@@ -95,47 +97,47 @@ class Attempt(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         ]
 
 
-def begin(paths: Paths, item: Unit[Any] | Portion, run: str) -> Attempt:
+def begin_attempt(paths: Paths, item: Unit[Any] | Portion, run: str) -> Attempt:
     """Record a new attempt of this process, so that other processes see it."""
-    own = Holder.this()
+    process = Holder.this()
     # The random part distinguishes processes of a restarted container, which may have the same host name and number.
-    suffix = f"{re.sub('[^A-Za-z0-9-]', '-', own.host)}.{own.pid}.{secrets.token_hex(4)}"
+    suffix = f"{re.sub('[^A-Za-z0-9-]', '-', process.host)}.{process.pid}.{secrets.token_hex(4)}"
     attempt = Attempt(
         name=f"{item.stored_name}.{suffix}",
         unit=item.name,
         fingerprint=item.fingerprint,
         run=run,
-        process=own,
+        process=process,
         began=timestamp(),
         oom_kills=machine.oom_kills(),
         portion=isinstance(item, Portion),
     )
-    return _save(paths, attempt)
+    return _save_record(paths, attempt)
 
 
-def finish(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
-    """Record that its file is complete; durable on return."""
-    return _save(paths, replace(attempt, ended=timestamp(), result=result, warnings=tuple(warnings)))
+def record_result(paths: Paths, attempt: Attempt, result: Result, warnings: Sequence[str]) -> Attempt:
+    """Record that an attempt has finished with this result; durable on return."""
+    return _save_record(paths, replace(attempt, ended=timestamp(), result=result, warnings=tuple(warnings)))
 
 
-def fail(paths: Paths, attempt: Attempt, why: str) -> Attempt:
-    """Remove its file, and record why it failed."""
+def record_failure(paths: Paths, attempt: Attempt, why: str) -> Attempt:
+    """Remove the file of an attempt, and record why the attempt failed."""
     publish.remove_tree(paths.partial / attempt.name)
-    return _save(paths, replace(attempt, ended=timestamp(), failure=why))
+    return _save_record(paths, replace(attempt, ended=timestamp(), failure=why))
 
 
-def _save(paths: Paths, attempt: Attempt) -> Attempt:
+def _save_record(paths: Paths, attempt: Attempt) -> Attempt:
     path = paths.attempts / (attempt.name + ENDING)
-    aside = path.with_name(f".{path.name}")
-    publish.write_file(aside, documents.encode_line(attempt))
-    publish.publish_path(aside, path)
+    temporary = path.with_name(f".{path.name}")
+    publish.write_file(temporary, documents.encode_line(attempt))
+    publish.publish_path(temporary, path)
     return attempt
 
 
-def read(paths: Paths, item: Unit[Any] | Portion | None = None, known: Collection[str] = ()) -> list[Attempt]:
+def read_attempts(paths: Paths, item: Unit[Any] | Portion | None = None, known: Collection[str] = ()) -> list[Attempt]:
     """Return the recorded attempts at one unit or portion, or all, the oldest first; skip damaged records.
 
-    known: names of attempts to skip, since the records of loose files are long.
+    known  names of attempts to skip, since the records of loose files are long
     """
     prefix = "" if item is None else f"{item.stored_name}."
     recorded = []
@@ -149,37 +151,39 @@ def read(paths: Paths, item: Unit[Any] | Portion | None = None, known: Collectio
     return sorted(recorded, key=lambda a: (a.began, a.name))
 
 
-def forget(paths: Paths, attempt: Attempt) -> None:
+def remove_attempt(paths: Paths, attempt: Attempt) -> None:
     publish.remove_tree(paths.partial / attempt.name)
     publish.remove_tree(paths.attempts / (attempt.name + ENDING))
 
 
 def remove_dead_files(paths: Paths) -> None:
     """Remove files of this host's unfinished attempts whose process died; keep the records, which count as deaths."""
-    for attempt in read(paths):
+    for attempt in read_attempts(paths):
         if attempt.ended is None and attempt.is_dead():
             with contextlib.suppress(FileNotFoundError):  # another process removes files, too
                 publish.remove_tree(paths.partial / attempt.name)
 
 
-def sweep(paths: Paths) -> list[Attempt]:
+def remove_useless_files(paths: Paths) -> list[Attempt]:
     """Remove useless files and records in partial/ and attempts/; return the attempts that failed or died."""
-    files, records = list(paths.partial.iterdir()), list(paths.attempts.iterdir())  # before the records are read
-    kept, gone = [], []
-    for attempt in read(paths):
+    # Listed before the records are read, so that files of attempts that begin now are kept.
+    files = list(paths.partial.iterdir())
+    records = list(paths.attempts.iterdir())
+    kept_names = set()
+    removed = []
+    for attempt in read_attempts(paths):
         if attempt.is_whole(paths) or (attempt.ended is None and not attempt.is_dead()):
-            kept.append(attempt)
+            kept_names.add(attempt.name)
         else:
-            forget(paths, attempt)
-            gone.append(attempt)
-    names = {attempt.name for attempt in kept}
+            remove_attempt(paths, attempt)
+            removed.append(attempt)
     for path in files:
-        if path.name not in names:
+        if path.name not in kept_names:
             publish.remove_tree(path)
     for path in records:
-        if path.name.removesuffix(ENDING) not in names and not path.name.startswith("."):  # written just now
+        if path.name.removesuffix(ENDING) not in kept_names and not path.name.startswith("."):  # written just now
             publish.remove_tree(path)
-    return gone
+    return removed
 
 
 _recording = threading.Lock()  # faulthandler has one file per process

@@ -34,15 +34,15 @@ def open_backend(name: str, note: Callable[[str], None], timeout: float | None =
     the backend is not available.
     """
     require_backend(name)
-    kind, _, where = name.partition(":")
+    kind, _, argument = name.partition(":")
     if kind == THREADS:
-        if where and not (where.isdecimal() and 0 < int(where) < 1 << 31):
-            raise UsageError(f"--executor threads:{where}: not a number of threads; give one.")
-        yield Backend(threads=int(where) if where else None)
+        if argument and not (argument.isdecimal() and 0 < int(argument) < 1 << 31):
+            raise UsageError(f"--executor threads:{argument}: not a number of threads; give one.")
+        yield Backend(threads=int(argument) if argument else None)
         return
-    with dask_executor.connect(where, note, timeout or dask_executor.TIMEOUT) as executor:
-        count = dask_executor.local_workers(where)
-        yield Backend(executor, None if count is None else max(1, machine.usable_cpus() // count))
+    with dask_executor.connect(argument, note, timeout or dask_executor.TIMEOUT) as executor:
+        workers = dask_executor.count_local_workers(argument)
+        yield Backend(executor, None if workers is None else max(1, machine.usable_cpus() // workers))
 
 
 def require_backend(name: str) -> None:

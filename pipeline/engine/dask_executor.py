@@ -44,9 +44,8 @@ class DaskExecutor(Executor):
 
     def __init__(self, client: Any) -> None:
         self._client = client
-        self._pending: dict[
-            Future[Any], Any
-        ] = {}  # our future -> Dask's; the thread that removes an entry sets its result
+        # Our future -> Dask's. The thread that removes an entry sets its result.
+        self._pending: dict[Future[Any], Any] = {}
         self.last_heartbeat: float | None = None
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
@@ -114,7 +113,7 @@ def _explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def connect(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
+def connect(address: str, note: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
     """Connect to a Dask cluster: tcp://HOST:PORT, tls://HOST:PORT, a scheduler's file, or `local[:N]`.
 
     `local` starts N workers here (by default one for each NUMA node) and ends them. Certificates come from Dask's
@@ -129,8 +128,8 @@ def connect(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -
         raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
     distributed: Any = importlib.import_module("distributed")  # untyped
     _silence_loggers()
-    with contextlib.ExitStack() as stack:
-        if (count := local_workers(where)) is not None:
+    with contextlib.ExitStack() as resources:
+        if (count := count_local_workers(address)) is not None:
             with _block_ctrl_c():
                 cluster = distributed.LocalCluster(
                     n_workers=count,
@@ -142,23 +141,23 @@ def connect(where: str, note: Callable[[str], None], timeout: float = TIMEOUT) -
                     host="127.0.0.1",
                     silence_logs=NO_LOGGING,
                 )
-            client = distributed.Client(stack.enter_context(cluster))
+            client = distributed.Client(resources.enter_context(cluster))
         else:
-            client = _client(distributed.Client, where)
-        stack.callback(client.close)
+            client = _connect_client(distributed.Client, address)
+        resources.callback(client.close)
         executor = DaskExecutor(client)
         executor.update_heartbeat()
         if executor.last_heartbeat is None:
             note(f"waiting for workers; {_advice(timeout)}")
         ended = threading.Event()
-        stack.callback(ended.set)
+        resources.callback(ended.set)
         threading.Thread(target=_poll_heartbeat, args=(executor, ended), daemon=True).start()
         threading.Thread(target=_watch_workers, args=(executor, note, timeout, ended), daemon=True).start()
         yield executor
 
 
 def _poll_heartbeat(executor: DaskExecutor, ended: threading.Event) -> None:
-    """Update the heartbeat until the end, in a thread of its own, which a scheduler that does not answer blocks."""
+    """Update the heartbeat until the end, in a separate thread, because a scheduler that does not answer blocks it."""
     while not ended.wait(POLL_SECONDS):
         with contextlib.suppress(Exception):  # tasks fail if the scheduler is gone
             executor.update_heartbeat()
@@ -169,17 +168,21 @@ def _watch_workers(executor: DaskExecutor, note: Callable[[str], None], timeout:
 
     Polls are counted instead of time, since this process may be suspended for hours.
     """
-    last = executor.last_heartbeat
-    silent, reported = 0.0, last is None
+    last_heartbeat = executor.last_heartbeat
+    silent_seconds = 0.0
+    is_reported = last_heartbeat is None
     while not ended.wait(POLL_SECONDS):
-        if executor.last_heartbeat not in (None, last):
-            last, silent, reported = executor.last_heartbeat, 0.0, False
-        silent = silent + POLL_SECONDS if executor.count_pending() else 0.0
-        if silent >= timeout:
-            executor.fail_all(TimeoutError(f"no worker has answered for {duration(silent)} (--executor-timeout)"))
-        elif silent >= min(SILENT_SECONDS, timeout / 2) and not reported:
-            reported = True
-            note(f"no worker has answered for {duration(silent)}; {_advice(timeout - silent)}")
+        if executor.last_heartbeat not in (None, last_heartbeat):
+            last_heartbeat = executor.last_heartbeat
+            silent_seconds = 0.0
+            is_reported = False
+        silent_seconds = silent_seconds + POLL_SECONDS if executor.count_pending() else 0.0
+        problem = f"no worker has answered for {duration(silent_seconds)}"
+        if silent_seconds >= timeout:
+            executor.fail_all(TimeoutError(f"{problem} (--executor-timeout)"))
+        elif silent_seconds >= min(SILENT_SECONDS, timeout / 2) and not is_reported:
+            is_reported = True
+            note(f"{problem}; {_advice(timeout - silent_seconds)}")
 
 
 def _advice(seconds: float) -> str:
@@ -200,20 +203,20 @@ def _silence_loggers() -> None:
 def _block_ctrl_c() -> Iterator[None]:
     """Block SIGINT for processes that are started inside, since a terminal sends Ctrl-C to all processes."""
     resource_tracker.ensure_running()  # otherwise the first process starts it and unblocks signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
 
-def local_workers(where: str) -> int | None:
-    """Return the number of workers of `local[:N]`, None for any other place. Raise UsageError for a wrong number."""
-    name, _, count = where.partition(":")
+def count_local_workers(address: str) -> int | None:
+    """Return the number of workers of `local[:N]`, None for any other address. Raise UsageError for a wrong number."""
+    name, _, count = address.partition(":")
     if name != LOCAL:
         return None
     if count and not (count.isdecimal() and 0 < int(count) <= MAX_LOCAL_WORKERS):
-        raise UsageError(f"--executor dask:{where}: give a number of workers from 1 to {MAX_LOCAL_WORKERS}.")
+        raise UsageError(f"--executor dask:{address}: give a number of workers from 1 to {MAX_LOCAL_WORKERS}.")
     return int(count or len(machine.numa_nodes()))
 
 
@@ -221,26 +224,27 @@ class _SchedulerFile(msgspec.Struct):
     address: str
 
 
-def _client(connect: Callable[..., Any], where: str) -> Any:
-    address = where
-    if not where.startswith(("tcp://", "tls://")):
-        path = Path(where).expanduser()
+def _connect_client(connect: Callable[..., Any], address: str) -> Any:
+    """Return a client of the scheduler at tcp://HOST:PORT or tls://HOST:PORT, or of a scheduler's file."""
+    scheduler = address
+    if not address.startswith(("tcp://", "tls://")):
+        path = Path(address).expanduser()
         if not path.is_file():
             raise UsageError(
-                f"--executor dask:{where}: file not found; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or the "
+                f"--executor dask:{address}: file not found; give tcp://HOST:PORT, tls://HOST:PORT, local[:N] or the "
                 "file of `dask scheduler --scheduler-file`."
             )
         try:
-            address = documents.decode_document(path.read_bytes(), _SchedulerFile).address
+            scheduler = documents.decode_document(path.read_bytes(), _SchedulerFile).address
         except ValueError as error:
             problem = f"not a file of `dask scheduler --scheduler-file` ({error})"
-            raise UsageError(f"--executor dask:{where}: {problem}; give the scheduler's file.") from error
+            raise UsageError(f"--executor dask:{address}: {problem}; give the scheduler's file.") from error
     try:
-        return _connect(connect, address)
+        return _connect(connect, scheduler)
     except (AssertionError, OSError, TimeoutError, ValueError, TypeError) as error:
-        why = str(error).strip().splitlines() or [type(error).__name__]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise KtconvertError(
-            f"--executor dask:{where}: no Dask scheduler answers ({why[0]}); start it first."
+            f"--executor dask:{address}: no Dask scheduler answers ({lines[0]}); start it first."
         ) from error
 
 

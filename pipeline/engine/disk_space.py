@@ -1,4 +1,4 @@
-"""The disk space that plans need, and refusals where it does not suffice."""
+"""The disk space that plans need, and refusals if it does not suffice."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ OutputUnits = tuple[Plan, Paths, Collection[Unit[Any]]]
 class FileSystem:
     """The needs of the outputs on one file system.
 
-    roots   work directories of the outputs
-    needed  purpose -> bytes
+    outputs  the outputs
+    roots    work directories of the outputs
+    needed   purpose -> bytes
     """
 
     outputs: list[Path] = field(default_factory=list)
@@ -41,11 +42,15 @@ class FileSystem:
         return machine.disk_free(self.roots[0])
 
 
-def file_systems(remaining: Iterable[OutputUnits], *, with_workers: bool = False) -> list[FileSystem]:
-    """Return the file systems of several outputs with their needs. with_workers: workers make portions of units."""
+def find_file_systems(remaining: Iterable[OutputUnits], *, with_workers: bool = False) -> list[FileSystem]:
+    """Return the file systems of several outputs with their needs.
+
+    with_workers  whether workers make portions of units
+    """
     by_device: dict[int, FileSystem] = {}
     for plan, paths, units in remaining:
-        system = by_device.setdefault(machine.nearest_existing(paths.root).stat().st_dev, FileSystem())
+        device = machine.nearest_existing(paths.root).stat().st_dev
+        system = by_device.setdefault(device, FileSystem())
         system.outputs.append(paths.output)
         system.roots.append(paths.root)
         system.needed.update(disk_needed(plan, units, with_workers=with_workers))
@@ -54,18 +59,18 @@ def file_systems(remaining: Iterable[OutputUnits], *, with_workers: bool = False
 
 def require_disk(remaining: Sequence[OutputUnits], *, with_workers: bool = False) -> None:
     """Raise ResourceError if a disk is too small for the remaining units, or the limit on file sizes is too low."""
-    for system in file_systems(remaining, with_workers=with_workers):
+    for system in find_file_systems(remaining, with_workers=with_workers):
         if sum(system.needed.values()) > system.free:
             roots = ", ".join(map(str, system.roots))
             raise ResourceError(f"{roots}: {system}; free some space or choose another --output.")
     limit = machine.file_size_limit()
     for plan, paths, units in remaining:
         if limit is not None:
-            _require_below(limit, plan, units, paths)
+            _require_file_sizes_below(limit, plan, units, paths)
 
 
-def _require_below(limit: int, plan: Plan, units: Iterable[Unit[Any]], paths: Paths) -> None:
-    """Raise ResourceError if a shard or a companion would be larger than the limit on file sizes (bytes)."""
+def _require_file_sizes_below(limit: int, plan: Plan, units: Iterable[Unit[Any]], paths: Paths) -> None:
+    """Raise ResourceError if a shard or a companion file would be larger than the limit on file sizes (bytes)."""
     if limit < SLACK:
         raise ResourceError(
             f"{paths.root}: the file size limit of {size(limit)} (ulimit -f) is below the {size(SLACK)} for headers, "
@@ -74,10 +79,10 @@ def _require_below(limit: int, plan: Plan, units: Iterable[Unit[Any]], paths: Pa
     largest = max((unit.bytes_out for unit in units if not unit.folder), default=0)
     if largest + SLACK > limit:
         flag = plan.options.shard_limit_flag
-        smaller = "" if flag is None else f" or set {flag} lower"
+        second_remedy = "" if flag is None else f" or set {flag} lower"
         raise ResourceError(
             f"{paths.root}: a file of {size(largest)}, with {size(SLACK)} for its header, exceeds the file size "
-            f"limit of {size(limit)} (ulimit -f); raise it{smaller}."
+            f"limit of {size(limit)} (ulimit -f); raise it{second_remedy}."
         )
     for _, path in plan.companions:
         if path.stat().st_size > limit:

@@ -11,7 +11,7 @@ from ktconvert.layouts.errors import KtconvertError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine import attempts, existing, journal
-from ktconvert.pipeline.engine.assemble import assemble, require_free_side_output, require_side_output
+from ktconvert.pipeline.engine.assemble import assemble_output, require_free_side_output, require_side_output
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import require_disk
 from ktconvert.pipeline.engine.loop import (
@@ -36,11 +36,11 @@ from ktconvert.pipeline.report.text import duration, size
 def remove_work_directory(paths: Paths) -> None:
     """Remove the work directory of a finished output, whose last run ended after the output had appeared."""
     if paths.root.is_dir():
-        with WorkDir(paths) as work:
-            work.remove()
+        with WorkDir(paths) as workdir:
+            workdir.remove()
 
 
-def execute(
+def execute_plans(
     plans: Sequence[Plan],
     reporter: Reporter,
     *,
@@ -55,9 +55,10 @@ def execute(
     Units that read the same tensors are made one after the other. If one output is impossible, the error is raised
     before anything is written.
 
-    trust_store  check files of earlier runs by their sizes only, without hashing them
-    executor     its workers `reopen` the plan and make units, and portions of units of a chain, with so many threads
-                 each (None: the CPUs that they may use); None: threads of this process make all units
+    trust_store  check files of earlier runs only by their sizes, without hashing them
+    executor     its workers make units, and portions of units of a chain; None: threads of this process make all units
+    reopen       opens a plan in a worker; required with an executor
+    threads      packing threads of each worker; None: the CPUs that the worker may use
     """
     finished = [_is_finished(plan, overwrite) for plan in plans]
     unfinished = [plan for plan, done in zip(plans, finished, strict=True) if not done]
@@ -72,82 +73,88 @@ def execute(
         if done:
             remove_work_directory(plan.locate())
             existing.report_nothing_to_do(plan.options.output, reporter)
-    with contextlib.ExitStack() as stack:
-        works: list[tuple[Plan, WorkDir]] = []
-        for plan, work in zip(unfinished, _lock_all(unfinished, stack), strict=True):
-            if _is_finished(plan, overwrite):  # by the process that had the lock before
-                work.remove()
+    with contextlib.ExitStack() as resources:
+        workdirs: list[tuple[Plan, WorkDir]] = []
+        for plan, workdir in zip(unfinished, _lock_all(unfinished, resources), strict=True):
+            if _is_finished(plan, overwrite):  # the process that had the lock before has finished it
+                workdir.remove()
                 existing.report_nothing_to_do(plan.options.output, reporter)
             else:
-                works.append((plan, work))
-        if not works:
+                workdirs.append((plan, workdir))
+        if not workdirs:
             return False
-        for plan, work in works:
-            resume_work(plan, work, reporter, overwrite=overwrite, trust_store=trust_store)
+        for plan, workdir in workdirs:
+            resume_work(plan, workdir, reporter, overwrite=overwrite, trust_store=trust_store)
         remaining = [
-            (plan, work.paths, [unit for unit in plan.units if work.why_finished(unit) is None]) for plan, work in works
+            (plan, workdir.paths, [unit for unit in plan.units if workdir.why_finished(unit) is None])
+            for plan, workdir in workdirs
         ]
         require_disk(remaining, with_workers=with_workers)
         if executor is None:
-            threads = fit_threads([plan for plan, _ in works], reporter)
+            threads = fit_threads([plan for plan, _ in workdirs], reporter)
         stop = StopFlag()
-        stack.enter_context(stop.handle_signals())
-        for _, work in works:
-            stack.enter_context(record_run(work))
+        resources.enter_context(stop.handle_signals())
+        for _, workdir in workdirs:
+            resources.enter_context(record_run(workdir))
         if executor is None:
             assert threads is not None
-            outputs = _schedule_threads(works, reporter, threads, stack)
+            outputs = _schedule_threads(workdirs, reporter, threads, resources)
         else:
             assert reopen is not None
             outputs = [
                 _schedule_workers(
-                    plan, work, reporter, ExecutorRunner(work, reporter, executor, reopen, threads), stack
+                    plan, workdir, reporter, ExecutorRunner(workdir, reporter, executor, reopen, threads), resources
                 )
-                for plan, work in works
+                for plan, workdir in workdirs
             ]
         run_units(outputs, reporter, stop)
     return True
 
 
 def _schedule_threads(
-    works: Sequence[tuple[Plan, WorkDir]], reporter: Reporter, threads: int, stack: contextlib.ExitStack
+    workdirs: Sequence[tuple[Plan, WorkDir]], reporter: Reporter, threads: int, resources: contextlib.ExitStack
 ) -> list[OutputSchedule]:
-    """Schedule the remaining units of all outputs for threads of this process, which the stack ends."""
-    remaining = [find_remaining(plan, work) for plan, work in works]
+    """Schedule the remaining units of all outputs for threads of this process, which `resources` ends."""
+    remaining = [find_remaining(plan, workdir) for plan, workdir in workdirs]
     units = sum(map(len, remaining))
-    runners = stack.enter_context(open_thread_runners([work for _, work in works], reporter, threads, units))
+    runners = resources.enter_context(
+        open_thread_runners([workdir for _, workdir in workdirs], reporter, threads, units)
+    )
     return [
-        _schedule(plan, work, reporter, groups, runner)
-        for (plan, work), groups, runner in zip(works, remaining, runners, strict=True)
+        _schedule(plan, workdir, reporter, groups, runner)
+        for (plan, workdir), groups, runner in zip(workdirs, remaining, runners, strict=True)
     ]
 
 
 def _schedule_workers(
-    plan: Plan, work: WorkDir, reporter: Reporter, runner: ExecutorRunner, stack: contextlib.ExitStack
+    plan: Plan, workdir: WorkDir, reporter: Reporter, runner: ExecutorRunner, resources: contextlib.ExitStack
 ) -> OutputSchedule:
     """Schedule the remaining units of an output for an executor's workers.
 
     Units of a chain run here, and have their portions made by workers.
     """
-    remaining, chain_runner = find_remaining(plan, work), None
+    remaining = find_remaining(plan, workdir)
+    chain_runner: Runner | None = None
     if any(stage.chain for stage in plan.stages):
-        threads, units = fit_threads([plan], reporter), len(remaining)
-        (chain_runner,) = stack.enter_context(
-            open_thread_runners([work], reporter, threads, units, runner.make_portions)
+        threads = fit_threads([plan], reporter)
+        units = len(remaining)
+        (chain_runner,) = resources.enter_context(
+            open_thread_runners([workdir], reporter, threads, units, runner.make_portions)
         )
         chain_runner.limit = runner.limit  # one unit of the chain is in flight, in addition to units of workers
-    return _schedule(plan, work, reporter, remaining, runner, chain_runner)
+    return _schedule(plan, workdir, reporter, remaining, runner, chain_runner)
 
 
 def _schedule(
     plan: Plan,
-    work: WorkDir,
+    workdir: WorkDir,
     reporter: Reporter,
     remaining: Remaining,
     runner: Runner,
     chain_runner: Runner | None = None,
 ) -> OutputSchedule:
-    publish, finish = partial(publish_unit, plan, work, reporter), partial(_finish, plan, work, reporter)
+    publish = partial(publish_unit, plan, workdir, reporter)
+    finish = partial(_finish_output, plan, workdir, reporter)
     return OutputSchedule(plan, remaining, runner, publish, finish, chain_runner)
 
 
@@ -161,102 +168,121 @@ def require_possible(plans: Sequence[Plan], overwrite: bool, *, with_workers: bo
     require_disk(remaining, with_workers=with_workers)
 
 
-def _lock_all(plans: Sequence[Plan], stack: contextlib.ExitStack) -> list[WorkDir]:
+def _lock_all(plans: Sequence[Plan], resources: contextlib.ExitStack) -> list[WorkDir]:
     """Lock the work directories of all plans. If one is refused, the new ones are removed."""
-    works: list[WorkDir] = []
+    workdirs: list[WorkDir] = []
     try:
         for plan in plans:
-            works.append(stack.enter_context(WorkDir(plan.locate())))
+            workdirs.append(resources.enter_context(WorkDir(plan.locate())))
     except KtconvertError:
-        for work in works:
-            if not work.paths.plan.exists():
-                work.remove()
+        for workdir in workdirs:
+            if not workdir.paths.plan.exists():
+                workdir.remove()
         raise
-    return works
+    return workdirs
 
 
-def resume_work(plan: Plan, work: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
+def resume_work(plan: Plan, workdir: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
     """Compare the plan with the one that was begun here, if any, and adopt finished units."""
-    _adopt_plan(plan, work, reporter, overwrite)
-    require_free_side_output(plan, work.finished, work.may_replace)
-    if work.may_replace and journal.find_assembled_inode(work.journal.records) is None:
-        for replaced in existing.folders_to_replace(plan):
+    _adopt_plan(plan, workdir, reporter, overwrite)
+    require_free_side_output(plan, workdir.finished, workdir.may_replace)
+    if workdir.may_replace and journal.find_assembled_inode(workdir.journal.records) is None:
+        for replaced in existing.find_replaced_folders(plan):
             reporter.note(f"--overwrite removes {replaced}")
-    adopt_units(plan, work, reporter, trusted=trust_store)
-    _report_death(work, plan, reporter)
+    adopt_units(plan, workdir, reporter, trusted=trust_store)
+    _report_death(workdir, plan, reporter)
 
 
-def _finish(plan: Plan, work: WorkDir, reporter: Reporter) -> None:
-    work.journal.append(journal.Start(unit="assemble"))
-    assemble(plan, work)
-    (done, seconds), output = reporter.rate(), plan.options.output
-    out, peak = sum(unit.bytes_out for unit in plan.units if unit.in_output), machine.peak_rss()
-    reporter.event("finished", output=str(output), bytes=out, seconds=round(seconds, 3), peak_rss=peak)
-    rate = f"{size(done / max(seconds, 1e-9))}/s read, peak RSS {size(peak)}"
-    reporter.say(f"{output}: {size(out)} in {duration(seconds)} ({rate})")
+def _finish_output(plan: Plan, workdir: WorkDir, reporter: Reporter) -> None:
+    workdir.journal.append(journal.Start(unit="assemble"))
+    assemble_output(plan, workdir)
+    bytes_read, seconds = reporter.rate()
+    output = plan.options.output
+    bytes_written = sum(unit.bytes_out for unit in plan.units if unit.in_output)
+    peak_rss = machine.peak_rss()
+    reporter.event("finished", output=str(output), bytes=bytes_written, seconds=round(seconds, 3), peak_rss=peak_rss)
+    rate = f"{size(bytes_read / max(seconds, 1e-9))}/s read, peak RSS {size(peak_rss)}"
+    reporter.say(f"{output}: {size(bytes_written)} in {duration(seconds)} ({rate})")
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
-    """Return whether there is nothing to do. Raise OutputError if the side output of a finished output is missing."""
-    if finished := existing.is_finished(plan, overwrite):
+    """Return whether there is nothing to do. Raise KtconvertError if the output, or its side output, is refused."""
+    existing.require_writable_output(plan, overwrite)
+    finished = existing.is_finished(plan, overwrite)
+    if finished:
         require_side_output(plan)
     return finished
 
 
-def _adopt_plan(plan: Plan, work: WorkDir, reporter: Reporter, overwrite: bool) -> None:
+def _adopt_plan(plan: Plan, workdir: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Compare the plan with the one that was begun here, or save it."""
-    old = existing.read_plan(work.paths)
-    afresh = existing.has_no_units(work.paths)
-    dropped, touched = existing.compare_plans(plan, old, overwrite or afresh) if old is not None else (False, [])
+    saved = existing.read_plan(workdir.paths)
+    is_empty = existing.has_no_units(workdir.paths)
+    dropped = False
+    touched: list[str] = []
+    if saved is not None:
+        dropped, touched = existing.compare_plans(plan, saved, overwrite or is_empty)
     if dropped:
-        if not afresh:
+        if not is_empty:
             reporter.note("--overwrite drops the unfinished conversion with different options or input")
-        work.drop()
-        old = None
-    work.may_replace = overwrite or bool(old and old.overwrite)
+        workdir.drop_all_units()
+        saved = None
+    workdir.may_replace = overwrite or bool(saved and saved.overwrite)
     if touched:
         units = plan.units_reading(touched)
         for unit in units:
-            work.forget(unit)
+            workdir.forget_unit(unit)
         reporter.note(f"{', '.join(touched[:3])} was modified; {len(units)} units that read it are converted again")
-    if old != (document := plan.document(work.may_replace)):
-        save_plan(work.paths, document)
+    document = plan.document(workdir.may_replace)
+    if saved != document:
+        save_plan(workdir.paths, document)
 
 
-def _report_death(work: WorkDir, plan: Plan, reporter: Reporter) -> None:
-    last = journal.find_killed_run(work.journal.records)
-    done = sum(work.why_finished(unit) is not None for unit in plan.units)
-    if last is None:
-        if done:
-            reporter.say(f"resuming: {done} of {len(plan.units)} units are finished")
+def _report_death(workdir: WorkDir, plan: Plan, reporter: Reporter) -> None:
+    """Report a run that was killed, and the units that earlier runs have finished."""
+    killed = journal.find_killed_run(workdir.journal.records)
+    finished = sum(workdir.why_finished(unit) is not None for unit in plan.units)
+    if killed is None:
+        if finished:
+            reporter.say(f"resuming: {finished} of {len(plan.units)} units are finished")
         return
-    run, units = last
-    died = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
+    run, units = killed
+    text = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
     if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
-        died += "; the kernel has killed a process for memory since; lower --cpuinfer-threads or set --max-memory"
-    reporter.note(f"{died}; {done} of {len(plan.units)} units are finished and kept")
+        text += "; the kernel has killed a process for memory since; lower --cpuinfer-threads or set --max-memory"
+    reporter.note(f"{text}; {finished} of {len(plan.units)} units are finished and kept")
 
 
-def adopt_units(plan: Plan, work: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:
-    """Adopt what earlier runs finished, after hashing every byte (trusted: by size); discard what is damaged.
+def adopt_units(plan: Plan, workdir: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:
+    """Adopt the units that earlier runs finished, and discard damaged ones.
 
-    That is units in the store, and attempts that workers finished after the last coordinator had died, which are
-    published and recorded.
+    These are units in the store, and attempts that workers finished after the last coordinator had died. The attempts
+    are published and recorded.
+
+    trusted  whether files are checked only by their sizes, without hashing them
     """
-    missing = {unit.fingerprint: unit for unit in plan.units if work.why_finished(unit) is None}
-    whole = [a for a in attempts.read(work.paths) if a.fingerprint in missing and a.is_whole(work.paths)]
+    missing = {unit.fingerprint: unit for unit in plan.units if workdir.why_finished(unit) is None}
+    finished_attempts = [
+        attempt
+        for attempt in attempts.read_attempts(workdir.paths)
+        if attempt.fingerprint in missing and attempt.is_whole(workdir.paths)
+    ]
 
     def discard(attempt: Attempt) -> None:
-        attempts.forget(work.paths, attempt)
-        work.journal.append(attempt.loss_record())
+        attempts.remove_attempt(workdir.paths, attempt)
+        workdir.journal.append(attempt.loss_record())
 
     if not trusted:
-        finished = _list_store(plan, work) + [(a.unit, a.list_files(work.paths), partial(discard, a)) for a in whole]
+        finished = _list_store(plan, workdir)
+        finished += [
+            (attempt.unit, attempt.list_files(workdir.paths), partial(discard, attempt))
+            for attempt in finished_attempts
+        ]
         _discard_damaged(finished, plan.options.execution.threads, reporter)
-    for attempt in whole:
+    for attempt in finished_attempts:
         unit = missing[attempt.fingerprint]
-        if attempt.is_whole(work.paths) and work.why_finished(unit) is None:
-            publish_unit(plan, work, reporter, unit, as_finished_unit(work.paths, attempt))
+        if attempt.is_whole(workdir.paths) and workdir.why_finished(unit) is None:
+            publish_unit(plan, workdir, reporter, unit, as_finished_unit(workdir.paths, attempt))
 
 
 # A finished unit to adopt: its name, its files, and a function to discard it.
@@ -270,14 +296,14 @@ def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Repo
     reporter.say(f"hashing finished files: {len(finished)} units, {size(total)}")
 
     def is_damaged(file: FileRecord) -> bool:
-        good = has_content(*file)
-        reporter.report_hash(file[1])
-        return not good
+        path, nbytes, sha256 = file
+        intact = has_content(path, nbytes, sha256)
+        reporter.report_hash(nbytes)
+        return not intact
 
     with ThreadPoolExecutor(threads, "hash", unbind_thread) as pool:
-        checks = [
-            pool.map(is_damaged, files) for _, files, _ in finished
-        ]  # all together, since most units have one file
+        # All units are submitted at once, since most of them have one file.
+        checks = [pool.map(is_damaged, files) for _, files, _ in finished]
         damaged = [[*check] for check in checks]
     for (unit, files, discard), results in zip(finished, damaged, strict=True):
         if any(results):
@@ -286,18 +312,21 @@ def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Repo
             discard()
 
 
-def _list_store(plan: Plan, work: WorkDir) -> list[_Finished]:
-    store, finished = work.paths.store, list[_Finished]()
+def _list_store(plan: Plan, workdir: WorkDir) -> list[_Finished]:
+    """Return the finished units in the store, with the files that exist there."""
+    store = workdir.paths.store
+    finished: list[_Finished] = []
     for unit in plan.units:
-        if (record := work.finished.get(unit.fingerprint)) is None:
+        if (record := workdir.finished.get(unit.fingerprint)) is None:
             continue
-        files = [(store / unit.stored_name / w.path, w.nbytes, w.sha256) for w in record.result.files]
-        for w in record.chain_files:
-            file = (store / w.path, w.nbytes, w.sha256)
-            if w.path == unit.handover_name:  # without it the unit is kept, and the chain restarts before it
-                finished.append((unit.name, [file], file[0].unlink))
-            elif w.path == unit.side_name:
-                files.append(file)
-        finished.append((unit.name, files, partial(work.forget, unit)))
+        files = [(store / unit.stored_name / file.path, file.nbytes, file.sha256) for file in record.result.files]
+        for file in record.chain_files:
+            path = store / file.path
+            file_record = (path, file.nbytes, file.sha256)
+            if file.path == unit.handover_name:  # without it the unit is kept, and the chain restarts before it
+                finished.append((unit.name, [file_record], path.unlink))
+            elif file.path == unit.side_name:
+                files.append(file_record)
+        finished.append((unit.name, files, partial(workdir.forget_unit, unit)))
     # An assembly without hard links has moved its files from the store (why_finished).
     return [(name, [file for file in files if file[0].exists()], discard) for name, files, discard in finished]

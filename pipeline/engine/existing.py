@@ -54,8 +54,9 @@ def read_plan(paths: Paths) -> SavedPlan | None:
 def read_settings(output: Path) -> dict[str, Any] | None:
     """Return the settings with which an output was begun or finished, or None."""
     paths = locate(output)
-    old = (None if has_no_units(paths) else read_plan(paths)) or manifest.read_manifest(output)
-    return dict(old.settings) if old else None
+    saved = None if has_no_units(paths) else read_plan(paths)
+    recorded = saved or manifest.read_manifest(output)
+    return dict(recorded.settings) if recorded else None
 
 
 def has_no_units(paths: Paths) -> bool:
@@ -64,98 +65,138 @@ def has_no_units(paths: Paths) -> bool:
     A unit in the store counts without its record, since a kill may have come between the two.
     """
     return (
-        not journal.find_finished_units(journal.read(paths.journal))
-        and not any(attempt.is_whole(paths) for attempt in attempts.read(paths))
+        not journal.find_finished_units(journal.read_records(paths.journal))
+        and not any(attempt.is_whole(paths) for attempt in attempts.read_attempts(paths))
         and not (paths.store.is_dir() and any(paths.store.iterdir()))
     )
 
 
-def unit_states(plan: Plan, paths: Paths) -> list[Status]:
+def find_unit_states(plan: Plan, paths: Paths) -> list[Status]:
     """Return which units are finished, which will run, and why. Nothing is changed."""
-    finished = journal.find_finished_units(journal.read(paths.journal))
-    attempted = {attempt.fingerprint for attempt in attempts.read(paths) if attempt.is_whole(paths)}
-    stored = [p.name for p in paths.store.iterdir()] if paths.store.is_dir() else []
-    stale = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored}
+    finished = journal.find_finished_units(journal.read_records(paths.journal))
+    attempted = {attempt.fingerprint for attempt in attempts.read_attempts(paths) if attempt.is_whole(paths)}
+    stored_names = [path.name for path in paths.store.iterdir()] if paths.store.is_dir() else []
+    stored_units = {name.rsplit(".", 2 if name.endswith(".safetensors") else 1)[0] for name in stored_names}
 
-    def state(unit: Unit[Any]) -> Status:
-        done = why_finished(paths, finished, unit) or (
-            "made, not yet recorded" if unit.fingerprint in attempted else None
-        )
-        missing = "made from different inputs or options" if unit.name in stale else "not made yet"
-        return Status(unit, done is not None, done or missing)
+    def find_state(unit: Unit[Any]) -> Status:
+        if (reason := why_finished(paths, finished, unit)) is not None:
+            return Status(unit, True, reason)
+        if unit.fingerprint in attempted:
+            return Status(unit, True, "made, not yet recorded")
+        is_stale = unit.name in stored_units
+        return Status(unit, False, "made from different inputs or options" if is_stale else "not made yet")
 
-    return [state(unit) for unit in plan.units]
+    return [find_state(unit) for unit in plan.units]
 
 
 def predict_states(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
     """Return the states of units after a run has compared the saved plan. Raise what the run would raise."""
-    states, old = unit_states(plan, paths), read_plan(paths)
-    if old is None:
+    states = find_unit_states(plan, paths)
+    saved = read_plan(paths)
+    if saved is None:
         return states
-    dropped, touched = compare_plans(plan, old, overwrite or has_no_units(paths))
-    again = plan.units_reading(touched)
+    dropped, touched = compare_plans(plan, saved, overwrite or has_no_units(paths))
+    changed_units = plan.units_reading(touched)
+    reason = "dropped because of --overwrite" if dropped else "its input was modified"
     return [
-        replace(state, done=False, reason="dropped because of --overwrite" if dropped else "its input was modified")
-        if state.done and (dropped or state.unit in again)
-        else state
+        replace(state, done=False, reason=reason) if state.done and (dropped or state.unit in changed_units) else state
         for state in states
     ]
 
 
-def is_finished(plan: Plan, overwrite: bool) -> bool:
-    """Return whether the output is complete and of this very plan. Raise an error if something else is in the way."""
+def require_writable_output(plan: Plan, overwrite: bool) -> None:
+    """Raise a KtconvertError if this plan cannot be run or resumed, because of the files at its output.
+
+    Accepts an output that this plan has finished.
+    """
     output = plan.options.output
-    guard_inputs(plan)
+    require_safe_inputs(plan)
     if os.path.lexists(output) and not output.is_dir():
         raise OutputError(f"{output} is a file or a broken link; give a directory for the output.")
     if not output.is_dir():
         if overwrite:
             require_replaceable(plan)  # folder of the side output
-        return False
-    own = locate(output)
-    old = read_plan(own)
-    if old is not None and own.inside and _read_assembled_inode(own) is not None:
-        return False  # its files were about to be moved there, or some were
-    if old is not None and old.overwrite and old.settings == plan.document().settings:
-        if _read_assembled_inode(own) == output.stat().st_ino:
-            return True
+        return
+    paths = locate(output)
+    saved = read_plan(paths)
+    if _is_being_moved_in(paths, saved):
+        return
+    if _continues_overwrite(plan, saved):
+        if _read_assembled_inode(paths) == output.stat().st_ino:
+            return
         overwrite = True
     if overwrite:
         require_replaceable(plan)
-        return False
-    if (done := manifest.read_manifest(output)) is not None:
-        require_same_settings(output, done, plan)
-        require_same_source(output, done.source, plan)
-        damaged = [f.name for f in done.files if not has_size(output / f.name, f.size)]
-        if damaged:
+        return
+    if (finished := manifest.read_manifest(output)) is not None:
+        require_same_settings(output, finished, plan)
+        require_same_source(output, finished.source, plan)
+        if damaged := _find_damaged_files(output, finished):
             remedy = "convert again with --overwrite"
             raise VerificationError(
                 f"{output} is finished, but {damaged[0]} is missing or has a different size; {remedy}."
             )
-        return True
-    foreign = [p.name for p in output.iterdir() if p.name not in IGNORED]
-    if foreign and not plan.extends_output and not (own.inside and old is not None):
+        return
+    foreign = [path.name for path in output.iterdir() if path.name not in IGNORED]
+    if foreign and not plan.extends_output and not (paths.inside and saved is not None):
         remedy = "choose a different --output, or replace it with --overwrite --delete-others"
         raise OutputError(f"{output} contains {foreign[0]} and is not an output of ktconvert; {remedy}.")
     if plan.extends_output:
         _require_no_clash(plan)
-    return False
 
 
-def folders_to_replace(plan: Plan) -> list[ReplacedFolder]:
+def is_finished(plan: Plan, overwrite: bool) -> bool:
+    """Return whether the output is complete and was made by this plan; call require_writable_output before."""
+    output = plan.options.output
+    if not output.is_dir():
+        return False
+    paths = locate(output)
+    saved = read_plan(paths)
+    if _is_being_moved_in(paths, saved):
+        return False
+    if _continues_overwrite(plan, saved):
+        return _read_assembled_inode(paths) == output.stat().st_ino
+    if overwrite or (finished := manifest.read_manifest(output)) is None:
+        return False
+    # Another process may have written the output since it was checked.
+    differences, _ = compare_files(finished.source, plan)
+    differences += _compare_settings(finished, plan)
+    return not differences and not _find_damaged_files(output, finished)
+
+
+def _is_being_moved_in(paths: Paths, saved: SavedPlan | None) -> bool:
+    """Return whether a run was about to move files into the output, or has moved some of them."""
+    return saved is not None and paths.inside and _read_assembled_inode(paths) is not None
+
+
+def _continues_overwrite(plan: Plan, saved: SavedPlan | None) -> bool:
+    """Return whether a run with these settings was begun with --overwrite."""
+    return saved is not None and saved.overwrite and saved.settings == plan.document().settings
+
+
+def _find_damaged_files(output: Path, finished: Manifest) -> list[str]:
+    """Return the names of files that are missing or whose size differs from the manifest."""
+    return [file.name for file in finished.files if not has_size(output / file.name, file.size)]
+
+
+def find_replaced_folders(plan: Plan) -> list[ReplacedFolder]:
     """Return the folders whose files --overwrite removes."""
-    output, side_output = plan.options.output, plan.side_output
-    kept = {*IGNORED, *(folder.name for folder in plan.kept_folders or ())} if locate(output).inside else set()
-    folders = [list_files(output, kept)] if output.is_dir() else []
-    folders += (
-        [list_files(side_output.folder)] if side_output is not None and os.path.lexists(side_output.folder) else []
-    )
+    output = plan.options.output
+    side_output = plan.side_output
+    kept: set[str] = set()
+    if locate(output).inside:
+        kept = {*IGNORED, *(folder.name for folder in plan.kept_folders or ())}
+    folders = []
+    if output.is_dir():
+        folders.append(list_files(output, kept))
+    if side_output is not None and os.path.lexists(side_output.folder):
+        folders.append(list_files(side_output.folder))
     return [replaced for replaced in folders if replaced.listed[0] or replaced.others]
 
 
 def require_replaceable(plan: Plan) -> None:
     """Raise OutputError if --overwrite would remove files that no manifest lists, without --delete-others."""
-    for replaced in folders_to_replace(plan):
+    for replaced in find_replaced_folders(plan):
         if replaced.others and not plan.options.existing.delete_others:
             remedy = "move them away, or add --delete-others"
             raise OutputError(f"{replaced.folder}: --overwrite would delete {replaced.describe_others()}; {remedy}.")
@@ -168,81 +209,87 @@ def report_nothing_to_do(output: Path, reporter: Reporter) -> None:
 
 def _require_no_clash(plan: Plan) -> None:
     """Raise OutputError if a file beside the kept layers would be replaced by a different one."""
-    output = plan.options.output
     copies = dict(plan.companions)
     for name in (*copies, CONFIG, CARD):
-        own = output / name
-        if os.path.lexists(own) and not (
-            name in copies and own.is_file() and filecmp.cmp(own, copies[name], shallow=False)
-        ):
-            raise OutputError(f"{own}: the conversion writes a file with this name; move it away.")
+        path = plan.options.output / name
+        is_same_copy = name in copies and path.is_file() and filecmp.cmp(path, copies[name], shallow=False)
+        if os.path.lexists(path) and not is_same_copy:
+            raise OutputError(f"{path}: the conversion writes a file with this name; move it away.")
 
 
 def _read_assembled_inode(paths: Paths) -> int | None:
-    return journal.find_assembled_inode(journal.read(paths.journal))
+    return journal.find_assembled_inode(journal.read_records(paths.journal))
 
 
-def guard_inputs(plan: Plan) -> None:
+def require_safe_inputs(plan: Plan) -> None:
     """Raise UsageError if an input, by its real path, would be replaced or would contain the output."""
-    options, side_output = plan.options, plan.side_output
-    folders = [path for path in options.input_paths() if path.is_dir()]
-    written = (options.output, *(() if side_output is None else (side_output.folder,)))
-    for folder in folders:
-        for place in written:
-            if _is_in(_real(place), folder):
+    options = plan.options
+    side_output = plan.side_output
+    input_folders = [path for path in options.input_paths() if path.is_dir()]
+    written = [options.output]
+    removed = [options.output, locate(options.output).root]
+    if side_output is not None:
+        written.append(side_output.folder)
+        removed = [options.output, side_output.folder, locate(options.output).root, side_output.partial]
+    for input_folder in input_folders:
+        for path in written:
+            if _is_in(_resolve(path), input_folder):
                 remedy = "choose a different folder, since the input is never written to"
-                raise UsageError(f"{place} is part of the input {folder}; {remedy}.")
-    removed = [*written, locate(options.output).root, *(() if side_output is None else (side_output.partial,))]
-    removed = [place for place in removed if place.exists()]
+                raise UsageError(f"{path} is part of the input {input_folder}; {remedy}.")
+    removed = [path for path in removed if path.exists()]
     if not removed:
         return
-    for folder, path in _real_folders((*folders, *plan.reads)).items():
-        for place in removed:
-            if _is_in(folder, place):
-                really = "" if folder in (path, path.parent) else f", really in {folder},"
+    for real_folder, input_path in _find_real_folders((*input_folders, *plan.reads)).items():
+        for path in removed:
+            if _is_in(real_folder, path):
+                is_real = real_folder in (input_path, input_path.parent)
+                real_place = "" if is_real else f", really in {real_folder},"
                 raise UsageError(
-                    f"{path}{really} is an input inside {place}, which this run would write to; choose a different "
-                    "output."
+                    f"{input_path}{real_place} is an input inside {path}, which this run would write to; choose a "
+                    "different output."
                 )
 
 
-def _real_folders(paths: Iterable[Path]) -> dict[Path, Path]:
+def _find_real_folders(paths: Iterable[Path]) -> dict[Path, Path]:
     """Return the real folders of files, and folders among the paths, each with the first path that leads there."""
-    known: dict[Path, Path] = {}  # folder as it is named -> real folder, since resolving each of many files takes long
+    resolved: dict[Path, Path] = {}  # folder -> real folder, since resolving each of many files would take long
     real_folders: dict[Path, Path] = {}
     for path in paths:
         if path.is_symlink() or path.is_dir():
-            real = _real(path)
-            folder = real if real.is_dir() else real.parent
+            real_path = _resolve(path)
+            folder = real_path if real_path.is_dir() else real_path.parent
         else:
-            folder = known.get(path.parent) or known.setdefault(path.parent, _real(path.parent))
+            folder = resolved.get(path.parent) or resolved.setdefault(path.parent, _resolve(path.parent))
         real_folders.setdefault(folder, path)
     return real_folders
 
 
-def _real(path: Path) -> Path:
+def _resolve(path: Path) -> Path:
     """Resolve a path; unlike Path.resolve, without an error for links in a circle."""
     return Path(os.path.realpath(path))
 
 
 def _is_in(path: Path, folder: Path) -> bool:
     """Return whether a resolved path is in a folder, also if a mount gives the folder a second name."""
-    real = _real(folder)
-    return any(p == real or (p.exists() and real.exists() and p.samefile(real)) for p in (path, *path.parents))
+    real_folder = _resolve(folder)
+    return any(
+        parent == real_folder or (parent.exists() and real_folder.exists() and parent.samefile(real_folder))
+        for parent in (path, *path.parents)
+    )
 
 
-def compare_plans(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
+def compare_plans(plan: Plan, saved: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     """Compare a plan with the saved plan of an unfinished conversion.
 
     Return whether the old conversion is dropped, and the files that were touched since. Raise OutputError or
     InputError, with both values, if options or input differ.
     """
     new = plan.document()
-    differences, touched = compare_files(old.source, plan)
-    if may_drop and (differences or touched or (old.command, old.settings) != (new.command, new.settings)):
+    differences, touched = compare_files(saved.source, plan)
+    if may_drop and (differences or touched or (saved.command, saved.settings) != (new.command, new.settings)):
         return True, []
-    require_same_settings(plan.options.output, old, plan)
-    require_same_source(plan.options.output, old.source, plan)
+    require_same_settings(plan.options.output, saved, plan)
+    require_same_source(plan.options.output, saved.source, plan)
     if touched and not plan.options.verify_inputs:
         problem = f"{', '.join(touched[:3])} was modified after the conversion began (with the same size and header)"
         remedy = (
@@ -254,40 +301,47 @@ def compare_plans(plan: Plan, old: SavedPlan, may_drop: bool) -> tuple[bool, lis
 
 def require_same_settings(output: Path, old: SavedPlan | Manifest, plan: Plan) -> None:
     """Raise OutputError, with both values, if an option that can change a byte differs from the old one."""
-    new = plan.document()
-    differing = []
-    if old.command != new.command:
-        differing.append(f"command was {old.command}, is {new.command}")
-    names = sorted({*old.settings, *new.settings})
-    for name in names:
-        was, now = old.settings.get(name), new.settings.get(name)
-        if was != now:
-            before, after = ("not given" if value is None else value for value in (was, now))
-            differing.append(f"{plan.options.flag_of(name)} was {before}, is {after}")
-    if differing:
+    if differences := _compare_settings(old, plan):
         raise OutputError(
-            f"{output} was made with different options ({'; '.join(differing)}); use the old values, choose a "
+            f"{output} was made with different options ({'; '.join(differences)}); use the old values, choose a "
             "different --output, or start over with --overwrite."
         )
 
 
+def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
+    """Return descriptions of the options that can change a byte and differ from the old ones."""
+    new = plan.document()
+    differences = []
+    if old.command != new.command:
+        differences.append(f"command was {old.command}, is {new.command}")
+    for name in sorted({*old.settings, *new.settings}):
+        old_value = old.settings.get(name)
+        new_value = new.settings.get(name)
+        if old_value != new_value:
+            old_text, new_text = ("not given" if value is None else value for value in (old_value, new_value))
+            differences.append(f"{plan.options.find_flag(name)} was {old_text}, is {new_text}")
+    return differences
+
+
 def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:
     """Return the differences between the old input files and the plan's, and the files that were only touched since."""
-    before = {f.name: f for f in old}
-    now = {f.name: f for f in plan.source}
-    differences = [f"{name} is missing" for name in before if name not in now] + [
-        f"{name} is new" for name in now if name not in before
-    ]
+    old_files = {file.name: file for file in old}
+    new_files = {file.name: file for file in plan.source}
+    differences = [f"{name} is missing" for name in old_files if name not in new_files]
+    differences += [f"{name} is new" for name in new_files if name not in old_files]
     touched = []
-    for name in before.keys() & now.keys():
-        a, b = before[name], now[name]
-        if a.size != b.size:
-            differences.append(f"{name} had {a.size} bytes, has {b.size}")
-        elif a.header_sha256 != b.header_sha256:
-            differences.append(f"the header of {name} was {str(a.header_sha256)[:12]}, is {str(b.header_sha256)[:12]}")
-        elif a.sha256 and b.sha256 and a.sha256 != b.sha256:
-            differences.append(f"the content of {name} was {a.sha256[:12]}, is {b.sha256[:12]}")
-        elif a.mtime_ns not in (None, b.mtime_ns) and not (a.sha256 and a.sha256 == b.sha256):
+    for name in old_files.keys() & new_files.keys():
+        was = old_files[name]
+        now = new_files[name]
+        if was.size != now.size:
+            differences.append(f"{name} had {was.size} bytes, has {now.size}")
+        elif was.header_sha256 != now.header_sha256:
+            differences.append(
+                f"the header of {name} was {str(was.header_sha256)[:12]}, is {str(now.header_sha256)[:12]}"
+            )
+        elif was.sha256 and now.sha256 and was.sha256 != now.sha256:
+            differences.append(f"the content of {name} was {was.sha256[:12]}, is {now.sha256[:12]}")
+        elif was.mtime_ns not in (None, now.mtime_ns) and not (was.sha256 and was.sha256 == now.sha256):
             touched.append(name)
     return sorted(differences), sorted(touched)
 
@@ -313,8 +367,12 @@ class ReplacedFolder:
 
     def __str__(self) -> str:
         count, nbytes = self.listed
-        ours = [f"{plural(count, 'file')} ({size(nbytes)}) of the existing output"] if count else []
-        return f"{self.folder}: {', and '.join([*ours, *([self.describe_others()] if self.others else [])])}"
+        parts = []
+        if count:
+            parts.append(f"{plural(count, 'file')} ({size(nbytes)}) of the existing output")
+        if self.others:
+            parts.append(self.describe_others())
+        return f"{self.folder}: {', and '.join(parts)}"
 
     def describe_others(self) -> str:
         names = [*self.others][:NAMED]
@@ -333,24 +391,30 @@ class ReplacedFolder:
 
 
 def list_files(folder: Path, kept: Collection[str] = ()) -> ReplacedFolder:
-    """List the files of a folder, without entries of these names. A link counts as a file, wherever it leads."""
+    """List the files of a folder. A link counts as a file, wherever it leads.
+
+    kept  names of entries of the folder to skip
+    """
     if folder.is_symlink() or not folder.is_dir():
         return ReplacedFolder(folder, (0, 0), {folder.name: folder.lstat().st_size})
     known = set(statistics.list_files(folder))
     with contextlib.suppress(VerificationError):
         if (listing := manifest.read_manifest(folder)) is not None:
             known |= {manifest.NAME, *(file.name for file in listing.files)}
-    files = dict(_walk(folder, kept))
-    ours = [nbytes for name, nbytes in files.items() if name in known]
-    return ReplacedFolder(folder, (len(ours), sum(ours)), {name: n for name, n in files.items() if name not in known})
+    files = dict(_walk_files(folder, kept))
+    listed = [nbytes for name, nbytes in files.items() if name in known]
+    others = {name: nbytes for name, nbytes in files.items() if name not in known}
+    return ReplacedFolder(folder, (len(listed), sum(listed)), others)
 
 
-def _walk(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
-    def refuse(error: OSError) -> None:
+def _walk_files(folder: Path, kept: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield (name below the folder, bytes) of all files, except in entries with the names `kept`."""
+
+    def raise_error(error: OSError) -> None:
         raise error
 
-    for place, folders, files in os.walk(folder, onerror=refuse):
-        parent = Path(place)
+    for parent_path, folders, files in os.walk(folder, onerror=raise_error):
+        parent = Path(parent_path)
         if parent == folder:
             folders[:] = [name for name in folders if name not in kept]
         links = [name for name in folders if (parent / name).is_symlink()]

@@ -13,7 +13,14 @@ from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, Us
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import require_disk
-from ktconvert.pipeline.engine.existing import compare_plans, is_finished, read_plan, report_nothing_to_do, unit_states
+from ktconvert.pipeline.engine.existing import (
+    compare_plans,
+    find_unit_states,
+    is_finished,
+    read_plan,
+    report_nothing_to_do,
+    require_writable_output,
+)
 from ktconvert.pipeline.engine.lock import JobShare
 from ktconvert.pipeline.engine.loop import OutputSchedule, StopFlag, run_units
 from ktconvert.pipeline.engine.paths import Paths
@@ -49,8 +56,9 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
     for number, count, first, step in ENVIRONMENT:
         if number in environ and count in environ:
             try:
-                begin, every = (int(environ.get(name or "", default)) for name, default in ((first, "0"), (step, "1")))
-                return str((int(environ[number]) - begin) // every), environ[count]
+                first_number = int(environ.get(first or "", "0"))
+                step_size = int(environ.get(step or "", "1"))
+                return str((int(environ[number]) - first_number) // step_size), environ[count]
             except (ValueError, ZeroDivisionError):
                 raise UsageError(
                     f"--part env: {number}={environ[number]} is out of range for {count}={environ[count]}; correct "
@@ -63,38 +71,41 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
 def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bool = False) -> None:
     """Make every N-th unit that is missing. Raise UsageError for a plan with a chain."""
     require_independent_units(plan)
+    require_writable_output(plan, overwrite)
     if is_finished(plan, overwrite):
-        return report_nothing_to_do(plan.options.output, reporter)
+        report_nothing_to_do(plan.options.output, reporter)
+        return
     plan.hooks.require_ready()
     paths = plan.locate()
-    held = lock.acquire(paths.root, paths.output, share)
+    share_lock = lock.acquire(paths.root, paths.output, share)
     try:
         for folder in (paths.partial, paths.attempts, paths.store):
             folder.mkdir(exist_ok=True)
         _agree_on_plan(plan, paths, overwrite)
-        every = [(stage, unit) for stage in plan.stages for unit in stage.units]
+        all_units = [(stage, unit) for stage in plan.stages for unit in stage.units]
         missing = set(find_missing_units(plan, paths))
-        mine = [(stage, (unit,)) for stage, unit in every[share.number :: share.count] if unit in missing]
+        our_units = [(stage, (unit,)) for stage, unit in all_units[share.number :: share.count] if unit in missing]
         attempts.remove_dead_files(paths)
-        require_disk([(plan, paths, [unit for _, (unit,) in mine])])
+        require_disk([(plan, paths, [unit for _, (unit,) in our_units])])
         stop = StopFlag()
-        with stop.handle_signals(), _open_runner(plan, paths, reporter, len(mine)) as runner:
+        with stop.handle_signals(), _open_runner(plan, paths, reporter, len(our_units)) as runner:
             report = partial(report_finished, plan.options.output, reporter)
-            run_units([OutputSchedule(plan, mine, runner, report)], reporter, stop)
-        remaining, units = find_missing_units(plan, paths), len(plan.units)
+            run_units([OutputSchedule(plan, our_units, runner, report)], reporter, stop)
+        remaining = find_missing_units(plan, paths)
+        units = len(plan.units)
         finished = units - len(remaining)
-        reporter.event("part", part=str(share), made=len(mine), there=finished, units=units)
-        then = "" if remaining else f"; run `ktconvert resume {paths.output}` to assemble the output"
+        reporter.event("part", part=str(share), made=len(our_units), there=finished, units=units)
+        next_step = "" if remaining else f"; run `ktconvert resume {paths.output}` to assemble the output"
         reporter.say(
-            f"job share {share}: {len(mine)} units made; {finished} of {units} units of all job shares are "
-            f"finished{then}"
+            f"job share {share}: {len(our_units)} units made; {finished} of {units} units of all job shares are "
+            f"finished{next_step}"
         )
     finally:
-        held.release()
+        share_lock.release()
 
 
 def find_missing_units(plan: Plan, paths: Paths) -> list[Unit[Any]]:
-    return [state.unit for state in unit_states(plan, paths) if not state.done]
+    return [state.unit for state in find_unit_states(plan, paths) if not state.done]
 
 
 def require_all_shares(plan: Plan, paths: Paths) -> None:
@@ -113,21 +124,24 @@ def require_all_shares(plan: Plan, paths: Paths) -> None:
 
 
 def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
-    """Save the plan, or compare it with the one that another process has saved. Raise OutputError, InputError."""
+    """Save the plan, or compare it with the one that another process has saved.
+
+    Raises OutputError or InputError if that plan differs.
+    """
     if not paths.plan.exists():
-        aside = paths.attempts / f".plan.{secrets.token_hex(8)}"
-        publish.write_file(aside, documents.encode_indented(plan.document(overwrite)))
+        temporary = paths.attempts / f".plan.{secrets.token_hex(8)}"
+        publish.write_file(temporary, documents.encode_indented(plan.document(overwrite)))
         try:
-            os.link(aside, paths.plan)
+            os.link(temporary, paths.plan)
         except FileExistsError:
             pass
         except OSError:  # no hard links are needed: all processes write the same settings
-            aside.replace(paths.plan)
+            temporary.replace(paths.plan)
         publish.sync_folder(paths.root)
-        aside.unlink(missing_ok=True)
-    old = read_plan(paths)
-    assert old is not None
-    dropped, touched = compare_plans(plan, old, overwrite)
+        temporary.unlink(missing_ok=True)
+    saved = read_plan(paths)
+    assert saved is not None
+    dropped, touched = compare_plans(plan, saved, overwrite)
     if dropped:
         why = f"other job shares may depend on them; remove {paths.root} to start over"
         raise OutputError(f"{paths.output}: was begun with different options or input, and {why}.")
@@ -141,14 +155,15 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
 def _open_runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[ThreadRunner]:
     """Start threads of this process that leave finished attempts."""
     with open_pools(fit_threads([plan], reporter), units) as pools:
-        opened, run = OpenPlan(plan, paths, pools.packing, pools.window), secrets.token_hex(8)
+        open_plan = OpenPlan(plan, paths, pools.packing, pools.window)
+        run = secrets.token_hex(8)
 
-        def make(stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
+        def make_unit(stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
             reporter.set_current(unit.key)
             reporter.event("start", output=str(paths.output), unit=unit.name)
-            attempt = make_attempt(opened, stage, unit, run, reporter)
+            attempt = make_attempt(open_plan, stage, unit, run, reporter)
             if isinstance(attempt, KtconvertError):
                 raise attempt
             return as_finished_unit(paths, attempt)
 
-        yield ThreadRunner(pools.units, pools.count, make)
+        yield ThreadRunner(pools.units, pools.count, make_unit)

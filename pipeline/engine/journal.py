@@ -24,26 +24,38 @@ def timestamp() -> float:
 
 
 class Event(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True, tag_field="event"):
-    """Base of all records. at: time of the event."""
+    """Base class of all records.
+
+    at  time of the event
+    """
 
     at: Seconds = field(default_factory=timestamp)
 
 
 class Run(Event, frozen=True, kw_only=True, tag="run"):
-    """A process begins a run. oom_kills: machine.oom_kills() at that time."""
+    """Record that a process begins a run.
+
+    oom_kills  machine.oom_kills() at that time
+    """
 
     process: Holder
     oom_kills: Number | None = None
 
 
 class End(Event, frozen=True, kw_only=True, tag="end"):
-    """The process ends the run itself. why: the sentence with which it failed."""
+    """Record that the process ends the run itself.
+
+    why  the sentence with which the run failed; None if it did not fail
+    """
 
     why: str | None = None
 
 
 class UnitEvent(Event, frozen=True, kw_only=True):
-    """Base of records about a unit. host, pid, attempt: those of another process that makes it."""
+    """Base class of records about a unit.
+
+    host, pid, attempt  those of a worker that makes the unit; None for the coordinator
+    """
 
     unit: str
     host: str | None = None
@@ -52,25 +64,31 @@ class UnitEvent(Event, frozen=True, kw_only=True):
 
 
 class Start(UnitEvent, frozen=True, kw_only=True, tag="start"):
-    """A process begins to make a unit."""
+    """Record that a process begins to make a unit."""
 
 
 class Failed(UnitEvent, frozen=True, kw_only=True, tag="failed"):
-    """An attempt fails. why: its sentence."""
+    """Record that an attempt fails.
+
+    why  the sentence with which it failed
+    """
 
     why: str
 
 
 class Lost(UnitEvent, frozen=True, kw_only=True, tag="lost"):
-    """An attempt becomes useless: its process died, or a different one finished first."""
+    """Record that an attempt becomes useless: its process died, or a different attempt finished first."""
 
 
 class Taken(UnitEvent, frozen=True, kw_only=True, tag="taken"):
-    """A unit has consumed a portion that a worker made."""
+    """Record that a unit has consumed a portion that a worker made."""
 
 
 class Done(UnitEvent, frozen=True, kw_only=True, tag="done"):
-    """A unit is published. chain_files: its files in the store for later units of its chain."""
+    """Record that a unit is published.
+
+    chain_files  its files in the store for later units of its chain
+    """
 
     fingerprint: str
     result: Result
@@ -79,17 +97,17 @@ class Done(UnitEvent, frozen=True, kw_only=True, tag="done"):
 
 
 class Forgotten(Event, frozen=True, kw_only=True, tag="forgotten"):
-    """A finished unit has to be made again."""
+    """Record that a finished unit has to be made again."""
 
     fingerprint: str
 
 
 class Dropped(Event, frozen=True, kw_only=True, tag="dropped"):
-    """All units have to be made again."""
+    """Record that all units have to be made again."""
 
 
 class Assembled(Event, frozen=True, kw_only=True, tag="assembled"):
-    """The folder with this inode is complete and about to become the output."""
+    """Record that the folder with this inode is complete and about to become the output."""
 
     inode: Number
 
@@ -97,7 +115,7 @@ class Assembled(Event, frozen=True, kw_only=True, tag="assembled"):
 Record = Run | End | Start | Failed | Lost | Taken | Done | Forgotten | Dropped | Assembled
 
 
-def read(path: Path) -> list[Record]:
+def read_records(path: Path) -> list[Record]:
     """Return all whole records; none of a file that does not begin with our header.
 
     Reading stops at a torn line, or at one that is no record; work without a record is done again.
@@ -110,14 +128,14 @@ def _parse(data: bytes) -> tuple[list[Record], int]:
     records: list[Record] = []
     if not data.startswith(HEADER):
         return records, 0
-    good = len(HEADER)
-    for line in data[good:].splitlines(keepends=True):
+    length = len(HEADER)
+    for line in data[length:].splitlines(keepends=True):
         try:
             records.append(documents.decode_document(line if line.endswith(b"\n") else b"", Record))  # type: ignore[arg-type]
         except ValueError:
             break
-        good += len(line)
-    return records, good
+        length += len(line)
+    return records, length
 
 
 class Journal:
@@ -142,9 +160,9 @@ class Journal:
     def _write(self, line: bytes, sync: bool) -> None:
         with explain_full_disk(self.path):
             try:
-                done = 0
-                while done < len(line):
-                    done += os.pwrite(self._fd, line[done:], self._size + done)
+                written = 0
+                while written < len(line):
+                    written += os.pwrite(self._fd, line[written:], self._size + written)
             except OSError:
                 os.ftruncate(self._fd, self._size)  # a torn line would hide the lines after it
                 raise

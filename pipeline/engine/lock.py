@@ -2,7 +2,7 @@
 
 If the file system has locks, they are flock's: a single process holds `lock` exclusively; processes with job shares
 hold it shared, and `lock.part-R-of-N` exclusively. Otherwise `lock.held` and `lock.held.part-R-of-N` are files that
-exist as long as they are held. One process alone creates such a file, or replaces that of a process that has ended.
+exist as long as they are held. Only one process creates such a file, or replaces that of a process that has ended.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ Holders = list[tuple[Path, bytes]]  # locks, each with its content
 
 
 class Holder(Struct, frozen=True, forbid_unknown_fields=True):
-    """A process among all that ever ran on any host. start: machine.process_start, since process ids are reused."""
+    """A process among all that ever ran on any host.
+
+    start  its start time (machine.process_start), since process ids are reused
+    """
 
     pid: Count
     host: str
@@ -69,7 +72,11 @@ class Holder(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class JobShare:
-    """The share of one of `count` processes in the units of a conversion; number: from 0."""
+    """The share of one process in the units of a conversion.
+
+    number  number of the process, from 0
+    count   number of processes
+    """
 
     number: int
     count: int
@@ -84,19 +91,27 @@ class JobShare:
 
 @dataclass
 class Lock:
-    """A held lock. fds: files whose flocks are held; files: lock files that hold our name while the lock is held."""
+    """A held lock.
+
+    content  the content of our lock files, which names this process
+    fds      descriptors of the files whose flocks are held
+    files    lock files with our content, while the lock is held
+    """
 
     root: Path
-    own: bytes = field(default_factory=lambda: documents.encode_line(Holder.this()))
+    content: bytes = field(default_factory=lambda: documents.encode_line(Holder.this()))
     fds: list[int] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
 
-    def flock(self, path: Path, how: int) -> bool:
-        """Lock a file; False without such locks. Raise BlockingIOError if locked, FileNotFoundError if just removed."""
+    def lock_file(self, path: Path, mode: int) -> bool:
+        """Lock a file with flock; return False if the file system has no such locks.
+
+        Raises BlockingIOError if the file is locked, FileNotFoundError if it was just removed.
+        """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self.fds.append(fd)
         try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            fcntl.flock(fd, mode | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in NO_LOCKS:
                 return False
@@ -108,17 +123,18 @@ class Lock:
     def release(self) -> None:
         """Release the lock, so that other processes may work in the directory."""
         for path in self.files:
-            if read_lock(path) == self.own:  # otherwise --force-unlock has removed it
+            if read_lock(path) == self.content:  # otherwise --force-unlock has removed it
                 path.unlink(missing_ok=True)
         for fd in self.fds:
             with contextlib.suppress(OSError):  # closing is not enough if a process was forked meanwhile
                 fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
-        self.files, self.fds = [], []
+        self.files = []
+        self.fds = []
 
     def remove(self) -> None:
         """Remove all locks in the directory, ours last; for a single process."""
-        for path in _locks(self.root) - {self.root / "lock", *self.files}:
+        for path in _list_locks(self.root) - {self.root / "lock", *self.files}:
             path.unlink(missing_ok=True)
         (self.root / "lock").unlink(missing_ok=True)
         self.release()
@@ -132,7 +148,7 @@ def acquire(root: Path, output: Path, share: JobShare | None = None) -> Lock:
             require_ours(root)
             with explain_full_disk(root / "lock"):
                 make_private_folder(root)
-                _lock(lock, output, share)
+                _take_locks(lock, output, share)
             return lock
         except BaseException as error:
             lock.release()
@@ -164,19 +180,20 @@ def unlock(root: Path, output: Path, share: JobShare | None = None) -> list[str]
     if not root.is_dir():
         return []
     require_ours(root)
-    lock, removed = Lock(root), []
+    lock = Lock(root)
+    removed = []
     try:
-        _flock(lock, share)
+        _take_flocks(lock, share)
     except BlockingIOError as error:
-        busy = _busy_sentence(output, _holders(root, error, share))
+        busy = _busy_sentence(output, _find_holders(root, error, share))
         raise OutputError(
             f"{busy} The file system keeps this lock until that process ends; --force-unlock cannot remove it."
         ) from error
     finally:
         lock.release()
     for path, _ in _find_blocking_locks(lock, share):
-        since = _lock_time(path)
-        if (content := _remove_lock(path, lock.own)) is not None:
+        since = _format_lock_time(path)
+        if (content := _remove_lock(path, lock.content)) is not None:
             removed.append(f"{path} of {_describe_holder(path, content)}, from {since}")
     return removed
 
@@ -185,43 +202,44 @@ def has_active_shares(root: Path) -> bool:
     """Return whether a process with a job share may be at work; it removes its lock at its end."""
     return any(
         (content := read_lock(path)) and is_alive(content) is not False
-        for path in _locks(root)
+        for path in _list_locks(root)
         if SHARE_NAME.fullmatch(path.name)
     )
 
 
-def _lock(lock: Lock, output: Path, share: JobShare | None) -> None:
+def _take_locks(lock: Lock, output: Path, share: JobShare | None) -> None:
     """Take the locks, and write our name into them; after a failure the caller releases those that were taken."""
     try:
-        has_locks = _flock(lock, share)
+        has_flocks = _take_flocks(lock, share)
     except BlockingIOError as error:
-        raise OutputError(_busy_sentence(output, _holders(lock.root, error, share))) from error
-    if not has_locks:
-        held = lock.root / _lock_file_name(share)
-        if (content := _take(held, lock.own)) is not None:
-            raise OutputError(_refusal_sentence(output, [(held, content)]))
-        lock.files.append(held)
+        raise OutputError(_busy_sentence(output, _find_holders(lock.root, error, share))) from error
+    if not has_flocks:
+        lock_file = lock.root / _lock_file_name(share)
+        if (content := _take_lock_file(lock_file, lock.content)) is not None:
+            raise OutputError(_refusal_sentence(output, [(lock_file, content)]))
+        lock.files.append(lock_file)
     deadline = time.monotonic() + PATIENCE
     while others := _find_blocking_locks(lock, share):
         if share is None or time.monotonic() > deadline:
             raise OutputError(_refusal_sentence(output, others))
         time.sleep(PATIENCE / 20)
-    if has_locks and share is None:
-        for path in _share_flocks(lock.root):  # of a killed process: processes with job shares hold `lock`, too
+    if has_flocks and share is None:
+        # Left by killed processes: running processes with job shares hold `lock`, too.
+        for path in _list_share_locks(lock.root):
             path.unlink()
-    if has_locks or share is None:
+    if has_flocks or share is None:
         os.ftruncate(lock.fds[-1], 0)
-        os.pwrite(lock.fds[-1], lock.own, 0)
+        os.pwrite(lock.fds[-1], lock.content, 0)
 
 
-def _flock(lock: Lock, share: JobShare | None) -> bool:
+def _take_flocks(lock: Lock, share: JobShare | None) -> bool:
     """Take flocks; return False if the file system has none. Raise BlockingIOError with the file's name."""
     if share is None:
-        return lock.flock(lock.root / "lock", fcntl.LOCK_EX)
-    mine = lock.root / f"lock.{share.name}"
-    if not (lock.flock(lock.root / "lock", fcntl.LOCK_SH) and lock.flock(mine, fcntl.LOCK_EX)):
+        return lock.lock_file(lock.root / "lock", fcntl.LOCK_EX)
+    share_lock = lock.root / f"lock.{share.name}"
+    if not (lock.lock_file(lock.root / "lock", fcntl.LOCK_SH) and lock.lock_file(share_lock, fcntl.LOCK_EX)):
         return False
-    lock.files.append(mine)
+    lock.files.append(share_lock)
     return True
 
 
@@ -229,18 +247,19 @@ def _lock_file_name(share: JobShare | None) -> str:
     return f"lock.held.{share.name}" if share else "lock.held"
 
 
-def _locks(root: Path) -> set[Path]:
+def _list_locks(root: Path) -> set[Path]:
     return {path for path in root.iterdir() if NAMES.fullmatch(path.name)}
 
 
-def _share_flocks(root: Path) -> list[Path]:
-    return sorted(path for path in _locks(root) if (of := SHARE_NAME.fullmatch(path.name)) and not of[1])
+def _list_share_locks(root: Path) -> list[Path]:
+    """Return the files that processes with job shares lock with flock."""
+    return sorted(path for path in _list_locks(root) if (match := SHARE_NAME.fullmatch(path.name)) and not match[1])
 
 
 def _find_blocking_locks(lock: Lock, share: JobShare | None) -> Holders:
     """Return the lock files that block us, with their contents, except those of processes that have ended."""
     blocking = []
-    for path in sorted(_locks(lock.root) - set(lock.files)):
+    for path in sorted(_list_locks(lock.root) - set(lock.files)):
         match = SHARE_NAME.fullmatch(path.name)
         blocks = path.name in ("lock.held", _lock_file_name(share)) or (share is None and match and match[1])
         if blocks and (content := read_lock(path)) is not None and is_alive(content) is not False:
@@ -248,10 +267,13 @@ def _find_blocking_locks(lock: Lock, share: JobShare | None) -> Holders:
     return blocking
 
 
-def _holders(root: Path, error: BlockingIOError, share: JobShare | None) -> Holders:
-    locked = Path(error.filename)
-    holders = [(path, read_lock(path) or b"") for path in (_share_flocks(root) if share is None else ())]
-    return [held for held in holders if is_alive(held[1]) is not False] or [(locked, read_lock(locked) or b"")]
+def _find_holders(root: Path, error: BlockingIOError, share: JobShare | None) -> Holders:
+    """Return the locks of running processes that may have caused an error of flock."""
+    locked_file = Path(error.filename)
+    share_locks = _list_share_locks(root) if share is None else ()
+    holders = [(path, read_lock(path) or b"") for path in share_locks]
+    running = [(path, content) for path, content in holders if is_alive(content) is not False]
+    return running or [(locked_file, read_lock(locked_file) or b"")]
 
 
 def read_lock(path: Path) -> bytes | None:
@@ -263,7 +285,7 @@ def read_lock(path: Path) -> bytes | None:
         return None
 
 
-def _holder(content: bytes) -> Holder | None:
+def _parse_holder(content: bytes) -> Holder | None:
     try:
         return documents.decode_document(content, Holder)
     except ValueError:
@@ -272,73 +294,78 @@ def _holder(content: bytes) -> Holder | None:
 
 def is_alive(content: bytes) -> bool | None:
     """Return whether the process that a lock file names still runs; None if unknown."""
-    holder = _holder(content)
+    holder = _parse_holder(content)
     return holder.is_alive() if holder else None
 
 
-def _take(path: Path, own: bytes) -> bytes | None:
+def _take_lock_file(path: Path, content: bytes) -> bytes | None:
     """Take the lock file at `path` and return None, or return its content if its process may be alive.
+
+    content  our content for the file
 
     The right to replace the lock of an ended process is itself a lock, whose name follows from the content to replace.
     So only one of several processes replaces it, and a process that had read it earlier finds a different content.
     """
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         while True:
-            before = read_lock(path)
-            if before is not None and is_alive(before) is not False:
-                return before
-            if not aside.exists():
-                publish.write_file(aside, own)
-            if before is None:
-                if publish.publish_new(aside, path):
+            old_content = read_lock(path)
+            if old_content is not None and is_alive(old_content) is not False:
+                return old_content
+            if not temporary.exists():
+                publish.write_file(temporary, content)
+            if old_content is None:
+                if publish.publish_new(temporary, path):
                     return None
                 continue
-            right = _right_to_replace(path, before)
-            if (other := _take(right, own)) is not None:
+            replacement_lock = _replacement_lock_path(path, old_content)
+            if (other := _take_lock_file(replacement_lock, content)) is not None:
                 return other
             try:
-                if read_lock(path) == before:
-                    publish.publish_path(aside, path)
+                if read_lock(path) == old_content:
+                    publish.publish_path(temporary, path)
                     return None
             finally:
-                right.unlink(missing_ok=True)
+                replacement_lock.unlink(missing_ok=True)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
-def _remove_lock(path: Path, own: bytes) -> bytes | None:
+def _remove_lock(path: Path, content: bytes) -> bytes | None:
     """Remove the lock file of a process that may be alive, and return its content.
 
     Return None if there is none, or if the process is known to be alive.
+
+    content  our content for lock files
     """
-    before = read_lock(path)
-    if before is None or is_alive(before):
+    old_content = read_lock(path)
+    if old_content is None or is_alive(old_content):
         return None
-    right = _right_to_replace(path, before)
-    while _take(right, own) is not None:
-        if _remove_lock(right, own) is None and read_lock(right) is not None:
+    replacement_lock = _replacement_lock_path(path, old_content)
+    while _take_lock_file(replacement_lock, content) is not None:
+        if _remove_lock(replacement_lock, content) is None and read_lock(replacement_lock) is not None:
             return None
     try:
-        if read_lock(path) != before:
+        if read_lock(path) != old_content:
             return None
         path.unlink(missing_ok=True)
-        return before
+        return old_content
     finally:
-        right.unlink(missing_ok=True)
+        replacement_lock.unlink(missing_ok=True)
 
 
-def _right_to_replace(path: Path, content: bytes) -> Path:
+def _replacement_lock_path(path: Path, content: bytes) -> Path:
+    """Return the path of the lock that allows a process to replace a lock file with this content."""
     return path.with_name(f"{path.name}.after-{publish.sha256(content)[:12]}")
 
 
 def _describe_holder(path: Path, content: bytes) -> str:
-    name = str(_holder(content) or "another process")
+    name = str(_parse_holder(content) or "another process")
     match = SHARE_NAME.fullmatch(path.name)
     return f"part {match[2]}/{match[3]} ({name})" if match else name
 
 
-def _lock_time(path: Path) -> str:
+def _format_lock_time(path: Path) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(path.stat().st_mtime))
 
 
@@ -353,9 +380,10 @@ def _busy_sentence(output: Path, holders: Holders) -> str:
 
 def _refusal_sentence(output: Path, holders: Holders) -> str:
     unknown = [path for path, content in holders if is_alive(content) is None]
+    busy = _busy_sentence(output, holders)
     if not unknown:
-        return _busy_sentence(output, holders)
+        return busy
     return (
-        f"{_busy_sentence(output, holders)} Its lock is {unknown[0]}, from {_lock_time(unknown[0])}. That process "
-        "may have ended on its host; if so, add --force-unlock."
+        f"{busy} Its lock is {unknown[0]}, from {_format_lock_time(unknown[0])}. That process may have ended on its "
+        "host; if so, add --force-unlock."
     )

@@ -31,12 +31,15 @@ SIGNAL_DELAY = 0.05  # seconds; the main thread waits here, and Python runs sign
 
 
 class Interrupted(Exception):
-    """Error for a run that the user stopped; everything finished is recorded. exit_code: as shells expect it."""
+    """Error for a run that the user stopped; everything finished is recorded.
+
+    exit_code  as shells expect it
+    """
 
     def __init__(self, number: int, outputs: Sequence[Path]) -> None:
-        again = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
+        commands = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
         super().__init__(
-            f"stopped by {signal.Signals(number).name}; {again} {'goes' if len(outputs) == 1 else 'go'} on"
+            f"stopped by {signal.Signals(number).name}; {commands} {'goes' if len(outputs) == 1 else 'go'} on"
         )
         self.exit_code = 128 + number
 
@@ -69,9 +72,9 @@ class StopFlag:
 
 
 @contextlib.contextmanager
-def record_run(work: WorkDir) -> Iterator[None]:
+def record_run(workdir: WorkDir) -> Iterator[None]:
     """Record in the journal that this process begins and ends a run; a run without an end was killed."""
-    work.journal.append(Run(process=Holder.this(), oom_kills=machine.oom_kills()))
+    workdir.journal.append(Run(process=Holder.this(), oom_kills=machine.oom_kills()))
     why = None
     try:
         yield
@@ -80,7 +83,7 @@ def record_run(work: WorkDir) -> Iterator[None]:
         raise
     finally:
         with contextlib.suppress(ResourceError):  # the disk may be full, which has been reported
-            work.journal.append(End(why=why))
+            workdir.journal.append(End(why=why))
 
 
 Remaining = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units to make in this order, with their stage
@@ -90,9 +93,10 @@ Remaining = Sequence[tuple[Stage[Any], tuple[Unit[Any], ...]]]  # units to make 
 class OutputSchedule:
     """The scheduling state of one output.
 
-    runner   makes the units; chain_runner: makes those of chains, if a different runner does
-    publish  is called with each finished unit
-    finish   is called once all units are published
+    runner        makes the units
+    chain_runner  makes the units of chains; None if `runner` makes them, too
+    publish       is called with each finished unit
+    finish        is called once all units are published
     """
 
     plan: Plan
@@ -149,13 +153,13 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
             output.finish()
             del unfinished[id(output)]
 
-    every = [unit for output in outputs for unit in output.plan.units]
-    to_make = [unit for output in outputs for _, units in output.remaining for unit in units]
-    total = sum(unit.bytes_in for unit in every)
-    done = (len(every) - len(to_make), len(every))
-    reporter.begin(total, total - sum(unit.bytes_in for unit in to_make), units=done)
+    all_units = [unit for output in outputs for unit in output.plan.units]
+    remaining_units = [unit for output in outputs for _, units in output.remaining for unit in units]
+    total_bytes = sum(unit.bytes_in for unit in all_units)
+    done_bytes = total_bytes - sum(unit.bytes_in for unit in remaining_units)
+    reporter.begin(total_bytes, done_bytes, units=(len(all_units) - len(remaining_units), len(all_units)))
     # Units that read the same layer follow each other, while its weights are in the page cache.
-    merged = heapq.merge(*(output.sequences() for output in outputs), key=lambda each: each[:2])
+    merged = heapq.merge(*(output.sequences() for output in outputs), key=lambda entry: entry[:2])
     waiting = deque(sequence for _, _, sequence in merged)
     try:
         for output in outputs:
@@ -201,56 +205,56 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
         raise Interrupted(stop.number, stopped)
 
 
-def find_remaining(plan: Plan, work: WorkDir) -> Remaining:
+def find_remaining(plan: Plan, workdir: WorkDir) -> Remaining:
     """Return the units to make: those of a chain together, all others one by one."""
     remaining = []
     for stage in plan.stages:
-        units = find_remaining_units(stage, work)
+        units = find_remaining_units(stage, workdir)
         groups = [units] if stage.chain and units else [(unit,) for unit in units]
         remaining += [(stage, group) for group in groups]
     return remaining
 
 
-def find_remaining_units(stage: Stage[Any], work: WorkDir) -> tuple[Unit[Any], ...]:
+def find_remaining_units(stage: Stage[Any], workdir: WorkDir) -> tuple[Unit[Any], ...]:
     """Return the units of a stage to make, in order.
 
     A chain begins with the last unit before the first unfinished one whose predecessor's handover file still exists.
     """
-    unfinished = [n for n, unit in enumerate(stage.units) if work.why_finished(unit) is None]
+    unfinished = [n for n, unit in enumerate(stage.units) if workdir.why_finished(unit) is None]
     if not stage.chain:
         return tuple(stage.units[n] for n in unfinished)
     if not unfinished:
         return ()
     first = unfinished[0]
     previous = stage.units[first - 1]
-    while first and previous.handover_bytes and not (work.paths.store / previous.handover_name).exists():
+    while first and previous.handover_bytes and not (workdir.paths.store / previous.handover_name).exists():
         first -= 1
         previous = stage.units[first - 1]
     needed = previous.handover_name if first else None
-    for path in work.paths.store.iterdir():
+    for path in workdir.paths.store.iterdir():
         if path.name.endswith(HANDOVER) and path.name != needed:
             path.unlink()
     return stage.units[first : unfinished[-1] + 1]
 
 
-def publish_unit(plan: Plan, work: WorkDir, reporter: Reporter, unit: Unit[Any], finished: FinishedUnit) -> None:
+def publish_unit(plan: Plan, workdir: WorkDir, reporter: Reporter, unit: Unit[Any], finished: FinishedUnit) -> None:
     """Publish a finished unit, and record it: in this order, each step durable before the next."""
     if not plan.read_once:
         require_unchanged(plan)
-    stored = work.paths.store / unit.stored_name
+    stored = workdir.paths.store / unit.stored_name
     if unit.folder:
-        # Renaming cannot replace a folder, which a run leaves that was killed before it recorded the folder.
+        # A run that was killed before it recorded the folder leaves it, and renaming cannot replace a folder.
         publish.remove_tree(stored)
     if (chain := finished.chain) is not None:
         publish.remove_tree(chain.scratch)
         if chain.side is not None:
-            publish.publish_path(chain.side, work.paths.store / unit.side_name)
+            publish.publish_path(chain.side, workdir.paths.store / unit.side_name)
         if chain.handover is not None:
-            publish.publish_path(chain.handover, work.paths.store / unit.handover_name)
+            publish.publish_path(chain.handover, workdir.paths.store / unit.handover_name)
     if finished.worker:
         publish.make_readable(finished.path)
     publish.publish_path(finished.path, stored)
-    work.record(unit, finished)
+    workdir.record_finished(unit, finished)
     if chain is not None and chain.previous is not None:
         chain.previous.unlink(missing_ok=True)
     report_finished(plan.options.output, reporter, unit, finished)

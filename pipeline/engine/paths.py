@@ -60,15 +60,18 @@ class Paths:
 
 
 def locate(output: Path, *, adopt: bool = False) -> Paths:
-    """Return the paths of the conversion into an output. adopt: the output holds folders that stay in it."""
+    """Return the paths of the conversion into an output.
+
+    adopt  whether the output holds folders that stay in it
+    """
     output = output.absolute()
     inside = Paths(output, output / WORK_FOLDER, inside=True)
     if not output.name:  # the root folder has no siblings
         return inside
     outside = Paths(output, output.with_name(output.name + WORK_SUFFIX), inside=False)
-    for begun in (inside, outside):
-        if begun.plan.exists():
-            return begun
+    for paths in (inside, outside):
+        if paths.plan.exists():
+            return paths
     if inside.root.is_dir():
         return inside
     if output.is_symlink() and output.is_dir():
@@ -78,7 +81,7 @@ def locate(output: Path, *, adopt: bool = False) -> Paths:
     return outside
 
 
-def output_of(root: Path) -> Path | None:
+def find_output(root: Path) -> Path | None:
     """Return the output that has this work directory beside it, or None if the folder is no work directory."""
     name = root.name.removesuffix(WORK_SUFFIX)
     return root.with_name(name) if name not in ("", root.name) and (root / "plan.json").exists() else None
@@ -102,7 +105,7 @@ def has_content(path: Path, nbytes: int, sha256: str) -> bool:
 def make_private_folder(root: Path) -> None:
     """Make a work directory that only its user can enter, or accept one that this user made.
 
-    Raise OutputError for a folder of another user, who could put links where we write and remove.
+    Raise OutputError for a folder of a different user, who could put links where we write and remove.
     """
     publish.make_folder(root.parent)
     with contextlib.suppress(FileExistsError):
@@ -114,7 +117,7 @@ def make_private_folder(root: Path) -> None:
     except PermissionError:
         raise refuse_owner(root) from None
     try:
-        if not _is_own(fd):
+        if not _has_our_owner(fd):
             raise refuse_owner(root)
         mode = stat.S_IMODE(os.fstat(fd).st_mode)
         if mode & 0o777 != PRIVATE:
@@ -125,7 +128,7 @@ def make_private_folder(root: Path) -> None:
         os.close(fd)
 
 
-def _is_own(fd: int) -> bool:
+def _has_our_owner(fd: int) -> bool:
     """Return whether this user owns an open folder, or a file server gives new files of this user to its owner."""
     owner = os.fstat(fd).st_uid
     if owner == os.geteuid():
@@ -143,19 +146,19 @@ def _is_own(fd: int) -> bool:
 
 
 def refuse_owner(root: Path) -> OutputError:
-    """Return the error for a work directory of another user."""
+    """Return the error for a work directory of a different user."""
     problem = f"is a work directory of user {root.lstat().st_uid}, but this is user {os.geteuid()}"
     return OutputError(problem, "run as that user, or choose a different --output", path=root)
 
 
 def _require_no_links(root: Path, fd: int) -> None:
-    """Raise OutputError for a link, or another user's entry, in place of our own folders and files."""
+    """Raise OutputError for a link, or a different user's entry, in place of our own folders and files."""
     owner = os.fstat(fd).st_uid
     for name in set(os.listdir(fd)) - {"old"}:  # the old output; it is only removed
         with contextlib.suppress(FileNotFoundError):
             status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            is_right = stat.S_ISDIR(status.st_mode) if name in FOLDERS else stat.S_ISREG(status.st_mode)
-            if not is_right and not name.startswith(".nfs"):
+            has_expected_type = stat.S_ISDIR(status.st_mode) if name in FOLDERS else stat.S_ISREG(status.st_mode)
+            if not has_expected_type and not name.startswith(".nfs"):
                 kind = "a link" if stat.S_ISLNK(status.st_mode) else "something else"
                 problem = f"is {kind}, not ktconvert's own {'folder' if name in FOLDERS else 'file'}"
                 raise OutputError(problem, f"find out who created it, or {ELSEWHERE}", path=root / name)

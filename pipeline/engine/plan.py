@@ -34,7 +34,14 @@ def tool_version() -> str:
 
 
 class SavedPlan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True, kw_only=True):
-    """plan.json; settings and tuning are the command's own. overwrite: whether the old output may be replaced."""
+    """The content of plan.json.
+
+    settings   options that can change the output
+    tuning     recorded options that cannot change the output
+    source     the input files with their identity
+    units      number of units
+    overwrite  whether the old output may be replaced
+    """
 
     version: Number = msgspec.field(name="ktconvert-plan")
     tool_version: str
@@ -62,7 +69,10 @@ class SideOutput:
 
 @dataclass(frozen=True)
 class KeptFolder:
-    """A folder of the output that an earlier run finished and that stays as it is. files: pattern of its files."""
+    """A folder of the output that an earlier run finished and that stays as it is.
+
+    files  pattern of its files
+    """
 
     name: str
     files: str
@@ -73,9 +83,9 @@ class Needs:
     """Disk and memory that a plan needs beside its units.
 
     scratch_bytes  size of files that exist only while the plan runs
-    portion_bytes  additional size of such files where workers make portions
+    portion_bytes  additional size of such files if workers make portions
     advice         sentences about the needs, for readers of the plan
-    remedies       what to do where memory does not suffice
+    remedies       advice if memory does not suffice
     """
 
     scratch_bytes: int = 0
@@ -113,7 +123,7 @@ class Plan:
     companions    (path below the output, file to copy)
     config        content of the output's config.json, if it has one
     has_index     whether shards have an index; not for loose folders and outputs without weights
-    kept_folders  folders that were in the output before and stay as they are; None where it must hold none
+    kept_folders  folders that were in the output before and stay as they are; None if the output must not contain any
     read_once     whether the command reads its input completely at the beginning, so that it may change afterwards
     """
 

@@ -44,7 +44,10 @@ POLL_SECONDS = 1.0  # seconds between readings of attempts' records
 
 
 class Runner:
-    """Base of runners, which make units in any order, several at a time. limit: units that may be in flight."""
+    """Base class of runners, which make units in any order, several at a time.
+
+    limit  number of units that may be in flight
+    """
 
     limit: int
 
@@ -53,7 +56,7 @@ class Runner:
         raise NotImplementedError
 
     def collect(self, unit: Unit[Any], future: Future[Any]) -> FinishedUnit | None:
-        """Return the finished unit, or None if it must be submitted again. Raise what made it fail."""
+        """Return the finished unit, or None if it must be submitted again. Raise its failure."""
         finished: FinishedUnit = future.result()
         return finished
 
@@ -67,11 +70,18 @@ class Runner:
 
 def report_finished(output: Path, reporter: Reporter, item: Unit[Any] | Portion, finished: FinishedUnit) -> None:
     """Report a finished unit or portion to the user."""
-    name, seconds, worker = item.name, round(finished.seconds, 3), finished.worker
-    nbytes, stats = sum(w.nbytes for w in finished.result.files), finished.result.stats
-    reporter.event("done", output=str(output), unit=name, seconds=seconds, bytes=nbytes, stats=stats, **worker)
-    where = f" on {worker['host']}" if worker else ""
-    reporter.say(f"{output.name}: {name}: {finished.seconds:.2f} s{where}", level=1)
+    worker = finished.worker
+    reporter.event(
+        "done",
+        output=str(output),
+        unit=item.name,
+        seconds=round(finished.seconds, 3),
+        bytes=sum(file.nbytes for file in finished.result.files),
+        stats=finished.result.stats,
+        **worker,
+    )
+    host = f" on {worker['host']}" if worker else ""
+    reporter.say(f"{output.name}: {item.name}: {finished.seconds:.2f} s{host}", level=1)
 
 
 class ThreadRunner(Runner):
@@ -80,7 +90,9 @@ class ThreadRunner(Runner):
     def __init__(
         self, pool: ThreadPoolExecutor, limit: int, make: Callable[[Stage[Any], Unit[Any]], FinishedUnit]
     ) -> None:
-        self._pool, self.limit, self._make = pool, limit, make
+        self.limit = limit
+        self._pool = pool
+        self._make = make
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[FinishedUnit]:
         return self._pool.submit(self._make, stage, unit)
@@ -88,7 +100,7 @@ class ThreadRunner(Runner):
 
 @contextlib.contextmanager
 def open_thread_runners(
-    works: Sequence[WorkDir],
+    workdirs: Sequence[WorkDir],
     reporter: Reporter,
     threads: int,
     units: int,
@@ -101,42 +113,49 @@ def open_thread_runners(
     """
     with open_pools(threads, units) as pools:
         context = Context(pools.packing, pools.window, reporter, make_portions=make_portions)
-        prefixes = [f"{work.paths.output.name} " if len(works) > 1 else "" for work in works]
+        prefixes = [f"{workdir.paths.output.name} " if len(workdirs) > 1 else "" for workdir in workdirs]
         yield [
-            ThreadRunner(pools.units, pools.count, partial(_make_unit, work, context, prefix))
-            for work, prefix in zip(works, prefixes, strict=True)
+            ThreadRunner(pools.units, pools.count, partial(_make_unit, workdir, context, prefix))
+            for workdir, prefix in zip(workdirs, prefixes, strict=True)
         ]
 
 
-def _make_unit(work: WorkDir, context: Context, prefix: str, stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
-    begun = time.monotonic()
-    chain = _chain_paths(work, stage, unit) if stage.chain else None
-    work.journal.append(Start(unit=unit.name))
+def _make_unit(workdir: WorkDir, context: Context, prefix: str, stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
+    start_time = time.monotonic()
+    chain = _make_chain_paths(workdir, stage, unit) if stage.chain else None
+    workdir.journal.append(Start(unit=unit.name))
     context.reporter.set_current(f"{prefix}{unit.key}")
-    context.reporter.event("start", output=str(work.paths.output), unit=unit.name)
-    path = work.paths.partial / unit.stored_name
+    context.reporter.event("start", output=str(workdir.paths.output), unit=unit.name)
+    path = workdir.paths.partial / unit.stored_name
     result = stage.run(unit, path, replace(context, chain=chain))
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start_time
     # Hashed for a later run, which verifies these files before it continues the chain.
-    paths = [path for path in (chain.handover, chain.side) if path is not None] if chain is not None else []
-    chain_files = tuple(Written(path.name, path.stat().st_size, publish.sha256_file(path)) for path in paths)
+    chain_paths = () if chain is None else (chain.handover, chain.side)
+    chain_files = tuple(
+        Written(chain_path.name, chain_path.stat().st_size, publish.sha256_file(chain_path))
+        for chain_path in chain_paths
+        if chain_path is not None
+    )
     return FinishedUnit(path, result, seconds, chain=chain, chain_files=chain_files)
 
 
-def _chain_paths(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> ChainPaths:
-    position = stage.units.index(unit)
+def _make_chain_paths(workdir: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> ChainPaths:
+    """Make the scratch folder of a unit of a chain, and return the unit's paths."""
+    store = workdir.paths.store
+    partial = workdir.paths.partial
     # The name is random, so that a worker of a dead run that wakes up finds no file of this run.
-    store, scratch = work.paths.store, work.paths.partial / f"{unit.name}.{secrets.token_hex(4)}"
+    scratch = partial / f"{unit.name}.{secrets.token_hex(4)}"
     scratch.mkdir()
-    earlier = stage.units[:position]
+    earlier = stage.units[: stage.units.index(unit)]
+    finished = {earlier_unit.key: store / earlier_unit.stored_name for earlier_unit in earlier}
+    if unit.fingerprint in workdir.finished:
+        finished[unit.key] = store / unit.stored_name
     return ChainPaths(
         previous=store / earlier[-1].handover_name if earlier and earlier[-1].handover_bytes else None,
-        handover=work.paths.partial / unit.handover_name if unit.handover_bytes else None,
+        handover=partial / unit.handover_name if unit.handover_bytes else None,
         scratch=scratch,
-        finished={
-            u.key: store / u.stored_name for u in (*earlier, unit) if u is not unit or u.fingerprint in work.finished
-        },
-        side=work.paths.partial / unit.side_name if unit.side_bytes else None,
+        finished=finished,
+        side=partial / unit.side_name if unit.side_bytes else None,
         side_files={u.key: store / u.side_name for u in earlier if u.side_bytes},
     )
 
@@ -144,18 +163,22 @@ def _chain_paths(work: WorkDir, stage: Stage[Any], unit: Unit[Any]) -> ChainPath
 class ExecutorRunner(Runner):
     """A runner that sends units and portions to an executor's workers.
 
-    Workers see the source and the work directory under the same paths as this process, `reopen` the plan, and pack with
-    `threads` threads each (None: the CPUs that they may use).
+    Workers see the source and the work directory under the same paths as this process.
+
+    reopen   opens the plan in a worker
+    threads  packing threads of each worker; None: the CPUs that the worker may use
     """
 
     limit = sys.maxsize  # free workers take the next unit; their number is unknown
 
     def __init__(
-        self, work: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
+        self, workdir: WorkDir, reporter: Reporter, executor: Executor, reopen: Reopen, threads: int | None
     ) -> None:
-        self._work, self._reporter, self._executor = work, reporter, executor
-        self._run = work.new_token()
-        self._conversion = Conversion(str(work.paths.output), self._run, tool_version(), reopen, threads)
+        self._workdir = workdir
+        self._reporter = reporter
+        self._executor = executor
+        self._run = workdir.new_token()
+        self._conversion = Conversion(str(workdir.paths.output), self._run, tool_version(), reopen, threads)
         self._known: dict[str, Attempt] = {}  # attempts of this run; without results, which may be long
         self._ended: set[str] = set()
         self._retries: Counter[str] = Counter()
@@ -163,9 +186,9 @@ class ExecutorRunner(Runner):
         self._polling = threading.Lock()  # the thread that makes a unit collects its portions
 
     def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | KtconvertError]:
-        return self._submit(Task(self._conversion, unit.stage, unit.key, unit.fingerprint))
+        return self._submit_task(Task(self._conversion, unit.stage, unit.key, unit.fingerprint))
 
-    def _submit(self, task: Task) -> Future[Attempt | KtconvertError]:
+    def _submit_task(self, task: Task) -> Future[Attempt | KtconvertError]:
         try:
             return self._executor.submit(run_task, task)
         except Exception as error:  # the executor was closed, or is broken
@@ -180,35 +203,39 @@ class ExecutorRunner(Runner):
         """
 
         def submit(portion: Portion) -> Future[Attempt | KtconvertError]:
-            return self._submit(
+            return self._submit_task(
                 Task(self._conversion, portion.stage, portion.unit_key, portion.unit_fingerprint, portion)
             )
 
         futures = [submit(portion) for portion in portions]
         try:
             for n, portion in enumerate(portions):
-                while (finished := self._collect(portion, futures[n])) is None:
+                while (finished := self._collect_item(portion, futures[n])) is None:
                     futures[n] = submit(portion)
-                self._work.journal.append(Taken(unit=portion.name, **finished.worker))
-                report_finished(self._work.paths.output, self._reporter, portion, finished)
+                self._workdir.journal.append(Taken(unit=portion.name, **finished.worker))
+                report_finished(self._workdir.paths.output, self._reporter, portion, finished)
                 yield finished
         finally:
             for future in futures:
                 future.cancel()
-        for attempt in (each for portion in portions for each in attempts.read(self._work.paths, portion)):
-            if attempt.ended is not None:
-                attempts.forget(self._work.paths, attempt)
+        for portion in portions:
+            for attempt in attempts.read_attempts(self._workdir.paths, portion):
+                if attempt.ended is not None:
+                    attempts.remove_attempt(self._workdir.paths, attempt)
 
     def collect(self, unit: Unit[Any], future: Future[Any]) -> FinishedUnit | None:
-        finished = self._collect(unit, future)
+        finished = self._collect_item(unit, future)
         if finished is not None:
             self._reporter.advance(unit.bytes_in)
         return finished
 
-    def _collect(self, item: Unit[Any] | Portion, future: Future[Any]) -> FinishedUnit | None:
-        """Return what a worker made, or None if workers died with it, perhaps for another reason. Raise failures."""
+    def _collect_item(self, item: Unit[Any] | Portion, future: Future[Any]) -> FinishedUnit | None:
+        """Return the finished item, or None if workers died that made it and it has to be submitted again.
+
+        Raises the item's failure, and WorkerLostError if workers died too often.
+        """
         try:
-            attempt: Attempt = result_of(future, item.name, f"`ktconvert resume {self._work.paths.output}`")
+            attempt: Attempt = unwrap_result(future, item.name, f"`ktconvert resume {self._workdir.paths.output}`")
         except WorkerLostError as error:
             by_executor = future.exception() is not None  # otherwise a worker has counted the deaths
             if by_executor and self._retries[item.fingerprint] < DEATHS:
@@ -220,7 +247,7 @@ class ExecutorRunner(Runner):
             self._reporter.warn(text)
         self._mark_lost(item, attempt)
         self._reporter.show_worker(attempt.worker, None)
-        return as_finished_unit(self._work.paths, attempt)
+        return as_finished_unit(self._workdir.paths, attempt)
 
     def withdraw(self, unit: Unit[Any], future: Future[Any]) -> bool:
         self._read_attempts()
@@ -234,7 +261,7 @@ class ExecutorRunner(Runner):
     def _read_attempts(self) -> None:
         with self._polling:
             self._polled = time.monotonic()
-            for attempt in attempts.read(self._work.paths, known=self._ended):
+            for attempt in attempts.read_attempts(self._workdir.paths, known=self._ended):
                 if attempt.ended is not None:
                     self._ended.add(attempt.name)
                 if attempt.run != self._run:
@@ -242,31 +269,35 @@ class ExecutorRunner(Runner):
                 known = self._known.get(attempt.name)
                 self._known[attempt.name] = structs.replace(attempt, result=None)
                 if known is None:
-                    self._note(attempt.start_record())
+                    self._record(attempt.start_record())
                     self._reporter.set_current(attempt.unit)
                     self._reporter.show_worker(attempt.worker, attempt.unit)
                 if attempt.failure is not None:
-                    self._note(attempt.failure_record(), why=attempt.failure)
+                    self._record(attempt.failure_record(), why=attempt.failure)
                     self._reporter.show_worker(attempt.worker, None)
 
     def _mark_lost(self, item: Unit[Any] | Portion, finished: Attempt | None = None) -> None:
         """Record that all other attempts at an item are useless now: it is finished, or is given up."""
         self._read_attempts()
-        for attempt in attempts.read(self._work.paths, item):
+        for attempt in attempts.read_attempts(self._workdir.paths, item):
             if (finished is None or attempt.name != finished.name) and attempt.failure is None:
-                self._note(attempt.loss_record())
+                self._record(attempt.loss_record())
                 self._reporter.show_worker(attempt.worker, None)
 
-    def _note(self, record: Start | Failed | Lost, **why: str) -> None:
+    def _record(self, record: Start | Failed | Lost, **why: str) -> None:
         """Add a record to the journal, and report it."""
-        self._work.journal.append(record)
-        about = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
+        self._workdir.journal.append(record)
+        fields = {"unit": record.unit, "host": record.host, "pid": record.pid, "attempt": record.attempt}
         kind = str(record.__struct_config__.tag)
-        self._reporter.event(kind, output=str(self._work.paths.output), **about, **why)
+        self._reporter.event(kind, output=str(self._workdir.paths.output), **fields, **why)
 
 
-def result_of(future: Future[Result | KtconvertError], task: str, remedy: str) -> Result:
-    """Return the result of a task, which `task` names. Raise its failure, or KtconvertError if the executor lost it."""
+def unwrap_result(future: Future[Result | KtconvertError], task: str, remedy: str) -> Result:
+    """Return the result of a task. Raise its failure, or KtconvertError if the executor lost it.
+
+    task    name of the task for messages
+    remedy  advice if the executor lost it
+    """
     try:
         error = future.exception()  # not result(), which would confuse Ctrl-C here with an error of a worker
     except CancelledError as cancelled:

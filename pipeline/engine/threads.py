@@ -28,8 +28,10 @@ UNITS_AT_ONCE = 2  # units in flight: one is hashed in file order while the next
 class Pools:
     """The threads of a run.
 
-    packing  threads for the items of units; window: items of one unit that may be in flight
-    units    one thread for each of the `count` units in flight
+    packing  threads for the items of units
+    window   number of items of one unit that may be in flight
+    units    one thread for each unit in flight
+    count    number of units in flight
     """
 
     packing: ThreadPoolExecutor
@@ -40,7 +42,7 @@ class Pools:
 
 @contextlib.contextmanager
 def open_pools(threads: int, units: int) -> Iterator[Pools]:
-    """Start the threads for this number of units. Raise RuntimeError where the system gives no threads."""
+    """Start the threads for this number of units. Raise RuntimeError if the system gives no threads."""
     count = max(1, min(UNITS_AT_ONCE, threads, units))
     with make_packing_pool(threads) as packing, ThreadPoolExecutor(count, "unit", unbind_thread) as pool:
         start_threads(pool, count)
@@ -48,14 +50,14 @@ def open_pools(threads: int, units: int) -> Iterator[Pools]:
 
 
 def make_packing_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool that keeps this many threads busy. Raise RuntimeError where the system gives none."""
+    """Return a pool that keeps this many threads busy. Raise RuntimeError if the system gives none."""
     pool = ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=unbind_thread)
     start_threads(pool, threads + WAITING)
     return pool
 
 
 def window_size(threads: int, units: int) -> int:
-    """Return how many items of each of so many units may be in flight."""
+    """Return how many items of each unit may be in flight, for this number of packing threads and of units."""
     return -(-(threads + WAITING) // units) + 1
 
 
@@ -72,19 +74,23 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:
     """Return the number of threads asked for, or as many as fit into memory. Raise ResourceError if none fits."""
 
-    def peak(count: int) -> int:  # outputs that are made together have no more units in flight than a single output
+    def peak_memory(count: int) -> int:
+        # Outputs that are made together have no more units in flight than a single output.
         return max(plan.hooks.peak_memory(count) for plan in plans)
 
     execution = plans[0].options.execution
-    given = threads = execution.threads
+    requested = execution.threads
     budget = execution.max_memory or machine.memory_available()
-    while threads > 1 and peak(threads) > budget:
+    threads = requested
+    while threads > 1 and peak_memory(threads) > budget:
         threads -= 1
-    if peak(threads) > budget:
+    if peak_memory(threads) > budget:
         limit = "--max-memory" if execution.max_memory else "free memory"
-        raise ResourceError(f"one thread needs {size(peak(1))}, {limit} is {size(budget)}. {plans[0].needs.remedies}")
-    if threads < given and reporter is not None:
-        reporter.note(f"{threads} of {given} threads, so that memory stays below {size(budget)}")
+        raise ResourceError(
+            f"one thread needs {size(peak_memory(1))}, {limit} is {size(budget)}. {plans[0].needs.remedies}"
+        )
+    if threads < requested and reporter is not None:
+        reporter.note(f"{threads} of {requested} threads, so that memory stays below {size(budget)}")
     return threads
 
 

@@ -23,12 +23,12 @@ WEIGHTS = ".safetensors"  # suffix of a unit's own file
 Work = TypeVar("Work")
 
 
-def _sha256_of(*identity: Any) -> str:
+def _hash_identity(*identity: Any) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def _store_name(name: str, fingerprint: str, ending: str) -> str:
-    """Return a name in the store; it contains the fingerprint, so a file never passes for another unit's."""
+    """Return a name in the store; it contains the fingerprint, so a file is never mistaken for a different unit's."""
     return f"{name}.{fingerprint[:16]}{ending}"
 
 
@@ -47,7 +47,7 @@ class Unit(Generic[Work]):
                     is removed with the store
     handover_bytes  size of the file for the next unit of its chain; 0 for none
     side_bytes      size of a second file in the store, for later units of its chain; 0 for none
-    work            what the stage needs to run the unit; follows from the fields above
+    work            data with which the stage runs the unit; follows from the other fields
     """
 
     stage: str
@@ -68,7 +68,7 @@ class Unit(Generic[Work]):
     @cached_property
     def fingerprint(self) -> str:
         """The sha256 of everything that can change a byte, as canonical JSON; not of ISA, threads, paths or time."""
-        return _sha256_of(self.stage, self.key, self.versions, self.params, self.inputs)
+        return _hash_identity(self.stage, self.key, self.versions, self.params, self.inputs)
 
     @property
     def name(self) -> str:
@@ -90,13 +90,15 @@ class Unit(Generic[Work]):
 
 @dataclass(frozen=True)
 class Portion:
-    """A worker's piece of one unit: items first..stop-1 of the unit, such as experts of a layer. It travels to workers.
+    """A worker's share of one unit, such as some experts of a layer. The executor sends it to a worker.
 
-    key          names the portion in its stage, as `key` of a unit does
-    unit_key, unit_fingerprint
-                 those of the unit
-    folder       path of the folder in which the unit's run left the inputs of its portions
-    sha256       hash of the file there that describes the inputs
+    key               names the portion in its stage, as the key of a unit does
+    unit_key          key of the unit
+    unit_fingerprint  fingerprint of the unit
+    folder            path of the folder in which the unit's run left the inputs of its portions
+    sha256            hash of the file there that describes the inputs
+    first             first item of the unit that belongs to the portion
+    stop              the item after the last one
     """
 
     stage: str
@@ -110,8 +112,8 @@ class Portion:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Another one where the unit differs, or its portions read something else."""
-        return _sha256_of(self.stage, self.key, self.unit_fingerprint, self.sha256)
+        """The sha256 of everything that can change a byte: the unit's fingerprint, the items, and their inputs."""
+        return _hash_identity(self.stage, self.key, self.unit_fingerprint, self.sha256)
 
     @property
     def name(self) -> str:
@@ -148,7 +150,12 @@ class Stats(msgspec.Struct):
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The result of running a unit: its files, the number of tensors, and figures for the report (Stats)."""
+    """The result of running a unit.
+
+    files    the unit's files
+    tensors  number of tensors in them
+    stats    figures for the report (Stats)
+    """
 
     files: tuple[Written, ...]
     tensors: Number
@@ -160,7 +167,7 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ChainPaths:
-    """Paths at which a unit of a chain finds and leaves files; None where there is no such file.
+    """Paths at which a unit of a chain finds and leaves files; None if there is no such file.
 
     previous    file that the unit before this one handed over
     handover    where to write the file for the next unit
@@ -182,9 +189,11 @@ class ChainPaths:
 class FinishedUnit:
     """A finished unit or portion that is not published yet; its file has a name of its own.
 
-    seconds      how long it took
+    path         the file or folder that was made
+    seconds      time that making it took
     worker       host, pid and attempt of the process that made it, for records and events; empty for this process
-    chain        paths of a unit of a chain; chain_files: its files for later units of the chain
+    chain        paths of a unit of a chain; None for other units
+    chain_files  files of the unit for later units of its chain
     """
 
     path: Path
@@ -225,6 +234,8 @@ class Context:
 class Stage(Generic[Work]):
     """Units of one kind, and the function that makes one.
 
+    title        description of the units' work, for people
+    run          makes a unit at a path
     chain        whether each unit needs files of the one before it
     run_portion  makes a portion of a unit, for a chain whose units can be divided
     """

@@ -34,7 +34,7 @@ class WorkDir:
         self._lock = lock.acquire(paths.root, paths.output)
         for folder in (paths.partial, paths.attempts, paths.store):
             folder.mkdir(exist_ok=True)
-        removed = attempts.sweep(paths)
+        removed = attempts.remove_useless_files(paths)
         self.journal = journals.Journal(paths.journal)
         self._note_attempts(removed)
         self.finished = journals.find_finished_units(self.journal.records)
@@ -49,7 +49,7 @@ class WorkDir:
     def _note_attempts(self, removed: Iterable[Attempt]) -> None:
         """Add records of attempts that ended after the last coordinator had died."""
         noted = {(type(record), record.attempt) for record in self.journal.records if isinstance(record, UnitEvent)}
-        for attempt in attempts.read(self.paths):
+        for attempt in attempts.read_attempts(self.paths):
             if (Start, attempt.name) not in noted:
                 self.journal.append(attempt.start_record())
         for attempt in removed:
@@ -62,14 +62,14 @@ class WorkDir:
         return why_finished(self.paths, self.finished, unit)
 
     def new_token(self) -> str:
-        """Write a new token, by which workers know that they see this very folder, and return it."""
-        name = secrets.token_hex(8)
+        """Write a new token, by which workers recognize this folder, and return it."""
+        token = secrets.token_hex(8)
         partial = self.paths.partial / "token"
-        publish.write_file(partial, name.encode())
+        publish.write_file(partial, token.encode())
         publish.publish_path(partial, self.paths.token)
-        return name
+        return token
 
-    def record(self, unit: Unit[Any], finished: FinishedUnit) -> None:
+    def record_finished(self, unit: Unit[Any], finished: FinishedUnit) -> None:
         """Add a finished unit to the journal; durable on return."""
         record = Done(
             unit=unit.name,
@@ -82,28 +82,28 @@ class WorkDir:
         self.journal.append(record, sync=True)
         self.finished[unit.fingerprint] = record
 
-    def forget(self, unit: Unit[Any]) -> None:
+    def forget_unit(self, unit: Unit[Any]) -> None:
         """Remove a unit's files and record that it has to be made again."""
         self.journal.append(Forgotten(fingerprint=unit.fingerprint), sync=True)
         self.finished.pop(unit.fingerprint, None)
-        for attempt in attempts.read(self.paths, unit):
-            attempts.forget(self.paths, attempt)
+        for attempt in attempts.read_attempts(self.paths, unit):
+            attempts.remove_attempt(self.paths, attempt)
         for name in (unit.stored_name, unit.side_name):
             publish.remove_tree(self.paths.store / name)
 
-    def drop(self) -> None:
+    def drop_all_units(self) -> None:
         """Remove the files of all units and record that they have to be made again."""
         self.journal.append(Dropped(), sync=True)
         self.finished.clear()
-        for attempt in attempts.read(self.paths):
+        for attempt in attempts.read_attempts(self.paths):
             if attempt.ended is not None:
-                attempts.forget(self.paths, attempt)
+                attempts.remove_attempt(self.paths, attempt)
         for folder in (self.paths.store, self.paths.assembly):
             publish.remove_tree(folder)
         self.paths.store.mkdir()
 
     def remove(self) -> None:
-        remove(self.paths, self._lock)
+        remove_locked_folder(self.paths, self._lock)
 
 
 def save_plan(paths: Paths, document: SavedPlan) -> None:
@@ -113,7 +113,7 @@ def save_plan(paths: Paths, document: SavedPlan) -> None:
     publish.publish_path(partial, paths.plan)
 
 
-def remove(paths: Paths, held: lock.Lock) -> None:
+def remove_locked_folder(paths: Paths, folder_lock: lock.Lock) -> None:
     """Remove the work directory of a complete output: the plan first, the lock last."""
     publish.remove_tree(paths.plan)
     for path in (paths.attempts, paths.partial):
@@ -122,7 +122,7 @@ def remove(paths: Paths, held: lock.Lock) -> None:
             path.rename(paths.old)
     for name in sorted(lock.OURS):
         publish.remove_tree(paths.root / name)
-    held.remove()
+    folder_lock.remove()
     # Another process may be waiting for the lock, and NFS keeps open files.
     with contextlib.suppress(OSError):
         paths.root.rmdir()
@@ -135,18 +135,18 @@ def why_finished(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) ->
     """
     if (record := finished.get(unit.fingerprint)) is None:
         return None
-    sizes = {w.path: w.nbytes for w in record.chain_files}
+    sizes = {file.path: file.nbytes for file in record.chain_files}
     if unit.side_bytes and not has_size(paths.store / unit.side_name, sizes.get(unit.side_name, -1)):
         return None
     stored = paths.store / unit.stored_name
     reason = "finished before"
-    for w in record.result.files:
-        if has_size(stored / w.path, w.nbytes):
+    for file in record.result.files:
+        if has_size(stored / file.path, file.nbytes):
             continue
         reason = "finished, in the output"
-        placed = [folder / unit.final / w.path for folder in paths.finals]
-        present = (path for path in placed if has_size(path, w.nbytes))
-        if not any(_has_content(path, w.nbytes, w.sha256, path.stat().st_mtime_ns) for path in present):
+        final_paths = [folder / unit.final / file.path for folder in paths.finals]
+        present = (path for path in final_paths if has_size(path, file.nbytes))
+        if not any(_has_content(path, file.nbytes, file.sha256, path.stat().st_mtime_ns) for path in present):
             return None
     return reason
 

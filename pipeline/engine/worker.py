@@ -51,7 +51,11 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Task:
-    """A unit as it travels to a worker: its stage, key and fingerprint. portion: the piece to make; None for all."""
+    """A unit as it travels to a worker.
+
+    stage, key, fingerprint  those of the unit
+    portion                  the portion of the unit to make; None for the whole unit
+    """
 
     conversion: Conversion
     stage: str
@@ -71,10 +75,10 @@ def run_task(task: Task) -> Attempt | KtconvertError:
             plan = _open_plan(task.conversion)
         return make_attempt(plan, *plan.find_unit(task), task.conversion.run, reporter, task.portion)
     except (KtconvertError, OSError, MemoryError) as error:
-        return failure_of(error)
+        return to_reported_error(error)
 
 
-def failure_of(error: Exception) -> KtconvertError:
+def to_reported_error(error: Exception) -> KtconvertError:
     """Return an error as it travels to the coordinator, with the name of this host if it happened here."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
@@ -97,7 +101,7 @@ class OpenPlan:
     window: int
 
     def find_unit(self, task: Task) -> tuple[Stage[Any], Unit[Any]]:
-        """Return the unit of a task. Raise OutputError if this host would make something else of it."""
+        """Return the unit of a task and its stage. Raise OutputError if this host has a different unit there."""
         for stage in self.plan.stages:
             for unit in stage.units:
                 if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
@@ -133,7 +137,10 @@ _opening = threading.Lock()
 
 @functools.lru_cache(OPEN)
 def _open_plan(conversion: Conversion) -> OpenPlan:
-    """Raise KtconvertError if this process sees other files than the coordinator, or is another ktconvert."""
+    """Open the plan of a conversion, once per process.
+
+    Raises KtconvertError if this process sees different files than the coordinator, or is a different ktconvert.
+    """
     require_same_version(conversion.version)
     paths = locate(Path(conversion.output))
     try:
@@ -168,13 +175,14 @@ def make_attempt(
 
     Raise WorkerLostError if too many attempts of this run died.
     """
-    paths, item = opened.paths, unit if portion is None else portion
-    earlier = attempts.read(paths, item)
+    paths = opened.paths
+    item = unit if portion is None else portion
+    earlier = attempts.read_attempts(paths, item)
     for attempt in earlier:
         if attempt.is_whole(paths):
             if all(has_content(*file) for file in attempt.list_files(paths)):
                 return attempt
-            attempts.forget(paths, attempt)
+            attempts.remove_attempt(paths, attempt)
             reporter.warn(
                 f"{item.name} is converted again: {attempt.name} changed after {attempt.worker} wrote it; check the "
                 "disk."
@@ -186,7 +194,7 @@ def make_attempt(
             f"{dead[-1].worker}: {attempts.explain_death(paths, dead[-1])}."
         )
     require_unchanged(opened.plan)  # reading a truncated file would end the process
-    attempt = attempts.begin(paths, item, run)
+    attempt = attempts.begin_attempt(paths, item, run)
     try:
         with attempts.record_traceback(paths, attempt):
             path = paths.partial / attempt.name
@@ -197,10 +205,10 @@ def make_attempt(
                 result = stage.run_portion(unit, portion, path)
         require_unchanged(opened.plan)
     except (KtconvertError, OSError, MemoryError) as error:
-        failure = failure_of(error)
-        attempts.fail(paths, attempt, str(failure))
+        failure = to_reported_error(error)
+        attempts.record_failure(paths, attempt, str(failure))
         return failure
-    return attempts.finish(
+    return attempts.record_result(
         paths, attempt, result, reporter.warnings if isinstance(reporter, CollectingReporter) else ()
     )
 

@@ -32,7 +32,9 @@ Selections = list[tuple[dict[str, Any], dict[str, Any]]]
 def load_adapter(model: Any, folder: Path, model_name: str) -> Any:
     """Return the model, computing with this adapter.
 
-    model_name: for messages. Raises InputError for an adapter that does not fit the model.
+    model_name  name of the model for messages
+
+    Raises InputError for an adapter that does not fit the model.
     """
     return _add_adapter(model, folder, model_name, "default").get_base_model()
 
@@ -46,8 +48,11 @@ class Adapters:
     def __init__(self, model: Any, folders: Mapping[str, Path], model_name: str) -> None:
         """Load the adapters.
 
-        folders: directories by the names that clients use; model_name: for messages. Raises InputError for an adapter
-        that does not fit, and UnsupportedError for one that would change the answers of other adapters.
+        folders     directories by the names that clients use
+        model_name  name of the model for messages
+
+        Raises InputError for an adapter that does not fit, and UnsupportedError for one that would change the answers
+        of other adapters.
         """
         from ktconvert.native_quant.runtime import adapters
         from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
@@ -60,8 +65,9 @@ class Adapters:
         for number, (name, folder) in enumerate(folders.items()):
             with _explain_errors(folder, model_name):
                 with_peft.set_adapter(f"adapter{number}")
-                for experts in (each for each in model.modules() if isinstance(each, RoutedExperts)):
-                    adapters.combine_active(experts)  # raises an error if the runtime cannot compute with it
+                for module in model.modules():
+                    if isinstance(module, RoutedExperts):
+                        adapters.combine_active(module)  # raises an error if the runtime cannot compute with it
             self._selections[name] = _read_selections(model)
         if folders:
             with_peft.base_model.disable_adapter_layers()
@@ -85,7 +91,7 @@ def _read_selections(model: Any) -> Selections:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = (each for each in model.modules() if isinstance(each, BaseTunerLayer | AuxiliaryTrainingWrapper))
+    layers = (module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper))
     return [(vars(layer), {name: getattr(layer, name) for name in SELECTION}) for layer in layers]
 
 
@@ -97,9 +103,9 @@ def adapters_by_name(adapters: Iterable[tuple[str, Path]], model_name: str) -> d
     folders: dict[str, Path] = {}
     for name, folder in adapters:
         if name == model_name or name in folders:
-            other = "the model" if name == model_name else "a different adapter"
+            owner = "the model" if name == model_name else "a different adapter"
             raise UsageError(
-                f"--adapter {folder}: {other} is also named {name}; choose a different name with NAME={folder}."
+                f"--adapter {folder}: {owner} is also named {name}; choose a different name with NAME={folder}."
             )
         require_adapter(folder)
         folders[name] = folder
@@ -109,7 +115,8 @@ def adapters_by_name(adapters: Iterable[tuple[str, Path]], model_name: str) -> d
 def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared: bool = False) -> Any:
     """Load an adapter into a model and return the model wrapped by PEFT, which it may be already.
 
-    adapter: PEFT's name for it; shared: whether the model also computes with other adapters, or with none.
+    adapter  PEFT's name for it
+    shared   whether the model also computes with other adapters, or with none
     """
     import peft
 
@@ -150,7 +157,7 @@ def _require_own_tensors(folder: Path, settings: Settings) -> None:
 
 @contextmanager
 def _explain_errors(folder: Path, model_name: str) -> Iterator[None]:
-    """Raise InputError for whatever PEFT, torch or safetensors raise for an adapter that cannot be loaded."""
+    """Convert errors of PEFT, torch and safetensors for an adapter that cannot be loaded into InputError."""
     try:
         yield
     except KtconvertError as error:

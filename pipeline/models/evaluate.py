@@ -65,7 +65,10 @@ class ExpertsError:
 
 
 class Evaluation(NamedTuple):
-    """The result for all windows. layers: errors of the experts, in the order of the layers."""
+    """The result for all windows.
+
+    layers  errors of the experts, in the order of the layers
+    """
 
     errors: PredictionErrors
     layers: tuple[ExpertsError, ...]
@@ -87,10 +90,11 @@ def cut_windows(
 ) -> Windows:
     """Return the tokens of a text in windows: at most `max_windows` after the first `skip`.
 
-    window: tokens of each. Raises InputError if no window remains, UsageError for windows longer than the model can
-    read.
+    window  number of tokens of a window
+
+    Raises InputError if no window remains, UsageError for windows longer than the model can read.
     """
-    config = loading.prepare(choice)
+    config = loading.prepare_config(choice)
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -102,10 +106,11 @@ def cut_windows(
     ids = np.array(tokenizer(text)["input_ids"], np.int64)
     count = len(ids) // window - skip
     if count < 1:
-        few = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
+        problem = f"less than one window of {window}" if not skip else f"no window of {window} after the first {skip}"
         remedy = "give a longer text, or a smaller --window" + (" or --skip-windows" if skip else "")
-        raise InputError(f"{source}: has {len(ids)} tokens, which is {few}: {remedy}.")
-    first, count = skip * window, min(count, max_windows or count)
+        raise InputError(f"{source}: has {len(ids)} tokens, which is {problem}: {remedy}.")
+    first = skip * window
+    count = min(count, max_windows or count)
     last = first + count * window
     return Windows(ids[first:last].reshape(count, window), first, len(ids) - last)
 
@@ -114,11 +119,11 @@ def gpu_method(gpu_weights: Path) -> str:
     """Return the method of experts packed for the GPU, W4A16 or W8A16. Raises InputError or UnsupportedError."""
     remedy = "give an output of `ktconvert gpu`"
     try:
-        about = documents.parse_json((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
-        bits = {group["weights"]["num_bits"] for group in about.get("config_groups", {}).values()}
+        quantization = documents.parse_json((gpu_weights / "config.json").read_bytes()).get("quantization_config") or {}
+        bits = {group["weights"]["num_bits"] for group in quantization.get("config_groups", {}).values()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{gpu_weights}: its config.json cannot be read ({error}); {remedy}.") from error
-    if about.get("format") != "pack-quantized" or len(bits) != 1:
+    if quantization.get("format") != "pack-quantized" or len(bits) != 1:
         raise UnsupportedError(f"{gpu_weights}: has no experts for the GPU; {remedy}.")
     return f"W{bits.pop()}A16"
 
@@ -126,15 +131,17 @@ def gpu_method(gpu_weights: Path) -> str:
 def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> tuple[Any, Any]:
     """Return the original model and the converted one; with CPU weights they share the non-expert tensors."""
     if gpu_weights is not None:
-        original, _ = loading.load(choice)
-        converted, _ = loading.load(replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None))
+        original, _ = loading.load_model_and_tokenizer(choice)
+        converted, _ = loading.load_model_and_tokenizer(
+            replace(choice, model=str(gpu_weights.expanduser().absolute()), revision=None)
+        )
         if _architecture(original) != _architecture(converted):
             raise UnsupportedError(
                 f"{gpu_weights}: was not made from {choice.model}; give the output of `ktconvert gpu` for this model."
             )
         return original.eval(), converted.eval()
-    converted, _ = loading.load(choice)
-    original, _ = loading.load(replace(choice, cpu_weights=None))
+    converted, _ = loading.load_model_and_tokenizer(choice)
+    original, _ = loading.load_model_and_tokenizer(replace(choice, cpu_weights=None))
     shared = dict(original.named_parameters())
     for name, parameter in converted.named_parameters():
         if name in shared:  # the parameters of adapters for experts are not shared
@@ -160,16 +167,18 @@ def evaluate(original: Any, converted: Any, windows: Windows, advance: Callable[
             advance(len(ids))
     total = PredictionErrors(*map(np.concatenate, zip(*errors, strict=True)))
     for model, likelihood in (("original", total.original), ("converted", total.converted)):
-        if bad := int(np.count_nonzero(~np.isfinite(likelihood))):
-            where = f"at {bad} of {likelihood.size} tokens; see `ktconvert verify --run`"
-            raise VerificationError(f"the {model} model's predictions are not finite {where}.")
+        if infinite := int(np.count_nonzero(~np.isfinite(likelihood))):
+            raise VerificationError(
+                f"the {model} model's predictions are not finite at {infinite} of {likelihood.size} tokens; see "
+                "`ktconvert verify --run`."
+            )
     return Evaluation(total, tuple(layers), time.monotonic() - begin)
 
 
 def compare_logits(original: torch.Tensor, converted: torch.Tensor, targets: torch.Tensor) -> PredictionErrors:
     """Return the errors of two models' logits [positions, vocabulary], in float64.
 
-    targets: the actual tokens [positions].
+    targets  the actual tokens [positions]
     """
     import torch
 
@@ -198,7 +207,8 @@ def compare_experts(original: Any, converted: Any) -> Iterator[list[ExpertsError
 
     def make_hook(module: Any, error: ExpertsError) -> Callable[..., None]:
         def hook(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: torch.Tensor) -> None:
-            expected, computed = output.double(), module(*args, **kwargs).double()
+            expected = output.double()
+            computed = module(*args, **kwargs).double()
             error.difference += float((computed - expected).square().sum())
             error.original += float(expected.square().sum())
 
@@ -251,19 +261,23 @@ def build_report(options: EvalOptions, windows: Windows, evaluation: Evaluation,
 
 
 def table_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the rows of the table for people: what is measured, and its value."""
-    before, after = report["perplexity"]["original"], report["perplexity"]["converted"]
+    """Return the rows of the table for people: the measured quantity, and its value."""
+    original = report["perplexity"]["original"]
+    converted = report["perplexity"]["converted"]
     kl = report["kl"]
     skipped = f"the last {report['skipped_tokens']} of {report['tokens']} tokens skipped"
     if report["skip_windows"]:
         skipped = f"the first {report['skip_windows'] * report['window']} and {skipped}"
-    kind = "CPU weights" if report["cpu_weights"] else "GPU weights"
+    weights_label = "CPU weights" if report["cpu_weights"] else "GPU weights"
     windows = f"{report['windows']} windows of {report['window']} tokens without overlap"
     return [
         ("model", report["model"]),
-        (kind, f"{report['cpu_weights'] or report['gpu_weights']} ({report['method']})"),
+        (weights_label, f"{report['cpu_weights'] or report['gpu_weights']} ({report['method']})"),
         ("text", f"{report['text']}: {windows}, {skipped}"),
-        ("perplexity", f"{before:.4f} original, {after:.4f} converted ({100 * (after / before - 1):+.2f} %)"),
+        (
+            "perplexity",
+            f"{original:.4f} original, {converted:.4f} converted ({100 * (converted / original - 1):+.2f} %)",
+        ),
         ("KL divergence", f"{kl['mean']:.3g} mean, {kl['p99']:.3g} at 99 % of {report['positions']} tokens (nats)"),
         ("top-1 agreement", f"{100 * report['top1_agreement']:.2f} %"),
     ]

@@ -23,9 +23,9 @@ from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedErro
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.engine import journal
-from ktconvert.pipeline.engine.assemble import assemble
+from ktconvert.pipeline.engine.assemble import assemble_output
 from ktconvert.pipeline.engine.execute import require_possible, resume_work
-from ktconvert.pipeline.engine.existing import is_finished
+from ktconvert.pipeline.engine.existing import is_finished, require_writable_output
 from ktconvert.pipeline.engine.loop import publish_unit, record_run
 from ktconvert.pipeline.engine.plan import Needs, Plan, Stats, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
@@ -57,7 +57,7 @@ def count_steps(options: TrainOptions, rows: int) -> int:
 def with_stages(plan: Plan, options: TrainOptions, data: Sequence[Rows], steps: int, adapter_bytes: int) -> Plan:
     """Return the plan with a unit for each checkpoint, named after its step, and one for the adapter.
 
-    data: sequences, whose token ids are part of every fingerprint, since a data set of the hub has no local files.
+    data  sequences, whose token ids are part of every fingerprint, since a data set of the hub has no local files
     """
     ids = hashlib.sha256()
     for row in (row for rows in data for row in rows):
@@ -105,7 +105,9 @@ class Progress:
     """The progress of a training on the terminal: tokens/s, loss and ETA; with --json an event per step."""
 
     def __init__(self, reporter: Reporter, tokens_per_step: int, steps: int) -> None:
-        self.reporter, self.tokens_per_step, self.steps = reporter, tokens_per_step, steps
+        self.reporter = reporter
+        self.tokens_per_step = tokens_per_step
+        self.steps = steps
         self.step = self.first_step = 0
         self.start_time = 0.0
 
@@ -113,11 +115,12 @@ class Progress:
         self.step = self.first_step = step
         self.start_time = time.monotonic()
         if not self.reporter.json_events:
-            total, done = self.steps * self.tokens_per_step, step * self.tokens_per_step
+            total = self.steps * self.tokens_per_step
+            done = step * self.tokens_per_step
             self.reporter.begin(total, done, tokens, units=(step, self.steps))
 
     def report(self, state: Any, logs: Mapping[str, Any]) -> None:
-        """Report what Trainer logs. Raises VerificationError for a loss or gradient that is not finite."""
+        """Report the logs of Trainer. Raises VerificationError for a loss or gradient that is not finite."""
         for name, value in (("eval_loss", "loss of --eval-dataset"), ("loss", "loss"), ("grad_norm", "gradient")):
             if not math.isfinite(float(logs.get(name, 0.0))):
                 remedy = "start over with a smaller --learning-rate and --overwrite"
@@ -146,9 +149,13 @@ class Progress:
 
 
 class Training(NamedTuple):
-    """A training in progress. data: sequences to train on and, optionally, sequences to evaluate."""
+    """A training in progress.
 
-    work: WorkDir
+    data   sequences to train on and, optionally, sequences to evaluate
+    steps  number of steps
+    """
+
+    workdir: WorkDir
     options: TrainOptions
     choice: loading.ModelChoice
     data: Sequence[Rows]
@@ -163,61 +170,65 @@ def train(
 
     Returns False if another process finished it meanwhile. Raises KtconvertError.
     """
-    loading.prepare(choice)  # before torch is imported
+    loading.prepare_config(choice)  # before torch is imported
     import transformers
 
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    tokenizer, overwrite = loading.load_tokenizer(choice), options.existing.overwrite
+    tokenizer = loading.load_tokenizer(choice)
+    overwrite = options.existing.overwrite
     datasets = [options.dataset, *([options.eval_dataset] if options.eval_dataset else [])]
     data = [read_sequences(options, tokenizer, dataset, reporter.note) for dataset in datasets]
     steps = count_steps(options, len(data[0]))
     plan = with_stages(plan, options, data, steps, adapter_bytes)
     require_possible([plan], overwrite)
-    with WorkDir(plan.locate()) as work:
+    with WorkDir(plan.locate()) as workdir:
+        require_writable_output(plan, overwrite)
         if is_finished(plan, overwrite):
-            work.remove()
+            workdir.remove()
             return False
-        has_plan = work.paths.plan.exists()
-        resume_work(plan, work, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
-        if {*work.finished} - {unit.fingerprint for unit in plan.units}:
+        has_plan = workdir.paths.plan.exists()
+        resume_work(plan, workdir, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
+        if {*workdir.finished} - {unit.fingerprint for unit in plan.units}:
             raise InputError(
                 f"{options.dataset}: its token ids differ from those at the start of the training (the data set or "
                 "the tokenizer changed); restore the old files, or start over with --overwrite."
             )
         try:
-            with record_run(work):
-                _run(plan, Training(work, options, choice, data, steps, reporter))
+            with record_run(workdir):
+                _run(plan, Training(workdir, options, choice, data, steps, reporter))
         except KtconvertError:
-            if not has_plan and not work.finished:  # no files remain for a rejected model or option
-                work.remove()
+            if not has_plan and not workdir.finished:  # no files remain for a rejected model or option
+                workdir.remove()
             raise
     return True
 
 
 def _run(plan: Plan, training: Training) -> None:
     """Make the missing checkpoints and the adapter, and publish the adapter."""
-    work, checkpoints, (adapter,) = training.work, *(stage.units for stage in plan.stages)
-    if work.why_finished(adapter) is None:
-        last = _last_complete(checkpoints, work, training.reporter)
+    workdir, checkpoints, (adapter,) = training.workdir, *(stage.units for stage in plan.stages)
+    if workdir.why_finished(adapter) is None:
+        last = _find_last_complete(checkpoints, workdir, training.reporter)
         if last is None or last.work < training.steps:
             _train_from(last, plan, training)
         start_time = time.monotonic()
-        work.journal.append(journal.Start(unit=adapter.name))
-        folder = work.paths.partial / adapter.name
-        stats = write_adapter(training.options, work.paths.store / checkpoints[-1].stored_name, folder)
+        workdir.journal.append(journal.Start(unit=adapter.name))
+        folder = workdir.paths.partial / adapter.name
+        stats = write_adapter(training.options, workdir.paths.store / checkpoints[-1].stored_name, folder)
         result = structs.replace(_describe_files(adapter, folder), stats=stats)
         finished = FinishedUnit(folder, result, time.monotonic() - start_time)
-        publish_unit(plan, work, training.reporter, adapter, finished)
-    work.journal.append(journal.Start(unit="assemble"))
-    assemble(plan, work)
+        publish_unit(plan, workdir, training.reporter, adapter, finished)
+    workdir.journal.append(journal.Start(unit="assemble"))
+    assemble_output(plan, workdir)
 
 
-def _last_complete(checkpoints: Sequence[Unit[int]], work: WorkDir, reporter: Reporter) -> Unit[int] | None:
+def _find_last_complete(checkpoints: Sequence[Unit[int]], workdir: WorkDir, reporter: Reporter) -> Unit[int] | None:
     """Return the last complete checkpoint, or None; warn if the last recorded one lacks files."""
-    recorded = [unit for unit in checkpoints if unit.fingerprint in work.finished]
-    complete = [unit for unit in recorded if work.why_finished(unit) is not None]
+    recorded = [unit for unit in checkpoints if unit.fingerprint in workdir.finished]
+    complete = [unit for unit in recorded if workdir.why_finished(unit) is not None]
     if recorded and recorded[-1:] != complete[-1:]:
-        reporter.warn(f"{work.paths.store / recorded[-1].stored_name}: files are missing; using an earlier checkpoint.")
+        reporter.warn(
+            f"{workdir.paths.store / recorded[-1].stored_name}: files are missing; using an earlier checkpoint."
+        )
     return complete[-1] if complete else None
 
 
@@ -225,9 +236,13 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     """Train from a checkpoint, or from the beginning, to the last step."""
     import transformers
 
-    work, options, reporter, data = training.work, training.options, training.reporter, training.data
-    schedule, checkpoints = options.schedule_options, plan.stages[0].units
-    model, _ = loading.load(training.choice)
+    workdir = training.workdir
+    options = training.options
+    reporter = training.reporter
+    data = training.data
+    schedule = options.schedule_options
+    checkpoints = plan.stages[0].units
+    model, _ = loading.load_model_and_tokenizer(training.choice)
     if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
         raise UnsupportedError(
             f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; use a smaller "
@@ -239,32 +254,33 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     model = add_adapter(options, model)
     tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
     progress = Progress(reporter, tokens_per_step, training.steps)
-    by_step, start_time = {unit.work: unit for unit in checkpoints}, time.monotonic()
+    by_step = {unit.work: unit for unit in checkpoints}
+    start_time = time.monotonic()
 
     def begin_next(step: int) -> None:
         nonlocal start_time
         start_time = time.monotonic()
-        following = next((unit for unit in checkpoints if unit.work > step), None)
-        if following is not None:
-            work.journal.append(journal.Start(unit=following.name))
+        next_unit = next((unit for unit in checkpoints if unit.work > step), None)
+        if next_unit is not None:
+            workdir.journal.append(journal.Start(unit=next_unit.name))
 
     def publish_checkpoint(step: int, folder: Path) -> None:
         unit = by_step[step]
         finished = FinishedUnit(folder, _describe_files(unit, folder), time.monotonic() - start_time)
-        publish_unit(plan, work, reporter, unit, finished)
-        for old in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT_CHECKPOINTS)]:
-            publish.remove_tree(work.paths.store / old.stored_name)
+        publish_unit(plan, workdir, reporter, unit, finished)
+        for old_unit in checkpoints[: max(0, checkpoints.index(unit) + 1 - KEPT_CHECKPOINTS)]:
+            publish.remove_tree(workdir.paths.store / old_unit.stored_name)
         begin_next(step)
 
     eval_rows = data[1] if len(data) > 1 else None
-    partial = work.paths.partial
+    partial = workdir.paths.partial
     trainer = build_trainer(options, model, partial, data[0], eval_rows, publish_checkpoint, progress.report)
     progress.begin(0 if last is None else last.work)
     begin_next(progress.step)
     if last is not None:
         reporter.note(f"resuming from step {progress.step}")
     try:
-        trainer.train(resume_from_checkpoint=last and str(work.paths.store / last.stored_name))
+        trainer.train(resume_from_checkpoint=last and str(workdir.paths.store / last.stored_name))
     finally:
         reporter.end()
 
@@ -279,33 +295,40 @@ def write_adapter(options: TrainOptions, checkpoint: Path, folder: Path) -> dict
     publish.copy_file(checkpoint / WEIGHTS, folder / WEIGHTS)
     config = json.loads((checkpoint / CONFIG).read_bytes())
     config["target_modules"] = sorted(config["target_modules"])  # PEFT writes them in the order of a set
-    config["lora_dropout"] = 0.0  # for training only; PEFT rejects it for stacked experts
+    config["lora_dropout"] = 0.0  # only needed for training; PEFT rejects it for stacked experts
     publish.write_file(folder / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     history = json.loads((checkpoint / STATE).read_bytes())["log_history"]
     losses = [[row["step"], row["loss"]] for row in history if "loss" in row]
-    eval_losses = [[*each] for each in {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}.items()]
+    eval_by_step = {row["step"]: row["eval_loss"] for row in history if "eval_loss" in row}
+    eval_losses = [[step, loss] for step, loss in eval_by_step.items()]
     if options.plot:
         from ktconvert.pipeline.report.plots import plot_losses
 
         plot_losses(folder / CURVE, Path(options.input).name, losses, eval_losses)
-    about = {"ktconvert": tool_version(), "model": options.input, "settings": options.settings}
-    data = json.dumps({**about, "losses": losses, "eval_losses": eval_losses}, indent=1)
+    description = {"ktconvert": tool_version(), "model": options.input, "settings": options.settings}
+    data = json.dumps({**description, "losses": losses, "eval_losses": eval_losses}, indent=1)
     publish.write_file(folder / "ktconvert.json", data.encode() + b"\n")
     publish.make_readable(folder)
     return {"losses": [losses[0], losses[-1]], "eval_losses": [eval_losses[0], eval_losses[-1]] if eval_losses else []}
 
 
 def adapter_card(options: TrainOptions, stats: Stats) -> bytes:
-    """Return the adapter's README.md. stats: with the result of write_adapter."""
-    plan, lora, model = options.schedule_options, options.lora, options.input
-    losses, eval_losses = stats[-1]["losses"], stats[-1]["eval_losses"]
-    weights = options.cpu_weights.name if options.cpu_weights else "the model's own"
-    per_step = plan.sequence_length * plan.batch_size * plan.gradient_accumulation
+    """Return the adapter's README.md.
+
+    stats  the figures of the units; the last ones are the result of write_adapter
+    """
+    schedule = options.schedule_options
+    lora = options.lora
+    model = options.input
+    losses = stats[-1]["losses"]
+    eval_losses = stats[-1]["eval_losses"]
+    experts_text = options.cpu_weights.name if options.cpu_weights else "the model's own"
+    tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
     rows = [
-        ("trained on", f"{Path(options.dataset).name}, {losses[-1][0]} steps of {per_step} tokens"),
-        ("experts", weights),
+        ("trained on", f"{Path(options.dataset).name}, {losses[-1][0]} steps of {tokens_per_step} tokens"),
+        ("experts", experts_text),
         ("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}, dropout {lora.dropout:g}"),
-        ("learning rate", f"{plan.learning_rate:g}, {plan.schedule}"),
+        ("learning rate", f"{schedule.learning_rate:g}, {schedule.schedule}"),
         ("loss", f"{losses[0][1]:.4f} at the first step, {losses[-1][1]:.4f} at the last"),
         ("made by", f"ktconvert {tool_version()}"),
     ]

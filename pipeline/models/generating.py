@@ -13,7 +13,7 @@ from ktconvert.layouts.errors import InputError
 # Tokens of a prompt that the model computes together. Attention then needs memory for this number times the previous
 # tokens; for a whole prompt, it may need memory for the square of its length.
 PREFILL_CHUNK = 512
-MIN_TEMPERATURE = 0.01  # for sampling: logits divided by a smaller number overflow
+MIN_TEMPERATURE = 0.01  # logits divided by a smaller number would overflow
 # For tokenizers without a chat template: one message per line.
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
@@ -41,7 +41,7 @@ def generate_text(
 ) -> tuple[str, Speed]:
     """Return the text that the model generates after `inputs`, and the speed.
 
-    emit: called with each word as soon as it is complete.
+    emit  is called with each word as soon as it is complete
     """
     import torch
     from transformers import TextStreamer
@@ -62,7 +62,8 @@ def generate_text(
         put, on_finalized_text = add, emit_text
 
     config = copy.deepcopy(model.generation_config)
-    config.max_new_tokens, config.do_sample = max_new_tokens, temperature > 0
+    config.max_new_tokens = max_new_tokens
+    config.do_sample = temperature > 0
     config.temperature = clamp_temperature(temperature)
     if not config.do_sample:
         config.top_p = config.top_k = None

@@ -82,10 +82,11 @@ def set_environment() -> None:
 class ModelChoice:
     """A model (a directory or a hub id), and the source of its experts.
 
-    cpu_weights  an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
-    threads      None: the physical cores that this process may use
-    adapter      directory of a LoRA adapter to compute with
-    gpu_experts_mask, num_gpu_experts   as in KTConvertConfig: hot experts, which come from the model itself
+    cpu_weights       an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
+    threads           number of threads; None for the physical cores that this process may use
+    adapter           directory of a LoRA adapter to compute with
+    gpu_experts_mask  mask of the hot experts, which come from the model itself, as in KTConvertConfig
+    num_gpu_experts   number of hot experts per layer, as in KTConvertConfig
     """
 
     model: str
@@ -173,7 +174,7 @@ class ModelChoice:
         )
 
 
-def prepare(choice: ModelChoice) -> Any:
+def prepare_config(choice: ModelChoice) -> Any:
     """Set the number of threads, and return the model's config. Call it before torch is imported.
 
     The config has no quantization of its own if converted experts replace the model's. Raises the errors of validate,
@@ -188,16 +189,18 @@ def prepare(choice: ModelChoice) -> Any:
         torch.set_num_threads(choice.threads)
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     config = pretrained.read_config(choice.model, **choice.hub_options())
-    configs = (config, config.get_text_config(decoder=True))
-    own: dict[str, Any] = next(filter(None, (getattr(each, "quantization_config", None) for each in configs)), {})
-    rotation.refuse_config(choice.model, {"quantization_config": own})
+    config_parts = (config, config.get_text_config(decoder=True))
+    model_quantization: dict[str, Any] = next(
+        filter(None, (getattr(part, "quantization_config", None) for part in config_parts)), {}
+    )
+    rotation.refuse_config(choice.model, {"quantization_config": model_quantization})
     if choice.is_converted:
         import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
 
-        config.quantization_config = {**own, "exact": choice.exact, "threads": choice.threads}
+        config.quantization_config = {**model_quantization, "exact": choice.exact, "threads": choice.threads}
         return config
     if choice.cpu_weights is None:
-        if own.get("quant_method") == METHOD and find_spec("compressed_tensors") is None:
+        if model_quantization.get("quant_method") == METHOD and find_spec("compressed_tensors") is None:
             raise KtconvertError(
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
             )
@@ -227,9 +230,9 @@ def context_length(config: Any) -> int | None:
     return length if isinstance(length, int) and length > 0 else None
 
 
-def load(choice: ModelChoice) -> tuple[Any, Any]:
+def load_model_and_tokenizer(choice: ModelChoice) -> tuple[Any, Any]:
     """Return the model and its tokenizer. Raises UnsupportedError for experts that do not fit the model."""
-    config = prepare(choice)
+    config = prepare_config(choice)
     options: dict[str, Any] = {}
     if choice.cpu_weights is not None:
         options |= {"quantization_config": choice.quantization_config(), "device_map": choice.device()}
@@ -240,14 +243,18 @@ def load(choice: ModelChoice) -> tuple[Any, Any]:
 def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> Any:
     """Return the model, set to generate one answer at a time.
 
-    kind: auto class of transformers; config: from prepare. Raises InputError for missing or unusable tensors.
+    kind    auto class of transformers
+    config  the config from prepare_config
+
+    Raises InputError for missing or unusable tensors.
     """
-    root, weights = choice.find_directory(), None
+    root = choice.find_directory()
+    weights = None
     source = None if root is None or choice.is_converted else open_checkpoint(root)
     if source is not None and choice.cpu_weights is not None:
         source.require_one_reading()
     if source is not None and not getattr(config, "auto_map", None):
-        weights = decode_weights(source, whole=choice.cpu_weights is None)
+        weights = decode_weights(source, with_experts=choice.cpu_weights is None)
     if weights is not None:
         vars(config).pop("quantization_config", None)
     model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
@@ -271,36 +278,39 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
     """
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
-    stored: Any = None
+    model_experts: Any = None
     with suppress(KtconvertError):  # without readable experts there is nothing to compare
-        stored = recognise(source, to_read=True)
+        model_experts = recognise(source, to_read=True)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
-    if stored is None or cpu_weights.expanduser().resolve() == source.root.resolve():
+    if model_experts is None or cpu_weights.expanduser().resolve() == source.root.resolve():
         return
-    opened = open_experts(cpu_weights.expanduser())
+    converted_experts = open_experts(cpu_weights.expanduser())
     for module in dict.fromkeys((*modules[:1], *modules[-1:])):
         count = module.num_experts
         for expert in sorted({0, 1 % count, count // 2, count - 1}):
-            if module.layer not in stored.moe_layers:
+            if module.layer not in model_experts.moe_layers:
                 continue
-            slices = [gate for gate, _, _ in opened.linears(module.experts.packed, expert)]
-            ours, theirs = np.concatenate(slices), bf16_to_f32(decode(stored.linear(module.layer, expert, "gate")))
-            norms = float(np.linalg.norm(ours) * np.linalg.norm(theirs))
-            if norms > 0 and float(np.vdot(ours, theirs)) / norms < MIN_COSINE:
+            slices = [gate for gate, _, _ in converted_experts.linears(module.experts.packed, expert)]
+            converted_gate = np.concatenate(slices)
+            model_gate = bf16_to_f32(decode(model_experts.linear(module.layer, expert, "gate")))
+            norms = float(np.linalg.norm(converted_gate) * np.linalg.norm(model_gate))
+            if norms > 0 and float(np.vdot(converted_gate, model_gate)) / norms < MIN_COSINE:
                 problem = f"expert {expert} of layer {module.layer} differs from that of {source.root}"
                 raise InputError(problem, "give experts that were converted from this model", path=cpu_weights)
 
 
-def decode_weights(source: TensorSource, *, whole: bool) -> dict[str, torch.Tensor] | None:
+def decode_weights(source: TensorSource, *, with_experts: bool) -> dict[str, torch.Tensor] | None:
     """Return the weights of a quantized checkpoint by name, all in memory; None if transformers can load it.
 
-    whole: with the routed experts. Raises UnsupportedError for an encoding that cannot be read.
+    with_experts  whether to return the routed experts, too
+
+    Raises UnsupportedError for an encoding that cannot be read.
     """
     method = source.quantization.method
     dtypes = {info.dtype for info in source.tensors.values()}
-    if method in LOADED_BY_TRANSFORMERS[whole] or not dtypes.difference(FLOATS):
+    if method in LOADED_BY_TRANSFORMERS[with_experts] or not dtypes.difference(FLOATS):
         return None
-    expert_tensors = () if whole else recognise(source, to_read=True).expert_tensor_names()
+    expert_tensors = () if with_experts else recognise(source, to_read=True).expert_tensor_names()
     tensors = find_non_expert_tensors(source, expert_tensors, source.quantization).output_tensors()
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
         return None
@@ -315,7 +325,8 @@ def read_tensor(source: TensorSource, tensor: OutputTensor, remedy: str) -> torc
     """
     import torch
 
-    info, entry = tensor.reads[0], tensor.entry
+    info = tensor.reads[0]
+    entry = tensor.entry
     dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
     if dtype is None:
         problem = f"is {entry.dtype}, which is not supported"

@@ -45,7 +45,7 @@ HUB_OPTIONS = ("revision", "trust_remote_code")  # options of from_pretrained th
 def explain_errors(
     model: str, file: str, *, action: str = "load it", unchanged: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise whatever transformers raises for a file of a model as a KtconvertError of one sentence.
+    """Convert the errors of transformers for a file of a model into a KtconvertError of one sentence.
 
     The sentence names the file if the model is a directory. The error is UnsupportedError for a model type that
     transformers does not know, else InputError. Errors of ktconvert, out-of-memory errors and those in `unchanged` pass
@@ -59,14 +59,16 @@ def explain_errors(
             raise
         if is_out_of_memory(error):
             raise
-        kind: type[KtconvertError] = InputError
-        message, remedy = str(error), COMPARE
+        error_type: type[KtconvertError] = InputError
+        message = str(error)
+        remedy = COMPARE
         if any(text in message for text in UNKNOWN_TYPE):
-            kind, remedy = UnsupportedError, "use a model with a type that this version supports"
+            error_type = UnsupportedError
+            remedy = "use a model with a type that this version supports"
         elif "trust_remote_code" in message:
             remedy = "give --trust-remote-code if you trust the code that comes with the model"
         problem = f"transformers cannot {action}: {first_line(error)}"
-        raise kind(problem, remedy, path=_locate(model, file)) from error
+        raise error_type(problem, remedy, path=_locate(model, file)) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -110,7 +112,9 @@ def _locate(model: str, file: str) -> str:
 def read_config(model: str, **options: Any) -> Any:
     """Return the config of a model, set to give only predictions.
 
-    options: as from_pretrained takes them. Raises the errors of explain_errors and require_plausible.
+    options  options of from_pretrained
+
+    Raises the errors of explain_errors and require_plausible.
     """
     import transformers
 
@@ -143,17 +147,18 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
 
     That is more experts per token than the model has, or sizes with which building the model would take forever.
     """
-    text, place = config.get_text_config(decoder=True).to_dict(), _locate(model, CONFIG)
-    experts = cfg.number(text, NUM_EXPERTS)
-    if experts is not None and (problem := cfg.wrong_experts_per_token(text, experts[1])) is not None:
-        raise InputError(f"{place}: {problem}")
+    text_config = config.get_text_config(decoder=True).to_dict()
+    config_path = _locate(model, CONFIG)
+    experts = cfg.number(text_config, NUM_EXPERTS)
+    if experts is not None and (problem := cfg.wrong_experts_per_token(text_config, experts[1])) is not None:
+        raise InputError(f"{config_path}: {problem}")
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, revision)
     if root is not None and (large := cfg.large_sizes(config.to_dict())):
         tensors: dict[str, TensorInfo] = {}
         with suppress(KtconvertError):  # damaged weights: reported when they are loaded
             tensors = open_checkpoint(root).tensors
         if problem := cfg.wrong_size(large, tensors):
-            raise InputError(f"{place}: {problem}; {COMPARE}")
+            raise InputError(f"{config_path}: {problem}; {COMPARE}")
 
 
 def auto_class(config: Any) -> Any:
@@ -165,12 +170,15 @@ def auto_class(config: Any) -> Any:
     return transformers.AutoModelForImageTextToText
 
 
-def read_tokenizer(model: str, kind: str = "AutoTokenizer", **options: Any) -> Any:
-    """Return the tokenizer, or what the auto class `kind` loads. Raises InputError if it is unusable."""
+def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any) -> Any:
+    """Return the tokenizer, or the object that a different auto class loads. Raises InputError if it is unusable.
+
+    class_name  name of the auto class
+    """
     import transformers
 
     with explain_errors(model, TOKENIZER):
-        loaded = getattr(transformers, kind).from_pretrained(model, **options)
+        loaded = getattr(transformers, class_name).from_pretrained(model, **options)
         tokenizer = getattr(loaded, "tokenizer", loaded)
         # If files are missing, transformers returns a different object, or a tokenizer that returns no tokens.
         if (
@@ -195,11 +203,15 @@ def read_generation_config(model: str, **options: Any) -> Any:
         return transformers.GenerationConfig.from_pretrained(model, **options)
 
 
-def load_pretrained(kind: Any, model: str, config: Any, weights: dict[str, torch.Tensor] | None, **options: Any) -> Any:
-    """Return the model that from_pretrained of the auto class `kind` loads.
+def load_pretrained(
+    model_class: Any, model: str, config: Any, weights: dict[str, torch.Tensor] | None, **options: Any
+) -> Any:
+    """Return the model that from_pretrained of an auto class loads.
 
-    weights: to use instead of the checkpoint's, by name. Raises InputError for tensors that are missing or do not have
-    the shapes of the config, and for a model that cannot compute.
+    weights  weights to use instead of the checkpoint's, by name
+
+    Raises InputError for tensors that are missing or do not have the shapes of the config, and for a model that cannot
+    compute.
     """
     hub_options = {name: options[name] for name in HUB_OPTIONS}
     generation = read_generation_config(model, **hub_options)
@@ -211,13 +223,15 @@ def load_pretrained(kind: Any, model: str, config: Any, weights: dict[str, torch
     ):
         options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
         if weights is None:
-            loaded, info = kind.from_pretrained(model, config=config, **options)
+            loaded_model, info = model_class.from_pretrained(model, config=config, **options)
         else:
             options = {name: value for name, value in options.items() if name not in HUB_OPTIONS}
             options["state_dict"] = weights
-            loaded, info = kind._model_mapping[type(config)].from_pretrained(None, config=config, **options)
-            loaded.config.name_or_path = loaded.name_or_path = model
-            loaded.generation_config = generation or loaded.generation_config
+            loaded_model, info = model_class._model_mapping[type(config)].from_pretrained(
+                None, config=config, **options
+            )
+            loaded_model.config.name_or_path = loaded_model.name_or_path = model
+            loaded_model.generation_config = generation or loaded_model.generation_config
     if mismatched := sorted(info["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
@@ -226,8 +240,8 @@ def load_pretrained(kind: Any, model: str, config: Any, weights: dict[str, torch
     if missing := sorted(info["missing_keys"]):
         problem = f"lacks {len(missing)} tensors of the model that {CONFIG} describes, such as {missing[0]}"
         raise InputError(f"{model}: {problem}; compare both with the release")
-    require_finite_logits(loaded, model)
-    return loaded
+    require_finite_logits(loaded_model, model)
+    return loaded_model
 
 
 @contextmanager
@@ -253,12 +267,12 @@ def silence_loading_report() -> Iterator[None]:
     import transformers
 
     logging: Any = transformers.utils.logging
-    before = logging.get_verbosity()
+    old_verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(old_verbosity)
 
 
 def require_finite_logits(loaded: Any, model: str) -> None:

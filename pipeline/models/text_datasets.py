@@ -81,7 +81,7 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
     A row of a jsonl or parquet file or of a data set of the hub is a sample: its column messages, through the chat
     template (or one content per line, if the tokenizer has none), or its column text, or its columns instruction, input
     and output, one per line. A text file is cut into consecutive samples of max_length tokens, of which the first N are
-    shuffled; the last one of a file may be shorter. Samples without a token are left out, with a note. Raises
+    shuffled; the last one of a file may be shorter. Samples without a token are skipped, with a note. Raises
     InputError for a data set that is missing, unreadable, without the split, without such a column or without a token.
     """
     files = select_split(local_files(options.dataset), options.dataset_split)
@@ -102,13 +102,13 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
                 options.dataset, options.dataset_split, options.num_calibration_samples, cache, note
             )
             rows = _encode_rows(hub_rows, tokenizer, options.max_sequence_length, options.dataset)
-    order = np.random.default_rng(options.random_seed).permutation(len(rows))  # as Dataset.shuffle(seed) does
-    kept = [rows[index] for index in order if rows[index].size]
-    if not kept:
+    order = np.random.default_rng(options.random_seed).permutation(len(rows))  # the order of Dataset.shuffle(seed)
+    samples = [rows[index] for index in order if rows[index].size]
+    if not samples:
         raise InputError(f"{options.dataset}: contains no tokens; set --dataset to a data set with text")
-    if note and len(kept) < len(rows):
-        note(f"{options.dataset}: {len(rows) - len(kept)} of {len(rows)} samples contain no tokens and are skipped")
-    return kept
+    if note and len(samples) < len(rows):
+        note(f"{options.dataset}: {len(rows) - len(samples)} of {len(rows)} samples contain no tokens and are skipped")
+    return samples
 
 
 def _cut_text(lines: Iterable[str], tokenizer: Any, max_length: int, limit: int) -> list[Ids]:
@@ -134,45 +134,45 @@ def _split_text(lines: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _encode_rows(rows: Iterable[Row], tokenizer: Any, max_length: int, where: str) -> list[Ids]:
+def _encode_rows(rows: Iterable[Row], tokenizer: Any, max_length: int, source_name: str) -> list[Ids]:
     """Return the token ids of each row's text, cut at max_length. Raises InputError, which names the row."""
     encoded = []
     for number, row in enumerate(rows, 1):
-        text = _row_text(row, tokenizer, f"{where}: row {number}")
+        text = _read_row_text(row, tokenizer, f"{source_name}: row {number}")
         ids = tokenizer(text, padding=False, max_length=max_length, truncation=True, add_special_tokens=False)
         encoded.append(np.array(ids["input_ids"], dtype=np.int64))
     return encoded
 
 
-def _row_text(row: Row, tokenizer: Any, where: str) -> str:
+def _read_row_text(row: Row, tokenizer: Any, place: str) -> str:
     """Return the text of a row, which may be "". All rows of a file have the same columns."""
     if "messages" in row:
-        return _render_chat(row["messages"], tokenizer, where)
+        return _render_chat(row["messages"], tokenizer, place)
     columns = ["text"] if "text" in row else [name for name in INSTRUCTION if name in row]
     if not columns:
         raise InputError(
-            f"{where}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, but {', '.join(row)}; rename "
+            f"{place}: has none of the columns messages, text, {', '.join(INSTRUCTION)}, but {', '.join(row)}; rename "
             "the column to use"
         )
     for name in columns:
         if not isinstance(row[name] or "", str):
             raise InputError(
-                f"{where}: column {name} contains {type(row[name]).__name__}, not text; convert it to text"
+                f"{place}: column {name} contains {type(row[name]).__name__}, not text; convert it to text"
             )
     return "\n".join(row[name] for name in columns if row[name])
 
 
-def _render_chat(messages: Any, tokenizer: Any, where: str) -> str:
+def _render_chat(messages: Any, tokenizer: Any, place: str) -> str:
     if not messages:
         return ""
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise InputError(f"{where}: column messages is not a list of messages; use messages with role and content")
+        raise InputError(f"{place}: column messages is not a list of messages; use messages with role and content")
     template = None if tokenizer.chat_template else PLAIN_TEMPLATE
     try:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # a template may raise any error
         raise InputError(
-            f"{where}: the chat template rejects its messages ({first_line(error)}); use messages with role and "
+            f"{place}: the chat template rejects its messages ({first_line(error)}); use messages with role and "
             "content, or a column text"
         ) from error
 
@@ -183,7 +183,8 @@ def _preserve_settings(tokenizer: Any) -> Iterator[None]:
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         yield
         return
-    truncation, padding = backend.truncation, backend.padding
+    truncation = backend.truncation
+    padding = backend.padding
     try:
         yield
     finally:
@@ -250,7 +251,9 @@ def select_split(files: Sequence[Path], split: str) -> Sequence[Path]:
 def read_rows(file: Path, cache: str, limit: int | None = None) -> Iterator[Row]:
     """Yield at most `limit` rows of a local file; the rows of a text file are its lines.
 
-    cache: directory for `datasets`. Raises InputError for a file that cannot be read.
+    cache  directory for `datasets`
+
+    Raises InputError for a file that cannot be read.
     """
     import datasets
 
@@ -273,7 +276,8 @@ def _require_objects(file: Path, limit: int | None) -> None:
 
     Checks as much of the file as `datasets` reads for `limit` rows.
     """
-    remaining, extra = limit, 0  # rows to check; bytes after them
+    remaining = limit  # rows to check
+    extra = 0  # bytes after these rows
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
@@ -293,7 +297,8 @@ def _require_objects(file: Path, limit: int | None) -> None:
 
 def _require_json_rows(text: str) -> None:
     """Raise ValueError for a text that is neither an array nor a sequence of objects."""
-    position, decoder = SPACE.match(text).end(), json.JSONDecoder()  # type: ignore[union-attr]
+    position = SPACE.match(text).end()  # type: ignore[union-attr]
+    decoder = json.JSONDecoder()
     while position < len(text):
         try:
             value, position = decoder.raw_decode(text, position)
@@ -334,8 +339,8 @@ def read_hub_rows(
             return list(datasets.load_dataset(folder, split=split, streaming=True, cache_dir=cache).take(limit))
         except LocalEntryNotFoundError:
             raise _hub_error(dataset, error) from error
-        except Exception as second:
-            raise _hub_error(dataset, second) from error
+        except Exception as snapshot_error:
+            raise _hub_error(dataset, snapshot_error) from error
 
 
 def _hub_error(dataset: str, error: BaseException) -> KtconvertError:

@@ -31,8 +31,8 @@ Rows = list[dict[str, Any]]  # a data set for Trainer
 def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Callable[[str], None]) -> Rows:
     """Return a data set as sequences (int64 [sequence_length]), each with itself as labels.
 
-    The texts follow each other, separated by the end-of-text token, and are cut into sequences; the rest at the end is
-    left out. Raises InputError for less than one sequence.
+    The texts follow each other, separated by the end-of-text token, and are cut into sequences; the tokens after the
+    last sequence are dropped. Raises InputError for less than one sequence.
     """
     import numpy as np
     import torch
@@ -40,7 +40,8 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
     from ktconvert.pipeline.models.text_datasets import read_samples
     from ktconvert.pipeline.options.option_groups import Samples
 
-    seed, length = options.schedule_options.seed, options.schedule_options.sequence_length
+    seed = options.schedule_options.seed
+    length = options.schedule_options.sequence_length
     settings = Samples(
         dataset=dataset,
         dataset_split=options.dataset_split,
@@ -49,8 +50,8 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
         random_seed=seed,
     )
     samples = read_samples(settings, tokenizer, note)
-    end = [] if tokenizer.eos_token_id is None else [np.array([tokenizer.eos_token_id], np.int64)]
-    ids = np.concatenate([part for sample in samples for part in (sample, *end)])
+    separator = [] if tokenizer.eos_token_id is None else [np.array([tokenizer.eos_token_id], np.int64)]
+    ids = np.concatenate([array for sample in samples for array in (sample, *separator)])
     if len(ids) < length:
         raise InputError(
             f"{dataset}: has {len(ids)} tokens, less than one sequence of {length}; give more text, or a smaller "
@@ -61,7 +62,7 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def target_modules(options: TrainOptions, model: Any) -> list[str]:
+def list_target_modules(options: TrainOptions, model: Any) -> list[str]:
     """Return PEFT's target modules: those of the options, or the linear layers of attention, and experts."""
     import torch
 
@@ -83,7 +84,7 @@ def add_adapter(options: TrainOptions, model: Any) -> Any:
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=target_modules(options, model),
+        target_modules=list_target_modules(options, model),
         task_type="CAUSAL_LM",
     )
     try:
@@ -92,26 +93,29 @@ def add_adapter(options: TrainOptions, model: Any) -> Any:
         raise UnsupportedError(f"{options.input}: {first_line(error)}") from error
 
 
-def trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
-    """Return transformers' TrainingArguments. evaluates: whether there is an evaluation data set."""
+def make_trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
+    """Return transformers' TrainingArguments.
+
+    evaluates  whether there is an evaluation data set
+    """
     import torch
     import transformers
 
-    plan = options.schedule_options
+    schedule = options.schedule_options
     return transformers.TrainingArguments(
         output_dir=str(folder),
-        num_train_epochs=plan.epochs,
-        max_steps=plan.max_steps or -1,
-        per_device_train_batch_size=plan.batch_size,
-        per_device_eval_batch_size=plan.batch_size,
-        gradient_accumulation_steps=plan.gradient_accumulation,
-        learning_rate=plan.learning_rate,
-        lr_scheduler_type=plan.schedule,
-        warmup_steps=plan.warmup,  # below 1: a fraction of all steps
-        weight_decay=plan.weight_decay,
-        max_grad_norm=plan.max_grad_norm,
-        seed=plan.seed,
-        gradient_checkpointing=plan.gradient_checkpointing,
+        num_train_epochs=schedule.epochs,
+        max_steps=schedule.max_steps or -1,
+        per_device_train_batch_size=schedule.batch_size,
+        per_device_eval_batch_size=schedule.batch_size,
+        gradient_accumulation_steps=schedule.gradient_accumulation,
+        learning_rate=schedule.learning_rate,
+        lr_scheduler_type=schedule.schedule,
+        warmup_steps=schedule.warmup,  # below 1: a fraction of all steps
+        weight_decay=schedule.weight_decay,
+        max_grad_norm=schedule.max_grad_norm,
+        seed=schedule.seed,
+        gradient_checkpointing=schedule.gradient_checkpointing,
         gradient_checkpointing_kwargs={"use_reentrant": False},
         save_steps=options.save_steps,
         eval_strategy="steps" if evaluates else "no",
@@ -139,8 +143,11 @@ def build_trainer(
 ) -> Any:
     """Return a transformers Trainer.
 
-    folder: where it writes checkpoints; on_checkpoint(step, directory): called for each complete checkpoint;
-    report_logs(state, logs): called for each loss.
+    folder         directory for checkpoints
+    rows           sequences to train on
+    eval_rows      sequences to evaluate; None for no evaluation
+    on_checkpoint  is called with (step, directory) of each complete checkpoint
+    report_logs    is called with (state, logs) for each loss
     """
     import transformers
 
@@ -158,7 +165,7 @@ def build_trainer(
 
     trainer = Trainer(
         model=model,
-        args=trainer_arguments(options, folder, eval_rows is not None),
+        args=make_trainer_arguments(options, folder, eval_rows is not None),
         train_dataset=rows,
         eval_dataset=eval_rows,
         callbacks=[LogReporter()],
@@ -222,8 +229,8 @@ def _probe_errno(folder: Path) -> int | None:
 
 
 def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[str, int]:
-    """Return the bytes that a step needs beside the converted experts, from the model's config."""
-    config = loading.prepare(choice)
+    """Return the bytes that a step needs in addition to the converted experts, from the model's config."""
+    config = loading.prepare_config(choice)
     import torch
 
     from ktconvert.native_quant.runtime.hf_modules import find_experts
@@ -233,31 +240,47 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
         torch.device("meta"),
     ):
         model = pretrained.auto_class(config).from_config(config)
-    experts, plan, rank = find_experts(model), options.schedule_options, options.lora.rank
-    names = target_modules(options, model)
+    experts = find_experts(model)
+    schedule = options.schedule_options
+    rank = options.lora.rank
+    names = list_target_modules(options, model)
     prefixes = tuple(f"{module.name}." for module in experts)
-    non_expert = sum(weight.numel() for name, weight in model.named_parameters() if not name.startswith(prefixes))
-    linears = [m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n.split(".")[-1] in names]
-    parameters = sum(rank * (m.in_features + m.out_features) for m in linears)
+    non_expert_parameters = sum(
+        weight.numel() for name, weight in model.named_parameters() if not name.startswith(prefixes)
+    )
+    linears = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name.split(".")[-1] in names
+    ]
+    lora_parameters = sum(rank * (linear.in_features + linear.out_features) for linear in linears)
     if EXPERTS in names:
-        parameters += sum(3 * rank * m.num_experts * (m.hidden + m.intermediate) for m in experts)
-    text = config.get_text_config(decoder=True)
-    count, hidden, layers = plan.batch_size * plan.sequence_length, experts[0].hidden, text.num_hidden_layers
-    topk = experts_per_token(text.to_dict(), experts[0].layer, experts[0].num_experts)[0]
+        lora_parameters += sum(
+            3 * rank * module.num_experts * (module.hidden + module.intermediate) for module in experts
+        )
+    text_config = config.get_text_config(decoder=True)
+    tokens = schedule.batch_size * schedule.sequence_length
+    hidden = experts[0].hidden
+    layers = text_config.num_hidden_layers
+    topk = experts_per_token(text_config.to_dict(), experts[0].layer, experts[0].num_experts)[0]
     # For each route, in BF16: gate, up, their product and down's output (training.SavedForward).
-    routes = 2 * count * topk * max(3 * m.intermediate + m.hidden for m in experts)
+    route_bytes = 2 * tokens * topk * max(3 * module.intermediate + module.hidden for module in experts)
     # Tensors that torch keeps for a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs,
     # outputs of linear layers in BF16 and float32, and the norms' inputs.
-    layer = routes + count * (sum(4 * m.in_features + 6 * m.out_features for m in linears) // layers + 12 * hidden)
-    activations = 2 * count * hidden * layers + layer if plan.gradient_checkpointing else layer * layers
-    needed = {
-        "model without experts": 2 * non_expert,
+    linear_bytes = sum(4 * linear.in_features + 6 * linear.out_features for linear in linears) // layers
+    layer_bytes = route_bytes + tokens * (linear_bytes + 12 * hidden)
+    activations = layer_bytes * layers
+    if schedule.gradient_checkpointing:
+        activations = 2 * tokens * hidden * layers + layer_bytes
+    needs = {
+        "model without experts": 2 * non_expert_parameters,
         "activations of a step": activations,
-        "gradients of one layer": 2 * routes,
-        "logits and their gradient": 16 * count * text.vocab_size,  # in BF16 and float32, and of log_softmax
-        LORA_MEMORY: 16 * parameters,
+        "gradients of one layer": 2 * route_bytes,
+        # In BF16 and float32, and of log_softmax.
+        "logits and their gradient": 16 * tokens * text_config.vocab_size,
+        LORA_MEMORY: 16 * lora_parameters,
     }
-    return {**needed, "together": sum(needed.values())}
+    return {**needs, "together": sum(needs.values())}
 
 
 def adapter_bytes(memory: dict[str, int]) -> int:

@@ -73,7 +73,11 @@ def shard_size_option(unset: str) -> Any:
 
 
 class QuantizationOptions(groups.ConversionOptions):
-    """Options that `cpu` and `gpu` share. arch_row: the text of --arch-file, for resume; engine, rounding: for GPTQ."""
+    """Options that `cpu` and `gpu` share.
+
+    arch_row          the text of --arch-file, for resume
+    engine, rounding  settings of GPTQ
+    """
 
     part: str | None = tuning_option(
         "Make only every N-th file, from number R on: R/N, or env (RANK/WORLD_SIZE or a SLURM array).",
@@ -89,7 +93,7 @@ class QuantizationOptions(groups.ConversionOptions):
     rounding: str = record(Effect.WEIGHTS, default="float32")
     samples: groups.Samples = groups.Samples()
     gptq: groups.Gptq = groups.Gptq()
-    machine: groups.Machine = groups.Machine()
+    hardware: groups.Hardware = groups.Hardware()
     hub: groups.Hub = groups.Hub()
     arch: groups.ArchFile = groups.ArchFile()
 
@@ -104,8 +108,8 @@ class QuantizationOptions(groups.ConversionOptions):
         """Without --equalize neither plans nor fingerprints name it."""
         unused = {} if self.equalize else {"equalize": "has no effect"}
         if not self.calibrated:
-            calibrating = (groups.Samples, groups.Gptq, groups.Machine)
-            names = [each.name for group in calibrating for each in option_fields(group)]
+            calibrating = (groups.Samples, groups.Gptq, groups.Hardware)
+            names = [option_field.name for group in calibrating for option_field in option_fields(group)]
             only_for = f"is only for {self.CALIBRATED_BY} and has no effect"
             return unused | dict.fromkeys((*names, "engine"), only_for)
         if self.gptq.calibrate == "all":
@@ -253,7 +257,10 @@ class GpuOptions(QuantizationOptions, command="gpu"):
 
 
 class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
-    """Options of `ktconvert calibrate`. arch_row: the text of --arch-file."""
+    """Options of `ktconvert calibrate`.
+
+    arch_row  the text of --arch-file
+    """
 
     input: str = input_option(CHECKPOINT, argument="model")
     output: Path = output_option(*OUTPUT, help="Output folder.")
@@ -262,7 +269,7 @@ class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
     )
     arch_row: str | None = record(Effect.FILES, "--arch-file")
     samples: groups.Samples = groups.Samples(num_calibration_samples=128)
-    machine: groups.Machine = groups.Machine()
+    hardware: groups.Hardware = groups.Hardware()
     hub: groups.Hub = groups.Hub()
     arch: groups.ArchFile = groups.ArchFile()
 
@@ -283,7 +290,10 @@ class MergeAdapterOptions(DequantizeOptions, command="merge-adapter"):
 
 
 class MergeOptions(groups.ConversionOptions, command="merge"):
-    """Options of `ktconvert merge`. with_companions: whether --original-path is given."""
+    """Options of `ktconvert merge`.
+
+    with_companions  whether --original-path is given
+    """
 
     input: str = input_option("Directory with the _layer_N folders of .kt files.", *INPUT)
     output: Path = output_option(*OUTPUT)

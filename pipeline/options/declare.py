@@ -41,7 +41,7 @@ class Option:
     """An option of the command line. Its name is the field's, with dashes; a bool is a flag, a tuple may be repeated.
 
     type      reads a value; by default it follows from the field's annotation
-    flags     spellings, if the name alone is not enough
+    flags     spellings, if they do not follow from the name
     argument  name of the positional argument that may replace the flags (or must, if there are none)
     unset     shown as the default if None, False or an empty text would not explain it
     ignored   reason why the option is accepted (for compatibility with kt-kernel) without effect
@@ -74,9 +74,11 @@ def declare(declaration: Option | RecordedValue, default: Any = None) -> Any:
     return field(default=default, metadata={"declaration": declaration})
 
 
-def option(help: str = "", type: Any = None, effect: Effect = Effect.CALL, default: Any = None, **other: Any) -> Any:
+def option(
+    help: str = "", type: Any = None, effect: Effect = Effect.CALL, default: Any = None, **arguments: Any
+) -> Any:
     """Return a field that an option of the command line sets; arguments as for Option, and its default."""
-    return declare(Option(help, type, effect=effect, **other), default)
+    return declare(Option(help, type, effect=effect, **arguments), default)
 
 
 tuning_option, files_option, weights_option = (
@@ -91,7 +93,10 @@ def record(effect: Effect, flag: str | None = None, shape: Any = None, default: 
 
 @dataclass_transform(eq_default=False, frozen_default=True, kw_only_default=True)
 class Options:
-    """Base class of settings: frozen dataclasses whose fields are declarations or groups. title: heading in --help."""
+    """Base class of settings: frozen dataclasses whose fields are declarations or groups.
+
+    Arguments of a subclass: `title`, the heading in --help; `command`, the name of the command with these settings.
+    """
 
     TITLE: ClassVar[str] = "Options"
     command: ClassVar[str] = ""  # name of the command with these settings
@@ -108,7 +113,13 @@ O = TypeVar("O", bound=Options)  # noqa: E741
 
 @dataclass(frozen=True)
 class OptionField:
-    """One option of a settings class; path: the fields that lead to it; default: REQUIRED if a value must be given."""
+    """One option of a settings class.
+
+    path        names of the fields that lead to it
+    title       heading in --help
+    annotation  type of its field
+    default     default value; REQUIRED if a value must be given
+    """
 
     path: tuple[str, ...]
     title: str
@@ -149,7 +160,7 @@ class OptionField:
 
 def _value_type(annotation: Any) -> type:
     if get_origin(annotation) in (Union, types.UnionType):
-        return _value_type(next(each for each in get_args(annotation) if each is not type(None)))
+        return _value_type(next(member for member in get_args(annotation) if member is not type(None)))
     value_type: type = get_origin(annotation) or annotation
     return value_type
 
@@ -160,43 +171,53 @@ _cache: dict[type[Options], tuple[OptionField, ...]] = {}  # functools.cache: my
 def option_fields(cls: type[Options]) -> tuple[OptionField, ...]:
     """Return the options of a settings class: its own first, then inherited ones, including those of groups."""
     if cls not in _cache:
-        by_name, hints = cls.__dataclass_fields__, get_type_hints(cls)
-        own = [name for name in inspect.get_annotations(cls) if name in by_name]
-        each = (by_name[name] for name in dict.fromkeys((*own, *by_name)))
-        _cache[cls] = tuple(flat for one in each for flat in _flatten(cls, one, hints[one.name]))
+        by_name = cls.__dataclass_fields__
+        hints = get_type_hints(cls)
+        declared_names = [name for name in inspect.get_annotations(cls) if name in by_name]
+        _cache[cls] = tuple(
+            option_field
+            for name in dict.fromkeys((*declared_names, *by_name))
+            for option_field in _flatten_field(cls, by_name[name], hints[name])
+        )
     return _cache[cls]
 
 
-def _flatten(cls: type[Options], each: Field[Any], hint: Any) -> Iterator[OptionField]:
-    if each.metadata:
-        yield OptionField((each.name,), cls.TITLE, each.metadata["declaration"], hint, each.default)
+def _flatten_field(cls: type[Options], class_field: Field[Any], hint: Any) -> Iterator[OptionField]:
+    """Yield the option of a field, or those of its group."""
+    if class_field.metadata:
+        declaration = class_field.metadata["declaration"]
+        yield OptionField((class_field.name,), cls.TITLE, declaration, hint, class_field.default)
         return
-    group = getattr(cls, each.name)
-    for inner in option_fields(type(group)):
-        yield replace(inner, path=(each.name, *inner.path), default=inner.get(group))
+    group = getattr(cls, class_field.name)
+    for option_field in option_fields(type(group)):
+        path = (class_field.name, *option_field.path)
+        yield replace(option_field, path=path, default=option_field.get(group))
 
 
-def _names(cls: type[Options]) -> set[str]:
-    return {each.name for each in option_fields(cls)}
+def _option_names(cls: type[Options]) -> set[str]:
+    return {option_field.name for option_field in option_fields(cls)}
 
 
 def build(cls: type[O], values: Mapping[str, Any]) -> O:
     """Return a settings object from values by name, with defaults for the others. Raises TypeError for other names."""
-    if unknown := sorted({*values} - _names(cls)):
+    if unknown := sorted({*values} - _option_names(cls)):
         raise TypeError(f"{cls.__name__} has no option {', '.join(unknown)}")
-    parts: dict[str, Any] = {}
-    for each in fields(cls):
-        if not each.metadata:
-            group = getattr(cls, each.name)
-            parts[each.name] = with_values(group, **{name: values[name] for name in _names(type(group)) & {*values}})
-        elif each.name in values:
-            parts[each.name] = values[each.name]
-    return cls(**parts)
+    arguments: dict[str, Any] = {}
+    for class_field in fields(cls):
+        name = class_field.name
+        if not class_field.metadata:
+            group = getattr(cls, name)
+            group_values = {key: values[key] for key in _option_names(type(group)) & {*values}}
+            arguments[name] = with_values(group, **group_values)
+        elif name in values:
+            arguments[name] = values[name]
+    return cls(**arguments)
 
 
 def with_values(options: O, **values: Any) -> O:
     """Return the same settings with other values of some options. Raises TypeError for names that they lack."""
-    return build(type(options), {**{each.name: each.get(options) for each in option_fields(type(options))}, **values})
+    old_values = {option_field.name: option_field.get(options) for option_field in option_fields(type(options))}
+    return build(type(options), {**old_values, **values})
 
 
 class PlannedOptions(Options):
@@ -207,26 +228,30 @@ class PlannedOptions(Options):
         return {}
 
     def _select(self, *effects: Effect) -> dict[str, Any]:
-        """Return name -> JSON value of the options with these effects; recorded values that are None are left out."""
-        unused, selected = self.find_unused(), dict[str, Any]()
-        for each in option_fields(type(self)):
-            value = each.get(self)
-            missing = value is None and isinstance(each.declaration, RecordedValue)
-            if each.declaration.effect in effects and each.name not in unused and not missing:
-                selected[each.name] = to_json_value(value)
+        """Return name -> JSON value of the options with these effects; skip recorded values that are None."""
+        unused = self.find_unused()
+        selected: dict[str, Any] = {}
+        for option_field in option_fields(type(self)):
+            name = option_field.name
+            value = option_field.get(self)
+            is_missing = value is None and isinstance(option_field.declaration, RecordedValue)
+            if option_field.declaration.effect in effects and name not in unused and not is_missing:
+                selected[name] = to_json_value(value)
         return selected
 
-    def flag_of(self, name: str) -> str:
+    def find_flag(self, name: str) -> str:
         """Return how messages name an option; the name itself if there is no such option."""
-        return next((each.flag for each in option_fields(type(self)) if each.name == name), name)
+        flags = (option_field.flag for option_field in option_fields(type(self)) if option_field.name == name)
+        return next(flags, name)
 
     def input_paths(self) -> Iterator[Path]:
         """Yield the local files and directories that options name for reading."""
-        for each in option_fields(type(self)):
-            value = each.get(self)
-            if not isinstance(each.declaration, Option) or value is None or isinstance(each.click_type, OutputPath):
+        for option_field in option_fields(type(self)):
+            value = option_field.get(self)
+            click_type = option_field.click_type
+            if not isinstance(option_field.declaration, Option) or value is None or isinstance(click_type, OutputPath):
                 continue
-            if isinstance(each.click_type, PathOrHubId | FilePath):
+            if isinstance(click_type, PathOrHubId | FilePath):
                 yield Path(value)
 
     @property
@@ -247,7 +272,9 @@ class PlannedOptions(Options):
 
 def convert_value(option_field: OptionField, value: Any) -> Any:
     """Return a value of plan.json as the option has it. Raises ValueError, naming the option, for an invalid one."""
-    name, declaration, several = option_field.name, option_field.declaration, option_field.value_type is tuple
+    name = option_field.name
+    declaration = option_field.declaration
+    is_tuple = option_field.value_type is tuple
     try:
         if value is None and option_field.default is None:
             return None
@@ -255,17 +282,17 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
             if declaration.shape is not None:
                 documents.as_type(value, declaration.shape)
             return documents.as_type(value, option_field.annotation)
-        value_type = get_args(option_field.annotation)[0] if several else option_field.value_type
-        stored: Any = str if value_type is Path else value_type
+        value_type = get_args(option_field.annotation)[0] if is_tuple else option_field.value_type
+        json_type: Any = str if value_type is Path else value_type
         converted = [
-            option_field.click_type.convert(documents.as_type(one, stored), None, None)
-            for one in (documents.as_type(value, list[Any]) if several else [value])
+            option_field.click_type.convert(documents.as_type(item, json_type), None, None)
+            for item in (documents.as_type(value, list[Any]) if is_tuple else [value])
         ]
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {error}") from error
     except click.BadParameter as error:
         raise ValueError(f"{name}: {error.format_message()}") from error
-    return tuple(converted) if several else converted[0]
+    return tuple(converted) if is_tuple else converted[0]
 
 
 def to_hashable(value: Any) -> Any:

@@ -101,7 +101,10 @@ SHARD_LIMITS = ("max_shard_size", "max_tensors")  # options that cut an output i
 
 
 class OutputOptions(PlannedOptions):
-    """Settings of every command that makes an output. part: the job share of --part, if the command has that option."""
+    """Settings of every command that makes an output.
+
+    part  the job share of --part, if the command has that option
+    """
 
     input: str = record(Effect.CALL, default=REQUIRED)
     output: Path = record(Effect.CALL, default=REQUIRED)
@@ -112,7 +115,7 @@ class OutputOptions(PlannedOptions):
     @property
     def shard_limit_flag(self) -> str | None:
         """The option that limits the size of shards, if the command has one that applies."""
-        return next((self.flag_of(name) for name in SHARD_LIMITS if name in self.settings), None)
+        return next((self.find_flag(name) for name in SHARD_LIMITS if name in self.settings), None)
 
     @property
     def execution(self) -> Execution:
@@ -126,7 +129,7 @@ class OutputOptions(PlannedOptions):
 
     @property
     def reporting(self) -> Reporting:
-        """The settings of what is printed."""
+        """The settings for the output on the terminal."""
         raise NotImplementedError
 
 
@@ -221,14 +224,20 @@ class Gptq(Options, title="Calibration"):
 
 
 class RecordedMachine(MachineFacts):
-    """The machine on which a calibration run was begun. group_bytes: memory for experts that are held together."""
+    """The machine on which a calibration run was begun.
+
+    group_bytes  memory for experts that are held together
+    """
 
     group_bytes: Count
     device_type: str
 
 
-class Machine(Options, title="Calibration"):
-    """Options for running a model. machine: the properties of the first run's machine that can change bytes."""
+class Hardware(Options, title="Calibration"):
+    """Options for the machine that runs a model.
+
+    machine  the properties of the first run's machine that can change bytes
+    """
 
     trust_remote_code: bool = weights_option(TRUST_REMOTE_CODE, default=False)
     force_cpu: bool = tuning_option("Do not use a GPU.", default=False)

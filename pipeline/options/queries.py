@@ -77,7 +77,7 @@ class StatusOptions(Options):
 class VerifyOptions(Options):
     """Options of `ktconvert verify`.
 
-    arch_row: the text of --arch-file, so that workers need not see the file, for outputs whose manifest has none.
+    arch_row  the text of --arch-file, for outputs whose manifest has none; workers need not see the file
     """
 
     output: Path = option(

@@ -85,9 +85,9 @@ class NamedPath(FilePath):
     def convert(  # type: ignore[override]
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[str, Path]:
-        name, equals, rest = str(value).partition("=")
+        name, equals, path_text = str(value).partition("=")
         is_named = equals and (_path_problem(value) is not None or not Path(value).exists())
-        path = super().convert(rest if is_named else value, param, ctx).expanduser()
+        path = super().convert(path_text if is_named else value, param, ctx).expanduser()
         name = name if is_named else path.absolute().name
         if not name:
             self.fail(f"{value!r} has no name; give NAME=PATH", param, ctx)
@@ -99,7 +99,10 @@ class OutputPath(FilePath):
 
 
 class PathOrHubId(click.types.StringParamType):
-    """A file, a directory or a hub id, as text; never empty. absolute: make an existing path absolute."""
+    """A file, a directory or a hub id, as text; never empty.
+
+    absolute  whether to make an existing path absolute
+    """
 
     def __init__(self, *, absolute: bool = False) -> None:
         self._absolute = absolute

@@ -35,45 +35,46 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
         calibrate="mixed" if options.second_moments else "routed",
         moments=options.second_moments,
     )
-    shape = calibration_run.with_group(shape, options)
-    rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
-    about = calibration_run.describe(model, options)
+    shape = calibration_run.set_group_size(shape, options)
+    non_experts = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
+    document = calibration_run.describe_run(model, options)
     notes = model.common_notes
     if model.mtp_tensors:
-        which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes = (*notes, f"the MTP layers ({which}) are skipped: the calibration run does not compute them")
+        layers = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
+        notes = (*notes, f"the MTP layers ({layers}) are skipped: the calibration run does not compute them")
     run = calibration_run.plan_run(options, shape, requirements.CALIBRATE_REMEDIES, requirements.CALIBRATE_PACKAGES)
     return Plan(
         options=options,
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.option_files(options)),
         stages=(
-            gather_statistics.stage(
-                model, options, {tensor.key: tensor for tensor in rest}, shape.experts_at_once, about
+            gather_statistics.make_stage(
+                model, options, {tensor.key: tensor for tensor in non_experts}, shape.experts_at_once, document
             ),
         ),
         facts={
             "architecture": model.arch.name,
             **checkpoint.shape_facts(model, model.layers),
-            "data": about["data"],
+            "data": document["data"],
         },
         notes=(*notes, *run.notes),
         has_index=False,
         needs=run.needs,
         hooks=Hooks(
             peak_memory=lambda threads: run.peak_memory(checkpoint.BASE_MEMORY),
-            render_card=lambda stats: _card(about, stats),
+            render_card=lambda stats: _render_card(document, stats),
             require_ready=run.require_ready,
             check=read_statistics,
         ),
     )
 
 
-def _card(about: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> bytes:
+def _render_card(document: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> bytes:
     """Return README.md of a folder of statistics."""
-    model, data = about["model"], about["data"]
+    model = document["model"]
+    data = document["data"]
     name = model["name"] or model["architecture"]
-    counted: Mapping[str, Any] = next((s for s in stats if "calibration_tokens" in s), {})
+    counts: Mapping[str, Any] = next((figures for figures in stats if "calibration_tokens" in figures), {})
     lines = [
         "---",
         *([f"base_model: {model['name']}"] if model["name"] else []),
@@ -84,20 +85,21 @@ def _card(about: Mapping[str, Any], stats: Sequence[Mapping[str, Any]]) -> bytes
         "",
         f"# Statistics of the experts of {name}",
         "",
-        f"{counted.get('samples', data['samples'])} samples of {data['dataset']}, at most {data['max_length']} tokens "
-        f"each (seed {data['seed']}), {counted.get('calibration_tokens', 'unknown')} tokens in total, went through "
+        f"{counts.get('samples', data['samples'])} samples of {data['dataset']}, at most {data['max_length']} tokens "
+        f"each (seed {data['seed']}), {counts.get('calibration_tokens', 'unknown')} tokens in total, went through "
         "the model.",
         "",
         "- `imatrix.gguf`: for each input column of an expert's linears, the sum of its squares over the tokens "
         "routed to the expert, and their number; in llama.cpp's format, only for routed experts.",
         "- `counts.safetensors`: `counts`, int64 [decoder layers, experts]: how often each expert was chosen.",
-        *([MOMENTS] if about["settings"].get("second_moments") else []),
+        *([MOMENTS] if document["settings"].get("second_moments") else []),
         "- `statistics.json`: the model and the data, and the hashes of these files.",
         "",
         "| layer | tokens routed to an expert: least | median | most | experts without tokens |",
         "|---|---|---|---|---|",
     ]
-    for s in stats:
-        if t := s.get("routed_tokens"):
-            lines.append(f"| {s['layer']} | {t['least']} | {t['median']} | {t['most']} | {t['none']} |")
+    for figures in stats:
+        if tokens := figures.get("routed_tokens"):
+            cells = (figures["layer"], tokens["least"], tokens["median"], tokens["most"], tokens["none"])
+            lines.append(f"| {' | '.join(map(str, cells))} |")
     return ("\n".join([*lines, "", f"Made by ktconvert {tool_version()}."]) + "\n").encode()

@@ -31,7 +31,7 @@ LEFT_OUT = ("dataset", "arch_row", "max_shard_size", "with_statistics")
 W = TypeVar("W", bound=QuantizationOptions | CalibrateOptions)
 
 
-def gptq_stage(
+def make_gptq_stage(
     options: QuantizationOptions,
     model: MoeModel,
     fmt: Format,
@@ -43,47 +43,49 @@ def gptq_stage(
 ) -> Stage[Any]:
     """Return the stage that quantizes experts with GPTQ. Raises UnsupportedError if the model cannot be calibrated."""
     chain.require_calibratable(model, gptq_layers.ALTERNATIVE)
-    rest = find_non_expert_tensors(model.source, model.expert_tensor_names(), model.quantization).output_tensors()
-    return gptq_layers.stage(
+    non_experts = find_non_expert_tensors(
+        model.source, model.expert_tensor_names(), model.quantization
+    ).output_tensors()
+    return gptq_layers.make_stage(
         model,
         fmt,
         options,
-        {tensor.key: tensor for tensor in rest},
-        _gptq_shape(model, fmt, options).experts_at_once,
+        {tensor.key: tensor for tensor in non_experts},
+        _read_gptq_shape(model, fmt, options).experts_at_once,
         metadata,
         quantizer=quantizer,
         numa=numa,
         loose_files=loose_files,
-        document=describe(model, options) if options.gptq.save_statistics is not None else None,
+        document=describe_run(model, options) if options.gptq.save_statistics is not None else None,
     )
 
 
-def _gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> requirements.CalibrationShape:
+def _read_gptq_shape(model: MoeModel, fmt: Format, options: QuantizationOptions) -> requirements.CalibrationShape:
     gptq = options.gptq
     shape = replace(
         requirements.read_shape(model, options.samples),
         calibrate=gptq.calibrate,
         statistics=gptq.save_statistics is not None,
-        bits=max(each.encoding.grid.bits for each in fmt.layer_formats),
+        bits=max(layer_fmt.encoding.grid.bits for layer_fmt in fmt.layer_formats),
         fisher=gptq.gptq_steps == "full",
     )
-    return with_group(shape, options)
+    return set_group_size(shape, options)
 
 
-def with_group(
+def set_group_size(
     shape: requirements.CalibrationShape, options: QuantizationOptions | CalibrateOptions
 ) -> requirements.CalibrationShape:
     """Return the shape of a run with the number of experts that the first run's machine holds at a time."""
-    machine = options.machine.first_machine
+    machine = options.hardware.first_machine
     group = requirements.max_experts_at_once(shape, machine["group_bytes"])
     return replace(shape, experts_at_once=group, on_gpu=machine["device_type"] != "cpu")
 
 
 @dataclass(frozen=True)
 class CalibrationRun:
-    """A calibration run, as a plan needs to know it.
+    """The needs of a calibration run, for a plan.
 
-    memory         bytes of host memory that the run needs, whatever the number of threads
+    memory         bytes of host memory that the run needs, for any number of threads
     model_memory   additional bytes for a model that is in memory as a whole
     needs          its other needs
     notes          sentences for the plan
@@ -102,13 +104,13 @@ class CalibrationRun:
 
 
 def plan_gptq_run(options: QuantizationOptions, model: MoeModel, fmt: Format) -> CalibrationRun:
-    """Return the run of gptq_stage."""
-    run = plan_run(options, _gptq_shape(model, fmt, options), requirements.GPTQ_REMEDIES)
+    """Return the run of make_gptq_stage."""
+    run = plan_run(options, _read_gptq_shape(model, fmt, options), requirements.GPTQ_REMEDIES)
     if options.engine == "stream":
         return run
-    whole = sum(info.nbytes for info in model.source.tensors.values())
+    model_bytes = sum(info.nbytes for info in model.source.tensors.values())
     needs = replace(run.needs, scratch_bytes=0, portion_bytes=0, advice=())
-    return replace(run, model_memory=whole, needs=needs, notes=(*run.notes, ONESHOT))
+    return replace(run, model_memory=model_bytes, needs=needs, notes=(*run.notes, ONESHOT))
 
 
 def plan_run(
@@ -123,22 +125,20 @@ def plan_run(
         memory=needed.host,
         model_memory=0,
         needs=Needs(needed.disk, needed.portions, tuple(requirements.describe_footprint(shape)), remedies),
-        notes=() if shape.on_gpu or options.machine.max_gpu_memory is None else (NO_GPU,),
+        notes=() if shape.on_gpu or options.hardware.max_gpu_memory is None else (NO_GPU,),
         require_ready=lambda: _require_same_machine(options, packages),
     )
 
 
 def _require_same_machine(options: QuantizationOptions | CalibrateOptions, packages: Sequence[str]) -> None:
     """Raise OutputError if the run was begun on a different machine, unless the user allows that."""
-    limits = options.machine
-    first = limits.machine or {}
-    now = requirements.machine_properties(limits, options.execution.threads, packages)
+    hardware = options.hardware
+    was = hardware.machine or {}
+    now = requirements.read_machine_properties(hardware, options.execution.threads, packages)
     differences = [
-        f"{key} was {first.get(key)}, is {now.get(key)}"
-        for key in sorted({*first, *now})
-        if first.get(key) != now.get(key)
+        f"{key} was {was.get(key)}, is {now.get(key)}" for key in sorted({*was, *now}) if was.get(key) != now.get(key)
     ]
-    if differences and not limits.allow_machine_change:
+    if differences and not hardware.allow_machine_change:
         raise OutputError(
             f"{options.output}: was begun on a different machine, which rounds differently ("
             f"{'; '.join(differences)}); finish it there or with those values, finish it here with "
@@ -147,19 +147,22 @@ def _require_same_machine(options: QuantizationOptions | CalibrateOptions, packa
 
 
 def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKAGES, **more: Any) -> W:
-    """Return the options with the machine of the first run, else this one, and more values recorded before it."""
-    if options.machine.machine is not None:
+    """Return the options with the properties of the machine of the first run, or of this one if there was none.
+
+    more  other values to record with them
+    """
+    if options.hardware.machine is not None:
         return options
     local_files(options.samples.dataset)
-    start_over = options.existing.overwrite and not options.machine.allow_machine_change
+    start_over = options.existing.overwrite and not options.hardware.allow_machine_change
     first = None if start_over else (checkpoint.read_saved_values(options, "machine") or {}).get("machine")
-    machine = first or requirements.machine_properties(options.machine, options.execution.threads, packages)
+    machine = first or requirements.read_machine_properties(options.hardware, options.execution.threads, packages)
     return with_values(options, machine=machine, **more)
 
 
-def describe(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
+def describe_run(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
     """Return the entries of layouts.statistics.folder.STATISTICS that are known before the run."""
-    number = cfg.number(dict(model.source.config), model.arch.layers)
+    layer_count = cfg.number(dict(model.source.config), model.arch.layers)
     facts = checkpoint.shape_facts(model, model.layers)
     settings = {key: value for key, value in options.settings.items() if key not in LEFT_OUT}
     return {
@@ -168,7 +171,7 @@ def describe(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -
             "architecture": model.arch.name,
             "name": checkpoint.base_model(model.source),
             "source": checkpoint.source_identity(model.source),
-            "decoder_layers": number[1] if number else model.layers[-1] + 1,
+            "decoder_layers": layer_count[1] if layer_count else model.layers[-1] + 1,
             "layers": facts["layers"],
             "experts": facts["experts"],
             "hidden": facts["hidden"],

@@ -36,7 +36,7 @@ from ktconvert.pipeline.options.option_groups import ConversionOptions
 A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 
 CODE_FACTS = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts about codes, if present
-FORMAT_METADATA = {"format": "pt", "ktconvert_format": "1"}  # in every shard
+FORMAT_METADATA = {"format": "pt", "ktconvert_format": "1"}  # metadata of every shard
 BASE_MEMORY = 120 << 20  # bytes of the interpreter with NumPy, and of headers
 
 
@@ -57,7 +57,7 @@ def read_saved_values(options: Any, *names: str) -> dict[str, Any] | None:
     if (saved := read_settings(options.output)) is None:
         return None
     cls: type[ConversionOptions] = type(options)
-    by_name = {each.name: each for each in option_fields(cls)}
+    by_name = {option_field.name: option_field for option_field in option_fields(cls)}
     try:
         return {name: convert_value(by_name[name], saved[name]) for name in names if name in saved}
     except ValueError as error:
@@ -73,20 +73,27 @@ def with_arch_row(options: A) -> A:
     return with_values(options, arch_row=options.arch.load_text())
 
 
-def require_whole(source: TensorSource, what: str) -> None:
-    """Raise UnsupportedError if only the experts of a checkpoint can be read, and `what` needs more."""
+def require_whole(source: TensorSource, feature: str) -> None:
+    """Raise UnsupportedError if only the experts of a checkpoint can be read.
+
+    feature  the feature that needs more, for the message
+    """
     if source.container.experts_only:
         title = source.container.title
-        why = f"{what} does not support {title}: llama.cpp's converter permutes and splits non-expert tensors"
+        problem = f"{feature} does not support {title}: llama.cpp's converter permutes and splits non-expert tensors"
         remedy = "use the model's safetensors release"
-        raise UnsupportedError(f"{source.root}: {why}; {remedy}.")
+        raise UnsupportedError(f"{source.root}: {problem}; {remedy}.")
 
 
-def require_complete(source: TensorSource, what: str, why: str) -> None:
-    """Raise UnsupportedError if `what` cannot read all of a checkpoint, InputError (with why) without config.json."""
-    require_whole(source, what)
+def require_complete(source: TensorSource, feature: str, reason: str) -> None:
+    """Raise UnsupportedError if only the experts of a checkpoint can be read, InputError if it has no config.json.
+
+    feature  the feature that needs more, for the message
+    reason   why config.json is needed, for the message
+    """
+    require_whole(source, feature)
     if not (source.root / CONFIG).is_file():
-        raise InputError(f"{source.root}: has no {CONFIG}, {why}; download it too.")
+        raise InputError(f"{source.root}: has no {CONFIG}, {reason}; download it too.")
 
 
 def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") -> tuple[int, ...]:
@@ -100,10 +107,10 @@ def parse_layers(text: str, present: tuple[int, ...], flag: str = "--layers") ->
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise UsageError(f"{flag} {text}: the range {first}-{last} is reversed; write {last}-{first}.")
-        absent = [n for n in range(first, min(last, first + 100_000) + 1) if n not in present]
-        if absent:
+        missing = [layer for layer in range(first, min(last, first + 100_000) + 1) if layer not in present]
+        if missing:
             raise UsageError(
-                f"{flag} {text}: layer {absent[0]} has no experts; layers with experts: {format_ranges(present)}."
+                f"{flag} {text}: layer {missing[0]} has no experts; layers with experts: {format_ranges(present)}."
             )
         chosen.update(range(first, last + 1))
     return tuple(sorted(chosen))
@@ -183,14 +190,15 @@ def rename_companions(names: Collection[str]) -> dict[str, str]:
 def number_shards(stages: Sequence[Stage[Any]]) -> tuple[Stage[Any], ...]:
     """Return the stages with final names for all shards, numbered in order over all stages."""
     total = sum(unit.in_output for stage in stages for unit in stage.units)
-    number, named = 0, []
+    number = 0
+    named_stages = []
     for stage in stages:
         units = []
         for unit in stage.units:
             number += unit.in_output
             units.append(replace(unit, final=shard_name(number, total)) if unit.in_output else unit)
-        named.append(replace(stage, units=tuple(units)))
-    return tuple(named)
+        named_stages.append(replace(stage, units=tuple(units)))
+    return tuple(named_stages)
 
 
 def base_model(source: TensorSource) -> str | None:
@@ -204,6 +212,8 @@ def base_model(source: TensorSource) -> str | None:
 
 def shard_metadata(facts: Mapping[str, object], source: TensorSource, names: Sequence[str]) -> dict[str, str]:
     """Return the metadata of every shard: the format, these facts (objects as JSON), and the identity of the source."""
-    values = {name: facts[name] for name in names}
-    texts = {name: json.dumps(v, sort_keys=True) if isinstance(v, dict) else str(v) for name, v in values.items()}
+    texts = {}
+    for name in names:
+        value = facts[name]
+        texts[name] = json.dumps(value, sort_keys=True) if isinstance(value, dict) else str(value)
     return FORMAT_METADATA | texts | {"source": source_identity(source)}

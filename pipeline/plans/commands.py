@@ -19,7 +19,7 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.native_quant import machine, placement
 from ktconvert.native_quant.machine import unbind_thread
-from ktconvert.pipeline.engine.execute import execute
+from ktconvert.pipeline.engine.execute import execute_plans
 from ktconvert.pipeline.engine.existing import compare_files, read_plan
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan
@@ -68,12 +68,16 @@ def restore_options(output: Path, saved: SavedPlan) -> ConversionOptions:
 
 
 def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: Any) -> AnyOptions:
-    """Return the settings that plan.json holds, and more of them. Raises OutputError for damaged ones."""
-    settings, tuning = saved.settings, saved.tuning
+    """Return the options that plan.json holds. Raises OutputError for damaged ones.
+
+    more  values of options that plan.json does not hold
+    """
+    settings = saved.settings
+    tuning = saved.tuning
     try:
         options = _convert_options(cls, {**more, "output": str(output), **settings, **tuning})
-        if extra := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
-            raise ValueError(f"{extra[0]} contradicts the other options")
+        if unexpected := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
+            raise ValueError(f"{unexpected[0]} contradicts the other options")
         if missing := {*options.settings} - {*settings}:
             raise ValueError(f"{min(missing)} is missing")
     except ValueError as error:
@@ -82,8 +86,8 @@ def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: 
 
 
 def _convert_options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
-    """Return settings from values of plan.json or of a caller. Raises ValueError, naming the option."""
-    by_name = {each.name: each for each in option_fields(cls)}
+    """Return options from values of plan.json or of a caller. Raises ValueError, naming the option."""
+    by_name = {option_field.name: option_field for option_field in option_fields(cls)}
     if unknown := sorted({*values} - {*by_name}):
         raise ValueError(f"unknown option {unknown[0]}")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
@@ -92,45 +96,62 @@ def _convert_options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOpt
 def split_outputs(options: Any) -> list[Any]:
     """Return the options of each output OUT-WORD if an option lists several words, else these options.
 
-    Each of them resumes alone. Raises UsageError if the outputs cannot be made together.
+    Each output can be resumed by itself. Raises UsageError if the outputs cannot be made together.
     """
-    for each in option_fields(type(options)):
-        words = each.get(options).split(",") if isinstance(each.click_type, ChoiceList) else []
+    for option_field in option_fields(type(options)):
+        if not isinstance(option_field.click_type, ChoiceList):
+            continue
+        words = option_field.get(options).split(",")
         if len(words) > 1:
-            given = f"{each.flag} {','.join(words)}"
-            _require_combinable(options, given, each.flag)
+            text = f"{option_field.flag} {','.join(words)}"
+            _require_combinable(options, text, option_field.flag)
             if not options.output.name:
-                raise UsageError(f"{given}: {options.output} has no name to append the method to; give a named folder.")
+                raise UsageError(f"{text}: {options.output} has no name to append the method to; give a named folder.")
             outputs = [options.output.with_name(f"{options.output.name}-{word}") for word in words]
             if len({os.path.realpath(output) for output in outputs}) < len(outputs):
-                raise UsageError(f"{given}: {outputs[0]} and a second output are the same folder; change --output.")
-            values = ({"output": output, each.name: word} for word, output in zip(words, outputs, strict=True))
-            return [with_values(options, **own) for own in values]
+                raise UsageError(f"{text}: {outputs[0]} and a second output are the same folder; change --output.")
+            return [
+                with_values(options, **{"output": output, option_field.name: word})
+                for word, output in zip(words, outputs, strict=True)
+            ]
     return [options]
 
 
-def _require_combinable(options: ConversionOptions, given: str, flag: str) -> None:
+def _require_combinable(options: ConversionOptions, text: str, flag: str) -> None:
+    """Raise UsageError if the outputs of an option with several words cannot be made together.
+
+    text  the option as it was given, for messages
+    """
     remedy = f"give one {flag} at a time"
     if options.part is not None:
-        raise UsageError(f"{given}: --part divides the files of one output; {remedy}.")
+        raise UsageError(f"{text}: --part divides the files of one output; {remedy}.")
     if isinstance(options, QuantizationOptions) and options.calibrated:
-        raise UsageError(f"{given}: GPTQ runs the model once per output, each with its own quantized layers; {remedy}.")
+        raise UsageError(f"{text}: GPTQ runs the model once per output, each with its own quantized layers; {remedy}.")
 
 
 def make_plans(options: Any, hashed: Callable[[int], None] | None = None) -> list[Plan]:
-    """Return the plans of all outputs that options ask for. hashed: called with the number of bytes hashed."""
-    return [build_plan(each, hashed) for each in split_outputs(options)]
+    """Return the plans of all outputs that options ask for.
+
+    hashed  is called with the number of bytes after each hashed file
+    """
+    return [build_output_plan(output_options, hashed) for output_options in split_outputs(options)]
 
 
 def make_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Return the plan of one output; UsageError if options ask for several. hashed: as for make_plans."""
+    """Return the plan of one output. Raise UsageError if options ask for several.
+
+    hashed  as for make_plans
+    """
     if len(outputs := split_outputs(options)) > 1:
         raise UsageError(f"{options.output}: a plan describes one output, not {len(outputs)}; give one method.")
-    return build_plan(options, hashed)
+    return build_output_plan(options, hashed)
 
 
-def build_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
-    """Return the plan of one output of split_outputs. hashed: as for make_plans."""
+def build_output_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
+    """Return the plan of one output that split_outputs has returned.
+
+    hashed  as for make_plans
+    """
     name = options.command.replace("-", "_")
     module = importlib.import_module(f"ktconvert.pipeline.plans.{name}")
     was_enabled = gc.isenabled()
@@ -177,8 +198,8 @@ def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:
     if (saved := read_plan(locate(output))) is None:
         raise OutputError(f"{output}: not an unfinished conversion.")
     options = restore_options(output, saved)
-    if isinstance(options, QuantizationOptions | CalibrateOptions) and options.machine.machine:
-        tuning = {**tuning, "cpuinfer_threads": options.machine.first_machine["threads"]}
+    if isinstance(options, QuantizationOptions | CalibrateOptions) and options.hardware.machine:
+        tuning = {**tuning, "cpuinfer_threads": options.hardware.first_machine["threads"]}
     plan = make_plan(with_values(options, **tuning))
     changed, touched = compare_files(saved.source, plan)
     if changed or touched:
@@ -203,21 +224,25 @@ def run(
     Returns False if there was nothing to do. Raises KtconvertError.
     """
     plans = [plan] if isinstance(plan, Plan) else plan
-    return execute(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopen_plan)
+    return execute_plans(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopen_plan)
 
 
 def numa_notes(plan: Plan) -> Iterator[str]:
     """Yield notes on a plan for NUMA slices that do not match this machine's nodes or their memory."""
     if "threadpool_count" not in plan.options.settings:
         return
-    pools, slices, nodes = machine.pool_count(), plan.facts["numa"], machine.numa_nodes()
+    pools = machine.pool_count()
+    slices = plan.facts["numa"]
+    nodes = machine.numa_nodes()
     if pools != slices:
-        here = f"this machine has {plural(len(nodes), 'node')}"
+        reason = f"this machine has {plural(len(nodes), 'node')}"
         if pools < len(nodes):
-            here = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
-        elif len(nodes) < (present := len(machine.machine_nodes())):
-            here = f"this process may use {len(nodes)} of this machine's {present} nodes"
-        yield f"the output has {plural(slices, 'NUMA slice')}; {here}: to run it here, pass --threadpool-count {pools}"
-    size = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // slices
-    if shortages := placement.describe_shortages([size] * slices, nodes, machine.node_memory_available()):
+            reason = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
+        elif len(nodes) < (node_count := len(machine.machine_nodes())):
+            reason = f"this process may use {len(nodes)} of this machine's {node_count} nodes"
+        yield (
+            f"the output has {plural(slices, 'NUMA slice')}; {reason}: to run it here, pass --threadpool-count {pools}"
+        )
+    slice_bytes = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // slices
+    if shortages := placement.describe_shortages([slice_bytes] * slices, nodes, machine.node_memory_available()):
         yield f"the output does not fit this machine's NUMA nodes ({shortages}): some reads will cross nodes"

@@ -29,7 +29,7 @@ METADATA = ("method", "layout_version", "numa", "functions")  # facts in every s
 
 def plan_cpu(options: CpuOptions) -> Plan:
     """Build the plan from headers; read no weights."""
-    fmt = _format(options)
+    fmt = _choose_format(options)
     options = with_values(options, layout=fmt.arrangement.layout)
     options = expert_plan.prepare_options(options)
     source = open_checkpoint(options.input, options.hub.revision, options.config)
@@ -42,26 +42,27 @@ def plan_cpu(options: CpuOptions) -> Plan:
     model = expert_plan.equalize_model(options, model, fmt)
     statistics = expert_plan.open_input_statistics(quantizer, options, model)
     numa = options.threadpool_count if fmt.arrangement.sliced else 1
-    recorded = _choose_layers(options, model, fmt, numa)
+    recorded_values = _choose_layers(options, model, fmt, numa)
     if statistics is not None:
-        recorded[f"{statistics.manifest_key}_sha256"] = statistics.sha256
-    options = with_values(options, **recorded)
+        recorded_values[f"{statistics.manifest_key}_sha256"] = statistics.sha256
+    options = with_values(options, **recorded_values)
     layers = checkpoint.parse_layers(options.layers, model.layers)
     alternatives = formats_by_option("cpu", fmt.arrangement.layout).values()
-    comparable = [other for other in alternatives if other.backward or not options.save_backward_weights]
+    comparable = [
+        alternative for alternative in alternatives if alternative.backward or not options.save_backward_weights
+    ]
     for layer in layers:
         require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
     if quantizer.calibrated:
         _require_calibration_possible(source, options, layers == model.layers and not options.kept_layers)
-    measured = [layer for layer in layers if quantizer.supports(fmt.layer_format(layer).encoding.grid)]
+    quantized_layers = [layer for layer in layers if quantizer.supports(fmt.layer_format(layer).encoding.grid)]
     facts: OutputFacts = {
-        **_facts(model, fmt, numa, layers, options),
-        **expert_plan.input_statistics_facts(statistics, measured),
+        **_make_facts(model, fmt, numa, layers, options),
+        **expert_plan.input_statistics_facts(statistics, quantized_layers),
     }
-    metadata = checkpoint.shard_metadata(
-        facts, source, (*METADATA, *(name for name in checkpoint.CODE_FACTS if name in facts))
-    )
-    return expert_plan.build_plan(
+    code_facts = (name for name in checkpoint.CODE_FACTS if name in facts)
+    metadata = checkpoint.shard_metadata(facts, source, (*METADATA, *code_facts))
+    return expert_plan.build_expert_plan(
         options,
         model,
         fmt,
@@ -74,79 +75,88 @@ def plan_cpu(options: CpuOptions) -> Plan:
         backward=options.save_backward_weights,
         statistics=statistics,
         card_notes=[
-            *_notes(model, layers, options),
-            *expert_plan.notes_by_format(fmt, lambda own: _format_notes(model, own, options)),
+            *_make_notes(model, layers, options),
+            *expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_format_notes(model, layer_fmt, options)),
             *fmt.notes,
             *expert_plan.mix_notes(fmt, layers, quantizer),
             *expert_plan.notes_on_unreached(facts),
         ],
-        notes=_scale_notes(fmt, quantizer),
+        notes=_make_scale_notes(fmt, quantizer),
         non_experts=options.non_experts,
         loose_files=options.no_merge_safetensor,
         kept_layers=options.kept_layers,
     )
 
 
-def _require_calibration_possible(source: TensorSource, options: CpuOptions, whole: bool) -> None:
+def _require_calibration_possible(source: TensorSource, options: CpuOptions, has_all_layers: bool) -> None:
     """Raise UsageError, InputError or UnsupportedError if options or checkpoint rule out running the model."""
-    given = f"--scale {options.scale}"
-    checkpoint.require_complete(source, given, "which describes how the model computes")
-    if not whole:
-        raise UsageError(f"{given} runs the whole model: leave out --layers and --resume-layer.")
+    scale_option = f"--scale {options.scale}"
+    checkpoint.require_complete(source, scale_option, "which describes how the model computes")
+    if not has_all_layers:
+        raise UsageError(f"{scale_option} runs the whole model: leave out --layers and --resume-layer.")
     if options.save_backward_weights:
-        raise UsageError(f"{given} has no matrices for fine-tuning; leave out --save-backward-weights.")
+        raise UsageError(f"{scale_option} has no matrices for fine-tuning; leave out --save-backward-weights.")
     if options.max_shard_size:
-        raise UsageError(f"{given} makes one shard per layer; leave out --max-shard-size.")
+        raise UsageError(f"{scale_option} makes one shard per layer; leave out --max-shard-size.")
 
 
 def _choose_quantizer(options: CpuOptions, fmt: Format, model: MoeModel) -> Quantizer:
     """Return the quantizer of --scale. Raises UsageError if the format does not have it, or all numbers are kept."""
     quantizer = QUANTIZERS[options.scale]
-    unserved = [own.name for own in fmt.layer_formats if not quantizer.supports(own.encoding.grid)]
-    if len(unserved) == len(fmt.layer_formats) or (quantizer.calibrated and unserved):
-        able = ", ".join(
+    unsupported = [layer_fmt.name for layer_fmt in fmt.layer_formats if not quantizer.supports(layer_fmt.encoding.grid)]
+    if len(unsupported) == len(fmt.layer_formats) or (quantizer.calibrated and unsupported):
+        supported = ", ".join(
             name for name, other in formats_by_option("cpu").items() if quantizer.supports(other.encoding.grid)
         )
-        why = f"{unserved[0]} has only one method to choose codes; leave out --scale"
-        raise UsageError(f"--scale {quantizer.name} is for --quant-method {able}; {why}.")
-    for own in fmt.layer_formats:
-        if quantizer != ABSMAX and quantizer.supports(own.encoding.grid) and own.encoding.is_exact(model):
+        reason = f"{unsupported[0]} has only one method to choose codes; leave out --scale"
+        raise UsageError(f"--scale {quantizer.name} is for --quant-method {supported}; {reason}.")
+    for layer_fmt in fmt.layer_formats:
+        encoding = layer_fmt.encoding
+        if quantizer != ABSMAX and quantizer.supports(encoding.grid) and encoding.is_exact(model):
             raise UsageError(
                 f"--scale {quantizer.name} has no effect: the experts of {model.source.root} are "
-                f"{' and '.join(model.dtypes)} already, and {own.name} stores them unchanged; leave out --scale."
+                f"{' and '.join(model.dtypes)} already, and {layer_fmt.name} stores them unchanged; leave out --scale."
             )
     return quantizer
 
 
-def _format(options: CpuOptions) -> Format:
-    """Return the format of the options. Raises for methods that we do not write and options that the format lacks."""
-    method, loose_files, backward = options.quant_method, options.no_merge_safetensor, options.save_backward_weights
+def _choose_format(options: CpuOptions) -> Format:
+    """Return the format of the options.
+
+    Raises UnsupportedError for methods that we do not write, UsageError for options that the format lacks.
+    """
+    method = options.quant_method
+    loose_files = options.no_merge_safetensor
+    backward = options.save_backward_weights
     formats = formats_by_option("cpu", options.layout)
     if method in UNSUPPORTED_METHODS and method not in formats:
-        can = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_by_option("cpu").items())
-        raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; supported: {can}.")
+        supported = " and ".join(f"{name} ({fmt.name})" for name, fmt in formats_by_option("cpu").items())
+        raise UnsupportedError(f"--quant-method {method}: {UNSUPPORTED_METHODS[method]}; supported: {supported}.")
     if loose_files and options.non_experts != "skip":
         raise UsageError(f"--non-experts {options.non_experts} needs safetensors; leave out --no-merge-safetensor.")
     if loose_files and options.max_shard_size:
         raise UsageError("--max-shard-size is for safetensors; leave it out with --no-merge-safetensor.")
     if method not in formats:
-        why = f"{method} has the layout {formats_by_option('cpu')[method].arrangement.layout}: leave out --layout"
-        raise UsageError(f"--layout {options.layout} is for {', '.join(formats)}; {why}.")
+        layout = formats_by_option("cpu")[method].arrangement.layout
+        reason = f"{method} has the layout {layout}: leave out --layout"
+        raise UsageError(f"--layout {options.layout} is for {', '.join(formats)}; {reason}.")
     fmt = formats[method]
     if not fmt.arrangement.sliced and options.non_experts != "skip":
         raise UsageError(
             f"--non-experts {options.non_experts}: --layout {options.layout} contains only experts; leave out one "
             "of them."
         )
-    alone = backward_only_format(method) if fmt.arrangement.sliced else None
-    if alone is not None and backward:
+    backward_only = backward_only_format(method) if fmt.arrangement.sliced else None
+    if backward_only is not None and backward:
         if not loose_files:
             remedy = "add --no-merge-safetensor, or leave out --save-backward-weights"
             raise UsageError(f"{fmt.name} has backward matrices in loose files only, without the experts; {remedy}.")
-        return alone
+        return backward_only
     if loose_files and fmt.loose is None:
-        others = "" if alone is None else ", or add --save-backward-weights for kt-kernel's backward files"
-        raise UsageError(f"{fmt.name} has no loose files; leave out --no-merge-safetensor{others}.")
+        second_remedy = (
+            "" if backward_only is None else ", or add --save-backward-weights for kt-kernel's backward files"
+        )
+        raise UsageError(f"{fmt.name} has no loose files; leave out --no-merge-safetensor{second_remedy}.")
     if backward and not fmt.backward:
         raise UsageError(f"{fmt.name} has no matrices for fine-tuning; leave out --save-backward-weights.")
     return fmt
@@ -154,32 +164,33 @@ def _format(options: CpuOptions) -> Format:
 
 def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int) -> dict[str, Any]:
     """Return the layers to convert and the loose layers to keep; an earlier run's choice precedes --resume-layer."""
-    first = options.resume_layer
-    if options.kept_layers is not None or not first:
+    first_layer = options.resume_layer
+    if options.kept_layers is not None or not first_layer:
         return {}
     if (saved := checkpoint.read_saved_values(options, "layers", "kept_layers")) is not None:
         return saved
     selected = checkpoint.parse_layers(options.layers, model.layers)
     folders = loose.find_layers(options.output) if options.no_merge_safetensor and options.output.is_dir() else {}
     if not folders:
-        remaining = [n for n in selected if n >= first]
+        remaining = [layer for layer in selected if layer >= first_layer]
         if not remaining:
             raise UsageError(
-                f"--resume-layer {first}: no MoE layer remains; the model has {format_ranges(model.layers)}."
+                f"--resume-layer {first_layer}: no MoE layer remains; the model has {format_ranges(model.layers)}."
             )
         return {"layers": _format_ranges(remaining)}
     kept = []
-    for layer in (n for n in selected if n < first and n in folders):
-        count, hidden, intermediate = model.shape(layer)
-        grid = Slicing(layer, hidden, intermediate, numa, options.save_backward_weights, fmt.forward)
-        if has_all_loose_files(folders[layer], grid, count, fmt):
-            kept.append(layer)
-    rest = [n for n in selected if n not in kept]
-    if not rest:
+    for layer in selected:
+        if layer < first_layer and layer in folders:
+            count, hidden, intermediate = model.shape(layer)
+            slicing = Slicing(layer, hidden, intermediate, numa, options.save_backward_weights, fmt.forward)
+            if has_all_loose_files(folders[layer], slicing, count, fmt):
+                kept.append(layer)
+    remaining = [layer for layer in selected if layer not in kept]
+    if not remaining:
         raise UsageError(
-            f"--resume-layer {first}: {options.output} already contains every layer; leave out --resume-layer."
+            f"--resume-layer {first_layer}: {options.output} already contains every layer; leave out --resume-layer."
         )
-    return {"layers": _format_ranges(rest), "kept_layers": tuple(kept)}
+    return {"layers": _format_ranges(remaining), "kept_layers": tuple(kept)}
 
 
 def _format_ranges(layers: Sequence[int]) -> str:
@@ -195,7 +206,7 @@ def _require_input_type(expected: str | None, model: MoeModel) -> None:
         raise InputError(f"{model.source.root}: {problem}; leave out the option or correct it.")
 
 
-def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> OutputFacts:
+def _make_facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], options: CpuOptions) -> OutputFacts:
     return {
         "architecture": model.arch.name,
         **mixed.manifest_facts(fmt, layers),
@@ -205,13 +216,13 @@ def _facts(model: MoeModel, fmt: Format, numa: int, layers: tuple[int, ...], opt
         "backward": options.save_backward_weights,
         **({} if options.scale == ABSMAX.name else {"scale": options.scale}),
         **expert_plan.calibration_facts(options),
-        **({"machine": options.machine.first_machine} if options.calibrated else {}),
+        **({"machine": options.hardware.first_machine} if options.calibrated else {}),
     }
 
 
-def _scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
-    """Return a note on what other values of --scale would gain; only for the plan, not for the model card."""
-    grids = [own.encoding.grid for own in fmt.layer_formats]
+def _make_scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
+    """Return a note on the gain of other values of --scale; only for the plan, not for the model card."""
+    grids = [layer_fmt.encoding.grid for layer_fmt in fmt.layer_formats]
     if quantizer != ABSMAX or not any(grid.bits == 4 and grid.has_row_scales and MSE.supports(grid) for grid in grids):
         return ()
     return (
@@ -221,44 +232,44 @@ def _scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
     )
 
 
-def _notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
+def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
     notes = list(model.notes)
-    left = [n for n in model.layers if n not in layers]
-    if left and options.kept_layers is None:
-        notes.append(f"layers {format_ranges(left)} are skipped because of --layers or --resume-layer")
+    skipped = [layer for layer in model.layers if layer not in layers]
+    if skipped and options.kept_layers is None:
+        notes.append(f"layers {format_ranges(skipped)} are skipped because of --layers or --resume-layer")
     if options.kept_layers:
         notes.append(f"layers {_format_ranges(options.kept_layers)} are already in the output and are kept")
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
             f"the output has no config.json and no tokenizer, because a {model.source.container.title} does not "
-            f"contain them in kt-kernel's form; --config MODEL copies them from the Hugging Face model (directory or "
+            "contain them in kt-kernel's form; --config MODEL copies them from the Hugging Face model (directory or "
             "id)"
         )
     return notes
 
 
-def _format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
+def _make_format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> list[str]:
+    """Return the notes on one format of the layers."""
     notes = []
-    if kept := fmt.encoding.is_exact(model):
-        stored = [] if fmt.encoding.grid.bits < DECODED_BITS else encodings.list_quantized_titles(model.dtypes)
-        holds = (
-            f"{fmt.name} can represent all numbers of {stored[0]}"
-            if stored
-            else f"the experts are {fmt.option.upper()} already"
-        )
-        notes.append(f"{holds}, so every number stays the same")
-    for title in () if kept else encodings.list_quantized_titles(model.dtypes):
+    is_exact = fmt.encoding.is_exact(model)
+    if is_exact:
+        titles = [] if fmt.encoding.grid.bits < DECODED_BITS else encodings.list_quantized_titles(model.dtypes)
+        reason = f"the experts are {fmt.option.upper()} already"
+        if titles:
+            reason = f"{fmt.name} can represent all numbers of {titles[0]}"
+        notes.append(f"{reason}, so every number stays the same")
+    for title in () if is_exact else encodings.list_quantized_titles(model.dtypes):
         notes.append(
             f"{title} to {fmt.name} rounds twice: if the model has a BF16 release, convert that for better accuracy"
         )
     if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
-        lost = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
+        int4_error = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
         notes.append(
             f"the experts already have {model.bits:g} bits per weight, and int4 with one scale per row loses more "
-            f"accuracy: weights from Q4_K have an error of 7.2 to 8.6 % in int8, and of {lost} in int4; "
+            f"accuracy: weights from Q4_K have an error of 7.2 to 8.6 % in int8, and of {int4_error} in int4; "
             "--quant-method int8 is the better choice"
         )
-    for name, other in () if kept else formats_by_option("cpu").items():
+    for name, other in () if is_exact else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):
             notes.append(f"--quant-method {name} keeps every number of these experts unchanged")
     return notes

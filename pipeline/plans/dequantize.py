@@ -40,17 +40,16 @@ def plan_dequantize(
     change_notes: Sequence[str] = ()
     if change is not None:
         tensors, *change_notes = change(tensors)
-    facts = _facts(source, tensors)
+    facts = _make_facts(source, tensors)
     metadata = checkpoint.shard_metadata(facts, source, ("method", "layout_version"))
-    limit = options.max_shard_size
-    stage = copy_tensors.stage(source, tensors, limit, metadata, name=STAGE, title=TITLE)
+    stage = copy_tensors.make_stage(source, tensors, options.max_shard_size, metadata, name=STAGE, title=TITLE)
     names = source.companions()
     dropped_files = [name for name in names if name in configs.CONFIG_FILES]
     notes = (
         *source.notes,
         *everything.notes,
         *change_notes,
-        *_notes(facts, len(everything.dropped), dropped_files, copied=change is None),
+        *_make_notes(facts, len(everything.dropped), dropped_files, copied=change is None),
     )
     base = checkpoint.base_model(source)
     return Plan(
@@ -63,28 +62,33 @@ def plan_dequantize(
         companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
         config=dequantized.config_json(source.config) if facts["decoded"] else configs.encode_json(source.config),
         hooks=Hooks(
-            # A few windows of each shard in flight, whatever the number of threads.
+            # A few windows of each shard in flight, for any number of threads.
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),
             render_card=lambda stats: cards.make_model_card(
                 cards.DEQUANTIZED, facts, base, notes, stats, tool_version()
             ),
-            check=_check,
+            check=_check_decoded,
         ),
     )
 
 
-def _check(assembled: Path) -> None:
+def _check_decoded(assembled: Path) -> None:
     from ktconvert.pipeline.verify.verify import require_decoded
 
     require_decoded(assembled)
 
 
-def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> OutputFacts:
-    """Return the facts of the output. decoded: title of an encoding -> number of weights stored in it."""
-    count = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
+def _make_facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> OutputFacts:
+    """Return the facts of the output.
+
+    `decoded` is a mapping: title of an encoding -> number of weights stored in it.
+    """
+    counts = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
-    mlx = cfg.find(source.config, ("quantization.bits",))  # releases of MLX before 2025 have no quantization_config
-    if not count and (quantization.method or mlx or configs.remove_quantization(source.config) != source.config):
+    # Releases of MLX before 2025 have no quantization_config.
+    mlx_bits = cfg.find(source.config, ("quantization.bits",))
+    is_declared = quantization.method or mlx_bits or configs.remove_quantization(source.config) != source.config
+    if not counts and is_declared:
         raise UnsupportedError(
             f"{source.root}: {CONFIG} declares a quantized model ({quantization.method or 'unnamed method'}), but no "
             "tensor has the names of a supported encoding; use the model's BF16 or FP8 (E4M3) release."
@@ -93,13 +97,19 @@ def _facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> OutputFacts
         "architecture": ", ".join(cfg.families(source.config)) or "unknown",
         "method": dequantized.METHOD,
         "layout_version": dequantized.VERSION,
-        "decoded": dict(sorted(count.items())),
+        "decoded": dict(sorted(counts.items())),
         "tensors": len(tensors),
     }
 
 
-def _notes(facts: OutputFacts, scales: int, dropped_files: Sequence[str], *, copied: bool) -> list[str]:
-    if not (weights := ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())):
+def _make_notes(facts: OutputFacts, scales: int, dropped_files: Sequence[str], *, copied: bool) -> list[str]:
+    """Return the notes of the plan.
+
+    scales  number of dropped tensors
+    copied  whether all tensors that are not decoded are copied unchanged
+    """
+    weights = ", ".join(f"{count} in {title}" for title, count in facts["decoded"].items())
+    if not weights:
         return ["the source is not quantized; the output is a copy"] if copied else []
     notes = [f"{weights} become BF16; {scales} tensors of scales and similar data are dropped, all others copied"]
     if dropped_files:

@@ -57,7 +57,7 @@ def prepare_options(options: Q) -> Q:
     return calibration_run.record_machine(options, with_statistics=options.gptq.saves_statistics)
 
 
-def build_plan(
+def build_expert_plan(
     options: QuantizationOptions,
     model: MoeModel,
     fmt: Format,
@@ -73,33 +73,45 @@ def build_plan(
     card_notes: Sequence[str] = (),
     notes: Sequence[str] = (),
     ignore: Sequence[str] = (),
-    left_out: Sequence[str] = (),
+    dropped_files: Sequence[str] = (),
     non_experts: str = "keep",
     loose_files: bool = False,
     kept_layers: tuple[int, ...] | None = None,
 ) -> Plan:
     """Return the plan that quantizes experts, by rounding or in a calibration run, and copies other tensors.
 
-    others      non-expert tensors to copy
-    quantizer   how codes are chosen; statistics: of the experts' inputs, if it needs them
-    numa        number of NUMA slices; backward: also make the matrices for fine-tuning
-    card_notes  sentences for the plan and the model card; notes: only for the plan
-    ignore      patterns of modules that are not quantized
-    left_out    files of the checkpoint that are not copied
+    fmt            format of the experts, which may differ by layer
+    layers         layers to convert
+    others         non-expert tensors to copy
+    facts          facts for the manifest that are known before the run
+    metadata       metadata of all shards
+    quantizer      how codes are chosen
+    numa           number of NUMA slices
+    backward       whether to make the matrices for fine-tuning, too
+    statistics     statistics of the experts' inputs, if the quantizer needs them
+    card_notes     sentences for the plan and the model card
+    notes          sentences only for the plan
+    ignore         patterns of modules that are not quantized
+    dropped_files  companion files of the checkpoint that are not copied
+    non_experts    the choice of --non-experts, for the model card
+    loose_files    whether to write loose files instead of shards
+    kept_layers    loose layers that the output already has and keeps; None without --resume-layer
     """
-    source, side_output, run = model.source, None, None
+    source = model.source
+    side_output = None
+    run = None
     if options.calibrated:
         from ktconvert.pipeline.calibration.gather_statistics import KEYS
         from ktconvert.pipeline.plans import calibration_run
 
-        stage: Stage[Any] = calibration_run.gptq_stage(
+        stage: Stage[Any] = calibration_run.make_gptq_stage(
             options, model, fmt, metadata, quantizer=quantizer, numa=numa, loose_files=loose_files
         )
         run = calibration_run.plan_gptq_run(options, model, fmt)
         if options.gptq.save_statistics is not None:
             side_output = SideOutput(options.gptq.save_statistics, KEYS)
     else:
-        stage = quantize_experts.stage(
+        stage = quantize_experts.make_stage(
             model,
             fmt,
             layers,
@@ -116,36 +128,43 @@ def build_plan(
         facts = {**facts, EQUALIZED: []}
     stages = [stage]
     if others:
-        stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
+        stages.append(copy_tensors.make_stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
     config = (
         configs.config_json(source.config, entries, is_whole_model=fmt.arrangement.is_whole_model)
         if source.has_config
         else None
     )
-    copied = [name for name in source.companions() if name not in left_out]
-    copying = copy_tensors.peak_memory(others) if others else 0
+    copied = [name for name in source.companions() if name not in dropped_files]
+    copying_bytes = copy_tensors.peak_memory(others) if others else 0
 
     def peak_memory(threads: int) -> int:
         """Return the size of the buffers of all packing threads, which do not grow with the model."""
-        packing, making = threads + WAITING, 0
+        packing_threads = threads + WAITING
+        making_bytes = 0
         if not options.calibrated:
-            reading = 0 if statistics is None else statistics.memory_bytes(packing)
-            making = reading + expert_files.peak_memory(stage.units, packing)
-        needed = checkpoint.BASE_MEMORY + max(making, copying)
+            reading_bytes = 0 if statistics is None else statistics.memory_bytes(packing_threads)
+            making_bytes = reading_bytes + expert_files.peak_memory(stage.units, packing_threads)
+        needed = checkpoint.BASE_MEMORY + max(making_bytes, copying_bytes)
         return needed if run is None else run.peak_memory(needed)
 
-    def readme(stats: Sequence[Mapping[str, Any]]) -> bytes:
-        all_facts: OutputFacts = {**facts, **facts_from_stats(stats)}
-        base, card, version = checkpoint.base_model(source), fmt.description.card, tool_version()
+    def render_card(stats: Sequence[Mapping[str, Any]]) -> bytes:
+        all_facts: OutputFacts = {**facts, **make_measured_facts(stats)}
         return cards.make_model_card(
-            card, all_facts, base, card_notes, stats, version, loose=loose_files, non_experts=non_experts
+            fmt.description.card,
+            all_facts,
+            checkpoint.base_model(source),
+            card_notes,
+            stats,
+            tool_version(),
+            loose=loose_files,
+            non_experts=non_experts,
         )
 
     return Plan(
         options=options,
         files=checkpoint.source_files(source),
-        reads=(*source.paths(), *checkpoint.option_files(options), *_statistics_files(statistics)),
+        reads=(*source.paths(), *checkpoint.option_files(options), *_list_statistics_files(statistics)),
         stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
         facts={**facts, **({"kept_layers": list(kept_layers)} if kept_layers else {})},
         notes=(
@@ -162,12 +181,14 @@ def build_plan(
         needs=Needs() if run is None else run.needs,
         hooks=Hooks(
             peak_memory=peak_memory,
-            render_card=readme,
-            measured_facts=facts_from_stats,
+            render_card=render_card,
+            measured_facts=make_measured_facts,
             require_ready=(lambda: None) if run is None else run.require_ready,
-            check=partial(_check, calibrated=options.calibrated)
-            if fmt.arrangement.is_whole_model
-            else lambda assembled: None,
+            check=(
+                partial(_check_whole_model, calibrated=options.calibrated)
+                if fmt.arrangement.is_whole_model
+                else lambda assembled: None
+            ),
         ),
     )
 
@@ -180,34 +201,38 @@ def calibration_facts(options: QuantizationOptions) -> OutputFacts:
     """Return the data and the settings of GPTQ; nothing without it."""
     if not options.calibrated:
         return {}
-    own = options.gptq
+    gptq = options.gptq
     calibration: CalibrationFacts = {
         **describe_dataset(options.samples),
-        "dampening": own.dampening_frac,
-        "calibrate": own.calibrate,
-        "steps": own.gptq_steps,
+        "dampening": gptq.dampening_frac,
+        "calibrate": gptq.calibrate,
+        "steps": gptq.gptq_steps,
         "engine": options.engine,
     }
     return {"calibration": calibration}
 
 
-def facts_from_stats(stats: Sequence[Mapping[str, Any]]) -> OutputFacts:
+def make_measured_facts(stats: Sequence[Mapping[str, Any]]) -> OutputFacts:
     """Return facts that only finished units know: `equalized`, and `too_few_tokens`, the experts that GPTQ skipped."""
-    few, equalized = (_list_experts(stats, name) for name in ("rounded_experts", "equalized_experts"))
-    return {**({"too_few_tokens": few} if few else {}), **({EQUALIZED: equalized} if equalized else {})}
+    skipped = _list_experts(stats, "rounded_experts")
+    equalized = _list_experts(stats, "equalized_experts")
+    return {**({"too_few_tokens": skipped} if skipped else {}), **({EQUALIZED: equalized} if equalized else {})}
 
 
 def _list_experts(stats: Sequence[Mapping[str, Any]], name: str) -> list[str]:
     """Return the experts in this entry of the layers' figures, as in "layer 3: 0-5, 7"."""
     experts: dict[int, list[int]] = {}
-    for s in stats:
-        if s.get(name):
-            experts.setdefault(s["layer"], []).extend(s[name])
+    for figures in stats:
+        if figures.get(name):
+            experts.setdefault(figures["layer"], []).extend(figures[name])
     return [f"layer {layer}: {format_ranges(experts[layer])}" for layer in sorted(experts)]
 
 
 def equalize_model(options: QuantizationOptions, model: MoeModel, fmt: Format) -> MoeModel:
-    """Return the model, equalized with --equalize. Raises if experts would compute something else, or none gains."""
+    """Return the model, equalized with --equalize.
+
+    Raises UnsupportedError if experts would compute something else, UsageError if none gains.
+    """
     if not options.equalize:
         return model
     if not all(function.can_scale_up for function in model.functions.values()):
@@ -222,14 +247,14 @@ def equalize_model(options: QuantizationOptions, model: MoeModel, fmt: Format) -
         raise UsageError(f"--equalize: --save-statistics would describe the equalized experts; {remedy}.")
     model = equalize_for_format(model, fmt)
     if not model.equalized:
-        why = (
+        reason = (
             f"{fmt.name} keeps every number of these experts, or scales rows and columns together; leave out --equalize"
         )
-        raise UsageError(f"--equalize requires experts that are rounded to integers or MXFP4: {why}.")
+        raise UsageError(f"--equalize requires experts that are rounded to integers or MXFP4: {reason}.")
     return model
 
 
-def _check(assembled: Path, calibrated: bool) -> None:
+def _check_whole_model(assembled: Path, calibrated: bool) -> None:
     """Check a whole model as its loaders do, and with transformers if that is loaded already."""
     from ktconvert.pipeline.verify.verify import require_sound
 
@@ -239,14 +264,14 @@ def _check(assembled: Path, calibrated: bool) -> None:
 def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeModel) -> InputStatistics | None:
     """Open the importance matrix or the second moments that the options name; None if they name none.
 
-    Raises UsageError if they are needed and missing or the reverse, and InputError for those of a different model or
-    than those of the first run.
+    Raises UsageError if they are needed and missing, or given and not needed. Raises InputError if they belong to a
+    different model, or differ from those of the first run.
     """
-    given = options.importance
-    path = given.file
-    reads_file = quantizer.requires_importance or (quantizer.uses_moments and given.imatrix is None)
+    importance = options.importance
+    path = importance.file
+    reads_file = quantizer.requires_importance or (quantizer.uses_moments and importance.imatrix is None)
     if path is not None and not reads_file:
-        flag = "--statistics" if given.imatrix is None else "--imatrix"
+        flag = "--statistics" if importance.imatrix is None else "--imatrix"
         raise UsageError(f"{flag} is not for --scale {quantizer.name}; leave it out.")
     if path is None:
         if quantizer.requires_importance:
@@ -266,12 +291,12 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     return statistics
 
 
-def _statistics_files(inputs: InputStatistics | None) -> tuple[Path, ...]:
+def _list_statistics_files(inputs: InputStatistics | None) -> tuple[Path, ...]:
     """Return the files of the input statistics, and the files next to them that describe them."""
     if inputs is None:
         return ()
-    own = (file.path for file in inputs.layers.values()) if isinstance(inputs, SecondMoments) else (inputs.path,)
-    return (*own, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
+    files = [file.path for file in inputs.layers.values()] if isinstance(inputs, SecondMoments) else [inputs.path]
+    return (*files, *(inputs.path.with_name(name) for name in (DOCUMENT, COUNTS)))
 
 
 def input_statistics_facts(inputs: InputStatistics | None, layers: Sequence[int]) -> OutputFacts:
@@ -292,52 +317,61 @@ def notes_on_unreached(facts: OutputFacts) -> Iterator[str]:
 
 
 def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
-    """Return the format of --quant-method, or with --method-map a mix of formats. Raises UsageError for a wrong map."""
+    """Return the format of --quant-method, or with --method-map a mix of formats.
+
+    Raises UsageError if --method-map names a method that cannot be mixed, gives all layers one method, or is
+    not of the form LAYERS=METHOD; and for options that a mix does not support.
+    """
     if not options.method_map:
         return fmt
-    can = {name: one for name, one in formats_by_option("cpu", NUMA.layout).items() if mixed.can_be_mixed(one)}
-    if fmt not in can.values():
-        raise UsageError(f"--quant-method {options.quant_method}: {_not_mixed(fmt.name, can)}.")
-    given = (
+    mixable = {
+        name: candidate
+        for name, candidate in formats_by_option("cpu", NUMA.layout).items()
+        if mixed.can_be_mixed(candidate)
+    }
+    if fmt not in mixable.values():
+        raise UsageError(f"--quant-method {options.quant_method}: {_explain_not_mixable(fmt.name, mixable)}.")
+    unsupported = (
         (options.no_merge_safetensor, "--no-merge-safetensor", "is only in safetensors"),
         (options.save_backward_weights, "--save-backward-weights", "has no matrices for fine-tuning"),
         (options.resume_layer > 0, "--resume-layer", "is resumed without a number"),
     )
-    for is_given, flag, why in given:
+    for is_given, flag, reason in unsupported:
         if is_given:
-            raise UsageError(f"{MAP}: an output with a method per layer {why}; leave out {flag}.")
+            raise UsageError(f"{MAP}: an output with a method per layer {reason}; leave out {flag}.")
     by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.rename_for_mixed_output(fmt))
     for text in options.method_map:
         layers, sign, method = text.rpartition("=")
         if not sign:
             raise UsageError(f"{MAP} {text}: give layers and their method, like 0-5=int8.")
         name = method.strip().lower()
-        if name not in can:
-            raise UsageError(f"{MAP} {text}: {_not_mixed(method.strip(), can)}.")
+        if name not in mixable:
+            raise UsageError(f"{MAP} {text}: {_explain_not_mixable(method.strip(), mixable)}.")
         for layer in checkpoint.parse_layers(layers, model.layers, MAP):
             if layer in by_layer:  # otherwise --layers excludes it
-                by_layer[layer] = mixed.rename_for_mixed_output(can[name])
+                by_layer[layer] = mixed.rename_for_mixed_output(mixable[name])
     if len(set(by_layer.values())) == 1:
-        only = next(name for name in can if mixed.rename_for_mixed_output(can[name]) in by_layer.values())
+        only = next(name for name in mixable if mixed.rename_for_mixed_output(mixable[name]) in by_layer.values())
         raise UsageError(f"{MAP}: every layer would have {only}; give --quant-method {only}, and leave out {MAP}.")
     return mixed.combine_formats(by_layer)
 
 
-def _not_mixed(name: str, can: dict[str, Format]) -> str:
-    *first, last = can
+def _explain_not_mixable(name: str, mixable: dict[str, Format]) -> str:
+    *first, last = mixable
     return f"{name} cannot be the method of single layers; {', '.join(first)} and {last} can"
 
 
-def notes_by_format(fmt: Format, notes_of: Callable[[Format], Iterable[str]]) -> Iterator[str]:
+def notes_by_format(fmt: Format, make_notes: Callable[[Format], Iterable[str]]) -> Iterator[str]:
     """Yield notes on each format of the layers, in a mix with its name."""
-    for own in fmt.layer_formats:
-        yield from (f"{own.name}: {note}" if fmt.by_layer else note for note in notes_of(own))
+    for layer_fmt in fmt.layer_formats:
+        yield from (f"{layer_fmt.name}: {note}" if fmt.by_layer else note for note in make_notes(layer_fmt))
 
 
 def mix_notes(fmt: Format, layers: Sequence[int], quantizer: Quantizer) -> Iterator[str]:
     """Yield the notes of the plan and the model card on a mix of formats; none for other formats."""
     if methods := mixed.manifest_methods(fmt, layers).get("methods"):
-        listed = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
-        yield f"a method per layer, for the runtime of ktconvert: kt-kernel cannot load it ({listed})"
-    if others := [own.name for own in fmt.layer_formats if not quantizer.supports(own.encoding.grid)]:
-        yield f"--scale {quantizer.name} has no effect in layers of {' and '.join(others)}"
+        layers_by_method = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
+        yield f"a method per layer, for the runtime of ktconvert: kt-kernel cannot load it ({layers_by_method})"
+    unsupported = [layer_fmt.name for layer_fmt in fmt.layer_formats if not quantizer.supports(layer_fmt.encoding.grid)]
+    if unsupported:
+        yield f"--scale {quantizer.name} has no effect in layers of {' and '.join(unsupported)}"

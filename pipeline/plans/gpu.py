@@ -42,24 +42,24 @@ def plan_gpu(options: GpuOptions) -> Plan:
     model = expert_plan.equalize_model(options, model, fmt)
     loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
     ignore = make_ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
-    rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
-    facts = _facts(model, fmt, options)
-    left_out = [name for name in source.companions() if name in CONFIG_FILES]
-    notes = _rawint4_notes(facts, options.output)
+    non_experts = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
+    facts = _make_facts(model, fmt, options)
+    dropped_files = [name for name in source.companions() if name in CONFIG_FILES]
+    notes = _make_rawint4_notes(facts, options.output)
     if options.max_shard_size and options.calibrated:
         notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
-    return expert_plan.build_plan(
+    return expert_plan.build_expert_plan(
         options,
         model,
         fmt,
         model.layers,
-        rest.output_tensors(),
+        non_experts.output_tensors(),
         facts,
         checkpoint.shard_metadata(facts, source, METADATA),
-        card_notes=_notes(model, rest, left_out, loading),
+        card_notes=_make_notes(model, non_experts, dropped_files, loading),
         notes=notes,
         ignore=ignore,
-        left_out=left_out,
+        dropped_files=dropped_files,
     )
 
 
@@ -73,18 +73,19 @@ def _require_supported(options: GpuOptions) -> None:
         raise UsageError(f"--save-statistics needs --quant-method GPTQ and --engine stream; {remedy}.")
 
 
-def _rawint4_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
+def _make_rawint4_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
     """Return a note on experts in RAWINT4's format: the command that serves them on CPU and GPU, or why it cannot."""
     if not is_rawint4(facts):
         return ()
-    if why := explain_not_rawint4(facts):
-        return (f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {why}; use `ktconvert cpu` for those",)
-    block = cards.make_launch_lines(facts, str(output))
-    command = " ".join(line.rstrip("\\").strip() for line in block[1 : block.index("```")])
+    if reason := explain_not_rawint4(facts):
+        problem = f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {reason}"
+        return (f"{problem}; use `ktconvert cpu` for those",)
+    lines = cards.make_launch_lines(facts, str(output))
+    command = " ".join(line.rstrip("\\").strip() for line in lines[1 : lines.index("```")])
     return (f"one directory for CPU and GPU: {command}",)
 
 
-def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:
+def _make_facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:
     return {
         "architecture": model.arch.name,
         "method": fmt.name,
@@ -100,22 +101,24 @@ def _facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:
     }
 
 
-def _notes(model: MoeModel, rest: NonExpertTensors, dropped_files: list[str], loading: tuple[str, ...]) -> list[str]:
-    notes = [*model.common_notes, *rest.notes]
-    weights = [stored for stored in rest.tensors.values() if isinstance(stored, Weight)]
-    decoded, titles = len(weights), sorted({weight.encoding.title for weight in weights})
+def _make_notes(
+    model: MoeModel, non_experts: NonExpertTensors, dropped_files: list[str], loading_notes: tuple[str, ...]
+) -> list[str]:
+    notes = [*model.common_notes, *non_experts.notes]
+    decoded = [stored for stored in non_experts.tensors.values() if isinstance(stored, Weight)]
     for title in encodings.list_quantized_titles(model.dtypes):
         notes.append(
             f"{title} to integers rounds twice: if the model has a BF16 release, convert that for better accuracy"
         )
     if decoded:
+        titles = sorted({weight.encoding.title for weight in decoded})
         notes.append(
-            f"{decoded} {' and '.join(titles)} non-expert tensors are written as BF16, multiplied by their scales, "
-            "because loaders would ignore the scales"
+            f"{len(decoded)} {' and '.join(titles)} non-expert tensors are written as BF16, multiplied by their "
+            "scales, because loaders would ignore the scales"
         )
     if model.mtp_tensors:
-        which = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
-        notes.append(f"the experts of the MTP layers ({which}) are not quantized, and named in the ignore list")
+        layers = f"layer {', '.join(map(str, model.mtp_layers))}" if model.mtp_layers else "blocks called mtp"
+        notes.append(f"the experts of the MTP layers ({layers}) are not quantized, and named in the ignore list")
     if dropped_files:
         notes.append(f"{', '.join(dropped_files)} is not copied, because it describes the source's quantization")
-    return [*notes, *loading]
+    return [*notes, *loading_notes]

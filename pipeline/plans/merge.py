@@ -57,21 +57,22 @@ def plan_merge(options: MergeOptions) -> Plan:
     names, source_config = _read_original(original)
     recorded = read_manifest_facts(root)
     if options.layers == "all":
-        _require_all(root, layers, recorded, source_config)
+        _require_all_layers(root, layers, recorded, source_config)
     output = replace(open_output(root, layers), config=source_config or {})
     measured = _measure_layers(output, options.layers == "all")
-    facts = _facts(measured, recorded)
+    facts = _make_facts(measured, recorded)
     card = cards.AMX if measured.fmt is None else measured.fmt.description.card
     entries = configs.cpu_entries(facts, tool_version(), has_row_scales=True)
     metadata = {**checkpoint.FORMAT_METADATA, "method": facts["method"], "numa": str(facts["numa"])}
     files = _sort_tensors(output)
-    read = checkpoint.files_in(root, [file.file for file in files])
-    read |= checkpoint.files_in(original, names) if original else {}
+    files_read = checkpoint.files_in(root, [file.file for file in files])
+    if original:
+        files_read |= checkpoint.files_in(original, names)
     return Plan(
         options=options,
-        files=read,
-        reads=(root / manifest.NAME, *read),
-        stages=checkpoint.number_shards([merge_loose_files.stage(files, options.max_tensors, metadata, root)]),
+        files=files_read,
+        reads=(root / manifest.NAME, *files_read),
+        stages=checkpoint.number_shards([merge_loose_files.make_stage(files, options.max_tensors, metadata, root)]),
         facts=facts,
         notes=(),
         companions=checkpoint.companions(original, names) if original else (),
@@ -95,20 +96,22 @@ def _read_original(original: Path | None) -> tuple[list[str], dict[str, Any] | N
 def _sort_tensors(output: Output) -> list[TensorInfo]:
     """Return the loose files as tensors of the merged output, in the order of bytes.md."""
 
-    def order(key: tuple[SliceId, str]) -> tuple[object, ...]:
-        place, suffix = key
-        projection = PROJECTIONS.index(place.projection)
-        return place.layer, place.expert, projection, place.backward, place.node, suffix != "weight"
+    def sort_key(key: tuple[SliceId, str]) -> tuple[object, ...]:
+        slice_id, suffix = key
+        projection = PROJECTIONS.index(slice_id.projection)
+        return slice_id.layer, slice_id.expert, projection, slice_id.backward, slice_id.node, suffix != "weight"
 
     names = NumaNames(tuple(loose.FILE_WORDS))
-    return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=order)]
+    return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=sort_key)]
 
 
 def _measure_layers(output: Output, everything: bool) -> Measure:
     """Return the layers' format and sizes, from names and sizes.
 
-    everything: the user named no layers, so output.config decides which must exist. Raises KtconvertError if there is
-    nothing to merge, or if layers are incomplete, of several conversions, or not of output.config's model.
+    everything  whether the user named no layers, so that output.config decides which must exist
+
+    Raises KtconvertError if there is nothing to merge, or if layers are incomplete, of several conversions, or not of
+    output.config's model.
     """
     from ktconvert.pipeline.verify.tensor_checks import check_tensors
 
@@ -148,7 +151,7 @@ def require_sound(root: Path, problems: Sequence[str]) -> None:
         raise InputError(f"{root}: {problems[0]}{more}; convert it again.")
 
 
-def _facts(measured: Measure, recorded: OutputFacts) -> OutputFacts:
+def _make_facts(measured: Measure, recorded: OutputFacts) -> OutputFacts:
     """Return the facts that follow from names and sizes, and those of the manifest next to the layers."""
     experts, hidden, width = map(collapse_equal, zip(*measured.shapes.values(), strict=True))
     return {
@@ -184,14 +187,14 @@ def read_manifest_facts(root: Path) -> OutputFacts:
         raise VerificationError(f"{root / manifest.NAME}: {error}; convert again.") from None
     # read_manifest checks the type of resplit_from.
     for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "functions")):
-        if not all(isinstance(text, str) and text.isprintable() for text in _texts(key, facts.get(key, ""))):
+        if not all(isinstance(text, str) and text.isprintable() for text in _list_texts(key, facts.get(key, ""))):
             raise VerificationError(
                 f"{root / manifest.NAME}: not a manifest that ktconvert wrote ({key}); convert again."
             )
     return facts
 
 
-def _texts(key: str, value: Any) -> Iterable[Any]:
+def _list_texts(key: str, value: Any) -> Iterable[Any]:
     """Return the texts in a fact that must be printable: the items of a list, or keys and values of an object."""
     if isinstance(value, list) and key in ("dtypes", "without_counts", "too_few_tokens", "equalized"):
         return value
@@ -200,27 +203,29 @@ def _texts(key: str, value: Any) -> Iterable[Any]:
     return [value]
 
 
-def _require_all(root: Path, layers: Sequence[int], recorded: OutputFacts, config: dict[str, Any] | None) -> None:
+def _require_all_layers(
+    root: Path, layers: Sequence[int], recorded: OutputFacts, config: dict[str, Any] | None
+) -> None:
     """Raise InputError if a layer is missing, or is not in the manifest.
 
-    The manifest next to the layers lists them, else the original's config; otherwise no layer between the first and the
-    last may be missing.
+    The layers must be those of the manifest next to them, or else those of the original's config. Without both, no
+    layer between the first and the last may be missing.
     """
-    known = _layers_to_expect(layers, config)
+    expected = _find_expected_layers(layers, config)
     if "layers" in recorded:
-        known = sorted({*recorded["layers"], *recorded.get("kept_layers", [])})
-        if others := [n for n in layers if n not in known]:
-            here = loose.layer_folder(others[0])
+        expected = sorted({*recorded["layers"], *recorded.get("kept_layers", [])})
+        if unlisted := [layer for layer in layers if layer not in expected]:
+            folder = loose.layer_folder(unlisted[0])
             raise InputError(
-                f"{root}: {here} exists, but manifest.json does not list layer {others[0]}; convert it again."
+                f"{root}: {folder} exists, but manifest.json does not list layer {unlisted[0]}; convert it again."
             )
-    missing = list(islice((n for n in known if n not in layers), MOST_LAYERS))
+    missing = list(islice((layer for layer in expected if layer not in layers), MOST_LAYERS))
     if missing:
-        which = f"layers {format_ranges(missing)} are" if len(missing) > 1 else f"layer {missing[0]} is"
-        raise InputError(f"{root}: {which} missing, {format_ranges(layers)} present; {REMEDY}.")
+        subject = f"layers {format_ranges(missing)} are" if len(missing) > 1 else f"layer {missing[0]} is"
+        raise InputError(f"{root}: {subject} missing, {format_ranges(layers)} present; {REMEDY}.")
 
 
-def _layers_to_expect(layers: Sequence[int], config: dict[str, Any] | None) -> Collection[int]:
+def _find_expected_layers(layers: Sequence[int], config: dict[str, Any] | None) -> Collection[int]:
     if config is not None and (moe_layers := claims.moe_layers(config)) is not None:
         return moe_layers
     limit = claims.num_layers(config) if config is not None else None

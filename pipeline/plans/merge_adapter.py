@@ -48,16 +48,19 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
         for name in (CONFIG, WEIGHTS)
     }
     identity = "".join(str(file.sha256) for file in files.values())
-    return plan_dequantize(options, partial(_with_adapter, folder, identity), files)
+    return plan_dequantize(options, partial(_add_adapter, folder, identity), files)
 
 
-def _with_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) -> tuple[Sequence[OutputTensor], str]:
-    """Return the tensors with the adapter's updates, and a note. Raises if the checkpoint lacks such weights."""
+def _add_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) -> tuple[Sequence[OutputTensor], str]:
+    """Return the tensors with the adapter's updates, and a note.
+
+    Raises InputError or UnsupportedError if the checkpoint lacks such weights.
+    """
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
     blocks: dict[str, dict[int, Delta]] = {}
     experts: dict[str, set[int]] = {}
     for module, delta in read_adapter(folder).items():
-        name, row = _find_place(module, delta, shapes, folder)
+        name, row = _find_weight(module, delta, shapes, folder)
         if row in blocks.setdefault(name, {}):
             raise InputError(f"changes {name} twice, with {module} and a second module", OTHER, path=folder)
         blocks[name][row] = delta
@@ -80,7 +83,7 @@ def _with_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) 
     return changed, f"the adapter {folder.name} is merged into {len(blocks)} tensors, each rounded to BF16 once"
 
 
-def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tuple[str, int]:
+def _find_weight(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tuple[str, int]:
     """Return the tensor that holds a module's weight, and the weight's first row in it."""
     name = _find_name(f"{module}.weight", shapes, folder)
     if name is not None and shapes[name] == delta.shape:
@@ -90,41 +93,46 @@ def _find_place(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tupl
         stacked, half = STACKED[match["name"]]
         gate_up, down = (_find_name(f"{match['experts']}.{part}", shapes, folder) for part in (GATE_UP, DOWN))
         name = gate_up if stacked == GATE_UP else down
-        number, (rows, _) = int(match["expert"]), delta.shape
+        expert = int(match["expert"])
+        rows = delta.shape[0]
         if gate_up is not None and down is not None and name is not None:
             count, hidden, width = (*shapes[down], 0, 0, 0)[:3]
             expected = (width, hidden) if stacked == GATE_UP else (hidden, width)
-            # Both shapes together: other families store them transposed.
-            untransposed = shapes[gate_up] == (count, 2 * width, hidden) and shapes[down] == (count, hidden, width)
-            if untransposed and delta.shape == expected and number < count:
-                return name, (number * (2 if stacked == GATE_UP else 1) + half) * rows
-    has = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
-    raise InputError(f"the adapter changes {module}, {list(delta.shape)}, but the checkpoint {has}", OTHER, path=folder)
+            # Both shapes are compared, because other families store the tensors transposed.
+            is_untransposed = shapes[gate_up] == (count, 2 * width, hidden) and shapes[down] == (count, hidden, width)
+            if is_untransposed and delta.shape == expected and expert < count:
+                return name, (expert * (2 if stacked == GATE_UP else 1) + half) * rows
+    difference = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
+    problem = f"the adapter changes {module}, {list(delta.shape)}, but the checkpoint {difference}"
+    raise InputError(problem, OTHER, path=folder)
 
 
 def _find_name(name: str, shapes: Shapes, folder: Path) -> str | None:
-    """Return the checkpoint's name of a tensor of transformers' model: the same, or with another known prefix."""
+    """Return the checkpoint's name of a tensor of transformers' model: the same, or with a different known prefix."""
     if name in shapes:
         return name
-    start = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
-    names = [name.removeprefix("model.")] if start is None else [prefix + name[len(start) :] for prefix in PREFIXES]
-    matches = [other for other in names if other in shapes]
+    name_prefix = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
+    if name_prefix is None:
+        names = [name.removeprefix("model.")]
+    else:
+        names = [prefix + name.removeprefix(name_prefix) for prefix in PREFIXES]
+    matches = [candidate for candidate in names if candidate in shapes]
     if len(matches) > 1:
-        what = f"changes {name}, which may be the checkpoint's {matches[0]} or {matches[1]}"
-        raise InputError(what, "train it with the transformers model of this checkpoint", path=folder)
+        problem = f"changes {name}, which may be the checkpoint's {matches[0]} or {matches[1]}"
+        raise InputError(problem, "train it with the transformers model of this checkpoint", path=folder)
     return matches[0] if matches else None
 
 
 def _require_all_experts(experts: Mapping[str, set[int]], shapes: Shapes, folder: Path) -> None:
     """Raise InputError if an adapter changes only some of a layer's experts: it belongs to a different model."""
     for projection, numbers in experts.items():
-        at, name = projection.split(".*.")
-        stacked = _find_name(f"{at}.{STACKED[name][0]}", shapes, folder) if name in STACKED else None
+        parent, name = projection.split(".*.")
+        stacked = _find_name(f"{parent}.{STACKED[name][0]}", shapes, folder) if name in STACKED else None
         count = len(numbers)
         if stacked is not None:
             count = shapes[stacked][0]
-        elif _find_name(f"{at}.{count}.{name}.weight", shapes, folder) is not None:
+        elif _find_name(f"{parent}.{count}.{name}.weight", shapes, folder) is not None:
             count += 1
         if count != len(numbers):
-            what = f"changes {projection} of {len(numbers)} experts, but the checkpoint has more"
-            raise InputError(what, OTHER, path=folder)
+            problem = f"changes {projection} of {len(numbers)} experts, but the checkpoint has more"
+            raise InputError(problem, OTHER, path=folder)

@@ -1,4 +1,4 @@
-"""The plan of `ktconvert resplit`: an output rewritten for another number of NUMA slices."""
+"""The plan of `ktconvert resplit`: an output rewritten for a different number of NUMA slices."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
@@ -56,19 +57,19 @@ def plan_resplit(options: ResplitOptions) -> Plan:
     """Build the plan from names, sizes and headers; read only the weights of SAMPLED experts, to measure errors."""
     root = Path(options.input)
     numa = options.threadpool_count
-    output, measured, fmt = _open(root)
+    output, measured, fmt = _open_output(root)
     for layer, (_, hidden, intermediate) in measured.shapes.items():
         require_legal(fmt.layer_format(layer), hidden, intermediate, numa)
     if output.loose and options.max_shard_size:
         raise UsageError(f"--max-shard-size is for safetensors, but {root} has loose files; leave it out.")
     source = TensorSource(root, output.config, (), {}, root) if output.loose else open_checkpoint(root)
-    facts = _facts(output, measured, fmt, numa)
-    metadata = _metadata(output, fmt, numa)
+    facts = _make_facts(output, measured, fmt, numa)
+    metadata = _make_metadata(output, fmt, numa)
     copied = [name for name in companion_files(root) if not (output.manifest and name in (CARD, manifest.NAME))]
     loose_files = sorted({stored.file for stored in output.tensors.values()}) if output.loose else []
     files = checkpoint.shard_files(source) | checkpoint.files_in(root, (*loose_files, *copied))
     options = with_values(options, **_inherit_settings(output, measured))
-    rearranging = resplit_experts.stage(
+    rearranging = resplit_experts.make_stage(
         output,
         fmt,
         [(Slicing(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
@@ -82,23 +83,32 @@ def plan_resplit(options: ResplitOptions) -> Plan:
         OutputTensor(name, info) for name, info in source.tensors.items() if name in output.non_expert_tensors
     )
     if others:
-        stages.append(copy_tensors.stage(source, others, options.max_shard_size, metadata))
+        stages.append(copy_tensors.make_stage(source, others, options.max_shard_size, metadata))
     entries = fmt.description.config_entries(fmt, facts, (), tool_version())
-    by_format = {own: [unit for unit in rearranging.units if unit.work.fmt == own] for own in fmt.layer_formats}
-    notes = tuple(expert_plan.notes_by_format(fmt, lambda own: _notes(by_format[own], measured.numa, numa)))
-    advice, compared = list[str](), list[Path]()
+    by_format = {
+        layer_fmt: [unit for unit in rearranging.units if unit.work.fmt == layer_fmt] for layer_fmt in fmt.layer_formats
+    }
+    notes = tuple(
+        expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_notes(by_format[layer_fmt], measured.numa, numa))
+    )
+    advice: list[str] = []
+    compared_files: list[Path] = []
     if options.against is not None:
-        sentence, compared = _compare_with_converting(options, facts, sample(rearranging.units), options.against)
+        sentence, compared_files = _compare_with_converting(
+            options, facts, sample_units(rearranging.units), options.against
+        )
         advice.append(sentence)
-    copying = copy_tensors.peak_memory(others) if others else 0
-    config, before = dict(output.config), output.config.get("quantization_config")
-    if isinstance(before, dict) and before.get("quant_method") == QUANT_METHOD:
+    copying_bytes = copy_tensors.peak_memory(others) if others else 0
+    config = dict(output.config)
+    old_quantization = output.config.get("quantization_config")
+    if isinstance(old_quantization, dict) and old_quantization.get("quant_method") == QUANT_METHOD:
         del config["quantization_config"]
-    base, non_experts = checkpoint.base_model(source), copy_tensors.infer_choice(output.non_expert_tensors)
+    base = checkpoint.base_model(source)
+    non_experts = copy_tensors.infer_choice(output.non_expert_tensors)
     return Plan(
         options=options,
         files=files,
-        reads=(*source.paths(), *files, *compared),
+        reads=(*source.paths(), *files, *compared_files),
         stages=tuple(stages) if output.loose else checkpoint.number_shards(stages),
         facts=facts,
         notes=(*notes, *advice),
@@ -110,7 +120,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
             peak_memory=lambda threads: (
                 checkpoint.BASE_MEMORY
                 + TENSOR * len(output.tensors)
-                + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying)
+                + max(expert_files.peak_memory(rearranging.units, threads + WAITING), copying_bytes)
             ),
             render_card=lambda stats: cards.make_model_card(
                 fmt.description.card,
@@ -126,7 +136,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
     )
 
 
-def _open(root: Path) -> tuple[Output, Measure, Format]:
+def _open_output(root: Path) -> tuple[Output, Measure, Format]:
     """Return the output, its sizes and its format. Raises InputError or UnsupportedError if it cannot be rewritten."""
     from ktconvert.pipeline.verify.inputs import require_finished
     from ktconvert.pipeline.verify.tensor_checks import check_structure
@@ -151,11 +161,16 @@ def _open(root: Path) -> tuple[Output, Measure, Format]:
     return output, measured, fmt
 
 
-def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> OutputFacts:
-    """Return the facts of the new output. resplit_from: the numbers of slices that it had before, in order."""
+def _make_facts(output: Output, measured: Measure, fmt: Format, numa: int) -> OutputFacts:
+    """Return the facts of the new output.
+
+    `resplit_from` is the list of the numbers of slices that it had before, in order.
+    """
     experts, hidden, intermediate = map(collapse_equal, zip(*measured.shapes.values(), strict=True))
     recorded = read_manifest_facts(output.root)
-    before = [*recorded.get("resplit_from", []), *([measured.numa] if measured.numa != numa else [])]
+    resplit_from = list(recorded.get("resplit_from", []))
+    if measured.numa != numa:
+        resplit_from.append(measured.numa)
     return {
         "architecture": "unknown",
         **mixed.manifest_facts(fmt, list(measured.shapes)),
@@ -167,11 +182,11 @@ def _facts(output: Output, measured: Measure, fmt: Format, numa: int) -> OutputF
         "dtypes": ["not recorded"],
         "backward": measured.backward,
         **inherit_facts(recorded),
-        **({"resplit_from": before} if before else {}),
+        **({"resplit_from": resplit_from} if resplit_from else {}),
     }
 
 
-def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
+def _make_metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
     """Return the metadata of every shard: ours, and that of the input's shards about their experts."""
     metadata = next(iter(output.metadata.values()), {})
     return {
@@ -185,23 +200,22 @@ def _metadata(output: Output, fmt: Format, numa: int) -> dict[str, str]:
 
 def _inherit_settings(output: Output, measured: Measure) -> dict[str, Any]:
     """Return the options of the first conversion that hold for the new output: loose files, layers, --arch-file."""
-    before = output.settings
-    layers = (
-        format_ranges(sorted(measured.shapes)).replace(" ", "")
-        if before.get("layers", "all") not in ("all", None)
-        else None
-    )
-    inherited = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": before.get("arch_row")}
+    settings = output.settings
+    layers = None
+    if settings.get("layers", "all") not in ("all", None):
+        layers = format_ranges(sorted(measured.shapes)).replace(" ", "")
+    inherited = {"no_merge_safetensor": output.loose, "layers": layers, "arch_row": settings.get("arch_row")}
     return {name: value for name, value in inherited.items() if value is not None and value != ""}
 
 
-def sample(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
-    """Return evenly spread units, whose sampled expert is measured."""
-    chosen = sorted({i * (len(units) - 1) // max(1, SAMPLED - 1) for i in range(SAMPLED)})
-    return [units[i].work for i in chosen]
+def sample_units(units: Sequence[Unit[ResplitWork]]) -> list[ResplitWork]:
+    """Return the work of evenly spread units, whose sampled experts are measured."""
+    positions = sorted({i * (len(units) - 1) // max(1, SAMPLED - 1) for i in range(SAMPLED)})
+    return [units[position].work for position in positions]
 
 
-def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
+def _make_notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[str]:
+    """Yield notes on the change from an old to a new number of NUMA slices, for layers of one format."""
     work = units[0].work
     matrices = "down_proj" + (" and the transposed gate_proj and up_proj" if work.slicing.backward else "")
     if old == new:
@@ -214,78 +228,96 @@ def _notes(units: Sequence[Unit[ResplitWork]], old: int, new: int) -> Iterator[s
             "would choose one for each new slice"
         )
     else:
-        works = sample(units)
-        sums = sum(
-            (each.change_sums((each.sampled_expert, p)) for each in works for p in each.column_projections), np.zeros(4)
-        )
+        samples = sample_units(units)
+        sums = np.zeros(4)
+        for sample in samples:
+            for projection in sample.column_projections:
+                sums = sums + sample.measure_change((sample.sampled_expert, projection))
         error = error_figures(sums)["relative_error"]
         yield (
             f"{matrices}: columns of several slices share a scale now, and are rounded again; this changes them by "
-            f"{error:.4f} (relative, measured on {plural(len(works), 'expert')}); all other values stay the same"
+            f"{error:.4f} (relative, measured on {plural(len(samples), 'expert')}); all other values stay the same"
         )
 
 
 def _compare_with_converting(
-    options: ResplitOptions, facts: OutputFacts, works: Sequence[ResplitWork], against: str
+    options: ResplitOptions, facts: OutputFacts, samples: Sequence[ResplitWork], against: str
 ) -> tuple[str, list[Path]]:
-    """Return a note on whether converting again is better, from errors of down_proj of these experts; and files read.
+    """Return a note on whether converting again is better, and the files that were read for it.
 
-    against: the checkpoint that the output was made from
+    The note compares errors of down_proj of the sampled experts.
+
+    samples  units whose sampled experts are measured
+    against  the checkpoint that the output was made from
     """
     scale = facts.get("scale", ABSMAX.name)
     if scale not in QUANTIZERS:
         raise UnsupportedError(f"{options.input}: {scale} weights cannot be converted again here.")
     if QUANTIZERS[scale].requires_importance or QUANTIZERS[scale].calibrated:
-        needs = "a calibration run" if QUANTIZERS[scale].calibrated else "its statistics"
+        needed = "a calibration run" if QUANTIZERS[scale].calibrated else "its statistics"
         raise UnsupportedError(
-            f"{options.input}: was made with --scale {scale}, which needs {needs}; leave out --against."
+            f"{options.input}: was made with --scale {scale}, which needs {needed}; leave out --against."
         )
-    sums = np.zeros(4), np.zeros(4), np.zeros(4)  # error_sums of the old output, the new one, and a fresh conversion
+    # error_sums of the old output, the new output and a fresh conversion
+    old_sums = np.zeros(4)
+    new_sums = np.zeros(4)
+    fresh_sums = np.zeros(4)
     with open_checkpoint(against, options.revision) as source:
-        reads = source.paths()
+        files_read = source.paths()
         model = recognise(source, checkpoint.arch_table(options.arch_row))
-        for work in works:
-            slicing = work.slicing
-            quantizer = QUANTIZERS[scale].select_for(work.fmt.encoding.grid)
-            read = equalize_for_format(model, work.fmt) if EQUALIZED in facts else model
-            again = ExpertsWork(work.fmt, slicing, work.sampled_expert, work.sampled_expert + 1, {}, read, quantizer)
+        for sample in samples:
+            slicing = sample.slicing
+            expert = sample.sampled_expert
+            encoding = sample.fmt.encoding
+            quantizer = QUANTIZERS[scale].select_for(encoding.grid)
+            converted_model = equalize_for_format(model, sample.fmt) if EQUALIZED in facts else model
+            fresh = ExpertsWork(sample.fmt, slicing, expert, expert + 1, {}, converted_model, quantizer)
             shape = model.shape(slicing.layer) if slicing.layer in model.moe_layers else (0, 0, 0)
-            fits = shape[1:] == (slicing.hidden, slicing.intermediate) and work.sampled_expert < shape[0]
-            if not fits or not _equal(
-                work.make((work.sampled_expert, "gate")), again.make((work.sampled_expert, "gate"))
-            ):
+            has_expert = shape[1:] == (slicing.hidden, slicing.intermediate) and expert < shape[0]
+            gate = (expert, "gate")
+            if not has_expert or not _have_equal_bytes(sample.make_linear(gate), fresh.make_linear(gate)):
                 raise InputError(
-                    f"{against}: expert {work.sampled_expert} of layer {slicing.layer} differs from that of "
-                    f"{work.output.root}; set --against to the checkpoint of this output."
+                    f"{against}: expert {expert} of layer {slicing.layer} differs from that of {sample.output.root}; "
+                    "set --against to the checkpoint of this output."
                 )
-            item = work.sampled_expert, "down"
-            for own, parts in zip(sums, (work.read_linear(item), work.make(item), again.make(item)), strict=True):
-                for part, packed in parts:
-                    if not part.backward:
-                        own += error_sums(*unequalize(again.model, work.fmt.encoding, part), packed)
-    before, after, fresh = (error_figures(own)["relative_error"] for own in sums)
+            down = (expert, "down")
+            _add_error_sums(old_sums, fresh, sample.read_linear(down))
+            _add_error_sums(new_sums, fresh, sample.make_linear(down))
+            _add_error_sums(fresh_sums, fresh, fresh.make_linear(down))
+    old_error, new_error, fresh_error = (
+        error_figures(sums)["relative_error"] for sums in (old_sums, new_sums, fresh_sums)
+    )
     comparison = (
-        f"down_proj of {plural(len(works), 'expert')} has a relative error of {before:.4f} to {against}, {after:.4f} "
-        f"after resplit, and {fresh:.4f} if converted again"
+        f"down_proj of {plural(len(samples), 'expert')} has a relative error of {old_error:.4f} to {against}, "
+        f"{new_error:.4f} after resplit, and {fresh_error:.4f} if converted again"
     )
-    advice = f"converting again is better: {_command(options, facts, works[0], against)}"
-    better = "resplit is as good" if fresh >= BETTER * after else advice
-    return f"{comparison}: {better}", reads
+    result = "resplit is as good"
+    if fresh_error < BETTER * new_error:
+        result = f"converting again is better: {_format_command(options, facts, samples[0], against)}"
+    return f"{comparison}: {result}", files_read
 
 
-def _equal(ours: PackedSlices, theirs: PackedSlices) -> bool:
-    """Return whether the forward matrices of two experts have the same bytes."""
+def _add_error_sums(sums: npt.NDArray[np.float64], fresh: ExpertsWork, linear: PackedSlices) -> None:
+    """Add the error_sums of a linear's forward slices against the checkpoint that a fresh conversion reads."""
+    for numa_slice, tensors in linear:
+        if not numa_slice.backward:
+            sums += error_sums(*unequalize(fresh.model, fresh.fmt.encoding, numa_slice), tensors)
+
+
+def _have_equal_bytes(linear: PackedSlices, other_linear: PackedSlices) -> bool:
+    """Return whether the forward slices of two linears have the same bytes."""
     return all(
-        np.array_equal(mine, other)
-        for (part, a), (_, b) in zip(ours, theirs, strict=True)
-        if not part.backward
-        for mine, other in zip(a, b, strict=True)
+        np.array_equal(tensor, other_tensor)
+        for (numa_slice, tensors), (_, other_tensors) in zip(linear, other_linear, strict=True)
+        if not numa_slice.backward
+        for tensor, other_tensor in zip(tensors, other_tensors, strict=True)
     )
 
 
-def _command(options: ResplitOptions, facts: OutputFacts, work: ResplitWork, against: str) -> str:
+def _format_command(options: ResplitOptions, facts: OutputFacts, work: ResplitWork, against: str) -> str:
     """Return the command that converts the source again, for this output."""
-    settings, others = options.settings, work.output.non_expert_tensors
+    settings = options.settings
+    others = work.output.non_expert_tensors
     words = ["ktconvert", "cpu", "-i", against, "-o", str(options.output)]
     words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
     for method, layers in facts.get("methods", {}).items():

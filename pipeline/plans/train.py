@@ -28,7 +28,7 @@ def plan_train(options: TrainOptions) -> Plan:
     fine_tuning.with_stages adds the stages: their number is only known once texts are tokenized, and a finished or
     impossible training shall not wait for that. Raises InputError for missing or unreadable files.
     """
-    files = {path: _identity(path, name) for path, name in _files_read(options)}
+    files = {path: _identify_file(path, name) for path, name in _list_files(options)}
     return Plan(
         options=options,
         files=files,
@@ -42,30 +42,32 @@ def plan_train(options: TrainOptions) -> Plan:
     )
 
 
-def _files_read(options: TrainOptions) -> Iterator[tuple[Path, str]]:
+def _list_files(options: TrainOptions) -> Iterator[tuple[Path, str]]:
     """Yield every local file that training reads, with a name that does not depend on where the file is."""
-    yield from _weight_files(hub.resolve(options.input, options.hub.revision), "")
+    yield from _list_weight_files(hub.resolve(options.input, options.hub.revision), "")
     if options.cpu_weights is not None:
-        yield from _weight_files(options.cpu_weights, "cpu-weights/")
+        yield from _list_weight_files(options.cpu_weights, "cpu-weights/")
     for dataset, prefix in ((options.dataset, "dataset/"), (options.eval_dataset, "eval-dataset/")):
         if dataset is not None:
             files = local_files(dataset)
             yield from ((file, prefix + file.name) for file in select_split(files, options.dataset_split))
 
 
-def _weight_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
+def _list_weight_files(root: Path, prefix: str) -> Iterator[tuple[Path, str]]:
     """Yield the files of a checkpoint or of converted weights."""
     if root.is_file():
         yield root, prefix + root.name
         return
-    names = [path.name for path in root.glob("*") if any(path.suffix == each.suffix for each in CONTAINERS)]
+    suffixes = [container.suffix for container in CONTAINERS]
+    names = [path.name for path in root.glob("*") if path.suffix in suffixes]
     names += [path.relative_to(root).as_posix() for path in root.glob(LOOSE)]
     yield from ((root / name, prefix + name) for name in (*sorted(names), *companion_files(root)))
 
 
-def _identity(path: Path, name: str) -> SourceFile:
+def _identify_file(path: Path, name: str) -> SourceFile:
     """Return a file's identity: the hash of its header or content, or for loose weights its size and time."""
-    if (container := next((each for each in CONTAINERS if each.suffix == path.suffix), None)) is not None:
+    container = next((container for container in CONTAINERS if container.suffix == path.suffix), None)
+    if container is not None:
         header = container.read_header(path, name)
         return SourceFile(name, header.size, header.sha256, header.mtime_ns)
     try:

@@ -14,7 +14,7 @@ Nbytes = Annotated[int, Meta(ge=0)]
 
 
 class BaseEvent(Struct, kw_only=True, omit_defaults=True, tag_field="event"):
-    """One line. A field that is None is left out."""
+    """Base class of events, each of which is one line of JSON. Fields that are None are omitted."""
 
 
 class NoteEvent(BaseEvent, tag="note"):

@@ -31,8 +31,11 @@ def require_matplotlib() -> None:
 
 
 def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
-    """Plot GB/s (with the memory's) and tokens/s over the batch size; document: the JSON of `ktconvert bench`."""
-    figure = _figure(
+    """Plot GB/s (with the memory's) and tokens/s over the batch size.
+
+    document  the JSON of `ktconvert bench`
+    """
+    figure = _make_figure(
         f"{Path(document['output']).name}, layer {document['layer']}: {document['method']}, "
         f"{document['isa']}, {plural(document['threads'], 'thread')}"
     )
@@ -49,60 +52,69 @@ def plot_bench(path: Path, document: Mapping[str, Any]) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [str(count) for count in tokens])
         axes.set_xlabel("tokens per forward")
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
 def plot_eval(path: Path, document: Mapping[str, Any], divergences: Sequence[float]) -> None:
-    """Plot a histogram of KL divergences, and each layer's error; document: the JSON of `ktconvert eval`."""
-    figure = _figure(
+    """Plot a histogram of KL divergences, and each layer's error.
+
+    document  the JSON of `ktconvert eval`
+    """
+    figure = _make_figure(
         f"{Path(document['cpu_weights'] or document['gpu_weights']).name} against {Path(document['model']).name}: "
         f"perplexity {document['perplexity']['converted']:.4g} against {document['perplexity']['original']:.4g}"
     )
-    left, right = figure.subplots(1, 2)
-    least = 1e-9  # equal distributions are at the left edge
-    low, high = (f(max(value, least) for value in divergences) for f in (min, max))
+    divergence_axes, error_axes = figure.subplots(1, 2)
+    smallest = 1e-9  # equal distributions are at the left edge
+    low, high = (f(max(value, smallest) for value in divergences) for f in (min, max))
     steps = [low * (high / low) ** (i / 50) for i in range(51)] if high > low else [low / 2, low * 2]
-    left.hist([max(value, least) for value in divergences], bins=steps, color=MEASURED)
+    divergence_axes.hist([max(value, smallest) for value in divergences], bins=steps, color=MEASURED)
     for name, value, style in (("mean", document["kl"]["mean"], "--"), ("99 %", document["kl"]["p99"], ":")):
-        left.axvline(max(value, least), color=REFERENCE, linestyle=style, label=f"{name} {value:.3g}")
-    left.set(xscale="log", xlabel="KL divergence (nats)", ylabel="positions", title=f"{len(divergences)} positions")
-    left.legend(frameon=False)
+        divergence_axes.axvline(max(value, smallest), color=REFERENCE, linestyle=style, label=f"{name} {value:.3g}")
+    divergence_axes.set(
+        xscale="log", xlabel="KL divergence (nats)", ylabel="positions", title=f"{len(divergences)} positions"
+    )
+    divergence_axes.legend(frameon=False)
     errors = [row["relative_error"] for row in document["layers"]]
     labels = {"ylabel": "relative L2", "title": "error of the experts' output", "ylim": (0, None)}
-    _bars(right, document["layers"], errors, **labels)
-    _save(figure, path)
+    _draw_bars(error_axes, document["layers"], errors, **labels)
+    _save_figure(figure, path)
 
 
 def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
-    """Plot each layer's coverage and number of hot experts; document: the JSON of `ktconvert experts`."""
+    """Plot each layer's coverage and number of hot experts.
+
+    document  the JSON of `ktconvert experts`
+    """
     layers = document["layers"]
     hot = sum(len(row["hot"]) for row in layers)
-    figure = _figure(
+    figure = _make_figure(
         f"{document['statistics']}: {hot} of {document['experts'] * len(layers)} experts are hot, "
         f"{document['coverage']:.1%} of routed tokens"
     )
-    left, right = figure.subplots(1, 2)
-    left.axhline(100 * document["coverage"], color=REFERENCE, linestyle="--", label="all layers")
-    coverage, counts = [100 * row["coverage"] for row in layers], [len(row["hot"]) for row in layers]
-    _bars(left, layers, coverage, ylabel="% of routed tokens", title="go to hot experts", ylim=(0, 100))
-    left.legend(frameon=False)
-    _bars(right, layers, counts, ylabel="experts", title=f"hot, of {document['experts']}", ylim=(0, None))
-    _save(figure, path)
+    coverage_axes, count_axes = figure.subplots(1, 2)
+    coverage_axes.axhline(100 * document["coverage"], color=REFERENCE, linestyle="--", label="all layers")
+    coverage = [100 * row["coverage"] for row in layers]
+    counts = [len(row["hot"]) for row in layers]
+    _draw_bars(coverage_axes, layers, coverage, ylabel="% of routed tokens", title="go to hot experts", ylim=(0, 100))
+    coverage_axes.legend(frameon=False)
+    _draw_bars(count_axes, layers, counts, ylabel="experts", title=f"hot, of {document['experts']}", ylim=(0, None))
+    _save_figure(figure, path)
 
 
 def plot_losses(path: Path, model: str, losses: Sequence[Any], eval_losses: Sequence[Any]) -> None:
     """Plot the losses of a training: (step, loss) of training steps, and of evaluations between them."""
-    figure = _figure(f"a LoRA adapter of {model}")
+    figure = _make_figure(f"a LoRA adapter of {model}")
     axes = figure.subplots()
     axes.plot(*zip(*losses, strict=True), "-", color=MEASURED, linewidth=0.8, label="training")
     if eval_losses:
         axes.plot(*zip(*eval_losses, strict=True), "o-", color=REFERENCE, label="other texts")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend(frameon=False)
-    _save(figure, path)
+    _save_figure(figure, path)
 
 
-def _bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[float], **labels: Any) -> None:
+def _draw_bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[float], **labels: Any) -> None:
     numbers = [row["layer"] for row in layers]
     axes.bar(numbers, values, color=MEASURED)
     axes.set(xlabel="layer", **labels)
@@ -110,7 +122,7 @@ def _bars(axes: Axes, layers: Sequence[Mapping[str, Any]], values: Sequence[floa
         axes.set_xticks(numbers)
 
 
-def _figure(title: str) -> Figure:
+def _make_figure(title: str) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4), dpi=120, layout="constrained")
@@ -118,7 +130,7 @@ def _figure(title: str) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save_figure(figure: Figure, path: Path) -> None:
     kind = path.suffix.lower()
     data = io.BytesIO()
     figure.savefig(data, format=kind[1:], metadata={FORMATS[kind]: publish.MARK})

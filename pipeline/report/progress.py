@@ -30,7 +30,8 @@ class Reporter:
     """
 
     def __init__(self, *, json_events: bool = False, verbosity: int = 0) -> None:
-        self.json_events, self.verbosity = json_events, verbosity
+        self.json_events = json_events
+        self.verbosity = verbosity
         self._lock = threading.Lock()
         self._total = self._done = self._done_here = 0
         self._units_done = self._units = 0
@@ -83,8 +84,11 @@ class Reporter:
         amount       formats a count; the unit need not be bytes
         units        number of finished units, and of all units
         """
-        (self._units_done, self._units), self._amount = units, amount
-        self._total, self._done, self._done_here = total_bytes, done_bytes, 0
+        (self._units_done, self._units) = units
+        self._amount = amount
+        self._total = total_bytes
+        self._done = done_bytes
+        self._done_here = 0
         self._start = self._last_line = time.monotonic()
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
         if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
@@ -109,7 +113,8 @@ class Reporter:
                 return Text() if task.total is None else self._render_task(task)
 
         columns = (LocalColumn(BarColumn()), LocalColumn(amount_and_speed), LocalColumn(TimeRemainingColumn()))
-        description, memory = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[rss]}")
+        description = TextColumn("{task.description}", markup=False)
+        memory = TextColumn("{task.fields[rss]}")
         console = Console(file=raw_stream(sys.stderr))
         self._bar = Progress(
             description, *columns, memory, console=console, redirect_stdout=False, redirect_stderr=False
@@ -132,7 +137,10 @@ class Reporter:
         return escape(f"{self._units_done}/{self._units} {self._current}" if self._units else self._current)
 
     def show_worker(self, name: str, unit: str | None) -> None:
-        """Show the unit of a remote worker, in a row of its own on a terminal; None: the worker is idle."""
+        """Show the unit of a remote worker, in a separate row on a terminal.
+
+        unit  name of the unit; None if the worker is idle
+        """
         with self._lock:
             if self._bar is None:
                 return

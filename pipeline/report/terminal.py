@@ -20,7 +20,7 @@ def escape(text: str) -> str:
 
 
 class EscapingStream(io.TextIOWrapper):
-    """A text stream on the file of another stream; it escapes everything that is written to it."""
+    """A text stream on the file of a given stream; it escapes everything that is written to it."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         encoding = "utf-8" if stream.encoding.lower() in ("ascii", "us-ascii", "ansi_x3.4-1968") else stream.encoding

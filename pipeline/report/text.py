@@ -24,12 +24,12 @@ def tokens(count: float) -> str:
 
 def duration(seconds: float) -> str:
     """Return a duration as text: 3 min 05 s."""
-    whole = round(seconds)
-    if whole < 60:
+    rounded = round(seconds)
+    if rounded < 60:
         return f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02d} s"
+    return f"{rounded // 3600} h {rounded % 3600 // 60:02d} min"
 
 
 def plural(count: int, noun: str) -> str:
@@ -59,7 +59,7 @@ def summarize(problems: Sequence[str]) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception of another library, without its full stop.
+    """Return the first line of a library's exception, without its full stop.
 
     If that line ends with a colon, the next line follows it.
     """

@@ -28,7 +28,10 @@ WINDOWS = 4  # windows of a unit in progress: being made, or waiting to be hashe
 
 @dataclass(frozen=True)
 class CopyWork:
-    """The work of a unit: tensors of a shard. metadata: of the shard."""
+    """The work of a unit: tensors of a shard.
+
+    metadata  metadata of the shard
+    """
 
     source: TensorSource
     tensors: tuple[OutputTensor, ...]
@@ -54,8 +57,8 @@ def select_non_experts(model: MoeModel, choice: str) -> tuple[OutputTensor, ...]
             continue
         key = RENAMES[choice](name)
         if key in by_key:
-            what = f"tensors {by_key[key].reads[0].name} and {name} would both be named {key}"
-            raise InputError(f"{source.root}: {what}; use --non-experts keep.")
+            problem = f"tensors {by_key[key].reads[0].name} and {name} would both be named {key}"
+            raise InputError(f"{source.root}: {problem}; use --non-experts keep.")
         by_key[key] = OutputTensor(key, info)
     return tuple(by_key.values())
 
@@ -67,7 +70,7 @@ def infer_choice(others: Collection[str]) -> str:
     return "copy" if all(numa.rename_non_expert(name) == name for name in others) else "keep"
 
 
-def stage(
+def make_stage(
     source: TensorSource,
     tensors: Collection[OutputTensor],
     max_shard_size: int | None,
@@ -79,9 +82,8 @@ def stage(
     """Return the stage that writes these tensors into shards."""
     tensors = tuple(tensors)
     units = []
-    for number, (start, stop) in enumerate(
-        group_by_limit([t.entry.nbytes for t in tensors], max_shard_size or DEFAULT_SHARD)
-    ):
+    groups = group_by_limit([tensor.entry.nbytes for tensor in tensors], max_shard_size or DEFAULT_SHARD)
+    for number, (start, stop) in enumerate(groups):
         group = tensors[start:stop]
         params: list[tuple[str, object]] = [
             ("metadata", tuple(sorted(metadata.items()))),
@@ -109,10 +111,11 @@ def stage(
 def peak_memory(tensors: Iterable[OutputTensor]) -> int:
     """Return the bytes for the windows of the units in flight, for decoding one, and for the largest scales."""
     stored = (tensor.stored for tensor in tensors)
-    weights = {(w.encoding.name, w.shape): w for w in stored if isinstance(w, Weight)}.values()
-    reading = max((weight.memory_for_reading(False) for weight in weights), default=0)
-    row = max((2 * weight.released_shape[-1] for weight in weights), default=0)
-    return UNITS_AT_ONCE * WINDOWS * (WINDOW + (2 * (WINDOW + 2 * row) if weights else 0)) + 2 * UNITS_AT_ONCE * reading
+    weights = {(weight.encoding.name, weight.shape): weight for weight in stored if isinstance(weight, Weight)}.values()
+    scales_bytes = max((weight.memory_for_reading(False) for weight in weights), default=0)
+    row_bytes = max((2 * weight.released_shape[-1] for weight in weights), default=0)
+    decoding_bytes = 2 * (WINDOW + 2 * row_bytes) if weights else 0
+    return UNITS_AT_ONCE * (WINDOWS * (WINDOW + decoding_bytes) + 2 * scales_bytes)
 
 
 @dataclass
@@ -127,9 +130,10 @@ class Window:
     nbytes: int = 0
     ended: list[Span] = field(default_factory=list)
 
-    def fill(self, buffer: Bytes) -> None:
-        for at, read, start, stop in self.runs:
-            buffer[at : at + stop - start] = read(start, stop)
+    def read_into(self, buffer: Bytes) -> None:
+        """Read the bytes of the window into a buffer."""
+        for position, read, start, stop in self.runs:
+            buffer[position : position + stop - start] = read(start, stop)
 
 
 def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result:
@@ -141,15 +145,18 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(item: tuple[int, Window], buffer: Bytes) -> None:
+        def write_window(item: tuple[int, Window], buffer: Bytes) -> None:
             number, window = item
-            window.fill(buffer)
+            window.read_into(buffer)
             if window.nbytes % ALIGNMENT == 0:
                 file.write_at(len(plan.header) + number * WINDOW, buffer[: window.nbytes])
 
         numbered = enumerate(split_into_windows(read_ahead(work.source, spans, lambda span: span.reads)))
-        for (_, window), buffer, _ in run_in_order(context.pool, numbered, buffers, make):
-            (file.append if window.nbytes % ALIGNMENT else file.skip)(buffer[: window.nbytes])
+        for (_, window), buffer, _ in run_in_order(context.pool, numbered, buffers, write_window):
+            if window.nbytes % ALIGNMENT:
+                file.append(buffer[: window.nbytes])
+            else:  # written by the thread, but not hashed yet
+                file.skip(buffer[: window.nbytes])
             for span in window.ended:
                 for info in span.reads:
                     work.source.release(info)
@@ -159,9 +166,11 @@ def write_shard(unit: Unit[CopyWork], partial: Path, context: Context) -> Result
 
 
 def split_into_windows(spans: Iterable[Span]) -> Iterator[Window]:
+    """Yield the windows of a shard whose tensors consist of these spans."""
     window = Window()
     for span in spans:
-        read, start = span.open(), 0
+        read = span.open()
+        start = 0
         while start < span.nbytes:
             stop = min(span.nbytes, start + WINDOW - window.nbytes)
             window.runs.append((window.nbytes, read, start, stop))

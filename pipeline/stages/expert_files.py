@@ -30,31 +30,35 @@ READ_AHEAD = 64 << 20  # bytes of input to prefetch
 # Bytes of first tensors that a thread makes and writes at a time: passing small tensors to threads one at a time would
 # take longer than packing them.
 BATCH = 2 << 20
-Thing = TypeVar("Thing")
+Item = TypeVar("Item")
 
 
-def items(start: int, stop: int) -> Iterator[LinearId]:
+def iterate_linears(start: int, stop: int) -> Iterator[LinearId]:
     """Yield (expert, projection) of the experts start..stop-1, in file order."""
     return itertools.product(range(start, stop), PROJECTIONS)
 
 
 def read_ahead(
-    source: TensorSource, things: Iterable[Thing], tensors_of: Callable[[Thing], Sequence[TensorInfo]]
-) -> Iterator[Thing]:
-    """Yield the things while the tensors of the next ones are prefetched, so that a disk with a cold cache is busy."""
-    ahead: deque[tuple[Thing, int]] = deque()
-    waiting = 0
-    for thing in things:
-        tensors = tensors_of(thing)
+    source: TensorSource, items: Iterable[Item], list_tensors: Callable[[Item], Sequence[TensorInfo]]
+) -> Iterator[Item]:
+    """Yield the items while the tensors of the next ones are prefetched, so that a disk with a cold cache is busy.
+
+    list_tensors  returns the tensors of an item
+    """
+    prefetched: deque[tuple[Item, int]] = deque()
+    prefetched_bytes = 0
+    for item in items:
+        tensors = list_tensors(item)
         for info in tensors:
             source.prefetch(info)
-        ahead.append((thing, sum(info.nbytes for info in tensors)))
-        waiting += ahead[-1][1]
-        while waiting > READ_AHEAD and len(ahead) > 1:
-            first, nbytes = ahead.popleft()
-            waiting -= nbytes
+        item_bytes = sum(info.nbytes for info in tensors)
+        prefetched.append((item, item_bytes))
+        prefetched_bytes += item_bytes
+        while prefetched_bytes > READ_AHEAD and len(prefetched) > 1:
+            first, first_bytes = prefetched.popleft()
+            prefetched_bytes -= first_bytes
             yield first
-    yield from (thing for thing, _ in ahead)
+    yield from (item for item, _ in prefetched)
 
 
 def release_expert(model: MoeModel, layer: int, item: LinearId, reporter: Reporter) -> None:
@@ -77,7 +81,13 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpertsToWrite(ABC):
-    """The work of a unit: experts [start, stop) of one layer, cut as `slicing` says. metadata: of the shard."""
+    """The work of a unit: some experts of one layer.
+
+    slicing   how the experts are cut
+    start     the first expert
+    stop      the expert after the last one
+    metadata  metadata of the shard
+    """
 
     fmt: Format
     slicing: Slicing
@@ -95,15 +105,15 @@ class ExpertsToWrite(ABC):
     def names(self) -> TensorNames: ...
 
     @abstractmethod
-    def make(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
+    def make_linear(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         """Make all slices of a projection of an expert; many threads call this.
 
-        buffer: memory for the first tensor of each slice, one after another.
+        buffer  memory for the first tensor of each slice, one after another
         """
 
     def iterate_items(self) -> Iterator[LinearId]:
         """Yield the items in file order; may prefetch their inputs."""
-        return items(self.start, self.stop)
+        return iterate_linears(self.start, self.stop)
 
     @abstractmethod
     def finish_item(self, item: LinearId, reporter: Reporter) -> None:
@@ -114,7 +124,7 @@ class ExpertsToWrite(ABC):
         """Return upper bounds of the memory for making an item, beside its tensors, and for measuring."""
 
     @abstractmethod
-    def measure(self) -> dict[str, object]:
+    def measure_errors(self) -> dict[str, object]:
         """Return the figures of the unit for the report, such as errors of the sampled expert."""
 
 
@@ -123,17 +133,13 @@ Work = TypeVar("Work", bound=ExpertsToWrite)
 
 def split_layer(fmt: Format, slicing: Slicing, experts: int, limit: int | None) -> list[tuple[str, int, int, int]]:
     """Split a layer into units of at most `limit` bytes: (key, first expert, expert after the last, bytes)."""
-    each = expert_bytes(fmt.encoding, slicing)
-    groups = group_by_limit([each] * experts, limit)
-    return [
-        (
-            f"layer-{slicing.layer:03d}" + (f"-{number:03d}" if len(groups) > 1 else ""),
-            start,
-            stop,
-            each * (stop - start),
-        )
-        for number, (start, stop) in enumerate(groups)
-    ]
+    nbytes = expert_bytes(fmt.encoding, slicing)
+    groups = group_by_limit([nbytes] * experts, limit)
+    parts = []
+    for number, (start, stop) in enumerate(groups):
+        suffix = f"-{number:03d}" if len(groups) > 1 else ""
+        parts.append((f"layer-{slicing.layer:03d}{suffix}", start, stop, nbytes * (stop - start)))
+    return parts
 
 
 def plan_slices(fmt: Format, names: TensorNames, slices: Iterable[NumaSlice], metadata: Mapping[str, str]) -> ShardPlan:
@@ -145,13 +151,16 @@ def plan_slices(fmt: Format, names: TensorNames, slices: Iterable[NumaSlice], me
         ]
         for numa_slice in slices
     ]
-    return plan_shard([entry for kind in zip(*by_slice, strict=True) for entry in kind], metadata)
+    return plan_shard([entry for entries in zip(*by_slice, strict=True) for entry in entries], metadata)
 
 
-def append_later_tensors(file: DirectFile, others: Sequence[SliceTensors]) -> None:
-    """Write the tensors after all first ones. others: the tensors of each slice without the first."""
-    for kind in zip(*others, strict=True):
-        file.append(np.concatenate(kind))
+def append_later_tensors(file: DirectFile, later_tensors: Sequence[SliceTensors]) -> None:
+    """Write the tensors after all first ones.
+
+    later_tensors  the tensors of each slice without the first
+    """
+    for tensors in zip(*later_tensors, strict=True):
+        file.append(np.concatenate(tensors))
 
 
 def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Result:
@@ -159,29 +168,33 @@ def write_experts_shard(unit: Unit[Work], partial: Path, context: Context) -> Re
     work = unit.work
     plan = plan_slices(work.fmt, work.names, work.slicing.all_slices(range(work.start, work.stop)), work.metadata)
     sizes = _first_tensor_bytes(work)
-    in_pages = all(size % ALIGNMENT == 0 for size in sizes.values())
-    others: list[SliceTensors] = []
+    is_aligned = all(size % ALIGNMENT == 0 for size in sizes.values())
+    later_tensors: list[SliceTensors] = []
     with DirectFile(partial, plan.size) as file:
         file.append(plan.header)
 
-        def make(batch: Batch, buffer: Bytes) -> PackedSlices:
-            packed, at = [], 0
+        def make_batch(batch: Batch, buffer: Bytes) -> PackedSlices:
+            packed = []
+            position = 0
             for expert, projection in batch.items:
-                packed += _make_checked(work, (expert, projection), buffer[at:], context)
-                at += sizes[projection]
-            if in_pages:
+                packed += _make_nonzero_linear(work, (expert, projection), buffer[position:], context)
+                position += sizes[projection]
+            if is_aligned:
                 file.write_at(len(plan.header) + batch.offset, buffer[: batch.nbytes])
             return packed
 
-        buffers = _buffers(context, _batch_bytes(sizes.values(), work.stop - work.start))
-        for batch, buffer, packed in run_in_order(context.pool, _batches(work, sizes), buffers, make):
-            (file.skip if in_pages else file.append)(buffer[: batch.nbytes])
-            others += [tensors[1:] for _, tensors in packed]
+        buffers = _allocate_buffers(context, _batch_bytes(sizes.values(), work.stop - work.start))
+        for batch, buffer, packed in run_in_order(context.pool, _iterate_batches(work, sizes), buffers, make_batch):
+            if is_aligned:  # written by the thread, but not hashed yet
+                file.skip(buffer[: batch.nbytes])
+            else:
+                file.append(buffer[: batch.nbytes])
+            later_tensors += [tensors[1:] for _, tensors in packed]
             for item in batch.items:
                 work.finish_item(item, context.reporter)
-        append_later_tensors(file, others)
+        append_later_tensors(file, later_tensors)
         digest = file.close()
-    return Result((Written("", plan.size, digest),), len(plan.entries), work.measure())
+    return Result((Written("", plan.size, digest),), len(plan.entries), work.measure_errors())
 
 
 def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> Result:
@@ -189,20 +202,20 @@ def write_experts_folder(unit: Unit[Work], partial: Path, context: Context) -> R
     work = unit.work
     make_folders(partial, work.slicing.numa)
 
-    def make(item: LinearId, buffer: Bytes) -> list[Written]:
+    def make_files(item: LinearId, buffer: Bytes) -> list[Written]:
         return [
             written
-            for numa_slice, packed in _make_checked(work, item, buffer, context)
+            for numa_slice, packed in _make_nonzero_linear(work, item, buffer, context)
             for written in write_loose_files(work.fmt, numa_slice, packed, partial)
         ]
 
     files: list[Written] = []
-    buffers = _buffers(context, max(_first_tensor_bytes(work).values()))
-    for item, _, written in run_in_order(context.pool, work.iterate_items(), buffers, make):
+    buffers = _allocate_buffers(context, max(_first_tensor_bytes(work).values()))
+    for item, _, written in run_in_order(context.pool, work.iterate_items(), buffers, make_files):
         files += written
         work.finish_item(item, context.reporter)
     publish.sync_tree(partial)
-    return Result(tuple(files), len(files), work.measure())
+    return Result(tuple(files), len(files), work.measure_errors())
 
 
 def make_folders(folder: Path, numa: int) -> None:
@@ -220,9 +233,9 @@ def write_loose_files(fmt: Format, numa_slice: NumaSlice, packed: SliceTensors, 
         yield Written(name, data.size, publish.write_file(folder / name, data.data, sync=False))
 
 
-def _make_checked(work: ExpertsToWrite, item: LinearId, buffer: Bytes, context: Context) -> PackedSlices:
-    """Make one item; warn if the result is all zeros."""
-    packed = work.make(item, buffer)
+def _make_nonzero_linear(work: ExpertsToWrite, item: LinearId, buffer: Bytes, context: Context) -> PackedSlices:
+    """Make a linear; warn if the result is all zeros."""
+    packed = work.make_linear(item, buffer)
     if all(is_zero(work.fmt.encoding, tensors, numa_slice.n, numa_slice.k) for numa_slice, tensors in packed):
         numa_slice, _ = packed[0]
         name = work.names.tensor_name(numa_slice.id, "").removesuffix(".")
@@ -232,21 +245,28 @@ def _make_checked(work: ExpertsToWrite, item: LinearId, buffer: Bytes, context: 
 
 def peak_memory(units: Sequence[Unit[Work]], packing: int) -> int:
     """Return the bytes for `packing` batches in progress, and for tensors that wait in the shards in flight."""
-    each = scratch = measured = waiting = 0
+    batch_bytes = making_bytes = measuring_bytes = waiting_bytes = 0
     for work in {(unit.work.slicing, unit.work.stop - unit.work.start): unit.work for unit in units}.values():
+        experts = work.stop - work.start
+        first_bytes = _first_tensor_bytes(work).values()
         # For each projection, the tensors after the first, which are written later.
-        rest = [sum(sum(others) for _, *others in sizes) for sizes in _tensor_bytes(work).values()]
-        count, (making, measuring) = work.stop - work.start, work.scratch_bytes()
-        each = max(each, _batch_bytes(_first_tensor_bytes(work).values(), count) + max(rest))
-        waiting, scratch, measured = max(waiting, sum(rest) * count), max(scratch, making), max(measured, measuring)
-    return (packing + 2 * UNITS_AT_ONCE) * each + packing * scratch + UNITS_AT_ONCE * (measured + waiting)
+        later_bytes = [sum(sum(later) for _, *later in sizes) for sizes in _tensor_bytes(work).values()]
+        making, measuring = work.scratch_bytes()
+        batch_bytes = max(batch_bytes, _batch_bytes(first_bytes, experts) + max(later_bytes))
+        waiting_bytes = max(waiting_bytes, sum(later_bytes) * experts)
+        making_bytes = max(making_bytes, making)
+        measuring_bytes = max(measuring_bytes, measuring)
+    batches = packing + 2 * UNITS_AT_ONCE
+    return batches * batch_bytes + packing * making_bytes + UNITS_AT_ONCE * (measuring_bytes + waiting_bytes)
 
 
 def _tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
     """Return for each projection, for each of its slices, the bytes of the tensors."""
+    encoding = work.fmt.encoding
     return {
         projection: [
-            [t.nbytes for t in work.fmt.encoding.tensors(p.n, p.k)] for p in work.slicing.slices(0, projection)
+            [tensor.nbytes for tensor in encoding.tensors(numa_slice.n, numa_slice.k)]
+            for numa_slice in work.slicing.slices(0, projection)
         ]
         for projection in PROJECTIONS
     }
@@ -256,20 +276,25 @@ def _first_tensor_bytes(work: ExpertsToWrite) -> dict[str, int]:
     return {projection: sum(first for first, *_ in sizes) for projection, sizes in _tensor_bytes(work).items()}
 
 
-def _batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
+def _iterate_batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator[Batch]:
     """Yield the items in file order, as many at a time as fit into BATCH, or one."""
-    remaining, offset = work.iterate_items(), 0
-    nbytes = [sizes[projection] for _, projection in items(work.start, work.stop)]
+    items = work.iterate_items()
+    offset = 0
+    nbytes = [sizes[projection] for _, projection in iterate_linears(work.start, work.stop)]
     for start, stop in group_by_limit(nbytes, BATCH):
-        batch = Batch(tuple(itertools.islice(remaining, stop - start)), offset, sum(nbytes[start:stop]))
+        batch = Batch(tuple(itertools.islice(items, stop - start)), offset, sum(nbytes[start:stop]))
         offset += batch.nbytes
         yield batch
 
 
 def _batch_bytes(sizes: Collection[int], experts: int) -> int:
-    """Return the largest batch. sizes: bytes of the projections' first tensors of an expert; experts: of the unit."""
+    """Return the bytes of the largest batch.
+
+    sizes    bytes of an expert's first tensors, for each projection
+    experts  number of experts of the unit
+    """
     return max(*sizes, min(BATCH, sum(sizes) * experts))
 
 
-def _buffers(context: Context, size: int) -> list[Bytes]:
+def _allocate_buffers(context: Context, size: int) -> list[Bytes]:
     return [allocate_aligned(size) for _ in range(context.window)]

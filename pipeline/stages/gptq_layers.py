@@ -72,7 +72,7 @@ class GptqWork(chain.LayerWork):
         return options
 
 
-def stage(
+def make_stage(
     model: MoeModel,
     fmt: Format,
     options: QuantizationOptions,
@@ -85,13 +85,14 @@ def stage(
     loose_files: bool = False,
     document: Mapping[str, Any] | None = None,
 ) -> Stage[Any]:
-    """Return the chain.
+    """Return the chain of units that calibrates and quantizes all layers.
 
     non_experts, experts_at_once  as in chain.Chain
     document                      entries of statistics.json; None if no statistics are gathered
     """
-    streams, gptq_options = options.engine == "stream", options.gptq
-    own = chain.Chain(
+    streams = options.engine == "stream"
+    gptq_options = options.gptq
+    unit_chain = chain.Chain(
         NAME,
         VERSION,
         model,
@@ -111,16 +112,17 @@ def stage(
             fmt,
             dampening=gptq_options.dampening_frac,
             every_expert=gptq_options.calibrate == "all",
-            trust_remote_code=options.machine.trust_remote_code,
+            trust_remote_code=options.hardware.trust_remote_code,
         )
 
-    outer_identities = own.outer_identities() if gptq_options.gptq_steps == "full" else ()
-    units: list[Unit[Any]] = [own.samples_unit()]
-    for unit in own.layer_units():
-        layer, dense_layers = unit.work.layer, unit.work.dense_layers
+    outer_identities = unit_chain.outer_identities() if gptq_options.gptq_steps == "full" else ()
+    versions = VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION
+    units: list[Unit[Any]] = [unit_chain.make_samples_unit()]
+    for unit in unit_chain.make_layer_units():
+        layer = unit.work.layer
         experts, hidden, width = model.shape(layer)
-        layer_fmt, slicing = fmt.layer_format(layer), Slicing(layer, hidden, width, numa)
-        versions = VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION
+        layer_fmt = fmt.layer_format(layer)
+        slicing = Slicing(layer, hidden, width, numa)
         shard_metadata = quantize_experts.layer_metadata(layer_fmt, layer, model.shape(layer), metadata)
         units.append(
             replace(
@@ -139,12 +141,20 @@ def stage(
                 bytes_out=experts * expert_bytes(layer_fmt.encoding, slicing),
                 side_bytes=0 if document is None else gather_statistics.layer_bytes(model, layer),
                 work=GptqWork(
-                    own, layer, dense_layers, layer_fmt, slicing, quantizer, shard_metadata, run_library, loose_files
+                    unit_chain,
+                    layer,
+                    unit.work.dense_layers,
+                    layer_fmt,
+                    slicing,
+                    quantizer,
+                    shard_metadata,
+                    run_library,
+                    loose_files,
                 ),
             )
         )
     if document is not None:
-        units += gather_statistics.make_closing_units(own, units[-1], document, in_output=False)
+        units += gather_statistics.make_closing_units(unit_chain, units[-1], document, in_output=False)
     run = functools.partial(chain.run_unit, _run_layer)
     run_portion = functools.partial(chain.run_portion, _run_portion)
     title = f"calibrate, and quantize experts to {fmt.name}"
@@ -163,10 +173,10 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
         if work.options.engine == "stream":
             visitors, gptq_visitor = _make_visitors(unit, statistics, writer.write, SharedFactors())
             chain.run_layers(unit, context, visitors)
-            reported = _report(work, statistics.token_counts, gptq_visitor, context.reporter)
+            reported = _report_layer(work, statistics.token_counts, gptq_visitor, context.reporter)
         else:
             read_linear = work.run_oneshot(paths.finished[chain.SAMPLES])
-            for expert, projection in expert_files.items(0, work.model.shape(work.layer)[0]):
+            for expert, projection in expert_files.iterate_linears(0, work.model.shape(work.layer)[0]):
                 writer.write(expert, projection, read_linear(work.layer, expert, projection))
         written, tensors = writer.finish()
     if paths.side is not None:
@@ -182,7 +192,9 @@ def _make_visitors(
     shared: SharedFactors,
 ) -> tuple[tuple[ExpertVisitor, ...], GptqVisitor]:
     """Return all visitors of a layer, and the one that replaces weights."""
-    work, options, gptq_options = unit.work, unit.work.options, unit.work.options.gptq
+    work = unit.work
+    options = work.options
+    gptq_options = options.gptq
     gptq_visitor = GptqVisitor(
         work.fmt.encoding,
         gptq_options.dampening_frac,
@@ -206,22 +218,27 @@ def _share_factors(_layer: str, _sha256: str) -> SharedFactors:
 
 
 def _run_portion(layer_unit: Unit[GptqWork], portion: Portion, partial: Path) -> Result:
-    work, linears = layer_unit.work, list[tuple[int, str, PackedSlices]]()
+    work = layer_unit.work
+    linears: list[tuple[int, str, PackedSlices]] = []
     statistics = gather_statistics.LayerStatistics(work.layer)
     shared = _share_factors(layer_unit.fingerprint, portion.sha256)
     visitors, gptq_visitor = _make_visitors(layer_unit, statistics, lambda *linear: linears.append(linear), shared)
-    result = visit_portion(work.model, work.chain.lm, work.layer, portion, list_specs(visitors), gptq_visitor)
+    result = visit_portion(
+        work.model, work.chain.layered_model, work.layer, portion, list_specs(visitors), gptq_visitor
+    )
     written = portions.save_tensors(partial, {**result, **gptq_visitor.export_result(linears)})
     return Result((written,), 0)
 
 
 def _make_rounder(work: GptqWork) -> RoundLinear:
     """Return a function that rounds a linear of the layer to nearest, with scales from the work's quantizer."""
-    count = work.model.shape(work.layer)[0]
-    rtn = quantize_experts.ExpertsWork(work.fmt, work.slicing, 0, count, work.metadata, work.model, work.quantizer)
+    experts = work.model.shape(work.layer)[0]
+    rounding = quantize_experts.ExpertsWork(
+        work.fmt, work.slicing, 0, experts, work.metadata, work.model, work.quantizer
+    )
 
     def round_linear(expert: int, projection: str, importance: F32 | None) -> PackedSlices:
-        return replace(rtn, importance=lambda *_: importance).make((expert, projection))
+        return replace(rounding, importance=lambda *_: importance).make_linear((expert, projection))
 
     return round_linear
 
@@ -230,13 +247,18 @@ class LayerWriter:
     """Writer of a layer's linears, in file order.
 
     It writes a shard (all first tensors, then all second ones, and so on) or a folder with a file for each tensor,
-    synced together. figures: errors of one expert.
+    synced together.
+
+    figures  errors of one expert
     """
 
     def __init__(
         self, work: GptqWork, partial: Path, reporter: Reporter, shard: tuple[DirectFile, ShardPlan] | None = None
     ) -> None:
-        self.work, self.partial, self.reporter, self._shard = work, partial, reporter, shard
+        self.work = work
+        self.partial = partial
+        self.reporter = reporter
+        self._shard = shard
         experts = work.model.shape(work.layer)[0]
         self.figures: dict[str, Any] = {"sampled_expert": work.layer % experts}
         self._written: list[Written] = []
@@ -293,15 +315,16 @@ def _require_nonzero_codes(
     reporter.warn(f"{name} is all zeros in the source: its expert computes nothing")
 
 
-def _report(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, reporter: Reporter) -> dict[str, Any]:
-    """Report what happened to the layer's experts; return the figures for the journal and the model card."""
+def _report_layer(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, reporter: Reporter) -> dict[str, Any]:
+    """Report the experts that were not quantized as usual; return the figures for the journal and the model card."""
     if visitor.too_few_tokens:
-        how = "rounded to nearest" if work.quantizer.choose_codes is None else "not compensated"
-        where = " in down" if visitor.statistics.shared_gate_up else ""  # gate and up count all tokens of the layer
+        treatment = "rounded to nearest" if work.quantizer.choose_codes is None else "not compensated"
+        # Gate and up count all tokens of the layer.
+        matrices = " in down" if visitor.statistics.shared_gate_up else ""
         experts = visitor.too_few_tokens
         listing = ", ".join(map(str, experts[:16])) + (", ..." if len(experts) > 16 else "")
         reporter.note(
-            f"layer {work.layer}: {len(experts)} of {len(counts)} experts {how}{where}, because fewer than "
+            f"layer {work.layer}: {len(experts)} of {len(counts)} experts {treatment}{matrices}, because fewer than "
             f"{visitor.min_tokens} tokens were routed to them: {listing}"
         )
     not_factorized = [linear_name(work.model, work.layer, *item) for item in visitor.not_factorized]

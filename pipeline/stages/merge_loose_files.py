@@ -19,14 +19,19 @@ CHUNK = 4 << 20  # bytes read at a time
 
 @dataclass(frozen=True)
 class MergeWork:
-    """The work of a unit: loose files as tensors of a shard, each with its name there and its file below root."""
+    """The work of a unit: loose files, which become tensors of a shard.
+
+    root      folder of the files
+    files     the tensors, each with its name in the shard and its file below `root`
+    metadata  metadata of the shard
+    """
 
     root: Path
     files: tuple[TensorInfo, ...]
     metadata: Mapping[str, str]
 
 
-def stage(files: list[TensorInfo], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[MergeWork]:
+def make_stage(files: list[TensorInfo], max_tensors: int, metadata: Mapping[str, str], root: Path) -> Stage[MergeWork]:
     """Return the stage that packs these files, in this order, into shards of at most max_tensors tensors."""
     units = []
     for number, start in enumerate(range(0, len(files), max_tensors)):
@@ -56,7 +61,8 @@ def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Resul
     with DirectFile(partial, plan.size) as out:
         out.append(plan.header)
         for loose_file in files:
-            path, remaining = work.root / loose_file.file, loose_file.nbytes
+            path = work.root / loose_file.file
+            remaining = loose_file.nbytes
             try:
                 with path.open("rb") as source:
                     while remaining and (chunk := source.read(min(CHUNK, remaining))):

@@ -52,7 +52,7 @@ class ExpertsWork(ExpertsToWrite):
     def names(self) -> TensorNames:
         return self.fmt.make_names_for_source(self.model)
 
-    def make(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
+    def make_linear(self, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         """Quantize a linear. Raise InputError, which names the position, for a value that is not finite."""
         expert, projection = item
         linear = self.model.linear(self.slicing.layer, expert, projection)
@@ -61,10 +61,10 @@ class ExpertsWork(ExpertsToWrite):
         for numa_slice, out in packed:
             matrix = numa_slice.cut_linear(linear)
             try:
-                quantize(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
+                quantize_slice(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
             except kernels.NonFinite as error:
-                at = matrix.origin[0] + error.row, matrix.origin[1] + error.column
-                row, column = reversed(at) if numa_slice.backward else at
+                position = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+                row, column = reversed(position) if numa_slice.backward else position
                 info = self.model.weight(self.slicing.layer, expert, projection).values_tensor
                 raise InputError(
                     f"{self.model.source.path(info)}: tensor {info.name} (layer {self.slicing.layer}, expert {expert}, "
@@ -73,11 +73,11 @@ class ExpertsWork(ExpertsToWrite):
                 ) from error
         return packed
 
-    def error(self, expert: int, projection: str) -> dict[str, float]:
+    def measure_linear_error(self, expert: int, projection: str) -> dict[str, float]:
         """Quantize a linear again and return its error_figures; those of an exact encoding are known."""
         if self.fmt.encoding.is_exact(self.model):
             return error_figures(np.array([1.0, 1.0, 1.0, 0.0]))
-        linear = self.make((expert, projection))
+        linear = self.make_linear((expert, projection))
         slices = ((numa_slice, packed) for numa_slice, packed in linear if self.slicing.is_measured(numa_slice))
         return measure_error(self.model, self.fmt.encoding, slices)
 
@@ -91,27 +91,31 @@ class ExpertsWork(ExpertsToWrite):
 
     def scratch_bytes(self) -> tuple[int, int]:
         widest = max(self.slicing.hidden, self.slicing.intermediate)
-        reading = self.model.memory_for_reading(self.slicing.layer, self.slicing.backward)
-        # BF16 and codes of a chunk; the codes of a whole linear, concatenated, and again while they are packed.
-        chosen = 4 * max(ROWS * widest, CHUNK) + 3 * self.slicing.hidden * self.slicing.intermediate
-        chosen = 0 if self.quantizer.choose_codes is None else chosen
-        return 2 * ROWS * widest + reading + chosen, error_bytes(widest)
+        reading_bytes = self.model.memory_for_reading(self.slicing.layer, self.slicing.backward)
+        choosing_bytes = 0
+        if self.quantizer.choose_codes is not None:
+            # BF16 and codes of a chunk; the codes of a whole linear, concatenated, and again while they are packed.
+            choosing_bytes = 4 * max(ROWS * widest, CHUNK) + 3 * self.slicing.hidden * self.slicing.intermediate
+        return 2 * ROWS * widest + reading_bytes + choosing_bytes, error_bytes(widest)
 
-    def measure(self) -> dict[str, object]:
-        layer, expert = self.slicing.layer, self.sampled_expert
-        errors = {projection: self.error(expert, projection) for projection in PROJECTIONS}
+    def measure_errors(self) -> dict[str, object]:
+        layer = self.slicing.layer
+        expert = self.sampled_expert
+        errors = {projection: self.measure_linear_error(expert, projection) for projection in PROJECTIONS}
         for info in self.model.expert_tensors(layer, expert):
             self.model.source.release(info)
         equalized = report_equalized(self.model, layer, self.start, self.stop)
         return {"layer": layer, "sampled_expert": expert, **errors, **equalized}
 
 
-def quantize(
+def quantize_slice(
     encoding: Encoding, quantizer: Quantizer, matrix: Matrix, out: Sequence[Bytes], importance: F32 | None = None
 ) -> None:
-    """Choose codes and pack them into `out`. Raise kernels.NonFinite for a value that is not finite.
+    """Choose codes for a slice of a linear, and pack them into `out`.
 
-    importance: as in `Choose`.
+    importance  as in `Choose`
+
+    Raises kernels.NonFinite for a value that is not finite.
     """
     if quantizer.choose_codes is None:
         encoding.quantize(matrix, out)
@@ -126,11 +130,11 @@ def quantize(
             chosen.append(quantizer.choose_codes(bf16_rows(matrix.rows(first, stop)), encoding.grid, importance))
         except kernels.NonFinite as error:
             raise kernels.NonFinite(first + error.row, error.column) from None
-    codes, scales = (each[0] if len(each) == 1 else np.concatenate(each) for each in zip(*chosen, strict=True))
+    codes, scales = (chunks[0] if len(chunks) == 1 else np.concatenate(chunks) for chunks in zip(*chosen, strict=True))
     encoding.pack(codes, scales, out)  # all rows at once: some encodings have tensors that cannot be split by rows
 
 
-def stage(
+def make_stage(
     model: MoeModel,
     fmt: Format,
     layers: Sequence[int],
@@ -146,42 +150,50 @@ def stage(
 ) -> Stage[ExpertsWork]:
     """Return the stage that converts these layers.
 
-    quantizer  chooses the codes of layers whose format supports it
-    options    (name, value) of options that change bytes
+    quantizer       chooses the codes of layers whose format supports it
+    numa            number of NUMA slices
+    backward        whether the matrices for fine-tuning are made, too
+    loose_files     whether a unit makes a folder of loose files, not a shard
+    max_shard_size  limit of a shard in bytes; None for the format's own limit
+    metadata        metadata of all shards
+    statistics      statistics of the experts' inputs, for quantizers that use them
+    options         (name, value) of options that change bytes
     """
     names = fmt.make_names_for_source(model)
     units = []
     for layer in layers:
-        own = fmt.layer_format(layer)
-        chosen = quantizer.select_for(own.encoding.grid)
-        importance = None if chosen == ABSMAX else importance_of(model, statistics, layer)
+        layer_fmt = fmt.layer_format(layer)
+        layer_quantizer = quantizer.select_for(layer_fmt.encoding.grid)
+        importance = None if layer_quantizer == ABSMAX else make_importance_reader(model, statistics, layer)
         experts, hidden, intermediate = model.shape(layer)
-        slicing = Slicing(layer, hidden, intermediate, numa, backward, own.forward)
+        slicing = Slicing(layer, hidden, intermediate, numa, backward, layer_fmt.forward)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
-        about = layer_metadata(own, layer, model.shape(layer), metadata)
-        for key, start, stop, nbytes in expert_files.split_layer(own, slicing, experts, limit):
-            tensors = [t for e in range(start, stop) for t in model.expert_tensors(layer, e)]
-            ends = [numa_slice.id for expert in (start, stop - 1) for numa_slice in slicing.all_slices([expert])]
+        shard_metadata = layer_metadata(layer_fmt, layer, model.shape(layer), metadata)
+        for key, start, stop, nbytes in expert_files.split_layer(layer_fmt, slicing, experts, limit):
+            tensors = [tensor for expert in range(start, stop) for tensor in model.expert_tensors(layer, expert)]
+            slice_ids = [numa_slice.id for expert in (start, stop - 1) for numa_slice in slicing.all_slices([expert])]
             units.append(
                 Unit(
                     stage=NAME,
                     key=key,
-                    versions=(VERSION, own.encoding.grid.version, own.encoding.version),
+                    versions=(VERSION, layer_fmt.encoding.grid.version, layer_fmt.encoding.version),
                     params=(
-                        ("format", own.name),
+                        ("format", layer_fmt.name),
                         ("reading", model.storage_identity(layer)),
-                        ("metadata", tuple(sorted(about.items()))),
+                        ("metadata", tuple(sorted(shard_metadata.items()))),
                         ("options", options),
                         ("experts", (start, stop)),
-                        ("names", tuple(names.tensor_name(slice_id, "") for slice_id in ends)),
-                        ("quantizer", (chosen.name, chosen.version)),
+                        ("names", tuple(names.tensor_name(slice_id, "") for slice_id in slice_ids)),
+                        ("quantizer", (layer_quantizer.name, layer_quantizer.version)),
                     ),
                     inputs=tuple(map(model.source.identity, tensors)),
                     final=loose.layer_folder(layer) if loose_files else "",
                     bytes_in=sum(t.nbytes for t in tensors),
                     bytes_out=nbytes,
                     folder=loose_files,
-                    work=ExpertsWork(own, slicing, start, stop, about, model, chosen, importance),
+                    work=ExpertsWork(
+                        layer_fmt, slicing, start, stop, shard_metadata, model, layer_quantizer, importance
+                    ),
                 )
             )
     write = expert_files.write_experts_folder if loose_files else expert_files.write_experts_shard
@@ -189,7 +201,11 @@ def stage(
 
 
 def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a layer's shards. shape: (E, H, I); metadata: that of all shards."""
+    """Return the metadata of a layer's shards.
+
+    shape     (E, H, I)
+    metadata  metadata of all shards
+    """
     experts, hidden, intermediate = shape
     return {
         **metadata,
@@ -202,23 +218,23 @@ def layer_metadata(fmt: Format, layer: int, shape: tuple[int, int, int], metadat
     }
 
 
-def importance_of(
+def make_importance_reader(
     model: MoeModel, statistics: InputStatistics | None, layer: int
 ) -> Callable[[int, str], F32 | None] | None:
     """Return ExpertsWork.importance for a layer's experts. Inputs of an equalized down are 2^e times as large."""
     if statistics is None:
         return None
 
-    def importance(expert: int, projection: str) -> F32 | None:
-        known = statistics.read_importance(layer, expert, projection)
+    def read_importance(expert: int, projection: str) -> F32 | None:
+        importance = statistics.read_importance(layer, expert, projection)
         exponents = model.exponents(layer, expert) if projection == "down" else None
-        if known is None or exponents is None:
-            return known
+        if importance is None or exponents is None:
+            return importance
         ratios = exponents.astype(np.int32) - exponents.max()  # ratios are enough, and do not overflow
-        scaled: F32 = np.ldexp(known, 2 * ratios if known.ndim == 1 else ratios + ratios[:, None])
+        scaled: F32 = np.ldexp(importance, 2 * ratios if importance.ndim == 1 else ratios + ratios[:, None])
         return scaled
 
-    return importance
+    return read_importance
 
 
 # --- errors of written experts, and equalized experts ----------------------------------------------
@@ -248,7 +264,10 @@ def measure_error(
 def equalize_for_format(model: MoeModel, fmt: Format) -> MoeModel:
     """Return the model as --equalize reads it: equalized in layers that are rounded to scales per row."""
     encodings = {layer: fmt.layer_format(layer).encoding for layer in model.layers}
-    return equalize(model, (n for n, own in encodings.items() if own.pack is not None and not own.is_exact(model)))
+    rounded_layers = (
+        layer for layer, encoding in encodings.items() if encoding.pack is not None and not encoding.is_exact(model)
+    )
+    return equalize(model, rounded_layers)
 
 
 def report_equalized(model: MoeModel, layer: int, start: int, stop: int) -> dict[str, Any]:
@@ -258,11 +277,13 @@ def report_equalized(model: MoeModel, layer: int, start: int, stop: int) -> dict
     return {"equalized_experts": [e for e in range(start, stop) if model.exponents(layer, e) is not None]}
 
 
-def exponents_of(model: MoeModel, numa_slice: NumaSlice) -> Exponents | None:
+def slice_exponents(model: MoeModel, numa_slice: NumaSlice) -> Exponents | None:
     """Return the exponents of an equalized slice, for each row of up or column of down; None if it is not scaled."""
-    whole = None if numa_slice.projection == "gate" else model.exponents(numa_slice.layer, numa_slice.expert)
+    if numa_slice.projection == "gate":
+        return None
+    exponents = model.exponents(numa_slice.layer, numa_slice.expert)
     width = numa_slice.k if numa_slice.projection == "down" else numa_slice.n
-    return None if whole is None else whole[numa_slice.start : numa_slice.start + width]
+    return None if exponents is None else exponents[numa_slice.start : numa_slice.start + width]
 
 
 def unequalize(model: MoeModel, encoding: Encoding, numa_slice: NumaSlice) -> tuple[Encoding, Matrix]:
@@ -270,12 +291,12 @@ def unequalize(model: MoeModel, encoding: Encoding, numa_slice: NumaSlice) -> tu
     linear = numa_slice.cut_linear(
         model.linear(numa_slice.layer, numa_slice.expert, numa_slice.projection, equalized=False)
     )
-    if (exponents := exponents_of(model, numa_slice)) is None:
+    if (exponents := slice_exponents(model, numa_slice)) is None:
         return encoding, linear
 
     def decode(stored: Sequence[Bytes], n: int, k: int, rows: RowSelection) -> F32:
-        each = -exponents[rows, None] if numa_slice.projection == "up" else exponents
-        values: F32 = np.ldexp(encoding.decode(stored, n, k, rows), each)
+        shifts = -exponents[rows, None] if numa_slice.projection == "up" else exponents
+        values: F32 = np.ldexp(encoding.decode(stored, n, k, rows), shifts)
         return values
 
     return replace(encoding, decode=decode, error_sums=None), linear

@@ -16,7 +16,12 @@ from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems, LinearError, ProjectionErrors
-from ktconvert.pipeline.verify.expert_checks import Comparison, ExpertFindings, first_difference, summarize_calibrated
+from ktconvert.pipeline.verify.expert_checks import (
+    Comparison,
+    ExpertFindings,
+    find_first_difference,
+    summarize_calibrated,
+)
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.tensor_checks import model_sizes
 
@@ -25,9 +30,10 @@ from ktconvert.pipeline.verify.tensor_checks import model_sizes
 
 def source_bytes(inputs: Inputs) -> int:
     """Return the bytes that a comparison with the source counts: its experts, and the output's non-expert tensors."""
-    model, tensors = inputs.model, inputs.output.non_expert_tensors.values()
-    layers = [] if model is None else [n for n in inputs.measure.shapes if n in model.moe_layers]
-    experts = sum(t.nbytes for n in layers for t in model.layer_tensors(n)) if model else 0
+    model = inputs.model
+    tensors = inputs.output.non_expert_tensors.values()
+    layers = [] if model is None else [layer for layer in inputs.measure.shapes if layer in model.moe_layers]
+    experts = sum(tensor.nbytes for layer in layers for tensor in model.layer_tensors(layer)) if model else 0
     return experts + sum(stored.nbytes for stored in tensors)
 
 
@@ -38,20 +44,28 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     were calibrated, too), be in their range, and have a plausible error compared with that of rounding. Raises
     InputError for a source that holds NaN or Inf or cannot be read.
     """
-    output, measure, model, before = compared.output, compared.inputs.measure, compared.model, compared.resplit_from
+    output = compared.output
+    measure = compared.inputs.measure
+    model = compared.model
+    resplit_from = compared.resplit_from
     problems, notes = _compare_shapes(output, measure, model)
-    layers = [n for n, (_, h, i) in measure.shapes.items() if n in model.moe_layers and (h, i) == model.shape(n)[1:]]
-    for numa in (*before, measure.numa):
+    layers = [
+        layer
+        for layer, (_, hidden, width) in measure.shapes.items()
+        if layer in model.moe_layers and (hidden, width) == model.shape(layer)[1:]
+    ]
+    for numa in (*resplit_from, measure.numa):
         reasons = {
-            n: explain_illegal_count(compared.fmt.layer_format(n), [measure.shapes[n][1:]], numa) for n in layers
+            layer: explain_illegal_count(compared.fmt.layer_format(layer), [measure.shapes[layer][1:]], numa)
+            for layer in layers
         }
-        if numa in before and (reason := next(filter(None, reasons.values()), None)):
+        if numa in resplit_from and (reason := next(filter(None, reasons.values()), None)):
             problems.append(f"impossible number of NUMA slices in the manifest's resplit_from, {numa}: {reason}")
-        layers = [n for n in layers if reasons[n] is None]
+        layers = [layer for layer in layers if reasons[layer] is None]
     total, errors = _compare_experts(model, layers, check_items)
     problems += total.problems + compare_non_experts(compared.inputs, compared.non_experts, check_items)
-    again = f"quantized again (T = {before[0]}) and resplit" if before else "quantized again"
-    summary = f"{total.equal} tensors {again}, same bytes"
+    method = f"quantized again (T = {resplit_from[0]}) and resplit" if resplit_from else "quantized again"
+    summary = f"{total.equal} tensors {method}, same bytes"
     if compared.calibrated:
         summary = summarize_calibrated(total.calibrated, compared.same_scales)
         if unused := sum(linear.unused for linear in total.calibrated):
@@ -68,30 +82,37 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
 def _compare_experts(
     model: MoeModel, layers: Iterable[int], check_items: CheckItems
 ) -> tuple[ExpertFindings, list[ProjectionErrors]]:
-    total, errors = ExpertFindings(), dict[tuple[int, str], ProjectionErrors]()
+    """Return the findings of all experts together, and the errors of each projection of each layer."""
+    total = ExpertFindings()
+    errors: dict[tuple[int, str], ProjectionErrors] = {}
     items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
-    sizes = [sum(t.nbytes for t in model.expert_tensors(*item)) for item in items]
-    for (layer, expert), found in check_items("experts", items, sizes):
-        total.problems += found.problems
-        total.equal += found.equal
-        total.calibrated += found.calibrated
-        total.equalized += found.equalized
-        for projection, sums in found.sums.items():
-            of_projection = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
-            of_projection.sums += sums
-            of_projection.experts.append(LinearError(layer, expert, projection, **error_figures(sums)))
+    sizes = [sum(tensor.nbytes for tensor in model.expert_tensors(*item)) for item in items]
+    for (layer, expert), findings in check_items("experts", items, sizes):
+        total.problems += findings.problems
+        total.equal += findings.equal
+        total.calibrated += findings.calibrated
+        total.equalized += findings.equalized
+        for projection, sums in findings.sums.items():
+            projection_errors = errors.setdefault((layer, projection), ProjectionErrors(layer, projection))
+            projection_errors.sums += sums
+            projection_errors.experts.append(LinearError(layer, expert, projection, **error_figures(sums)))
     return total, list(errors.values())
 
 
 def _compare_shapes(output: Output, measure: Measure, model: MoeModel) -> tuple[list[str], list[str]]:
     """Return problems and notes about layers that the output or the source lacks, or whose shapes differ."""
-    problems, root = [], model.source.root
+    problems = []
+    root = model.source.root
     for layer, shape in measure.shapes.items():
         if layer not in model.moe_layers:
             problems.append(f"layer {layer} has experts, but not in {root}")
         elif shape != model.shape(layer):
-            (experts, h, i), (e, own_h, own_i) = shape, model.shape(layer)
-            problems.append(f"layer {layer} has {experts} experts of {h} x {i}, but {e} of {own_h} x {own_i} in {root}")
+            experts, hidden, width = shape
+            source_experts, source_hidden, source_width = model.shape(layer)
+            problems.append(
+                f"layer {layer} has {experts} experts of {hidden} x {width}, but {source_experts} of "
+                f"{source_hidden} x {source_width} in {root}"
+            )
     missing = [n for n in model.layers if n not in measure.shapes]
     if not missing:
         return problems, []
@@ -126,29 +147,39 @@ def compare_dequantized(inputs: Inputs, check_items: CheckItems) -> Check:
 
 
 def compare_non_experts(inputs: Inputs, expected: Mapping[str, OutputTensor], check_items: CheckItems) -> list[str]:
-    """Return what is wrong with the non-expert tensors of an output; expected: by name."""
-    others, root = inputs.output.non_expert_tensors, require_source(inputs).root
+    """Return the problems of the non-expert tensors of an output.
+
+    expected  the expected tensors, by name
+    """
+    others = inputs.output.non_expert_tensors
+    root = require_source(inputs).root
     problems = [f"{name} in {others[name].file} is not in {root}" for name in others if name not in expected]
     sizes = [others[name].nbytes if name in others else 0 for name in expected]
-    found = check_items("non-expert tensors", list(expected), sizes)
-    return problems + [problem for _, problem in found if problem is not None]
+    findings = check_items("non-expert tensors", list(expected), sizes)
+    return problems + [problem for _, problem in findings if problem is not None]
 
 
 def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
-    """Return what is wrong with a non-expert tensor; None if it equals the source's."""
-    output, source = inputs.output, require_source(inputs)
-    stored, entry, info = output.non_expert_tensors.get(tensor.key), tensor.entry, tensor.reads[0]
-    if stored is None:
+    """Return the problem of a non-expert tensor; None if it equals the source's."""
+    output = inputs.output
+    source = require_source(inputs)
+    stored_info = output.non_expert_tensors.get(tensor.key)
+    entry = tensor.entry
+    source_info = tensor.reads[0]
+    if stored_info is None:
         return f"{tensor.key} is missing"
-    if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
-        here, there = f"{stored.dtype} {list(stored.shape)}", f"{entry.dtype} {list(entry.shape)}"
-        return f"{tensor.key} in {stored.file} is {here}, must be {there} like {info.name}"
-    at = 0
+    if (stored_info.dtype, stored_info.shape) != (entry.dtype, entry.shape):
+        stored_text = f"{stored_info.dtype} {list(stored_info.shape)}"
+        expected_text = f"{entry.dtype} {list(entry.shape)}"
+        return f"{tensor.key} in {stored_info.file} is {stored_text}, must be {expected_text} like {source_info.name}"
+    position = 0
     for chunk in read_chunks(source, tensor):
-        difference = first_difference(output.read(stored, at, at + chunk.size), chunk)
+        difference = find_first_difference(output.read(stored_info, position, position + chunk.size), chunk)
         if difference is not None:
-            return f"{tensor.key} in {stored.file} differs from {info.name} at byte {at + difference[0]}"
-        at += chunk.size
+            return (
+                f"{tensor.key} in {stored_info.file} differs from {source_info.name} at byte {position + difference[0]}"
+            )
+        position += chunk.size
     for read in tensor.reads:
         source.release(read)
     return None
@@ -157,66 +188,69 @@ def compare_non_expert(inputs: Inputs, tensor: OutputTensor) -> str | None:
 # --- a second output ------------------------------------------------------------------------------
 
 
-def compare_outputs(output: Output, measure: Measure, other: Output, check_items: CheckItems) -> Check:
+def compare_outputs(output: Output, measure: Measure, other_output: Output, check_items: CheckItems) -> Check:
     """Compare two outputs: they must have the same expert tensors with the same bytes.
 
     Non-expert tensors are compared if both have them.
     """
     problems = [
-        f"{name} is {value} here, {there} in {other.root}"
-        for (name, value), there in zip(
-            model_sizes(measure).items(), model_sizes(measure_output(other)).values(), strict=True
+        f"{name} is {value} here, {other_value} in {other_output.root}"
+        for (name, value), other_value in zip(
+            model_sizes(measure).items(), model_sizes(measure_output(other_output)).values(), strict=True
         )
-        if value != there and not (0 in (value, there) and name in ("hidden", "intermediate"))  # 0: unknown
+        if value != other_value and not (0 in (value, other_value) and name in ("hidden", "intermediate"))  # 0: unknown
     ]
-    problems += [*_find_missing(output, other), *_find_missing(other, output)]
-    pairs = tensor_pairs(output, other)
+    problems += [*_find_missing(output, other_output), *_find_missing(other_output, output)]
+    pairs = tensor_pairs(output, other_output)
     compared = check_items("equal tensors", list(pairs), [stored.nbytes for stored, _ in pairs.values()])
     problems += [problem for _, problem in compared if problem is not None]
-    unpaired = len(output.non_expert_tensors.keys() ^ other.non_expert_tensors.keys())
+    unpaired = len(output.non_expert_tensors.keys() ^ other_output.non_expert_tensors.keys())
     notes = (f"{unpaired} non-expert tensors exist only in one output",) if unpaired else ()
-    result = f"{len(pairs)} tensors, same bytes in {other.root}"
+    result = f"{len(pairs)} tensors, same bytes in {other_output.root}"
     return Check("other", result, problems, notes, "convert the wrong one again")
 
 
-def tensor_pairs(output: Output, other: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
+def tensor_pairs(output: Output, other_output: Output) -> dict[str, tuple[TensorInfo, TensorInfo]]:
     """Return the tensors that both outputs have, by name."""
     experts = {
-        output.names.tensor_name(*key): (stored, other.tensors[key])
+        output.names.tensor_name(*key): (stored, other_output.tensors[key])
         for key, stored in sorted(output.tensors.items())
-        if key in other.tensors
+        if key in other_output.tensors
     }
-    shared = output.non_expert_tensors.keys() & other.non_expert_tensors.keys()
+    shared = output.non_expert_tensors.keys() & other_output.non_expert_tensors.keys()
     return experts | {
-        name: (output.non_expert_tensors[name], other.non_expert_tensors[name]) for name in sorted(shared)
+        name: (output.non_expert_tensors[name], other_output.non_expert_tensors[name]) for name in sorted(shared)
     }
 
 
-def _find_missing(output: Output, other: Output) -> list[str]:
+def _find_missing(output: Output, other_output: Output) -> list[str]:
     """Return the expert tensors that only `output` has; a layer that `other` lacks completely counts as one."""
-    missing = sorted(output.tensors.keys() - other.tensors.keys())
-    layers = {slice_id.layer for slice_id, _ in other.tensors}
+    missing = sorted(output.tensors.keys() - other_output.tensors.keys())
+    layers = {slice_id.layer for slice_id, _ in other_output.tensors}
     missing_layers = Counter(slice_id.layer for slice_id, _ in missing if slice_id.layer not in layers)
     problems = [
-        f"layer {layer} ({count} tensors) is missing in {other.root}" for layer, count in missing_layers.items()
+        f"layer {layer} ({count} tensors) is missing in {other_output.root}" for layer, count in missing_layers.items()
     ]
     return problems + [
-        f"{output.names.tensor_name(*key)} is missing in {other.root} ({output.names.describe(*key)})"
+        f"{output.names.tensor_name(*key)} is missing in {other_output.root} ({output.names.describe(*key)})"
         for key in missing
         if key[0].layer in layers
     ]
 
 
-def compare_tensor(output: Output, other: Output, name: str, a: TensorInfo, b: TensorInfo) -> str | None:
+def compare_tensor(
+    output: Output, other_output: Output, name: str, info: TensorInfo, other_info: TensorInfo
+) -> str | None:
     """Return how a tensor differs between two outputs; None if it does not."""
-    if a.nbytes != b.nbytes:
-        return f"{name} has {a.nbytes} bytes, {b.nbytes} in {other.root}"
-    for start in range(0, a.nbytes, CHUNK_BYTES):
-        stop = min(start + CHUNK_BYTES, a.nbytes)
-        difference = first_difference(output.read(a, start, stop), other.read(b, start, stop))
+    if info.nbytes != other_info.nbytes:
+        return f"{name} has {info.nbytes} bytes, {other_info.nbytes} in {other_output.root}"
+    for start in range(0, info.nbytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, info.nbytes)
+        difference = find_first_difference(output.read(info, start, stop), other_output.read(other_info, start, stop))
         if difference is not None:
-            at, mine, theirs, _ = difference
-            return f"{name} differs: byte {start + at} is {mine:#04x}, {theirs:#04x} in {other.root}"
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return f"{name} is {a.dtype} {list(a.shape)}, {b.dtype} {list(b.shape)} in {other.root}"
+            position, value, other_value, _ = difference
+            return f"{name} differs: byte {start + position} is {value:#04x}, {other_value:#04x} in {other_output.root}"
+    if info.dtype != other_info.dtype or info.shape != other_info.shape:
+        other_text = f"{other_info.dtype} {list(other_info.shape)} in {other_output.root}"
+        return f"{name} is {info.dtype} {list(info.shape)}, {other_text}"
     return None

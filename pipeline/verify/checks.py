@@ -19,9 +19,9 @@ CHUNK_BYTES = 4 << 20  # bytes in memory at a time, of a tensor to compare or a 
 class Check:
     """The result of one check.
 
-    result    what holds if there is no problem
+    result    a sentence for a check without problems
     problems  one sentence each
-    remedy    what to do about the problems
+    remedy    advice about the problems
     """
 
     name: str
@@ -37,7 +37,11 @@ CheckItems = Callable[[str, Sequence[Any], Sequence[int]], Iterator[tuple[Any, A
 
 
 class LinearError(NamedTuple):
-    """The error of one projection of one expert, x its source in BF16: ||x-y||/||x|| and x.y/(||x|| ||y||)."""
+    """The error of one projection y of one expert, whose source in BF16 is x.
+
+    relative_error  ||x-y||/||x||
+    cosine          x.y/(||x|| ||y||)
+    """
 
     layer: int
     expert: int
@@ -50,7 +54,7 @@ class LinearError(NamedTuple):
 class ProjectionErrors:
     """The error of one projection over the measured experts of a layer.
 
-    sums     of x*x, y*y, x*y and (x-y)^2
+    sums     sums of x*x, y*y, x*y and (x-y)^2
     experts  the error of each expert
     """
 

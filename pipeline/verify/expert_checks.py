@@ -23,12 +23,12 @@ from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.quantize_experts import (
     ExpertsWork,
     error_figures,
-    exponents_of,
-    importance_of,
+    make_importance_reader,
     sample_experts,
+    slice_exponents,
     unequalize,
 )
-from ktconvert.pipeline.stages.resplit_experts import resplit
+from ktconvert.pipeline.stages.resplit_experts import resplit_linear
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.quantizers import Matrix
 from ktconvert.quantizers.differences import sum_products
@@ -66,7 +66,7 @@ class ExpertFindings:
 
     equal       number of tensors that are equal
     sums        projection -> sums of error_sums, of measured experts
-    calibrated  of linears with calibrated codes
+    calibrated  comparisons of linears with calibrated codes
     equalized   number of equalized experts
     """
 
@@ -101,10 +101,14 @@ class Comparison:
     def non_experts(self) -> dict[str, OutputTensor]:
         """The expected non-expert tensors: all of a whole model; else those that the output has."""
         if self.output.is_whole_model:
-            rest = find_non_expert_tensors(self.model.source, self.model.expert_tensor_names(), self.model.quantization)
-            return {tensor.key: tensor for tensor in rest.output_tensors()}
-        found = copy_tensors.select_non_experts(self.model, copy_tensors.infer_choice(self.output.non_expert_tensors))
-        return {tensor.key: tensor for tensor in found if tensor.key in self.output.non_expert_tensors}
+            others = find_non_expert_tensors(
+                self.model.source, self.model.expert_tensor_names(), self.model.quantization
+            )
+            return {tensor.key: tensor for tensor in others.output_tensors()}
+        selected = copy_tensors.select_non_experts(
+            self.model, copy_tensors.infer_choice(self.output.non_expert_tensors)
+        )
+        return {tensor.key: tensor for tensor in selected if tensor.key in self.output.non_expert_tensors}
 
     @cached_property
     def resplit_from(self) -> list[int]:
@@ -114,9 +118,9 @@ class Comparison:
     def make_expected(self, work: ExpertsWork, item: tuple[int, str]) -> list[tuple[NumaSlice, list[Bytes]]]:
         """Return the expected NUMA slices of a projection: quantized from the source, and resplit as the output was."""
         first, *later = (replace(work.slicing, numa=numa) for numa in (*self.resplit_from, work.slicing.numa))
-        slices = replace(work, slicing=first).make(item)
-        for grid in later:
-            slices = resplit(work.fmt.encoding, slices, grid, item)
+        slices = replace(work, slicing=first).make_linear(item)
+        for slicing in later:
+            slices = resplit_linear(work.fmt.encoding, slices, slicing, item)
         return slices
 
 
@@ -125,9 +129,13 @@ def create_comparison(inputs: Inputs) -> Comparison:
 
     Raises UnsupportedError if we cannot make these bytes or judge these codes.
     """
-    root, facts, fmt, model = inputs.output.root, inputs.output.facts, inputs.measure.fmt, inputs.model
+    root = inputs.output.root
+    facts = inputs.output.facts
+    fmt = inputs.measure.fmt
+    model = inputs.model
     assert model is not None
-    method, scale = facts.get("quant_method"), facts.get("scale", ABSMAX.name)
+    method = facts.get("quant_method")
+    scale = facts.get("scale", ABSMAX.name)
     if fmt is None:
         raise UnsupportedError(
             f"{root}: {inputs.measure.method} weights cannot be made again; verify them without --against SOURCE."
@@ -141,7 +149,7 @@ def create_comparison(inputs: Inputs) -> Comparison:
     return Comparison(inputs, model, fmt, quantizer if same_scales else ABSMAX, calibrated, same_scales)
 
 
-def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
+def find_first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tuple[int, int, int, int] | None:
     """Return the position of the first different byte, its values in a and b, and the number of different bytes.
 
     Returns None for equal bytes.
@@ -155,85 +163,99 @@ def first_difference(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> tupl
 def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindings:
     """Compare all tensors of an expert with those that its source gives, and measure its error if it is a sample."""
     count, hidden, intermediate = compared.model.shape(layer)
-    fmt, measure, options = compared.fmt.layer_format(layer), compared.inputs.measure, compared.inputs.options
+    fmt = compared.fmt.layer_format(layer)
+    measure = compared.inputs.measure
     quantizer = compared.quantizer.select_for(fmt.encoding.grid)
-    is_sample = options.full or expert in sample_experts(count)
-    grid = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
-    importance = None if quantizer == ABSMAX else importance_of(compared.model, compared.inputs.imatrix, layer)
-    work = ExpertsWork(fmt, grid, expert, expert + 1, {}, compared.model, quantizer, importance)
-    found = ExpertFindings()
+    is_sample = compared.inputs.options.full or expert in sample_experts(count)
+    slicing = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    importance = None if quantizer == ABSMAX else make_importance_reader(compared.model, compared.inputs.imatrix, layer)
+    work = ExpertsWork(fmt, slicing, expert, expert + 1, {}, compared.model, quantizer, importance)
+    findings = ExpertFindings()
     for projection in PROJECTIONS:
-        for part, expected in compared.make_expected(work, (expert, projection)):
-            stored = _compare_slice(compared, work, part, expected, found)
-            if stored is None or not work.slicing.is_measured(part):
+        for numa_slice, expected in compared.make_expected(work, (expert, projection)):
+            stored = _compare_slice(compared, work, numa_slice, expected, findings)
+            if stored is None or not work.slicing.is_measured(numa_slice):
                 continue
-            encoding, matrix = unequalize(work.model, fmt.encoding, part)
+            encoding, matrix = unequalize(work.model, fmt.encoding, numa_slice)
             sums = np.zeros(4)
             if compared.calibrated:
                 sums, linear, problem = judge_calibrated(
-                    fmt.encoding, matrix, stored, expected, whole=is_sample, measured=encoding
+                    fmt.encoding, matrix, stored, expected, all_rows=is_sample, measured=encoding
                 )
-                found.calibrated.append(linear)
-                codes = compared.output.tensors[part.id, fmt.encoding.tensors(part.n, part.k)[0].name]
-                found.problems += [f"{codes.name} in {codes.file} {problem}"] if problem else []
+                findings.calibrated.append(linear)
+                if problem:
+                    first_tensor = fmt.encoding.tensors(numa_slice.n, numa_slice.k)[0]
+                    codes = compared.output.tensors[numa_slice.id, first_tensor.name]
+                    findings.problems.append(f"{codes.name} in {codes.file} {problem}")
             elif is_sample:
                 sums = error_sums(encoding, matrix, stored)
             if is_sample:
-                found.sums[projection] = found.sums.get(projection, np.zeros(4)) + sums
+                findings.sums[projection] = findings.sums.get(projection, np.zeros(4)) + sums
     if work.model.exponents(layer, expert) is not None:
-        found.equalized = 1
-        found.problems += [] if compared.calibrated else _check_equalized_codes(compared, work)
+        findings.equalized = 1
+        if not compared.calibrated:
+            findings.problems += _check_equalized_codes(compared, work)
     for info in work.model.expert_tensors(layer, expert):
         work.model.source.release(info)
-    return found
+    return findings
 
 
 def _check_equalized_codes(compared: Comparison, work: ExpertsWork) -> list[str]:
-    """Check that up of an equalized expert has the codes that it has without --equalize, and their scales times 2^e."""
-    item, encoding = (work.start, "up"), work.fmt.encoding
-    plain = compared.make_expected(replace(work, model=equalize(work.model, ())), item)
-    for (part, scaled), (_, tensors) in zip(compared.make_expected(work, item), plain, strict=True):
-        exponents = exponents_of(work.model, part)
-        if part.backward or exponents is None:
+    """Return a problem unless up of an equalized expert has the codes that it has without --equalize.
+
+    Their scales must be those without --equalize times 2^e.
+    """
+    item = (work.start, "up")
+    encoding = work.fmt.encoding
+    plain_slices = compared.make_expected(replace(work, model=equalize(work.model, ())), item)
+    slices = compared.make_expected(work, item)
+    for (numa_slice, tensors), (_, plain_tensors) in zip(slices, plain_slices, strict=True):
+        exponents = slice_exponents(work.model, numa_slice)
+        if numa_slice.backward or exponents is None:
             continue
-        scales, plain_scales = (unpack_float_scales(encoding, each[-1], part.n, part.k) for each in (scaled, tensors))
-        same = all(np.array_equal(a, b) for a, b in zip(scaled[:-1], tensors[:-1], strict=True))
-        if not same or not np.array_equal(scales, np.ldexp(plain_scales, exponents[:, None])):
-            return [f"up of expert {work.start} of layer {part.layer} has different codes with and without --equalize"]
+        scales = unpack_float_scales(encoding, tensors[-1], numa_slice.n, numa_slice.k)
+        plain_scales = unpack_float_scales(encoding, plain_tensors[-1], numa_slice.n, numa_slice.k)
+        same_codes = all(np.array_equal(a, b) for a, b in zip(tensors[:-1], plain_tensors[:-1], strict=True))
+        if not same_codes or not np.array_equal(scales, np.ldexp(plain_scales, exponents[:, None])):
+            expert = f"expert {work.start} of layer {numa_slice.layer}"
+            return [f"up of {expert} has different codes with and without --equalize"]
     return []
 
 
 def _compare_slice(
-    compared: Comparison, work: ExpertsWork, part: NumaSlice, expected: list[Bytes], found: ExpertFindings
+    compared: Comparison, work: ExpertsWork, numa_slice: NumaSlice, expected: list[Bytes], findings: ExpertFindings
 ) -> list[Bytes] | None:
-    """Return the stored tensors of a NUMA slice if all exist with the right sizes; add problems to `found`."""
-    output, names, before = compared.output, compared.output.names, len(found.problems)
+    """Return the stored tensors of a NUMA slice if all exist with the right sizes; add problems to `findings`."""
+    output = compared.output
+    names = output.names
+    old_problems = len(findings.problems)
     stored: list[Bytes] = []
-    tensors = work.fmt.encoding.tensors(part.n, part.k)
+    tensors = work.fmt.encoding.tensors(numa_slice.n, numa_slice.k)
     for tensor, data in zip(tensors, expected, strict=True):
-        info, description = output.tensors.get((part.id, tensor.name)), names.describe(part.id, tensor.name)
+        info = output.tensors.get((numa_slice.id, tensor.name))
+        description = names.describe(numa_slice.id, tensor.name)
         if info is None:
-            found.problems.append(f"{description} is missing ({names.tensor_name(part.id, tensor.name)})")
+            findings.problems.append(f"{description} is missing ({names.tensor_name(numa_slice.id, tensor.name)})")
             continue
-        where = f"{info.name} in {info.file}"
+        location = f"{info.name} in {info.file}"
         if info.nbytes != data.size:
-            found.problems.append(
-                f"{description} has {info.nbytes} bytes, but quantizing the source gives {tensor.nbytes} ({where})"
+            findings.problems.append(
+                f"{description} has {info.nbytes} bytes, but quantizing the source gives {tensor.nbytes} ({location})"
             )
             continue
         stored.append(output.read(info))
         if compared.calibrated and (tensor == tensors[0] or not compared.same_scales):
-            found.equal += 1  # judged, not compared
-        elif (difference := first_difference(stored[-1], data)) is None:
-            found.equal += 1
+            findings.equal += 1  # judged, not compared
+        elif (difference := find_first_difference(stored[-1], data)) is None:
+            findings.equal += 1
         else:
-            at, actual, must, count = difference
-            values = f"byte {at} is {actual:#04x}, but quantizing the source gives {must:#04x}"
+            position, actual, expected_value, count = difference
+            values = f"byte {position} is {actual:#04x}, but quantizing the source gives {expected_value:#04x}"
             differ = "1 byte differs" if count == 1 else f"{count} bytes differ"
-            found.problems.append(f"{description}: {values} ({differ}; {where})")
+            findings.problems.append(f"{description}: {values} ({differ}; {location})")
     # Codes with wrong scales are meaningless, so they are not judged.
-    judged = not compared.calibrated or len(found.problems) == before
-    return stored if len(stored) == len(tensors) and judged else None
+    can_judge = not compared.calibrated or len(findings.problems) == old_problems
+    return stored if len(stored) == len(tensors) and can_judge else None
 
 
 # --- calibrated codes -----------------------------------------------------------------------------
@@ -245,7 +267,7 @@ def judge_calibrated(
     stored: Sequence[Bytes],
     rounded: Sequence[Bytes],
     *,
-    whole: bool,
+    all_rows: bool,
     measured: Encoding | None = None,
 ) -> tuple[npt.NDArray[np.float64], CalibratedLinear, str]:
     """Compare calibrated codes of a linear with those of rounding to nearest.
@@ -254,11 +276,12 @@ def judge_calibrated(
     rounded   its tensors as rounding to nearest makes them
     whole     whether to look at all rows, or at ROWS of them
     measured  encoding to measure the error with; None: encoding
+
     Columns that are all zeros, though rounding has codes there, were never seen in calibration: they do not count.
-    Returns sums as of error_sums, the comparison, and what is wrong with the codes ("" if nothing is).
+    Returns sums as error_sums does, the comparison, and the problem of the codes ("" if there is none).
     """
     n, k = matrix.shape
-    rows = np.arange(n) if whole else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
+    rows = np.arange(n) if all_rows else np.unique(np.linspace(0, n - 1, ROWS).astype(int))
     if problem := _find_out_of_range(encoding, stored, n, k):
         return np.zeros(4), CalibratedLinear(np.inf, False, False), problem
     x = bf16_to_f32(kernels.decode(matrix)[rows])
@@ -267,20 +290,24 @@ def judge_calibrated(
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any of its inputs"
         return np.zeros(4), CalibratedLinear(np.inf, False, True), problem
-    same = bool(np.array_equal(ours, theirs))
-    x[:, unused] = theirs[:, unused] = 0  # as in ours
-    sums, rounding = sum_products(x, ours), sum_products(x, theirs)
-    error, usual = (error_figures(figures)["relative_error"] for figures in (sums, rounding))
-    ratio = error / usual if usual else 1.0 if error == 0 else np.inf
-    linear = CalibratedLinear(ratio, same, bool(unused.any()))
+    is_rounded = bool(np.array_equal(ours, theirs))
+    x[:, unused] = theirs[:, unused] = 0  # ours are zeros already
+    sums = sum_products(x, ours)
+    error = error_figures(sums)["relative_error"]
+    rounding_error = error_figures(sum_products(x, theirs))["relative_error"]
+    ratio = error / rounding_error if rounding_error else 1.0 if error == 0 else np.inf
+    linear = CalibratedLinear(ratio, is_rounded, bool(unused.any()))
     if ratio <= WORST_RATIO:
         return sums, linear, ""
-    times = f"{ratio:.1f} times that of rounding to nearest ({usual:.4f}); at most {WORST_RATIO:g} times is plausible"
-    return sums, linear, f"has an error of {error:.4f}, {times}"
+    problem = (
+        f"has an error of {error:.4f}, {ratio:.1f} times that of rounding to nearest ({rounding_error:.4f}); at most "
+        f"{WORST_RATIO:g} times is plausible"
+    )
+    return sums, linear, problem
 
 
 def _find_out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> str:
-    """Return what is wrong with the scales and codes of a linear [n, k] by themselves; "" if nothing is."""
+    """Return the problem of the scales and codes of a linear [n, k], without a comparison; "" if there is none."""
     grid = encoding.grid
     scales = unpack_float_scales(encoding, stored[-1], n, k)
     if not np.isfinite(scales).all():
@@ -295,7 +322,10 @@ def _find_out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: i
 
 
 def summarize_calibrated(linears: Sequence[CalibratedLinear], same_scales: bool = True) -> str:
-    """Return what holds for all these linears; same_scales: whether their scales were compared, too."""
+    """Return a sentence about all these linears.
+
+    same_scales  whether their scales were compared, too
+    """
     worst = max((linear.ratio for linear in linears), default=0.0)
     rounded = sum(linear.rounded for linear in linears)
     scales = "with the scales of rounding to nearest and" if same_scales else "with codes in their range and"

@@ -73,10 +73,11 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
     if output.weight_map is None:  # check_files reports it as missing if the manifest lists one
         none = Check("index", "none", notes=("no index, as after merge_cpu_weights.py; kt-kernel needs none",))
         return none if output.manifest is None else None
-    damaged, notes = output.damaged_files, list[str]()
+    damaged = output.damaged_files
+    notes: list[str] = []
     missing = sorted(set(output.weight_map.values()) - {*output.shards, *damaged})
     problems = [f"{INDEX} names {shard}, which is missing" for shard in missing]
-    stored = {s.name: s for s in (*output.tensors.values(), *output.non_expert_tensors.values())}
+    stored = {info.name: info for info in (*output.tensors.values(), *output.non_expert_tensors.values())}
     for name, shard in output.weight_map.items():
         if shard in damaged or shard not in output.shards:
             continue
@@ -86,9 +87,9 @@ def check_index(output: Output, _measure: Measure) -> Check | None:
             problems.append(f"{INDEX} names {name} in {shard}, but {stored[name].file} contains it")
     unnamed = stored.keys() - output.weight_map.keys()
     problems += [
-        f"{s.file} contains {name}, which {INDEX} does not name" for name, s in stored.items() if name in unnamed
+        f"{info.file} contains {name}, which {INDEX} does not name" for name, info in stored.items() if name in unnamed
     ]
-    total = sum(s.nbytes for s in stored.values())
+    total = sum(info.nbytes for info in stored.values())
     if output.total_size == 0 and output.manifest is None:
         notes.append("the index has no total size, as in kt-kernel's outputs")
     elif output.total_size != total and not damaged and not problems:
@@ -124,8 +125,8 @@ def _compare_readers(output: Output, shard: str, header: Header) -> Iterator[str
         elif name not in ours:
             yield f"{shard}: the safetensors package finds {name}, but ktconvert does not"
         elif ours[name] != theirs[name]:
-            package, here = (f"{dtype} {list(shape)}" for dtype, shape in (theirs[name], ours[name]))
-            yield f"{shard}: the safetensors package reads {name} as {package}, but ktconvert as {here}"
+            their_text, our_text = (f"{dtype} {list(shape)}" for dtype, shape in (theirs[name], ours[name]))
+            yield f"{shard}: the safetensors package reads {name} as {their_text}, but ktconvert as {our_text}"
 
 
 def read_header_with_package(path: Path) -> Tensors:
@@ -142,8 +143,8 @@ def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckI
     """Check the SHA-256 of these files of a manifest, and of the manifest itself."""
     # The largest file first: otherwise one thread would hash it while the others are idle.
     ordered = sorted(files, key=lambda file: -file.size)
-    found = check_items("hashes", ordered, [file.size for file in ordered])
-    problems = {file.name: problem for file, problem in found if problem is not None}
+    findings = check_items("hashes", ordered, [file.size for file in ordered])
+    problems = {file.name: problem for file, problem in findings if problem is not None}
     if (actual := manifest.compute_actual_digest(listing)) != listing.sha256:
         problems[manifest.NAME] = (
             f"{manifest.NAME} was changed: the sha256 of its contents is {actual[:12]}, but it states "
@@ -154,7 +155,7 @@ def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckI
 
 
 def find_hash_problem(root: Path, file: OutputFile, reporter: Reporter) -> str | None:
-    """Return what is wrong with the bytes of a file; None if they are as they were written."""
+    """Return the problem of the bytes of a file; None if they are as they were written."""
     digest = hashlib.sha256()
     try:
         with (root / file.name).open("rb") as data:

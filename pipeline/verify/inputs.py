@@ -20,7 +20,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.pipeline.engine.paths import locate, output_of
+from ktconvert.pipeline.engine.paths import find_output, locate
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.stages.quantize_experts import EQUALIZED, equalize_for_format
 
@@ -29,10 +29,11 @@ DECODED = Measure(dequantized.METHOD, None, 1, False, {})  # an output of `dequa
 
 @dataclass(frozen=True)
 class Inputs:
-    """An output, and what to compare it with.
+    """An output, and the source or second output to compare it with.
 
     other    a second output
-    source   the output's source; model: its model, equalized if the output is; None for an output of `dequantize`
+    source   the output's source
+    model    the source's model, equalized if the output is; None for an output of `dequantize`
     imatrix  input statistics that the output was made with
     """
 
@@ -47,10 +48,14 @@ class Inputs:
     @property
     def identity(self) -> tuple[tuple[str, int, str], ...]:
         """Name, size and header hash of each file (no hash for outputs), by which workers recognize the same files."""
-        files = [] if self.source is None else [(s.name, s.size, s.header_sha256) for s in self.source.shards]
-        for each in filter(None, (self.output, self.other)):
-            files += [(name, (each.root / name).stat().st_size, "") for name in each.shards]
-            files.append((str(each.root), sum(stored.nbytes for stored in each.tensors.values()), ""))
+        files = (
+            []
+            if self.source is None
+            else [(shard.name, shard.size, shard.header_sha256) for shard in self.source.shards]
+        )
+        for output in filter(None, (self.output, self.other)):
+            files += [(name, (output.root / name).stat().st_size, "") for name in output.shards]
+            files.append((str(output.root), sum(stored.nbytes for stored in output.tensors.values()), ""))
         return tuple(files)
 
     def close(self) -> None:
@@ -59,7 +64,7 @@ class Inputs:
 
 
 def open_inputs(options: VerifyOptions) -> Inputs:
-    """Open the output and what to compare it with.
+    """Open the output, and the source or second output to compare it with.
 
     Raises VerificationError for an unfinished output, UnsupportedError for a directory that is no output, InputError
     for a damaged source, UsageError for options that do not fit this output.
@@ -95,9 +100,9 @@ def require_finished(path: Path) -> None:
     paths = locate(path)
     if paths.plan.exists() and (paths.inside or not path.exists()):
         raise VerificationError(f"{path}: is not finished; run `ktconvert resume {path}`.")
-    if (finished := output_of(path)) is not None:
-        unfinished = "is the work directory of an unfinished conversion"
-        raise VerificationError(f"{path}: {unfinished}; run `ktconvert resume {finished}`.")
+    if (output := find_output(path)) is not None:
+        problem = "is the work directory of an unfinished conversion"
+        raise VerificationError(f"{path}: {problem}; run `ktconvert resume {output}`.")
     if not path.exists():
         raise InputError(f"{path}: no such directory; give the directory of an output.")
 
@@ -126,19 +131,19 @@ def _open_imatrix(options: VerifyOptions, output: Output, model: MoeModel | None
         raise UsageError(f"{output.root}: was made without input statistics; {remedy}.")
     if kind is None or model is None:
         return None
-    made_with = facts[kind]
+    recorded_sha256 = facts[kind]
     if path is None:
-        either = f"--imatrix FILE (sha256 {made_with[:12]}) or " if kind == Imatrix.manifest_key else ""
-        remedy = f"give {either}--statistics DIR, or leave out --against"
+        first_remedy = f"--imatrix FILE (sha256 {recorded_sha256[:12]}) or " if kind == Imatrix.manifest_key else ""
+        remedy = f"give {first_remedy}--statistics DIR, or leave out --against"
         raise UsageError(
             f"{output.root}: was made with input statistics, which are required to make it again; {remedy}."
         )
     statistics = (
         open_model_imatrix(path, model) if kind == Imatrix.manifest_key else open_model_moments(path.parent, model)
     )
-    if statistics.sha256 != made_with:
+    if statistics.sha256 != recorded_sha256:
         raise InputError(
             f"{statistics.path}: differs from the file of {output.root} (its sha256 is {statistics.sha256[:12]}, but "
-            f"{made_with[:12]} in the manifest); use that file."
+            f"{recorded_sha256[:12]} in the manifest); use that file."
         )
     return statistics

@@ -18,9 +18,9 @@ from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine.plan import tool_version
-from ktconvert.pipeline.engine.runners import result_of
+from ktconvert.pipeline.engine.runners import unwrap_result
 from ktconvert.pipeline.engine.threads import run_in_order
-from ktconvert.pipeline.engine.worker import CollectingReporter, failure_of, require_same_version, worker_threads
+from ktconvert.pipeline.engine.worker import CollectingReporter, require_same_version, to_reported_error, worker_threads
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.verify import against, expert_checks
@@ -34,7 +34,7 @@ ITEMS_PER_THREAD = 4  # tasks submitted at a time
 
 @dataclass(frozen=True)
 class ItemChecker:
-    """State shared by the checks of ITEM_CHECKS; what needs headers only is computed once."""
+    """State shared by the checks of ITEM_CHECKS; properties that follow from headers are computed once."""
 
     inputs: Inputs
     reporter: Reporter
@@ -79,27 +79,30 @@ def create_check_items(
     checker = ItemChecker(inputs, reporter)
     task = WorkerTask(inputs.options, secrets.token_hex(8), tool_version(), inputs.identity, threads)
 
-    def check(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+    def check_items(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         if executor is None:
-            found = check_in_threads(checker, inputs.options.threads, kind, items)
+            findings = check_in_threads(checker, inputs.options.threads, kind, items)
         else:
-            found = check_on_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
-        for nbytes, (item, finding) in zip(sizes, found, strict=True):
+            findings = check_on_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
+        for nbytes, (item, finding) in zip(sizes, findings, strict=True):
             yield item, finding
             if kind == "experts":
                 reporter.set_current(f"layer {item[0]}")
             if executor is not None or kind != "hashes":  # threads of this process report progress while they hash
                 reporter.advance(nbytes)
 
-    return check
+    return check_items
 
 
 def check_in_threads(checker: ItemChecker, threads: int, kind: str, items: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    """Yield (item, finding) in order; kind: a name of ITEM_CHECKS."""
+    """Yield (item, finding) in order.
+
+    kind  a name of ITEM_CHECKS
+    """
     with ThreadPoolExecutor(threads, thread_name_prefix="verify", initializer=unbind_thread) as pool:
         slots = list(range(ITEMS_PER_THREAD * threads))
-        for item, _, found in run_in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
-            yield item, found
+        for item, _, finding in run_in_order(pool, items, slots, lambda item, _: ITEM_CHECKS[kind](checker, item)):
+            yield item, finding
 
 
 def check_on_workers(
@@ -111,7 +114,7 @@ def check_on_workers(
     try:
         while tasks:
             group, future = tasks.popleft()
-            yield from zip(group, result_of(future, f"verifying {kind}", "verify again"), strict=True)
+            yield from zip(group, unwrap_result(future, f"verifying {kind}", "verify again"), strict=True)
     finally:
         for _, future in tasks:
             future.cancel()
@@ -141,9 +144,9 @@ def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[A
     try:
         with _open_lock:
             checker, threads = _open_checker(task)
-        return [found for _, found in check_in_threads(checker, threads, kind, items)]
+        return [finding for _, finding in check_in_threads(checker, threads, kind, items)]
     except (KtconvertError, OSError, MemoryError) as error:
-        return failure_of(error)
+        return to_reported_error(error)
 
 
 _open_lock = threading.Lock()

@@ -38,14 +38,14 @@ LINEAR, NUMA = "layer {0.layer}, expert {0.expert}, {0.projection}", "NUMA slice
 Row = tuple[str, ...]
 
 
-def percent(share: float) -> str:
+def format_percent(share: float) -> str:
     """Return a share as text: 11.71 %."""
     if not math.isfinite(share):
         return "not finite"
     return f"{100 * share:#.4g} %" if share else "0 %"
 
 
-def three_digits(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """Return the text of a map's cell: three digits, 12.0."""
     return f"{value:#.3g}" if math.isfinite(value) and value else "0" if value == 0 else "?"
 
@@ -54,14 +54,16 @@ def render_page(report: Report) -> str:
     """Return the page. It depends only on the report."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    files, undefined = FileSystemLoader(TEMPLATES), StrictUndefined
+    files = FileSystemLoader(TEMPLATES)
+    undefined = StrictUndefined
     environment = Environment(loader=files, autoescape=True, undefined=undefined, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("page.html").render(_page_values(report)).lstrip()
+    return environment.get_template("page.html").render(_make_page_values(report)).lstrip()
 
 
-def _page_values(report: Report) -> dict[str, Any]:
+def _make_page_values(report: Report) -> dict[str, Any]:
     """Return the values of the template."""
-    document, data = report_document(report), report.page_data
+    document = report_document(report)
+    data = report.page_data
     scales, counts = (None, None) if data is None else (data.scales, data.counts)
     cells = sum(len(layer.experts) for layer in report.errors)
     cells += 0 if report.errors or scales is None else len(scales.linears)
@@ -83,17 +85,19 @@ def _page_values(report: Report) -> dict[str, Any]:
         "maker": f"{document['made_by']} {document['command']}"
         if document["made_by"]
         else "a program without a manifest",
-        "tiles": list(_tiles(report, document)),
+        "tiles": list(_make_tiles(report, document)),
         "check_rows": check_rows,
         "output_rows": output_rows(document),
-        "errors": _errors(report, titles) if report.errors else None,
-        "worst_rows": _worst_rows(data.rows, parts) if data is not None and data.rows else None,
-        "scales": _scales(scales, not report.errors, titles, parts) if scales is not None and scales.linears else None,
-        "usage": None if counts is None else _usage(counts, list(report.measure.shapes), titles),
+        "errors": _make_error_values(report, titles) if report.errors else None,
+        "worst_rows": _make_worst_rows(data.rows, parts) if data is not None and data.rows else None,
+        "scales": _make_scale_values(scales, not report.errors, titles, parts)
+        if scales is not None and scales.linears
+        else None,
+        "usage": None if counts is None else _make_usage_values(counts, list(report.measure.shapes), titles),
     }
 
 
-def _tiles(report: Report, document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _make_tiles(report: Report, document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of the most important numbers."""
     yield "method", ", ".join(document[name] for name in ("method", "scale") if name in document)
     if document["layers"]:
@@ -101,114 +105,140 @@ def _tiles(report: Report, document: Mapping[str, Any]) -> Iterator[tuple[str, s
         yield f"layer{'s' * (len(document['layers']) != 1)}, of {experts} experts", str(len(document["layers"]))
     for projection in PROJECTIONS:
         if sums := [layer.sums for layer in report.errors if layer.projection == projection]:
-            yield f"relative error, {projection}", percent(error_figures(np.sum(sums, axis=0))["relative_error"])
+            yield f"relative error, {projection}", format_percent(error_figures(np.sum(sums, axis=0))["relative_error"])
     if document["predictions"] is not None:
         yield "KL divergence per token", f"{document['predictions']['kl']:.4g}"
     yield "checks passed", f"{sum(check['ok'] for check in document['checks'])} of {len(document['checks'])}"
 
 
-def _errors(report: Report, titles: bool) -> dict[str, Any]:
+def _make_error_values(report: Report, titles: bool) -> dict[str, Any]:
     maps: dict[str, dict[tuple[int, int], float]] = {projection: {} for projection in PROJECTIONS}
     for layer in report.errors:
-        maps[layer.projection] |= {(e.layer, e.expert): e.relative_error for e in layer.experts}
+        maps[layer.projection] |= {(error.layer, error.expert): error.relative_error for error in layer.experts}
     measured = max(len(layer.experts) for layer in report.errors)
     return {
-        "measured": measured if measured < max(e for e, _, _ in report.measure.shapes.values()) else None,
-        "heat": heat_maps(maps, ColourScale("relative error", percent, lambda v: three_digits(100 * v)), titles),
-        "head": ("layer", *(projection + what for projection in PROJECTIONS for what in ("", ", cosine", ", worst"))),
-        "rows": list(_layer_rows(report.errors)),
+        "measured": measured if measured < max(experts for experts, _, _ in report.measure.shapes.values()) else None,
+        "heat": make_heat_maps(
+            maps, ColourScale("relative error", format_percent, lambda value: format_three_digits(100 * value)), titles
+        ),
+        "head": (
+            "layer",
+            *(projection + suffix for projection in PROJECTIONS for suffix in ("", ", cosine", ", worst")),
+        ),
+        "rows": list(_make_layer_rows(report.errors)),
     }
 
 
-def _layer_rows(errors: Sequence[ProjectionErrors]) -> Iterator[Row]:
+def _make_layer_rows(errors: Sequence[ProjectionErrors]) -> Iterator[Row]:
     """Yield a row for each layer: relative error, cosine, and worst expert with its error of every projection."""
-    for layer, group in groupby(sorted(errors, key=lambda e: e.layer), key=lambda e: e.layer):
-        by_projection = {e.projection: e for e in group}
+    for layer, group in groupby(sorted(errors, key=lambda error: error.layer), key=lambda error: error.layer):
+        by_projection = {error.projection: error for error in group}
         row = [str(layer)]
         for error in map(by_projection.get, PROJECTIONS):
             if error is None:
                 row += ["", "", ""]
                 continue
-            figures, worst = error.figures, error.worst
-            row += [percent(figures["relative_error"]), f"{figures['cosine']:.5f}"]
-            row.append(f"{worst.expert} ({percent(worst.relative_error)})")
+            figures = error.figures
+            worst = error.worst
+            row += [format_percent(figures["relative_error"]), f"{figures['cosine']:.5f}"]
+            row.append(f"{worst.expert} ({format_percent(worst.relative_error)})")
         yield tuple(row)
 
 
-def _worst_rows(rows: Sequence[WorstRow], parts: bool) -> dict[str, Any]:
+def _make_worst_rows(rows: Sequence[WorstRow], parts: bool) -> dict[str, Any]:
     return {
         "head": ("linear", "error", "cosine", *[NUMA] * parts, "worst row", "its error"),
         "rows": [
             (
                 LINEAR.format(row.linear),
-                percent(row.linear.relative_error),
+                format_percent(row.linear.relative_error),
                 f"{row.linear.cosine:.5f}",
                 *[str(row.numa)] * parts,
                 str(row.row),
-                percent(row.relative_error),
+                format_percent(row.relative_error),
             )
             for row in rows
         ],
     }
 
 
-def _scales(scales: Scales, medians: bool, titles: bool, parts: bool) -> dict[str, Any]:
-    """Return the values for the scales; medians: whether to draw the median of each expert, too."""
+def _make_scale_values(scales: Scales, medians: bool, titles: bool, parts: bool) -> dict[str, Any]:
+    """Return the values of the template for the scales.
+
+    medians  whether to draw the median of each expert, too
+    """
     finite = [linear.median for linear in scales.linears if math.isfinite(linear.median)]
     power = math.floor(math.log10(min(finite))) if finite else 0
-    scale = ColourScale("median scale", lambda v: f"{v:.4g}", lambda v: three_digits(v / 10.0**power), ratios=True)
+    scale = ColourScale(
+        "median scale",
+        lambda value: f"{value:.4g}",
+        lambda value: format_three_digits(value / 10.0**power),
+        ratios=True,
+    )
     maps = {
-        projection: {(s.layer, s.expert): s.median for s in scales.linears if s.projection == projection}
+        projection: {
+            (linear.layer, linear.expert): linear.median for linear in scales.linears if linear.projection == projection
+        }
         for projection in PROJECTIONS
     }
     known = [linear for linear in scales.linears if math.isfinite(linear.largest)]
     not_drawn = {"zeros": scales.zeros, "others": scales.others}
 
-    def ratio(s: LinearScales) -> str:
-        return f"{s.largest / s.median:.3g}"
+    def ratio(linear: LinearScales) -> str:
+        return f"{linear.largest / linear.median:.3g}"
 
     return {
         **{name: f"{n:,}" if scales.zeros or scales.others else "" for name, n in not_drawn.items()},
-        "histograms": list(_histograms(scales)),
+        "histograms": list(_make_histograms(scales)),
         "power": power,
-        "heat": heat_maps(maps, scale, titles) if medians else None,
+        "heat": make_heat_maps(maps, scale, titles) if medians else None,
         "head": ("linear", *[NUMA] * parts, "row", "largest scale", "median of the linear", "ratio"),
         "rows": [
-            (LINEAR.format(s), *[str(s.numa)] * parts, str(s.row), f"{s.largest:.4g}", f"{s.median:.4g}", ratio(s))
-            for s in sorted(known, key=lambda s: -s.largest)[:LARGEST]
+            (
+                LINEAR.format(linear),
+                *[str(linear.numa)] * parts,
+                str(linear.row),
+                f"{linear.largest:.4g}",
+                f"{linear.median:.4g}",
+                ratio(linear),
+            )
+            for linear in sorted(known, key=lambda linear: -linear.largest)[:LARGEST]
         ],
     }
 
 
-def _histograms(scales: Scales) -> Iterator[dict[str, Any]]:
+def _make_histograms(scales: Scales) -> Iterator[dict[str, Any]]:
     """Yield a histogram for each projection, all with the same bins: at most MOST_BARS."""
     total = np.sum(list(scales.counts.values()), axis=0)
     if not total.any():
         return
     used = np.flatnonzero(total)
-    each = math.gcd(int(np.gcd.reduce(used)), STEPS)  # powers of two have a bar each
-    while (used[-1] // each - used[0] // each + 1) > MOST_BARS:
-        each *= 2
-    first, last = int(used[0]) // each, int(used[-1]) // each + 1
-    edges = [2.0 ** (bin * each / STEPS + LOWEST) for bin in range(first, last + 1)]
+    steps_per_bin = math.gcd(int(np.gcd.reduce(used)), STEPS)  # powers of two have a bar each
+    while (used[-1] // steps_per_bin - used[0] // steps_per_bin + 1) > MOST_BARS:
+        steps_per_bin *= 2
+    first, last = int(used[0]) // steps_per_bin, int(used[-1]) // steps_per_bin + 1
+    edges = [2.0 ** (bin * steps_per_bin / STEPS + LOWEST) for bin in range(first, last + 1)]
     for projection, counts in scales.counts.items():
-        merged = np.add.reduceat(counts[first * each : last * each], np.arange(0, (last - first) * each, each))
-        yield histogram(projection, merged.tolist(), edges)
+        merged = np.add.reduceat(
+            counts[first * steps_per_bin : last * steps_per_bin],
+            np.arange(0, (last - first) * steps_per_bin, steps_per_bin),
+        )
+        yield make_histogram(projection, merged.tolist(), edges)
 
 
-def _usage(counts: I64, known: Sequence[int], titles: bool) -> dict[str, Any]:
+def _make_usage_values(counts: I64, known: Sequence[int], titles: bool) -> dict[str, Any]:
     layers = [n for n in known if n < len(counts) and counts[n].any()]
     shares = {n: counts[n] / counts[n].sum() for n in layers}
     cells = {(n, e): float(share) for n in layers for e, share in enumerate(shares[n])}
-    scale = ColourScale("share of the layer's tokens", percent, lambda v: three_digits(100 * v))
+    scale = ColourScale("share of the layer's tokens", format_percent, lambda v: format_three_digits(100 * v))
 
     def row(layer: int) -> Row:
         tokens = counts[layer]
-        most = f"{int(tokens.argmax())} ({percent(float(shares[layer].max()))})"
-        return str(layer), f"{int(tokens.sum()):,}", most, str(int((tokens == 0).sum()))
+        most_used = f"{int(tokens.argmax())} ({format_percent(float(shares[layer].max()))})"
+        return str(layer), f"{int(tokens.sum()):,}", most_used, str(int((tokens == 0).sum()))
 
-    heat = heat_maps({"routed tokens": cells}, scale, titles)
-    return {"equal": percent(1 / counts.shape[1]), "heat": heat, "rows": [row(layer) for layer in layers]}
+    heat = make_heat_maps({"routed tokens": cells}, scale, titles)
+    return {"equal": format_percent(1 / counts.shape[1]), "heat": heat, "rows": [row(layer) for layer in layers]}
 
 
 # --- heat maps (layers x experts, as tables with coloured cells) and histograms ------------------
@@ -240,18 +270,21 @@ class ColourScale:
         """Return the class of a value on a ramp from low to high."""
         if not self.is_shown(value):
             return NOT_SHOWN
-        low, high, value = (math.log(each) if self.ratios else each for each in (low, high, value))
+        low, high, value = (math.log(number) if self.ratios else number for number in (low, high, value))
         share = (value - low) / (high - low) if high > low else 0.0
         return COLOURS[min(int(share * len(COLOURS)), len(COLOURS) - 1)]
 
 
-def heat_maps(maps: Mapping[str, Cells], scale: ColourScale, titles: bool) -> dict[str, Any]:
-    """Return one map per name, with the same layers and experts, and the legend; titles: whether cells have titles."""
+def make_heat_maps(maps: Mapping[str, Cells], scale: ColourScale, titles: bool) -> dict[str, Any]:
+    """Return one map per name, with the same layers and experts, and the legend.
+
+    titles  whether cells have titles
+    """
     layers = sorted({layer for cells in maps.values() for layer, _ in cells})
     experts = sorted({expert for cells in maps.values() for _, expert in cells})
-    numbers = len(experts) <= MOST_COLUMNS
-    every = 1 << max(0, math.ceil(math.log2(max(len(experts), 1) / MOST_COLUMNS)))
-    height = 22 if numbers or len(layers) <= 12 else 14 if len(layers) <= 32 else 7
+    has_numbers = len(experts) <= MOST_COLUMNS
+    experts_per_head = 1 << max(0, math.ceil(math.log2(max(len(experts), 1) / MOST_COLUMNS)))
+    height = 22 if has_numbers or len(layers) <= 12 else 14 if len(layers) <= 32 else 7
     rows_per_head = max(1, 14 // height)
     any_not_shown = any(not scale.is_shown(value) for cells in maps.values() for value in cells.values())
 
@@ -263,23 +296,24 @@ def heat_maps(maps: Mapping[str, Cells], scale: ColourScale, titles: bool) -> di
             if (value := cells.get((layer, expert))) is None:
                 return None
             title = f"{layer}/{expert}: {scale.text(value)}" if titles else ""
-            return scale.step(value, low, high), title, scale.short(value) if numbers else ""
+            return scale.step(value, low, high), title, scale.short(value) if has_numbers else ""
 
         def row_title(layer: int) -> str:
             known = [(v, e) for e in experts if (v := cells.get((layer, e))) is not None and scale.is_shown(v)]
             if not known:
                 return f"layer {layer}"
-            (least, _), (most, expert) = min(known), max(known)
-            return f"layer {layer}: {scale.text(least)} to {scale.text(most)} (expert {expert})"
+            (smallest, _) = min(known)
+            (largest, expert) = max(known)
+            return f"layer {layer}: {scale.text(smallest)} to {scale.text(largest)} (expert {expert})"
 
         rows = [
             {
                 "layer": layer,
-                "span": 0 if at % rows_per_head else min(rows_per_head, len(layers) - at),
+                "span": 0 if position % rows_per_head else min(rows_per_head, len(layers) - position),
                 "title": "" if titles else row_title(layer),
                 "cells": [cell(layer, expert) for expert in experts],
             }
-            for at, layer in enumerate(layers)
+            for position, layer in enumerate(layers)
         ]
         return {"name": name, "low": scale.text(low), "high": scale.text(high), "rows": rows}
 
@@ -290,25 +324,29 @@ def heat_maps(maps: Mapping[str, Cells], scale: ColourScale, titles: bool) -> di
         "columns": len(experts),
         "height": height,
         "steps": COLOURS,
-        "heads": [(min(every, len(experts) - at), experts[at]) for at in range(0, len(experts), every)],
+        "heads": [
+            (min(experts_per_head, len(experts) - position), experts[position])
+            for position in range(0, len(experts), experts_per_head)
+        ],
         "not_shown": any_not_shown and ("not a positive number" if scale.ratios else "not a number"),
         "empty": any(len(cells) < len(layers) * len(experts) for cells in maps.values()),
         "maps": [build_map(name, cells) for name, cells in maps.items()],
     }
 
 
-def histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> dict[str, Any]:
+def make_histogram(name: str, counts: Sequence[int], edges: Sequence[float]) -> dict[str, Any]:
     """Return the histogram of counts [n] between edges [n + 1]."""
-    most, total = max(counts, default=0), sum(counts)
+    largest = max(counts, default=0)
+    total = sum(counts)
     return {
         "name": name,
         "total": f"{total:,}",
-        "most": f"{most:,}",
+        "most": f"{largest:,}",
         "label": f"{name}: {total:,} scales from {edges[0]:.3g} to {edges[-1]:.3g}",
         "columns": max(len(counts), 1),
         "bars": [
-            (at, 100 * count / most, f"{edges[at]:.3g} to {edges[at + 1]:.3g}: {count:,}")
-            for at, count in enumerate(counts)
+            (position, 100 * count / largest, f"{edges[position]:.3g} to {edges[position + 1]:.3g}: {count:,}")
+            for position, count in enumerate(counts)
             if count
         ],
         "ticks": [f"{edge:.3g}" for edge in (edges[0], edges[len(edges) // 2], edges[-1])],

@@ -73,9 +73,10 @@ class LinearScales(NamedTuple):
 class Scales:
     """The scales of all experts.
 
-    linears  in the order of layers, experts and projections
+    linears  scales of each linear, in the order of layers, experts and projections
     counts   projection -> number of positive scales in each bin; bin i begins at 2^(i / STEPS + LOWEST)
-    zeros    number of scales that are zero; others: negative, infinite or not a number
+    zeros    number of scales that are zero
+    others   number of scales that are negative, infinite or not a number
     """
 
     linears: list[LinearScales] = field(default_factory=list)
@@ -100,12 +101,14 @@ class PageData:
 
 def collect_page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts: I64 | None) -> PageData:
     """Collect the data of an output with all weight files. Raises VerificationError if the disk cannot be read."""
-    output, measure, model = inputs.output, inputs.measure, inputs.model
+    output = inputs.output
+    measure = inputs.measure
+    model = inputs.model
     rows = () if model is None else tuple(_find_worst_rows(output, measure, model, worst_linears(errors, LINEARS)))
     return PageData(rows, _read_scales(output, measure, inputs.options.threads), counts)
 
 
-def _parts_of_linear(measure: Measure, fmt: Format, linear: Linear) -> Iterator[NumaSlice]:
+def _find_slices(measure: Measure, fmt: Format, linear: Linear) -> Iterator[NumaSlice]:
     """Yield the NUMA slices of a linear that count for its error."""
     layer, expert, projection = linear
     _, hidden, intermediate = measure.shapes[layer]
@@ -135,8 +138,8 @@ def _find_worst_rows(
         fmt = whole_fmt.layer_format(linear.layer)
         exact = EXACT_VALUES.get(fmt.encoding.name, source_values)
         read_source = exact if fmt.encoding.is_exact(model) else source_values
-        found = []
-        for numa_slice in _parts_of_linear(measure, fmt, linear[:3]):
+        rows = []
+        for numa_slice in _find_slices(measure, fmt, linear[:3]):
             if not (stored := _read(output, fmt, numa_slice)):
                 continue
             encoding, matrix = unequalize(model, fmt.encoding, numa_slice)
@@ -145,12 +148,12 @@ def _find_worst_rows(
                 slice(start, min(start + CHUNK_ROWS, numa_slice.n)) for start in range(0, numa_slice.n, CHUNK_ROWS)
             ]
             errors = np.concatenate(
-                [_relative_errors(read_source(matrix.rows(c.start, c.stop)), values[c]) for c in chunks]
+                [_relative_errors(read_source(matrix.rows(chunk.start, chunk.stop)), values[chunk]) for chunk in chunks]
             )
             row = int(np.argmax(errors))
-            found.append(WorstRow(linear, numa_slice.node, row, float(errors[row])))
-        if found:
-            yield max(found, key=lambda row: row.relative_error)
+            rows.append(WorstRow(linear, numa_slice.node, row, float(errors[row])))
+        if rows:
+            yield max(rows, key=lambda row: row.relative_error)
 
 
 def _relative_errors(x: F32, y: F32) -> npt.NDArray[np.float64]:
@@ -165,41 +168,47 @@ def _relative_errors(x: F32, y: F32) -> npt.NDArray[np.float64]:
 
 
 def _read_scales(output: Output, measure: Measure, threads: int) -> Scales | None:
-    """Read the scales of every expert; None if the format has none or is unknown. Memory: one expert per thread."""
+    """Read the scales of every expert; return None if the format has none or is unknown.
+
+    Memory holds one expert per thread.
+    """
     if measure.fmt is None or all(fmt.encoding.unpack_scales is None for fmt in measure.fmt.layer_formats):
         return None
     formats = {
-        n: fmt
-        for n, shape in measure.shapes.items()
-        if (fmt := measure.fmt.layer_format(n)).encoding.unpack_scales
+        layer: fmt
+        for layer, shape in measure.shapes.items()
+        if (fmt := measure.fmt.layer_format(layer)).encoding.unpack_scales
         and explain_illegal_count(fmt, [shape[1:]], measure.numa) is None
     }
     linears = {slice_id[:3] for slice_id, _ in output.tensors if slice_id.layer in formats}
     ordered = sorted(linears, key=lambda linear: (*linear[:2], PROJECTIONS.index(linear[2])))
-    found, zeros, others = [], 0, 0
+    summaries = []
+    zeros = 0
+    others = 0
     counts = {projection: np.zeros(BINS, np.int64) for projection in PROJECTIONS}
 
-    def read(linear: Linear, _slot: int) -> list[tuple[NumaSlice, F32]]:
+    def read_linear(linear: Linear, _slot: int) -> list[tuple[NumaSlice, F32]]:
         fmt = formats[linear[0]]
         magnitude = np.abs if fmt.encoding.grid.name in SIGNED_GRIDS else np.asarray
         return [
             (numa_slice, magnitude(unpack_float_scales(fmt.encoding, stored[0], numa_slice.n, numa_slice.k)))
-            for numa_slice in _parts_of_linear(measure, fmt, linear)
+            for numa_slice in _find_slices(measure, fmt, linear)
             if (stored := _read(output, fmt, numa_slice, slice(-1, None)))
         ]
 
     with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=unbind_thread) as pool:
-        for linear, _, slices in run_in_order(pool, ordered, list(range(2 * threads)), read):
+        for linear, _, slices in run_in_order(pool, ordered, list(range(2 * threads)), read_linear):
             if not slices:
                 continue
             values = np.concatenate([scales.reshape(-1) for _, scales in slices])
             positive = values[np.isfinite(values) & (values > 0)]
-            zero = int((values == 0).sum())
-            zeros, others = zeros + zero, others + values.size - positive.size - zero
+            zero_count = int((values == 0).sum())
+            zeros = zeros + zero_count
+            others = others + values.size - positive.size - zero_count
             bins = (STEPS * (np.log2(positive.astype(np.float64)) - LOWEST)).astype(np.int64)
             counts[linear[2]] += np.bincount(bins, minlength=BINS)
-            found.append(_summarize_scales(linear, positive, slices))
-    return Scales(found, counts, zeros, others)
+            summaries.append(_summarize_scales(linear, positive, slices))
+    return Scales(summaries, counts, zeros, others)
 
 
 def _summarize_scales(linear: Linear, positive: F32, slices: Sequence[tuple[NumaSlice, F32]]) -> LinearScales:
@@ -228,11 +237,11 @@ def read_counts(folder: Path, measure: Measure, output: Output) -> I64 | None:
         return None
     counts = read_folder_counts(folder)
     layers, experts = counts.shape
-    known = {shape[0] for layer, shape in measure.shapes.items() if layer < layers and counts[layer].any()}
-    if known != {experts} or experts > MOST_EXPERTS:
-        here = format_ranges(sorted({shape[0] for shape in measure.shapes.values()}))
+    counted_experts = {shape[0] for layer, shape in measure.shapes.items() if layer < layers and counts[layer].any()}
+    if counted_experts != {experts} or experts > MOST_EXPERTS:
+        expert_counts = format_ranges(sorted({shape[0] for shape in measure.shapes.values()}))
         raise InputError(
-            f"{path}: has counts of {experts} experts in {layers} layers, but {root} has {here} experts in layers "
-            f"{format_ranges(sorted(measure.shapes))}; use the statistics of this model."
+            f"{path}: has counts of {experts} experts in {layers} layers, but {root} has {expert_counts} experts in "
+            f"layers {format_ranges(sorted(measure.shapes))}; use the statistics of this model."
         )
     return counts

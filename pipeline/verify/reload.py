@@ -62,14 +62,17 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     import torch
 
     try:
-        kind, config = model_class(output.root)
+        model_type, config = model_class(output.root)
         with silence_libraries(), torch.device("meta"):  # the model that the config describes
-            expected = {name: tuple(p.shape) for name, p in kind(copy.deepcopy(config)).state_dict().items()}
+            expected = {
+                name: tuple(parameter.shape)
+                for name, parameter in model_type(copy.deepcopy(config)).state_dict().items()
+            }
     except Exception as error:  # transformers raises errors of any type for an unknown config
         return _skip_reload(f"transformers cannot build it: {first_line(error)}")
     try:
-        shapes, keys = _load(kind, config, output)
-    except Exception as error:  # from transformers' stacking of experts, too
+        shapes, keys = _load_on_meta(model_type, config, output)
+    except Exception as error:  # also raised when transformers stacks experts
         return Check("reload", "", (f"transformers cannot load its tensors: {first_line(error)}",)), False
     problems = [(key, f"transformers finds no tensor for {key}") for key in keys["missing_keys"]]
     problems += [(key, f"transformers has no place for {key}") for key in keys["unexpected_keys"]]
@@ -78,14 +81,14 @@ def check_reload(output: Output) -> tuple[Check, bool]:
         for key, shape in shapes.items()
         if key not in keys["missing_keys"] and shape != expected.get(key, shape)
     ]
-    layers = {place.layer for place, _ in output.tensors}
+    layers = {slice_id.layer for slice_id, _ in output.tensors}
     experts, others = (
         sorted(problem for key, problem in problems if (_expert_layer(key) in layers) == routed)
         for routed in (True, False)
     )
     notes = [f"{summarize(others)}: not a converted expert, so the source has the same problem"] if others else []
-    notes += [caution for caution in (transformers_version.explain_too_new(),) if caution is not None]
-    result = f"every routed expert matches {kind.__name__}"
+    notes += [note for note in (transformers_version.explain_too_new(),) if note is not None]
+    result = f"every routed expert matches {model_type.__name__}"
     return Check("reload", result, experts, notes), not experts and not keys["missing_keys"]
 
 
@@ -105,13 +108,13 @@ def model_class(root: Path) -> tuple[Any, Any]:
         config = pretrained.read_config(str(root), trust_remote_code=False, local_files_only=True)
     for table in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in table:
-            kind: Any = table[type(config)]
-            if kind.config_class is config.sub_configs.get("text_config"):
+            model_type: Any = table[type(config)]
+            if model_type.config_class is config.sub_configs.get("text_config"):
                 quantization = getattr(config, "quantization_config", None)
                 config = config.get_text_config()
                 if quantization is not None:
                     config.quantization_config = quantization
-            return kind, config
+            return model_type, config
     raise ValueError(f"it has no text model for {type(config).__name__}")
 
 
@@ -120,32 +123,33 @@ def silence_libraries() -> Iterator[None]:
     """Silence transformers and compressed-tensors, which write to stderr regardless of their settings."""
     import transformers
 
-    before, bars = logging.root.manager.disable, transformers.utils.logging.is_progress_bar_enabled()
+    old_level = logging.root.manager.disable
+    had_progress_bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.disable(logging.CRITICAL)
     try:
         with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(before)
-        if bars:
+        logging.disable(old_level)
+        if had_progress_bars:
             transformers.utils.logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _load(kind: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
+def _load_on_meta(model_type: Any, config: Any, output: Output) -> tuple[dict[str, tuple[int, ...]], Any]:
     """Return the shapes of the loaded model, and the loading info of from_pretrained."""
     import torch
     from transformers.modeling_utils import str_to_torch_dtype
 
     tensors = {}
-    for s in (*output.tensors.values(), *output.non_expert_tensors.values()):
+    for info in (*output.tensors.values(), *output.non_expert_tensors.values()):
         # transformers gets its values from the packed tensor.
-        shape = [0] if s.name.endswith(".weight_shape") else s.shape
-        tensors[s.name] = torch.empty(shape, dtype=str_to_torch_dtype[s.dtype], device="meta")
+        shape = [0] if info.name.endswith(".weight_shape") else info.shape
+        tensors[info.name] = torch.empty(shape, dtype=str_to_torch_dtype[info.dtype], device="meta")
     settings = {"state_dict": tensors, "device_map": {"": "meta"}, "output_loading_info": True}
     with silence_libraries():
-        model, keys = kind.from_pretrained(None, config=config, **settings)
-    return {name: tuple(p.shape) for name, p in model.state_dict().items()}, keys
+        model, keys = model_type.from_pretrained(None, config=config, **settings)
+    return {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}, keys
 
 
 def _expert_layer(key: str) -> int | None:
@@ -195,7 +199,7 @@ def check_predictions(
         return skip_predictions(str(skip)), None
     try:
         with _load_model(output.root) as loaded:
-            computed = _logits(loaded, ids)
+            computed = _compute_logits(loaded, ids)
     except Skip as skip:
         return Check("predictions", "", (f"the source can be computed, but the output cannot: {skip}",)), None
     compared = compare_logits(expected, computed, ids[:, 1:].reshape(-1))
@@ -204,8 +208,8 @@ def check_predictions(
     bound = BOUNDS[bits][1] if noisy is None else max(LEAST_BOUND, noisy)
     kl = float(compared.divergence.mean())
     predictions = Predictions(compared.divergence.size, kl, float(compared.agree.mean()), bound)
-    far = f"the output's predictions differ too much from its source's: {predictions.sentence()}"
-    return Check("predictions", predictions.sentence(), (far,) if not kl <= bound else ()), predictions
+    problem = f"the output's predictions differ too much from its source's: {predictions.sentence()}"
+    return Check("predictions", predictions.sentence(), (problem,) if not kl <= bound else ()), predictions
 
 
 def skip_predictions(reason: str) -> Check:
@@ -220,7 +224,8 @@ def _require_memory(output: Output) -> None:
         if suffix == "weight_shape":
             n, k = (int(size) for size in output.read(stored).view("<i8"))
             weights += 2 * n * k
-    needed, free = weights * 5 // 4 + (1 << 30), machine.memory_available()
+    needed = weights * 5 // 4 + (1 << 30)
+    free = machine.memory_available()
     if needed > free:
         raise Skip(f"each of the two models needs {size(needed)} of memory, but {size(free)} are free")
 
@@ -241,12 +246,12 @@ def _read_source(
     torch.set_num_threads(threads)
     ids = torch.from_numpy(read_samples(root, config.get_text_config(decoder=True), text))
     with _load_model(root) as source:
-        expected = _logits(source, ids)
+        expected = _compute_logits(source, ids)
         if not bool(expected.isfinite().any(-1).all()):
             raise Skip("the source's predictions are not finite")
         try:
             with _add_noise(source, noise):
-                noisy = _logits(source, ids)
+                noisy = _compute_logits(source, ids)
         except UnsupportedError:
             return ids, expected, None
     return ids, expected, float(compare_logits(expected, noisy, ids[:, 1:].reshape(-1)).divergence.mean())
@@ -257,12 +262,12 @@ def read_samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.in
 
     Raises InputError for a text that is too short.
     """
-    read = SAMPLE_TEXT.read_text(encoding="utf-8") if text is None else text
+    sample_text = SAMPLE_TEXT.read_text(encoding="utf-8") if text is None else text
     length = min(LENGTH, loading.context_length(config) or LENGTH)
     try:
         with silence_libraries():
             tokenizer = pretrained.read_tokenizer(str(root), trust_remote_code=False, local_files_only=True)
-            ids = np.array(tokenizer(read)["input_ids"], np.int64)
+            ids = np.array(tokenizer(sample_text)["input_ids"], np.int64)
     except Exception:  # transformers raises anything if a tokenizer's files are missing or need remote code
         ids = np.empty(0, np.int64)
     if len(ids) >= length:
@@ -280,9 +285,11 @@ def read_samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.in
 def _load_model(root: Path) -> Iterator[Any]:
     """Load a model, and free it at the end. Raises Skip if transformers cannot load or compute it."""
     try:
-        kind, config = model_class(root)
+        model_type, config = model_class(root)
         with silence_libraries():
-            model, keys = kind.from_pretrained(root, config=config, local_files_only=True, output_loading_info=True)
+            model, keys = model_type.from_pretrained(
+                root, config=config, local_files_only=True, output_loading_info=True
+            )
         if missing := sorted(keys["missing_keys"]):
             raise Skip(f"{root} lacks {len(missing)} tensors of its model, such as {missing[0]}")
         yield model
@@ -295,12 +302,12 @@ def _load_model(root: Path) -> Iterator[Any]:
         gc.collect()
 
 
-def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Return the logits after each token but the last of each sample, one sample after the other."""
     import torch
 
     with silence_libraries(), torch.inference_mode():
-        return torch.cat([model(input_ids=one[None], use_cache=False).logits[0, :-1] for one in ids])
+        return torch.cat([model(input_ids=sample[None], use_cache=False).logits[0, :-1] for sample in ids])
 
 
 @contextmanager
@@ -315,13 +322,13 @@ def _add_noise(model: Any, noise: float) -> Iterator[None]:
 
     generator = torch.Generator().manual_seed(0)
 
-    def disturb(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
+    def add_noise(_module: Any, _inputs: Any, out: torch.Tensor) -> torch.Tensor:
         exact = out.float()
         random = torch.randn(exact.shape, generator=generator)
-        share = noise * exact.norm(dim=-1, keepdim=True) / random.norm(dim=-1, keepdim=True)
-        return torch.add(exact, random * share).to(out.dtype)
+        scale = noise * exact.norm(dim=-1, keepdim=True) / random.norm(dim=-1, keepdim=True)
+        return torch.add(exact, random * scale).to(out.dtype)
 
-    hooks = [model.get_submodule(place.name).register_forward_hook(disturb) for place in find_experts(model)]
+    hooks = [model.get_submodule(experts.name).register_forward_hook(add_noise) for experts in find_experts(model)]
     try:
         yield
     finally:

@@ -34,53 +34,58 @@ SLICES_PER_TENSOR, SLICES_AT_LEAST = 4, 4096
 def list_expected_layers(output: Output, measure: Measure) -> Iterator[tuple[Slicing, int]]:
     """Yield every layer that must exist and its number of experts, from manifest and bytes, whichever has more."""
     facts = output.facts
-    parts = max(measure.numa, facts.get("numa", 0))
+    numa = max(measure.numa, facts.get("numa", 0))
     backward = bool(facts.get("backward", measure.backward))
     forward = (measure.fmt or formats_by_names(output)[0]).forward
-    usual, recorded = _usual_shape(measure), facts.get("experts")
-    most = max([recorded if isinstance(recorded, int) else 0, *(e for e, _, _ in measure.shapes.values())])
+    usual_shape = _usual_shape(measure)
+    recorded_experts = facts.get("experts")
+    largest_count = max(
+        [recorded_experts if isinstance(recorded_experts, int) else 0, *(e for e, _, _ in measure.shapes.values())]
+    )
     for layer in sorted({*measure.shapes, *facts.get("layers", []), *facts.get("kept_layers", [])}):
-        own = measure.shapes.get(layer, usual)
-        experts = own[0] if _may_vary_by_layer(output, "experts") else most
-        width = own[2] if _may_vary_by_layer(output, "intermediate") else usual[2]
-        yield Slicing(layer, usual[1], width // measure.numa * parts, parts, backward, forward), experts
+        shape = measure.shapes.get(layer, usual_shape)
+        experts = shape[0] if _may_vary_by_layer(output, "experts") else largest_count
+        width = shape[2] if _may_vary_by_layer(output, "intermediate") else usual_shape[2]
+        yield Slicing(layer, usual_shape[1], width // measure.numa * numa, numa, backward, forward), experts
 
 
 def check_tensors(output: Output, measure: Measure) -> Check:
     """Check that every tensor of every NUMA slice exists exactly once, with the dtype and shape of its format."""
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
-    problems += [f"{name} in {file}: {why}" for name, file, why in output.strays]
+    problems += [f"{name} in {file}: {reason}" for name, file, reason in output.strays]
     if not output.tensors:
         return Check("tensors", "", (*problems, "no expert weights"))
     if measure.method == "unknown":
         _, hidden, intermediate = _usual_shape(measure)
         names = [fmt.name for fmt in formats_by_names(output)]
-        none = f"fit neither {' nor '.join(names)}" if len(names) > 1 else f"do not fit {names[0]}"
-        problems.append(f"weights {none} with hidden size {hidden} and width {intermediate}")
+        mismatch = f"fit neither {' nor '.join(names)}" if len(names) > 1 else f"do not fit {names[0]}"
+        problems.append(f"weights {mismatch} with hidden size {hidden} and width {intermediate}")
     fmt = measure.fmt or formats_by_names(output)[0]
     used: set[tuple[SliceId, str]] = set()
     expected = list(list_expected_layers(output, measure))
-    implied, tensors = sum(experts * grid.numa for grid, experts in expected), len(output.tensors)
-    if implied > SLICES_AT_LEAST + SLICES_PER_TENSOR * tensors:
+    implied_slices = sum(experts * slicing.numa for slicing, experts in expected)
+    tensors = len(output.tensors)
+    if implied_slices > SLICES_AT_LEAST + SLICES_PER_TENSOR * tensors:
         largest = max(output.tensors, key=lambda key: (key[0].expert + 1) * (key[0].node + 1))
-        most = f"most of them are missing, or a name is damaged: {output.tensors[largest].name}"
-        problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied} slices of experts; {most}")
+        cause = f"most of them are missing, or a name is damaged: {output.tensors[largest].name}"
+        problems.append(f"the names of {plural(tensors, 'tensor')} imply {implied_slices} slices of experts; {cause}")
         return Check("tensors", "", problems)
-    for grid, experts in expected:
-        own = fmt.layer_format(grid.layer)
-        for part in grid.all_slices(range(experts)):
-            for tensor in own.encoding.tensors(part.n, part.k):
-                key = part.id, tensor.name
+    for slicing, experts in expected:
+        layer_fmt = fmt.layer_format(slicing.layer)
+        for numa_slice in slicing.all_slices(range(experts)):
+            for tensor in layer_fmt.encoding.tensors(numa_slice.n, numa_slice.k):
+                key = numa_slice.id, tensor.name
                 used.add(key)
                 stored = output.tensors.get(key)
                 if stored is None:
                     problems.append(f"{output.names.tensor_name(*key)} is missing ({output.names.describe(*key)})")
                 elif measure.fmt is not None and stored.nbytes != tensor.nbytes:
-                    must = f"{own.name} of {part.n} x {part.k} has {tensor.nbytes}"
-                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {must}")
+                    expected_text = f"{layer_fmt.name} of {numa_slice.n} x {numa_slice.k} has {tensor.nbytes}"
+                    problems.append(f"{stored.name} in {stored.file} has {stored.nbytes} bytes, {expected_text}")
                 elif stored.dtype != tensor.dtype or (measure.fmt is not None and stored.shape != tensor.shape):
-                    here, must = f"{stored.dtype} of shape {list(stored.shape)}", f"{tensor.dtype} {list(tensor.shape)}"
-                    problems.append(f"{stored.name} in {stored.file} is {here}, must be {must}")
+                    stored_text = f"{stored.dtype} of shape {list(stored.shape)}"
+                    expected_text = f"{tensor.dtype} {list(tensor.shape)}"
+                    problems.append(f"{stored.name} in {stored.file} is {stored_text}, must be {expected_text}")
     problems += [f"{s.name} in {s.file} is unexpected" for key, s in output.tensors.items() if key not in used]
     problems += list(_find_size_conflicts(output, measure))
     planned = output.facts.get("packed_linears")
@@ -131,8 +136,8 @@ def check_metadata(output: Output, measure: Measure) -> Check | None:
         return None
     problems: list[str] = []
     by_shard: dict[str, set[int]] = {}
-    for (place, _), stored in output.tensors.items():
-        by_shard.setdefault(stored.file, set()).add(place.layer)
+    for (slice_id, _), stored in output.tensors.items():
+        by_shard.setdefault(stored.file, set()).add(slice_id.layer)
     for shard, metadata in ours.items():
         expected = {"method": measure.method} | ({} if output.is_whole_model else {"numa": str(measure.numa)})
         if "layer" in metadata and by_shard.get(shard):
@@ -156,19 +161,26 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     config = output.config
     if not config:
         return None
-    problems, notes = list(claims.size_problems(config, measure.shapes)), []
+    problems = list(claims.size_problems(config, measure.shapes))
+    notes = []
     architecture = str(output.facts.get("architecture"))
-    if (other := claims.find_other_family(config, architecture)) is not None:
-        problems.append(f"config.json belongs to {other}, but the experts to {architecture} according to the manifest")
+    if (other_family := claims.find_other_family(config, architecture)) is not None:
+        problems.append(
+            f"config.json belongs to {other_family}, but the experts to {architecture} according to the manifest"
+        )
     manifest = output.manifest
     if manifest is None or (manifest.command == "merge" and manifest.settings.get("layers", "all") == "all"):
         # Neither the checkpoint itself nor the user chose the layers, so the config decides.
         problems += claims.layer_problems(config, list(measure.shapes))
     limit = claims.num_layers(config) if manifest is None and measure.shapes else None
-    absent = [n for n in range(min(limit[1], MOST_LAYERS)) if n not in measure.shapes] if limit is not None else []
-    if limit is not None and absent:
+    missing = (
+        [layer for layer in range(min(limit[1], MOST_LAYERS)) if layer not in measure.shapes]
+        if limit is not None
+        else []
+    )
+    if limit is not None and missing:
         notes.append(
-            f"layers {format_ranges(absent)} of {limit[1]} have no experts, which is right only if they are dense"
+            f"layers {format_ranges(missing)} of {limit[1]} have no experts, which is right only if they are dense"
         )
     if measure.fmt is not None and not output.is_whole_model:
         problems += measure.fmt.description.check_config(output, measure.fmt, measure.numa)
@@ -185,23 +197,24 @@ def check_quantization(output: Output, measure: Measure) -> Check | None:
 
 def check_options(measure: Measure, numa: int | None, method: str | None) -> Check:
     """Check the NUMA count and the method that the user intends to load; kt-kernel does not check them."""
-    fmt, here = measure.fmt, plural(measure.numa, "NUMA slice")
+    fmt = measure.fmt
+    slices_text = plural(measure.numa, "NUMA slice")
     problems = []
     if numa is not None and numa != measure.numa:
-        problems.append(f"--numa {numa} was given, but the weights are for {here}")
+        problems.append(f"--numa {numa} was given, but the weights are for {slices_text}")
     if method is not None and method != measure.method:
         problems.append(
             f"--quant-method {method.lower()} was given, but the weights have the sizes of {measure.method}"
         )
     if fmt is not None and fmt.arrangement.is_whole_model:
-        again = f"load it as {measure.method}, or convert again with a different --quant-type"
-        return Check("options", f"{measure.method}, as requested", problems, remedy=again)
-    same = fmt is not None and fmt.can_resplit and method in (None, measure.method)
-    change = "rewrite it with `ktconvert resplit`" if same else "convert again"
-    serve = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
+        remedy = f"load it as {measure.method}, or convert again with a different --quant-type"
+        return Check("options", f"{measure.method}, as requested", problems, remedy=remedy)
+    can_resplit = fmt is not None and fmt.can_resplit and method in (None, measure.method)
+    change = "rewrite it with `ktconvert resplit`" if can_resplit else "convert again"
+    remedy = f"serve with --kt-method {measure.method} --kt-threadpool-count {measure.numa}, or {change}"
     if fmt is not None and fmt.loose is None:
-        serve = f"load it as {measure.method}, {here}, or {change}"
-    return Check("options", f"{measure.method}, {here}, as requested", problems, remedy=serve)
+        remedy = f"load it as {measure.method}, {slices_text}, or {change}"
+    return Check("options", f"{measure.method}, {slices_text}, as requested", problems, remedy=remedy)
 
 
 def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
@@ -210,8 +223,10 @@ def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
     planned = output.facts.get("tensors")
     if planned != len(output.non_expert_tensors):
         problems.append(f"{len(output.non_expert_tensors)} tensors exist, but {planned} in the plan")
-    stored = find_unread_formats(output.non_expert_tensors, output.non_expert_tensors)
-    problems += [f"{info.name} in {info.file} is {what}, but was not decoded" for info, what in stored]
+    undecoded = find_unread_formats(output.non_expert_tensors, output.non_expert_tensors)
+    problems += [
+        f"{info.name} in {info.file} is {encoding_title}, but was not decoded" for info, encoding_title in undecoded
+    ]
     return Check("tensors", f"{plural(len(output.non_expert_tensors), 'tensor')}, no duplicates", problems)
 
 
@@ -231,8 +246,12 @@ DECODED_CHECKS: tuple[StructureCheck, ...] = (check_decoded_tensors, check_metad
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
     """Check the files of an output, and its tensors if every weight file can be read."""
-    rest = () if not output.has_all_weights else EXPERT_CHECKS if output.methods else DECODED_CHECKS
-    return [check for each in (*FILE_CHECKS, *rest) if (check := each(output, measure)) is not None]
+    content_checks = () if not output.has_all_weights else EXPERT_CHECKS if output.methods else DECODED_CHECKS
+    return [
+        check
+        for check_function in (*FILE_CHECKS, *content_checks)
+        if (check := check_function(output, measure)) is not None
+    ]
 
 
 def _usual_shape(measure: Measure) -> tuple[int, int, int]:
@@ -265,24 +284,24 @@ def check_numbers(output: Output, measure: Measure) -> Check:
 def _find_bad_numbers(output: Output, measure: Measure) -> Iterator[str]:
     """Yield bad numbers by the format of each layer; if none was measured, by the first whose names match."""
     fmt = measure.fmt or formats_by_names(output)[0]
-    for place in dict.fromkeys(place for place, _ in output.tensors):
-        encoding = fmt.layer_format(place.layer).encoding
+    for slice_id in dict.fromkeys(slice_id for slice_id, _ in output.tensors):
+        encoding = fmt.layer_format(slice_id.layer).encoding
         endings = tensor_suffixes(encoding)
-        _, hidden, intermediate = measure.shapes[place.layer]
-        n, k = slice_shape(place.projection, hidden, intermediate, measure.numa)  # 0 if they are unknown
-        n, k = (k, n) if place.backward else (n, k)
+        _, hidden, intermediate = measure.shapes[slice_id.layer]
+        n, k = slice_shape(slice_id.projection, hidden, intermediate, measure.numa)  # 0 if they are unknown
+        n, k = (k, n) if slice_id.backward else (n, k)
         if encoding.unpack_scales is not None and not n * k:
             continue
-        stored = [output.tensors.get((place, suffix)) for suffix in endings]
+        stored = [output.tensors.get((slice_id, suffix)) for suffix in endings]
         if any(
-            s is None or s.dtype != t.dtype or (n * k and s.nbytes != t.nbytes)
-            for s, t in zip(stored, encoding.tensors(n, k), strict=True)
+            info is None or info.dtype != tensor.dtype or (n * k and info.nbytes != tensor.nbytes)
+            for info, tensor in zip(stored, encoding.tensors(n, k), strict=True)
         ):
             continue  # check_tensors reports it
-        read = output.make_reader(place, endings)
-        for tensor, defect in zip(stored, encoding.defect_checks, strict=True):
-            if defect is not None and tensor is not None and (problem := defect(read, n, k)):
-                yield f"{tensor.name} in {tensor.file}: {problem} ({output.names.describe(place, endings[-1])})"
+        read = output.make_reader(slice_id, endings)
+        for tensor, find_defect in zip(stored, encoding.defect_checks, strict=True):
+            if find_defect is not None and tensor is not None and (problem := find_defect(read, n, k)):
+                yield f"{tensor.name} in {tensor.file}: {problem} ({output.names.describe(slice_id, endings[-1])})"
 
 
 def find_unverified_codes(output: Output, measure: Measure) -> list[TensorInfo]:
@@ -293,10 +312,16 @@ def find_unverified_codes(output: Output, measure: Measure) -> list[TensorInfo]:
     if output.manifest is not None or measure.fmt is None:
         return []
     encodings = {
-        layer: measure.fmt.layer_format(layer).encoding for layer in {place.layer for place, _ in output.tensors}
+        layer: measure.fmt.layer_format(layer).encoding for layer in {slice_id.layer for slice_id, _ in output.tensors}
     }
-    coded = {n: tensor_suffixes(e)[0] for n, e in encodings.items() if e.grid.bits == 4 and e.grid.has_row_scales}
-    return [tensor for (place, suffix), tensor in output.tensors.items() if coded.get(place.layer) == suffix]
+    code_suffixes = {
+        layer: tensor_suffixes(encoding)[0]
+        for layer, encoding in encodings.items()
+        if encoding.grid.bits == 4 and encoding.grid.has_row_scales
+    }
+    return [
+        tensor for (slice_id, suffix), tensor in output.tensors.items() if code_suffixes.get(slice_id.layer) == suffix
+    ]
 
 
 def check_codes(output: Output, tensors: list[TensorInfo], reporter: Reporter) -> Check:

@@ -42,7 +42,10 @@ ARRANGEMENTS = {
 
 @dataclass
 class Report:
-    """The result of a verification. remarks: notes that belong to no check."""
+    """The result of a verification.
+
+    remarks  notes that belong to no check
+    """
 
     output: Output
     measure: Measure
@@ -73,17 +76,20 @@ def verify(
 ) -> Report:
     """Check an output as the options say; the report holds its problems.
 
-    executor  its workers read the files; None: threads of this process do
-    threads   threads of each worker; None: the CPUs that it may use
+    executor  its workers read the files; None: threads of this process read them
+    threads   threads of each worker; None: the CPUs that the worker may use
+
     Raises the errors of open_inputs, and KtconvertError if a worker cannot read the files.
     """
-    text, folder = None if options.text is None else read_text(options.text), options.page_statistics
+    text = None if options.text is None else read_text(options.text)
+    folder = options.page_statistics
     require_finished(options.output)
     converted = is_dequantized(options.output) or is_output(options.output)
     if options.run and not converted and is_checkpoint(options.output):
         return _open_checkpoint(options)
     with closing(open_inputs(options)) as inputs:
-        output, measured = inputs.output, inputs.measure
+        output = inputs.output
+        measured = inputs.measure
         counts = None if folder is None else read_counts(folder, measured, output)
         report = Report(output, measured, tensor_checks.check_structure(output, measured), against=options.against)
         readable = output.has_all_weights and bool(output.methods)
@@ -100,11 +106,15 @@ def verify(
 
 
 def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, reporter: Reporter) -> None:
-    """Check the contents of the files, alone and against the source or second output, and show progress."""
-    output, measured, options, checks = inputs.output, inputs.measure, inputs.options, report.checks
-    whole, source = output.has_all_weights, inputs.source
+    """Check the contents of the files, also against the source or second output, and show progress."""
+    output = inputs.output
+    measured = inputs.measure
+    options = inputs.options
+    checks = report.checks
+    is_readable = output.has_all_weights
+    source = inputs.source
     to_hash = [file for file in output.listed_files if file.name not in output.damaged_files]
-    codes = tensor_checks.find_unverified_codes(output, measured) if whole else []
+    codes = tensor_checks.find_unverified_codes(output, measured) if is_readable else []
     total = sum(file.size for file in to_hash) + sum(tensor.nbytes for tensor in codes)
     if inputs.other is not None:
         total += sum(stored.nbytes for stored in output.tensors.values())
@@ -113,7 +123,7 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
     reporter.begin(total, 0)
     if output.tensors and (options.numa is not None or options.method is not None):
         checks.append(tensor_checks.check_options(measured, options.numa, options.method))
-    if whole and output.methods:
+    if is_readable and output.methods:
         checks.append(tensor_checks.check_numbers(output, measured))
     if codes:
         checks.append(tensor_checks.check_codes(output, codes, reporter))
@@ -121,14 +131,14 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
         checks.append(file_checks.check_hashes(output.manifest, to_hash, check_items))
     if inputs.other is not None:
         checks.append(against.compare_outputs(output, measured, inputs.other, check_items))
-    if source is not None and not whole:
+    if source is not None and not is_readable:
         report.remarks.append(f"not compared with {options.against}, since weight files are missing or damaged")
     elif source is not None:
         if output.manifest is not None and output.manifest.command in ("cpu", "gpu", dequantized.COMMAND):
-            recorded = {(f.header_sha256, f.size) for f in output.manifest.source if f.header_sha256}
+            recorded = {(file.header_sha256, file.size) for file in output.manifest.source if file.header_sha256}
             if recorded != {(shard.header_sha256, shard.size) for shard in source.shards}:  # the weights may be equal
-                different = "its files differ from the source in the manifest of this output"
-                report.remarks.append(f"{source.root}: {different}")
+                problem = "its files differ from the source in the manifest of this output"
+                report.remarks.append(f"{source.root}: {problem}")
         if inputs.model is None:
             checks.append(against.compare_dequantized(inputs, check_items))
         else:
@@ -138,7 +148,8 @@ def _check_contents(report: Report, inputs: Inputs, check_items: CheckItems, rep
 
 def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: Reporter) -> None:
     """Load an output for the GPU with transformers: check its names, and compare its predictions with the source's."""
-    model, fmt = inputs.model, inputs.measure.fmt
+    model = inputs.model
+    fmt = inputs.measure.fmt
     models = ", then the weights of source and output" if model else ""
     reporter.say(f"loading names with transformers{models}")
     check, loadable = check_reload(inputs.output)
@@ -162,8 +173,8 @@ def _open_checkpoint(options: VerifyOptions) -> Report:
     source.require_computable()
     shapes = {layer: source.shape(layer) for layer in source.layers}
     measured = Measure(source.select_rows(min(shapes))["gate"].name, None, 1, False, shapes)
-    found = f"{plural(len(shapes), 'layer')} with all experts, all of the expected size"
-    return Report(open_dequantized(root), measured, [Check("tensors", found)])
+    result = f"{plural(len(shapes), 'layer')} with all experts, all of the expected size"
+    return Report(open_dequantized(root), measured, [Check("tensors", result)])
 
 
 # --- after a conversion ---------------------------------------------------------------------------
@@ -197,7 +208,8 @@ def require_decoded(root: Path) -> None:
 
 def describe_output(output: Output, measure: Measure) -> dict[str, Any]:
     """Return a JSON object that describes an output: sizes by its bytes, and origin by its manifest."""
-    manifest, bare = output.manifest, dequantized.ARRANGEMENT if output.manifest else CHECKPOINT
+    manifest = output.manifest
+    bare = dequantized.ARRANGEMENT if output.manifest else CHECKPOINT
     facts: Mapping[str, Any] = output.facts
     arrangement = "loose" if output.loose else formats_by_names(output)[0].arrangement.name if output.methods else bare
     return {
@@ -281,7 +293,8 @@ def report_lines(report: Report) -> list[str]:
     if report.errors:
         rows: list[tuple[str, ...]] = [("layer", "projection", "relative error", "cosine", "worst expert")]
         for e in report.errors:
-            error, cosine = f"{e.figures['relative_error']:.4f}", f"{e.figures['cosine']:.5f}"
+            error = f"{e.figures['relative_error']:.4f}"
+            cosine = f"{e.figures['cosine']:.5f}"
             worst = f"{e.worst.expert} ({e.worst.relative_error:.4f})"
             rows.append((str(e.layer), e.projection, error, cosine, worst))
         measured = len(report.errors[0].experts)

@@ -148,7 +148,7 @@ def write_logits(packed: str, converted: str, out: str) -> None:
     from ktconvert.pipeline.models import loading
 
     choice = loading.ModelChoice(packed, Path(converted), num_gpu_experts=EXPERTS // 2, threads=4)
-    model, _ = loading.load(choice)
+    model, _ = loading.load_model_and_tokenizer(choice)
     tokenizer = transformers.AutoTokenizer.from_pretrained(EXAMPLE)
     ids = tokenizer(HELD_OUT.read_text()[:4000], return_tensors="pt")["input_ids"][:, :512]
     with torch.no_grad():

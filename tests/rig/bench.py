@@ -89,7 +89,7 @@ class Bench:
         shutil.rmtree(self.output.parent)
         self.output = output
         assert self.cpu(*options, kill=synced[units] + 1).returncode == killpoint.KILLED
-        assert len(journal.find_finished_units(journal.read(self.work / "journal.jsonl"))) == units
+        assert len(journal.find_finished_units(journal.read_records(self.work / "journal.jsonl"))) == units
 
     def count_written_units(self) -> int:
         """Count the units that the last run published."""

@@ -41,7 +41,7 @@ from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
 from ktconvert.pipeline.cli import status
 from ktconvert.pipeline.engine import attempts, dask_executor, journal, lock
-from ktconvert.pipeline.engine.existing import compare_plans, read_plan, read_settings, unit_states
+from ktconvert.pipeline.engine.existing import compare_plans, find_unit_states, read_plan, read_settings
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Result, Written
@@ -234,10 +234,10 @@ def read_saved_plan(inputs: Inputs, _: Path) -> None:
 
 
 def read_journal(inputs: Inputs, path: Path) -> None:
-    records = journal.read(path)
+    records = journal.read_records(path)
     journal.find_killed_run(records)
     journal.find_assembled_inode(records)
-    unit_states(inputs.plan, inputs.work)
+    find_unit_states(inputs.plan, inputs.work)
     show_status(inputs.broken)
     journal.Journal(path).close()
 
@@ -259,29 +259,29 @@ def copy_work(inputs: Inputs, name: str) -> Paths:
 def make_attempt(inputs: Inputs) -> Path:
     paths = copy_work(inputs, "attempted")
     if not (records := [*paths.attempts.glob("*.json")]):
-        begun = attempts.begin(paths, inputs.plan.units[0], "run")
+        begun = attempts.begin_attempt(paths, inputs.plan.units[0], "run")
         written = paths.partial / begun.name / "file"
         written.parent.mkdir()
         written.write_bytes(b"weights")
         result = Result((Written("file", 7, "0" * 64),), 2, {"layer": 1, "gate": {"relative_error": 0.5, "cosine": 1}})
-        attempts.finish(paths, begun, result, ["a warning"])
+        attempts.record_result(paths, begun, result, ["a warning"])
         records = [*paths.attempts.glob("*.json")]
     return records[0]
 
 
 def read_attempts(inputs: Inputs, _: Path) -> None:
     paths = copy_work(inputs, "attempted")
-    for attempt in attempts.read(paths):
+    for attempt in attempts.read_attempts(paths):
         attempt.start_record(), attempt.failure_record(), attempt.is_dead(), attempt.is_whole(paths)
         attempts.explain_death(paths, attempt)
-    unit_states(inputs.plan, paths)
+    find_unit_states(inputs.plan, paths)
     show_status(paths.output)
 
 
 def make_lock(inputs: Inputs) -> Path:
     path = copy_work(inputs, "locked").root / "lock.held"
     if not path.exists():
-        path.write_bytes(lock.Lock(path.parent).own)
+        path.write_bytes(lock.Lock(path.parent).content)
     return path
 
 
@@ -303,7 +303,7 @@ def make_scheduler(inputs: Inputs) -> Path:
 
 
 def read_scheduler(_: Inputs, path: Path) -> None:
-    dask_executor._client(lambda address: address, str(path))
+    dask_executor._connect_client(lambda address: address, str(path))
 
 
 def read_arrays(_: Inputs, path: Path) -> None:
@@ -749,8 +749,10 @@ def load_adapter(inputs: Inputs, path: Path) -> None:
     from ktconvert.pipeline.models import adapter_loading, loading
 
     model = str(make_model("config.json")(inputs).parent)
-    loading.load(loading.ModelChoice(model, adapter=path.parent))
-    adapter_loading.Adapters(loading.load(loading.ModelChoice(model))[0], {"tuned": path.parent}, model)
+    loading.load_model_and_tokenizer(loading.ModelChoice(model, adapter=path.parent))
+    adapter_loading.Adapters(
+        loading.load_model_and_tokenizer(loading.ModelChoice(model))[0], {"tuned": path.parent}, model
+    )
 
 
 def build_calibration_model(_: Inputs, path: Path) -> None:

@@ -81,7 +81,8 @@ class Call:
             if message["type"] == "http.disconnect":
                 raise RequestError(400, "the body is incomplete")
             chunk = message.get("body", b"")
-            self.received, self.has_more = self.received + len(chunk), message.get("more_body", False)
+            self.received = self.received + len(chunk)
+            self.has_more = message.get("more_body", False)
             data = data + chunk if self.received <= limit else b""
         if self.received > limit:
             problem = f"the body has more than {limit} bytes, the limit for this model's context"
@@ -103,7 +104,11 @@ class Call:
         return {"type": "http.disconnect"}
 
     async def respond(self, status: int, body: dict[str, Any], request_id: str = "", **headers: str) -> None:
-        """Send a complete answer. request_id: to send instead of `id`; headers: further ones."""
+        """Send a complete answer.
+
+        request_id  the id to send instead of `id`
+        headers     additional headers
+        """
         headers |= {"x-request-id": request_id or self.id}
         response = Response(json.dumps(body), status, headers, "application/json")
         await response(self.scope, self._wait_for_disconnect, self.send)
@@ -116,11 +121,21 @@ class Call:
 
 
 class Application:
-    """The ASGI application. active: the number of requests that are being answered."""
+    """The ASGI application.
+
+    active  number of requests that are being answered
+    """
 
     def __init__(self, manager: ServedModel, scheduler: Scheduler, key: bytes | None) -> None:
-        """Set up the handlers and paths. scheduler: generates; key: the API key for every path but /health."""
-        self.manager, self.scheduler, self.key, self.prompts = manager, scheduler, key, manager.prompts
+        """Set up the handlers and paths.
+
+        scheduler  generates tokens
+        key        the API key for every path but /health
+        """
+        self.manager = manager
+        self.scheduler = scheduler
+        self.key = key
+        self.prompts = manager.prompts
         state: Any = GenerationState()
         state.get_manager = lambda *_arguments, **_settings: scheduler
         self.handlers = {kind: handler(manager, state) for kind, (handler, _, _) in KINDS.items()}
@@ -142,7 +157,8 @@ class Application:
         async def track_and_send(message: Message) -> None:
             nonlocal has_begun, is_streaming
             if message["type"] == "http.response.start":
-                has_begun, is_streaming = True, any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
+                has_begun = True
+                is_streaming = any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
             elif not message.get("more_body", False):
                 is_streaming = False
             await send(message)
@@ -172,12 +188,14 @@ class Application:
                 call.watcher.cancel()
 
     async def _route(self, call: Call) -> None:
-        path, method = call.scope["path"], call.scope["method"]
+        path = call.scope["path"]
+        method = call.scope["method"]
         if path != "/health":
             require_api_key(call.scope["headers"], self.key)
         expected, respond = self.routes.get(path, (None, None))
         if path.startswith("/v1/models/"):
-            expected, respond = "GET", self._show_model
+            expected = "GET"
+            respond = self._show_model
         if expected is None or respond is None:
             raise RequestError(404, f"unknown path {path}; use {', '.join(self.routes)}", None, "unknown_url")
         if method != expected:
@@ -203,7 +221,8 @@ class Application:
         data = await call.read_body(self.body_limit)
         if self.active >= MAX_ACTIVE:
             raise RequestError(503, f"{MAX_ACTIVE} requests are being answered; ask again later")
-        call.is_active, self.active = True, self.active + 1
+        call.is_active = True
+        self.active = self.active + 1
         request = await asyncio.to_thread(_parse_body, kind, data)
         request.model = self.manager.resolve_name(request.model)
         return request
@@ -233,7 +252,8 @@ class Application:
         configs = [self._generation_config(request, len(ids)) for ids in prompts]
         answers = []
         for number, (ids, config) in enumerate(zip(prompts, configs, strict=True)):
-            request_id, prompt = f"cmpl-{call.id}" + (f"-{number}" if number else ""), request.prompt[number]
+            request_id = f"cmpl-{call.id}" + (f"-{number}" if number else "")
+            prompt = request.prompt[number]
             options = RequestOptions.from_request(request, call.disconnected, ids)
             with register_options(request_id, options):
                 answer = await completions.complete(self.manager, self.scheduler, request, prompt, config, request_id)
@@ -247,12 +267,14 @@ class Application:
     async def _answer(self, call: Call, request: Any, inputs: Any, ids: list[int] | None = None) -> None:
         """Send the handler's answer to the client.
 
-        inputs: the model's, for a chat or response; ids: the prompt of a completion.
+        inputs  the model's inputs, for a chat or response
+        ids     token ids of the prompt, for a completion
         """
         options = RequestOptions.from_request(request, call.disconnected, ids)
         is_text = isinstance(request, schemas.TextRequest)
         _, prefix, prompt = KINDS[type(request)]
-        request_id, length = prefix + call.id, inputs["input_ids"].shape[-1] if ids is None else len(ids)
+        request_id = prefix + call.id
+        length = inputs["input_ids"].shape[-1] if ids is None else len(ids)
         config = json.dumps(self._generation_config(request, length))
         # A placeholder for the prompt, which the handler gets from chat_inputs or the registered options.
         body = {prompt: [] if ids is None else ".", "stream": request.stream, "model": request.model}
@@ -308,7 +330,8 @@ async def convert_stream(
 ) -> AsyncIterator[bytes]:
     """Yield the events of a handler's stream in OpenAI's format. Each chunk of the stream has complete events.
 
-    prompt_tokens: given if the client asks for usage; ends_with_done: whether OpenAI ends such a stream with [DONE].
+    prompt_tokens   number of tokens of the prompt, if the client asks for usage
+    ends_with_done  whether OpenAI ends such a stream with [DONE]
     """
     async for chunk in stream:
         contents = map(_parse_event, chunk.split("\n\n")[:-1])

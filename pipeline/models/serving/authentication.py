@@ -20,7 +20,12 @@ ERROR_TYPES = {401: "authentication_error", 500: "server_error", 503: "server_er
 
 @dataclass
 class RequestError(Exception):
-    """An error response. status: HTTP status; param: the wrong parameter; code: OpenAI's name of the error."""
+    """An error response.
+
+    status  HTTP status
+    param   the wrong parameter
+    code    OpenAI's name of the error
+    """
 
     status: int
     message: str

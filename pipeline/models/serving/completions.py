@@ -17,7 +17,7 @@ from ktconvert.pipeline.models.serving.scheduler import GenerationEnded, Schedul
 from ktconvert.pipeline.models.serving.schemas import Completion
 from ktconvert.pipeline.models.serving.stream_decoder import INCOMPLETE, StreamDecoder
 
-MAX_LOGITS = 1 << 29  # of one text: 1 GiB in BF16
+MAX_LOGITS = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
 # Fields of a generation_config with which the next token is the likeliest one.
 GREEDY_FIELDS = {
@@ -45,13 +45,18 @@ async def complete(
 ) -> dict[str, Any]:
     """Return the answer for one prompt, except its finish reason.
 
-    prompt: as in the request; its token ids are in the options registered under request_id. With logprobs, prompt and
-    answer go through the model once more. A single likeliest token, for which lm-eval asks, comes from the same pass.
+    prompt  the prompt of the request; its token ids are in the options registered under request_id
+
+    With logprobs, prompt and answer go through the model a second time. A single likeliest token, for which lm-eval
+    asks, comes from the same pass.
     Raises RequestError for a text so long that its logits would not fit into memory.
     """
     options = find_options(request_id)
     ids = list(options.ids or ())
-    model, prompts, count, top = manager.model, manager.prompts, config["max_new_tokens"], request.logprobs
+    model = manager.model
+    prompts = manager.prompts
+    count = config["max_new_tokens"]
+    top = request.logprobs
     limit = MAX_LOGITS // prompts.vocabulary
     if top is not None and len(ids) + count > limit:
         problem = f"logprobs: prompt and answer may have at most {limit} tokens with this model"
@@ -59,7 +64,8 @@ async def complete(
     is_greedy = config.keys() <= GREEDY_FIELDS and not config.get("do_sample") and not request.logit_bias
     one_pass = top is not None and count == 1 and is_greedy
     generation_config: Any = transformers.GenerationConfig
-    text, new = "", list[int]()
+    text = ""
+    new: list[int] = []
     if count and not one_pass:
         text, _, new = await scheduler.generate_non_streaming(
             model, manager.processor, {}, generation_config(**config), request_id
@@ -89,7 +95,8 @@ async def complete(
 def score(model: Any, ids: list[int], top: int, add_likeliest: bool = False) -> Scores:
     """Return the scores of tokens, from one pass through the model.
 
-    top: number of likeliest tokens at each position; add_likeliest: append the likeliest next token.
+    top            number of likeliest tokens at each position
+    add_likeliest  whether to append the likeliest next token
     """
     scores = Scores([*ids], [], [])
     with torch.inference_mode():

@@ -139,7 +139,7 @@ class Message(WithProviderFields):
 
 
 class Function(BaseModel):
-    """A function that the model may call. The chat template gets its schema, whatever it contains."""
+    """A function that the model may call. The chat template gets its schema unchanged."""
 
     model_config = ConfigDict(strict=True, extra="allow")
     name: NonEmptyText

@@ -1,4 +1,4 @@
-"""The served model, alone and with each adapter, in the interface of transformers' model manager."""
+"""The served model, without and with each adapter, in the interface of transformers' model manager."""
 
 from __future__ import annotations
 
@@ -37,19 +37,23 @@ class ServedModel(ModelManager):  # type: ignore[misc]
     def __init__(self, choice: ModelChoice, config: Any, name: str, adapters: Mapping[str, Path]) -> None:
         """Load the model and its adapters.
 
-        config: from loading.prepare; name: the model's name for clients; adapters: directories by their names for
-        clients.
+        config    the config from loading.prepare_config
+        name      the model's name for clients
+        adapters  directories by their names for clients
         """
-        self.choice, self.config, self.name = choice, config, name
+        self.choice = choice
+        self.config = config
+        self.name = name
         self.created = int(time.time())
         super().__init__(device=choice.device(), trust_remote_code=choice.trust_remote_code, force_model=name)
         self.model, self.processor = self.load_model_and_processor(name)
-        self.adapters, self.names = Adapters(self.model, adapters, choice.model), (name, *adapters)
+        self.adapters = Adapters(self.model, adapters, choice.model)
+        self.names = (name, *adapters)
         self.force_model = None  # else the handlers would accept no other name
         self.loaded_models |= dict.fromkeys(self.names, self.loaded_models[name])
-        own = self.model.generation_config
-        self.defaults: dict[str, Any] = json.loads(own.to_json_string(use_diff=True))
-        own.stop_strings = None  # else `model.generate` would look for them, which StreamDecoder does
+        generation_config = self.model.generation_config
+        self.defaults: dict[str, Any] = json.loads(generation_config.to_json_string(use_diff=True))
+        generation_config.stop_strings = None  # else `model.generate` would look for them, which StreamDecoder does
         self.prompts = Prompts(self.model, self.processor)
         self.processor.apply_chat_template = lambda *_, **__: chat_inputs.get()
 

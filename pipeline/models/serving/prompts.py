@@ -1,6 +1,6 @@
 """Prompts and chats as the model's inputs, within the limits of its context.
 
-transformers applies chat templates, but they are rendered in another process, in bounded time and memory.
+transformers applies chat templates, but they are rendered in a separate process, in bounded time and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LONG = 4 * CHUNK  # characters of a long text
 MAX_RENDERING = 8  # chats whose templates are rendered at the same time
 
 _render, _find_variables = chat_template_utils.render_jinja_template, chat_template_utils._get_template_variables
-_variables: dict[str, frozenset[str]] = {}  # of templates that were compiled in the other process
+_variables: dict[str, frozenset[str]] = {}  # template compiled in the other process -> its variables
 # In a context where this is set, `apply_chat_template` calls it instead of rendering a chat.
 _replacement: ContextVar[Callable[[dict[str, Any]], str] | None] = ContextVar("replacement", default=None)
 
@@ -76,7 +76,10 @@ class ChatTemplate:
         return _variables[template]
 
     async def render(self, job: bytes | str) -> str:
-        """Return the text of a chat. job: from `prepare`. Raises TemplateError."""
+        """Return the text of a chat. Raises TemplateError.
+
+        job  the job from `prepare`
+        """
         return job if isinstance(job, str) else await shared_process().render(job)
 
     def prepare(self, messages: Any, tools: Any, settings: Mapping[str, Any]) -> bytes | str:
@@ -116,7 +119,8 @@ class Prompts:
         self.processor = copy.deepcopy(processor)  # two threads must not use the same fast tokenizer
         self.tokenizer = getattr(self.processor, "tokenizer", self.processor)
         self.template = ChatTemplate(self.processor)
-        self._lock, self._rendering = asyncio.Lock(), asyncio.Semaphore(MAX_RENDERING)
+        self._lock = asyncio.Lock()
+        self._rendering = asyncio.Semaphore(MAX_RENDERING)
 
     async def run_in_thread(self, function: Any, *arguments: Any, **options: Any) -> Any:
         """Return the result of a function in a thread, one at a time.
@@ -145,8 +149,10 @@ class Prompts:
     async def encode_chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> Any:
         """Return the model's inputs for a chat, rendered by its chat template.
 
-        settings: for the template; param: the request's parameter with the messages. Raises RequestError for messages,
-        tools or settings that the template does not support.
+        settings  settings of the template
+        param     the request's parameter with the messages
+
+        Raises RequestError for messages, tools or settings that the template does not support.
         """
         kind = Modality.LLM if self.tokenizer is self.processor else Modality.VLM
         template = self.template

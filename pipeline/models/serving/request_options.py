@@ -47,7 +47,10 @@ class RequestOptions:
 
     @classmethod
     def from_request(cls, request: CommonRequest, cancelled: Event, ids: Sequence[int] | None = None) -> RequestOptions:
-        """Return the options of a request. ids: token ids of a completion's prompt."""
+        """Return the options of a request.
+
+        ids  token ids of a completion's prompt
+        """
         names = ("presence_penalty", "frequency_penalty", "logit_bias")
         values = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
         return cls(ids, request.model, request.seed, cancelled=cancelled, **values)
@@ -88,8 +91,9 @@ def find_options(request_id: str) -> RequestOptions:
 def generation_config(request: CommonRequest, defaults: Mapping[str, Any], max_length: int) -> dict[str, Any]:
     """Return the model's own generation_config (`defaults`), changed by the request.
 
-    max_length: most new tokens. The model samples if the request sets a temperature above 0, or top_p, top_k or min_p
-    and no temperature.
+    max_length  maximum number of new tokens
+
+    The model samples if the request sets a temperature above 0, or top_p, top_k or min_p and no temperature.
     """
     config = dict(defaults)
     lengths = [length for name in LENGTHS if (length := getattr(request, name, None)) is not None]

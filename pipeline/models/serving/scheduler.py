@@ -31,7 +31,7 @@ from ktconvert.pipeline.models.serving.request_options import RequestOptions, fi
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text
 
 THREADS = 4  # generations that hold a key-value cache; further ones wait and hold only token ids
-STOP_SECONDS = 1.0  # to wait for threads
+STOP_SECONDS = 1.0  # time to wait for threads
 
 
 class FairLock:
@@ -46,7 +46,8 @@ class FairLock:
             self._queue()
 
     def _queue(self) -> None:
-        ticket, self._issued = self._issued, self._issued + 1
+        ticket = self._issued
+        self._issued = self._issued + 1
         self._changed.wait_for(lambda: self._served == ticket)
 
     def __exit__(self, *_: object) -> None:
@@ -81,7 +82,9 @@ class Answer:
     """
 
     def __init__(self, decoder: StreamDecoder, options: RequestOptions, emit: Callable[[Any], None]) -> None:
-        self.decoder, self.options, self.emit = decoder, options, emit
+        self.decoder = decoder
+        self.options = options
+        self.emit = emit
         self.is_complete = False
         self.ids = GeneratedIds()
         self._is_prompt = True  # the first tokens that model.generate adds
@@ -124,8 +127,12 @@ class Scheduler(utils.BaseGenerateManager):
     def __init__(
         self, model: Any, processor: Any, switch: Callable[[str | None], None], threads: int = THREADS
     ) -> None:
-        """Start the threads. switch: makes the model compute with the adapter of a name."""
-        self.model, self.switch = model, switch
+        """Start the threads.
+
+        switch  makes the model compute with the adapter of a name
+        """
+        self.model = model
+        self.switch = switch
         self.processor = copy.deepcopy(processor)  # a fast tokenizer cannot encode while another thread decodes
         self.lock = FairLock()
         self._jobs = queue.SimpleQueue[tuple[RequestOptions, Callable[[], Any], Future[Any]] | None]()
@@ -146,7 +153,8 @@ class Scheduler(utils.BaseGenerateManager):
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
     ) -> tuple[asyncio.Queue[Any], Any]:
         """Return a queue of items, of which the last is None, and the streamer."""
-        loop, items = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        loop = asyncio.get_running_loop()
+        items = asyncio.Queue[Any]()
 
         def emit(item: Any) -> None:
             with contextlib.suppress(RuntimeError):  # the event loop may end first
@@ -188,8 +196,8 @@ class Scheduler(utils.BaseGenerateManager):
 
     def end_ids(self, config: Any) -> Sequence[int]:
         """Return the token ids that end an answer with this generation config."""
-        own = self.model.generation_config if config.eos_token_id is None else config
-        return _as_tuple(own.eos_token_id)
+        source_config = self.model.generation_config if config.eos_token_id is None else config
+        return _as_tuple(source_config.eos_token_id)
 
     async def run(self, function: Callable[[], Any], options: RequestOptions) -> Any:
         """Return what `function` returns, or raise what it raises, in one of the threads.

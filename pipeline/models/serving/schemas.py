@@ -26,11 +26,11 @@ from ktconvert.pipeline.models.serving.messages import (
     invalid_value,
 )
 
-MAX_PROMPTS = 256  # of one request
+MAX_PROMPTS = 256  # prompts of one request
 MAX_STOPS = 16  # stop strings of one request
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_BIASES = 1024
-MAX_METADATA = 16  # as in OpenAI's API
+MAX_METADATA = 16  # entries, the limit of OpenAI's API
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
 # Messages for pydantic's types of errors; other types keep pydantic's message.
@@ -260,7 +260,7 @@ class LoadModel(Strict):
 
 
 def parse_request(kind: type[Any], body: Any) -> Any:
-    """Return the request of a JSON body; null means that a parameter is left out.
+    """Return the request of a JSON body; null means that a parameter is not given.
 
     Raises RequestError with 400 and the parameter's name.
     """

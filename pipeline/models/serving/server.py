@@ -23,7 +23,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.pipeline.models import pretrained
-from ktconvert.pipeline.models.loading import ModelChoice, prepare
+from ktconvert.pipeline.models.loading import ModelChoice, prepare_config
 from ktconvert.pipeline.models.serving.template_process import shared_process
 
 if TYPE_CHECKING:
@@ -56,13 +56,17 @@ class Connection(H11Protocol):
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Accept a connection, and close another one if there are too many."""
+        """Accept a connection, and close a different one if there are too many."""
         super().connection_made(transport)
         self._update_deadline()
         # Clients that send nothing are closed before those that read nothing.
-        others = [one for one in self.connections if isinstance(one, Connection) and one._awaited and one is not self]
+        others = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, Connection) and connection._awaited and connection is not self
+        ]
         if len(self.connections) > MAX_CONNECTIONS and others:
-            min(others, key=lambda one: (one.flow.write_paused, one._since)).transport.abort()
+            min(others, key=lambda connection: (connection.flow.write_paused, connection._since)).transport.abort()
 
     # Each of these may change whom the connection waits for: after on_response_complete it waits for the next request,
     # after pause_writing for the client to read.
@@ -89,7 +93,9 @@ class Connection(H11Protocol):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._awaited, self._since, self._timer = awaited, self.loop.time(), None
+        self._awaited = awaited
+        self._since = self.loop.time()
+        self._timer = None
         if awaited is not None:
             self._timer = self.loop.call_later(awaited[1], self._close)
 
@@ -134,7 +140,9 @@ class Server(uvicorn.Server):
 def listen(choice: ModelChoice, host: str, port: int, **options: Any) -> None:
     """Load the model and serve it at http://host:port/v1 until interrupted.
 
-    options: of load_application. Raises KtconvertError, before the model is loaded, if the port is in use.
+    options  arguments of load_application
+
+    Raises KtconvertError, before the model is loaded, if the port is in use.
     """
     _require_free(host, port)
     application, scheduler = load_application(choice, **options)
@@ -146,10 +154,12 @@ def load_application(
 ) -> tuple[Any, Any]:
     """Return the ASGI application for a model and its adapters, and its Scheduler.
 
-    name: of the model for clients; key: the API key; adapters: directories by their names for clients.
+    name      the model's name for clients
+    key       the API key
+    adapters  directories by their names for clients
     """
     shared_process()  # starts while the model is loaded
-    config = prepare(choice)  # before torch is imported
+    config = prepare_config(choice)  # before torch is imported
     from ktconvert.pipeline.models.serving.application import Application
     from ktconvert.pipeline.models.serving.model_manager import ServedModel
     from ktconvert.pipeline.models.serving.scheduler import Scheduler

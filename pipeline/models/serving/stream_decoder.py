@@ -29,14 +29,16 @@ class StreamDecoder:
 
     parser     a ResponseParser of transformers, which also gets special tokens; None: everything is text
     end_ids    token ids that end an answer and are no part of it
-    stop       strings that do so
+    stop       strings that end an answer and are no part of it
     stopped    whether a stop string ended the answer
-    ended      whether a stop string or an end token did; else the text is truncated
+    ended      whether a stop string or an end token ended the answer; otherwise the text is truncated
     """
 
     def __init__(self, tokenizer: Any, parser: Any, end_ids: Sequence[int], stop: Sequence[str]) -> None:
-        self.tokenizer, self.parser = getattr(tokenizer, "tokenizer", tokenizer), parser
-        self.end_ids, self.stop = frozenset(end_ids), tuple(stop)
+        self.tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self.parser = parser
+        self.end_ids = frozenset(end_ids)
+        self.stop = tuple(stop)
         self.stopped = self.ended = False
         self._ids: list[int] = []
         self._returned = 0  # number of ids with returned text
@@ -49,21 +51,24 @@ class StreamDecoder:
         if self.ended:
             return []
         self._ids.append(token)
-        before, now = self._decode(self._ids[: self._returned]), self._decode(self._ids)
-        if len(now) <= len(before) or (now.endswith(INCOMPLETE) and len(self._ids) - self._returned < MAX_HELD):
+        returned_text = self._decode(self._ids[: self._returned])
+        text = self._decode(self._ids)
+        if len(text) <= len(returned_text) or (
+            text.endswith(INCOMPLETE) and len(self._ids) - self._returned < MAX_HELD
+        ):
             return []
         # Keep the last ids for the next decoding: many tokenizers decode the first word of a text differently.
         self._ids, self._returned = self._ids[self._returned :], len(self._ids) - self._returned
-        return self._take_text(now[len(before) :])
+        return self._take_text(text[len(returned_text) :])
 
     def end(self) -> list[Any]:
         """Return the items for the remaining text."""
-        last = list[Any]()
+        items = list[Any]()
         if not self.stopped:
-            last += self._take_text(self._decode(self._ids)[len(self._decode(self._ids[: self._returned])) :])
+            items += self._take_text(self._decode(self._ids)[len(self._decode(self._ids[: self._returned])) :])
         if not self.stopped:
-            last += self._parse(self._held)
-        return last + (self._run_parser(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
+            items += self._parse(self._held)
+        return items + (self._run_parser(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
 
     def _decode(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=self.parser is None))
@@ -72,11 +77,15 @@ class StreamDecoder:
         """Return the items of a text up to the first stop string. Hold back an end that may begin one."""
         text = self._held + text
         if positions := [position for position in map(text.find, self.stop) if position >= 0]:
-            self.stopped, self.ended, self._held = True, True, ""
+            self.stopped = True
+            self.ended = True
+            self._held = ""
             return self._parse(text[: min(positions)])
-        held = max((n for s in self.stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
-        self._held = text[len(text) - held :]
-        return self._parse(text[: len(text) - held])
+        held_length = max(
+            (length for stop in self.stop for length in range(1, len(stop)) if text.endswith(stop[:length])), default=0
+        )
+        self._held = text[len(text) - held_length :]
+        return self._parse(text[: len(text) - held_length])
 
     def _parse(self, text: str) -> list[Any]:
         if not text or self.parser is None:
@@ -91,8 +100,8 @@ class StreamDecoder:
             items = utils.response_events_to_chunks(events)
         except (ValueError, KeyError, TypeError, RuntimeError):
             self.parser = None
-            rest, self._unparsed = self._unparsed, ""
-            return [rest] if rest else []
+            unparsed, self._unparsed = self._unparsed, ""
+            return [unparsed] if unparsed else []
         if events and not any(event.get("dirty") for event in events):
             self._unparsed = ""
         return items
@@ -129,7 +138,8 @@ def install_parser(chat_template: ChatTemplate, model: Any) -> None:
 
 async def _find_beginnings(chat_template: ChatTemplate, template: Any) -> set[tuple[str, str]]:
     """Return the beginnings of answers that a chat template writes: words where parsing starts, and text after them."""
-    anchor, beginnings = load_response_template(template).start_anchor_re, set[tuple[str, str]]()
+    anchor = load_response_template(template).start_anchor_re
+    beginnings: set[tuple[str, str]] = set()
     for settings in THINKING:
         ends = set[tuple[str, str] | None]()
         for text in PROBES:

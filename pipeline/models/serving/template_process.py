@@ -19,12 +19,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-CPU_SECONDS = 5  # for one job
+CPU_SECONDS = 5  # CPU time of one job
 MAX_MEMORY = 2 << 30  # bytes of address space, of each fork and of the process, so that both can compile a template
 MAX_TEXT = 1 << 24  # characters of a rendered text
 PROGRAM = "ktconvert.pipeline.models.serving.template_process"
 SUCCESS, FAILURE = b"+", b"-"  # the first byte of a reply
-IN_FORK, IN_PROCESS = b"f", b"k"  # where to run a job; later forks inherit what the process compiles
+IN_FORK, IN_PROCESS = b"f", b"k"  # the process of a job; later forks inherit the templates that the process compiles
 
 
 class TemplateError(Exception):
@@ -35,7 +35,10 @@ class TemplateProcess:
     """The process, which starts at once and ends with its parent."""
 
     def __init__(self, seconds: float = CPU_SECONDS) -> None:
-        """Start the process. seconds: CPU time for one job."""
+        """Start the process.
+
+        seconds  CPU time for one job
+        """
         self.seconds = seconds
         self._start()
 
@@ -61,7 +64,10 @@ class TemplateProcess:
         return frozenset(names.split())
 
     async def render(self, job: bytes) -> str:
-        """Return the text of a chat. job: from `encode_render_job`. Raises TemplateError."""
+        """Return the text of a chat. Raises TemplateError.
+
+        job  the job from `encode_render_job`
+        """
         return await self._run(job)
 
     async def _run(self, job: bytes, mode: bytes = IN_FORK) -> str:
@@ -98,7 +104,10 @@ shared_process = functools.cache(TemplateProcess)
 
 
 def encode_render_job(arguments: dict[str, Any]) -> bytes:
-    """Return the job to render a chat. arguments: of transformers' render_jinja_template."""
+    """Return the job to render a chat.
+
+    arguments  arguments of transformers' render_jinja_template
+    """
     return json.dumps(["render", arguments]).encode()
 
 
