@@ -12,7 +12,10 @@ import pytest
 import ktconvert.native_quant
 from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFunction
 from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
+from ktconvert.native_quant.runtime.pool import Pool
 from rig import isas
+from rig.floats import from_bits, to_bits
 
 KERNELS = Path(ktconvert.native_quant.__file__).parent / "csrc" / "kernels.def"
 FAMILIES = re.findall(r"^FAMILY\((\w+),", KERNELS.read_text(), re.MULTILINE)
@@ -131,3 +134,35 @@ def test_instruction_sets_give_the_same_bits(name: str) -> None:
 def test_every_activation_is_tested() -> None:
     assert {function.activation for function in FUNCTIONS.values()} == set(ACTIVATIONS)
     assert {getattr(lib, f"KTQ_{name.upper()}") for name in ACTIVATIONS} == set(range(len(ACTIVATIONS)))
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("method", ["BF16", "AMXINT8"])
+def test_outputs_are_normalized_before_they_are_weighted(method: str, parts: int) -> None:
+    rng = np.random.default_rng(3)
+    gate, up = (to_bits(rng.standard_normal((4, 256, 128)) / 8) for _ in range(2))
+    down, hidden = to_bits(rng.standard_normal((4, 128, 256)) / 8), to_bits(rng.standard_normal((33, 128)))
+    ids = np.stack([rng.permutation(4)[:3] for _ in hidden])
+    weights = rng.random((33, 3), np.float32)
+    ids[5, 1], ids[6] = -1, -1
+    norm = OutputNorm(1 + rng.standard_normal(128).astype(np.float32) / 4, 1e-6)
+    function = ExpertFunction(output_norm=True)
+    results = []
+    for threads in (1, 3):
+        pool = Pool(threads, numa_nodes=[0])
+        settings: Any = {"method": method, "parts": parts, "function": function, "pool": pool}
+        with Experts.from_bf16(gate, up, down, **settings) as experts:
+            results.append(experts.forward(hidden, ids, weights, norm=norm))
+            ones = np.ones((33, 1), np.float32)
+            each = [from_bits(experts.forward(hidden, ids[:, [j]], ones, norm=norm)) for j in range(3)]
+            with pytest.raises(ValueError, match="norm of their output; give forward the norm"):
+                experts.forward(hidden, ids, weights)
+    np.testing.assert_array_equal(*results)
+    plain = Experts.from_bf16(gate, up, down, method=method, parts=parts)
+    expected = np.zeros((33, 128))
+    for j in range(3):
+        z = from_bits(plain.forward(hidden, ids[:, [j]], ones)) * norm.factors
+        z /= np.sqrt((z * z).mean(1, keepdims=True) + norm.epsilon)
+        np.testing.assert_allclose(each[j], z, rtol=0.005, atol=1e-6)
+        expected += weights[:, [j]] * z
+    np.testing.assert_allclose(from_bits(results[0]), expected, rtol=0.005, atol=1e-3)

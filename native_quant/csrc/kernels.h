@@ -250,7 +250,7 @@ typedef struct {
 /* out = y, plus y of its remainder. */
 typedef void kt_scale_rows_fn(const kt_outputs *job);
 
-/* The activation of m rows of 32 elements, gate and up [m][32]: out[t * out_pitch + r], which may be gate; or its partial
+/* The activation of m rows of 32 elements, gate and up [m][32]: out[t * out_pitch + r], which may be gate; or partial
    derivatives, [m][32] each. up NULL: ones, and by_up is not written. by_gate NULL: compute the value. */
 typedef struct {
     const ktq_function *function;

@@ -241,18 +241,20 @@ void ktq_pool_free(ktq_pool *pool);
    Q8_0 are in the order of FP8, those of F16 in the order of BF16, the others in that of MXFP4. The scales of a panel
    are stored by groups of columns, 32 rows for each group.
 
-   format          codes                scales FP8_PERCHANNEL                       float32 for each row MXFP8
-   as MXFP4 NVFP4                                KTQ_NVFP4_HEADER bytes, whose first 4 are the float32 scale of the
-   whole weight;
-                                        then E4M3 for each row and 16 columns
-   RAWINT4         two's complement     BF16 for each row and 32 columns GPTQ_INT4       two's complement     float32
-   for each row and 128 columns (GPTQ_INT4_64: 64, GPTQ_INT4_32: 32) Q4_0, Q8_0      two's complement     FP16 for each
-   row and 32 columns Q4_K, Q5_K      unsigned             for each 128 columns (half a block) of 32 rows: FP16 scales,
-   FP16 scales of the
-                                        least values; then, for each 32 columns, bytes that multiply the former, and
-                                        bytes that multiply the latter
-   Q6_K            code + 32            for each 128 columns of 32 rows: FP16 scales, then signed bytes for each 16
-   columns F16             FP16                 none
+   format          codes              scales
+   FP8_PERCHANNEL  E4M3               float32 for each row
+   MXFP8           E4M3               E8M0 for each row and 32 columns
+   NVFP4           as MXFP4           KTQ_NVFP4_HEADER bytes, whose first 4 are the float32 scale of the whole weight;
+                                      then E4M3 for each row and 16 columns
+   RAWINT4         two's complement   BF16 for each row and 32 columns
+   GPTQ_INT4       two's complement   float32 for each row and 128 columns (GPTQ_INT4_64: 64, GPTQ_INT4_32: 32)
+   Q4_0, Q8_0      two's complement   FP16 for each row and 32 columns
+   Q4_K, Q5_K      unsigned           for each 128 columns (half a block) of 32 rows: FP16 scales, FP16 scales of the
+                                      least values; then, for each 32 columns, bytes that multiply the former, and
+                                      bytes that multiply the latter
+   Q6_K            code + 32          for each 128 columns of 32 rows: FP16 scales, then signed bytes for each 16
+                                      columns
+   F16             FP16               none
 
    Codes of 5 and 6 bits: each block of 16 rows and 32 columns has the lower bits first, then words of the upper bits
    (convert/reorder_ggml.c). */
@@ -337,6 +339,10 @@ typedef struct {
     const uint8_t *skip;
     uint16_t *out;
     int add;
+    /* Factors [hidden] of an expert's output, which is then divided by the root of its mean square + norm_epsilon, and
+       only then weighted. NULL: outputs are not normalized. Training has no norm. */
+    const float *norm;
+    float norm_epsilon;
 } ktq_call;
 
 int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);

@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -31,6 +31,17 @@ from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shar
 Skip = Bool | U8 | None
 
 _warned: set[tuple[str, int, int]] = set()
+
+
+class OutputNorm(NamedTuple):
+    """The norm of each expert's output: y * factors / sqrt(mean((y * factors)^2) + epsilon).
+
+    factors  float32 [H]
+    epsilon  above 0
+    """
+
+    factors: F32
+    epsilon: float
 
 
 class Experts:
@@ -164,16 +175,24 @@ class Experts:
         skip: Skip = None,
         out: U16 | None = None,
         strict_ids: bool = False,
+        norm: OutputNorm | None = None,
     ) -> U16:
         """Compute out [T, H], BF16 bits, from hidden [T, H], BF16 bits, ids [T, k] and weights [T, k].
 
         Ids outside 0 .. E-1 and ids that are marked in skip [E] add nothing; a token with only such ids gives zeros.
         strict_ids: ids outside 0 .. E-1 are errors.
-        Raises ValueError for inconsistent arrays, for the first such id, and after close(), MemoryError, ResourceError
-        if a forked process cannot start threads, InputError if a mapped file cannot be read.
+        norm: the norm of each expert's output, which functions with output_norm need.
+        Raises ValueError for inconsistent arrays or a missing norm, for the first such id, and after close(),
+        MemoryError, ResourceError if a forked process cannot start threads, InputError if a mapped file cannot be read.
         """
         out = np.empty(hidden.shape, np.uint16) if out is None else out
-        self.forward_call(self._check_call(hidden, ids, weights, skip, out, strict_ids))
+        call = self._check_call(hidden, ids, weights, skip, out, strict_ids)
+        if norm is not None:
+            if norm.factors.shape != (self.hidden,) or not 0 < norm.epsilon < float("inf"):
+                raise ValueError(f"norm must have {self.hidden} factors and an epsilon above 0")
+            call.norm = ffi.cast("float *", _address("norm", norm.factors, np.float32))
+            call.norm_epsilon = norm.epsilon
+        self.forward_call(call)
         return out
 
     def submit(
@@ -188,6 +207,8 @@ class Experts:
     def make_job(self, call: Any, keep: tuple[object, ...] = ()) -> Job:
         """Return a job for a call of make_call(). It can be submitted many times; each run reads its arrays again."""
         moe, packed, _ = memory = self._require_open()
+        if self.function.output_norm:
+            raise UnsupportedError(f"{self.source}: jobs cannot compute experts with a norm of their output.")
         job = ffi.new("ktq_job **")
         check_error(lib.ktq_job_new(self.pool.pointer, moe, call, job))
         return Job(job[0], packed.check_reads, (self.pool, memory, *keep))
@@ -204,13 +225,15 @@ class Experts:
         return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
 
     def forward_call(self, call: Any) -> None:
-        """Run a forward for a call of make_call()."""
+        """Run a forward for a call of make_call(). Raises ValueError if these experts need a norm and it has none."""
+        if self.function.output_norm and call.norm == ffi.NULL:
+            raise ValueError(f"the experts of layer {self.layer} compute {self.function}; give forward the norm")
         self._run(lib.ktq_forward, call)
 
     @property
     def trainable(self) -> bool:
         """True if train_call can compute gradients of these experts."""
-        return bool(lib.ktq_trainable(self._require_open()[0]))
+        return not self.function.output_norm and bool(lib.ktq_trainable(self._require_open()[0]))
 
     def train_call(self, call: Any, lora: Any, saved: Any, gradients: Any = None) -> None:
         """Run ktq_train_forward, or with gradients ktq_train_backward, for a call of make_call() (training.py)."""

@@ -25,7 +25,8 @@ from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
-from ktconvert.native_quant.runtime.hf_modules import ExpertModule, RoutedExperts, find_experts
+from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
+from ktconvert.native_quant.runtime.hf_modules import NORM, ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
 from ktconvert.native_quant.runtime.pool import get_shared_pool
@@ -95,6 +96,7 @@ class KTConvertQuantizer(HfQuantizer):
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; set cpu_weights to a directory with its experts")
+        held_experts = replace_blocks(model)
         modules = find_experts(model, open_experts(root).function)
         if folder is not None:
             hf_non_experts.require_unpacked(folder, checkpoint_files or (), model, modules)
@@ -107,6 +109,8 @@ class KTConvertQuantizer(HfQuantizer):
         loaded = self._load_experts(root, type(model).__name__, modules)
         hot: dict[int, HotExperts] = {}
         if source is not None:
+            if any(experts.function.output_norm for experts in loaded.values()):
+                raise UnsupportedError(f"{root}: hot experts cannot have a norm of their output; leave them out")
             device = hot_experts.hot_device()
             hot_experts.require_memory(masks.values(), modules[0].hidden, modules[0].intermediate, device)
             hot = {layer: hot_experts.load_hot_experts(source, layer, mask, device) for layer, mask in masks.items()}
@@ -116,7 +120,9 @@ class KTConvertQuantizer(HfQuantizer):
         for module in modules:
             parent, _, name = module.name.rpartition(".")
             block = model.get_submodule(parent)
-            replacement = RoutedExperts(module.layer, loaded[module.layer], module.zero_ids, hot.get(module.layer))
+            norm = getattr(block.get_submodule(name), NORM, None)
+            layer = module.layer
+            replacement = RoutedExperts(layer, loaded[layer], module.zero_ids, hot.get(layer), norm)
             adapters.add_projections(replacement, names, (module.num_experts, module.hidden, module.intermediate))
             setattr(block, name, replacement)
             if next(block.parameters(recurse=False), None) is None:
@@ -124,7 +130,8 @@ class KTConvertQuantizer(HfQuantizer):
             for name in itertools.accumulate(parent.split("."), "{}.{}".format, initial=""):
                 _make_first_attribute(model.get_submodule(name.removeprefix(".")), replacement.experts)
         base = f"{model.base_model_prefix}."  # an optional prefix of names in the checkpoint
-        names_below = (re.escape(module.name.removeprefix(base)) for module in modules)
+        replaced = {*held_experts, *(module.name for module in modules)}
+        names_below = (re.escape(name.removeprefix(base)) for name in sorted(replaced))
         model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in names_below)
         return model
 
@@ -221,6 +228,7 @@ class ConvertedQuantizer(KTConvertQuantizer):
             remedy = "pass the directory of an output to from_pretrained"
             raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
+        replace_blocks(model)
         modules = find_experts(model, open_experts(root).function)
         renamings = hf_non_experts.make_renamings(model, modules)
         hf_non_experts.require_complete(root, checkpoint_files, model, modules, renamings)

@@ -18,11 +18,12 @@ from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime import adapters, training
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
-LAYER = re.compile(r"(?P<prefix>.*?)layers\.(?P<layer>\d+)\.(?:.+\.)?experts")
+LAYER = re.compile(r"(?P<prefix>.*?)(?:layers|blocks)\.(?P<layer>\d+)\.(?:.+\.)?experts")
+NORM = "post_expert_norm"  # name of the module that normalizes each expert's output
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
@@ -34,10 +35,20 @@ class RoutedExperts(torch.nn.Module):
     zero_ids  whether ids from E on are identity experts, which return their input (LongCat-Flash); if not, they add
               nothing
     hot       experts that torch computes; `experts` skips them
+    norm      the replaced module's norm of each expert's output (Muse Spark)
     """
 
-    def __init__(self, layer: int, experts: Experts, zero_ids: bool = False, hot: HotExperts | None = None) -> None:
+    def __init__(
+        self,
+        layer: int,
+        experts: Experts,
+        zero_ids: bool = False,
+        hot: HotExperts | None = None,
+        norm: torch.nn.Module | None = None,
+    ) -> None:
         super().__init__()
+        if norm is not None:
+            self.post_expert_norm = norm  # under the name that it has in the checkpoint
         self.layer = layer
         self.experts = experts
         self.num_experts = experts.num_experts
@@ -85,12 +96,18 @@ class RoutedExperts(torch.nn.Module):
         out = torch.empty_like(rows)
         if len(rows):
             skip = None if self.hot is None else self.hot.mask
-            self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out))
+            norm = self._read_norm() if self.experts.function.output_norm else None
+            self.experts.forward(_bits(rows), ids.numpy(), weights.numpy(), skip=skip, out=_bits(out), norm=norm)
         if self.zero_ids:
             out = (out.float() + self.identity_weight(ids, weights) * rows.float()).to(torch.bfloat16)
         if hot is not None:
             out = (hot + out.to(hot.device).float()).to(torch.bfloat16)
         return out.to(hidden.device, hidden.dtype)
+
+    def _read_norm(self) -> OutputNorm:
+        """Return the norm of transformers' MuseSparkTextInputScaledRMSNorm: factors are 1 + weight."""
+        norm: Any = self.post_expert_norm
+        return OutputNorm((norm.weight.detach().to(CPU, torch.float32) + 1).numpy(), norm.eps)
 
     def _compute_with_adapter(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, adapter: adapters.LayerAdapter
@@ -210,6 +227,10 @@ REFUSALS: tuple[tuple[Callable[[torch.nn.Module, ExpertFunction], bool], str], .
     (
         lambda module, function: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
         f"is not called with {', '.join(ARGUMENTS)}",
+    ),
+    (
+        lambda module, function: hasattr(module, NORM) != function.output_norm,
+        f"has {NORM} or lacks it",
     ),
     (_differs_in_activation, "has a different activation"),
 )

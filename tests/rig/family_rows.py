@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from rig.families import COMMON, EXPERTS, GLM, HIDDEN, LINEAR, MLA, WIDTH
+from rig.families import COMMON, EXPERTS, GLM, HIDDEN, LINEAR, MLA, VOCABULARY, WIDTH
 
 Settings = dict[str, Any]
 
@@ -25,6 +25,7 @@ TINY: Settings = {
     **_set_all(WIDTH, "shared_intermediate_size", "expert_ffn_hidden_size", "ffn_hidden_size"),
     **_set_all(32, "head_dim", "qk_rope_head_dim", "linear_head_dim"),
     **_set_all(4, "num_key_value_heads", "linear_num_heads"),
+    "unpadded_vocab_size": VOCABULARY,
     "num_expert_group": 1,
     "max_position_embeddings": 256,
 }
@@ -54,8 +55,6 @@ def _rope(*sections: int) -> Settings:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
-ACTIVATION = "has a different activation"
-INPUT = "is not called with hidden_states, top_k_index, top_k_weights"
 NO_MODULE = "builds no routed experts in it that could be replaced"
 STRAY = "is among the experts but is not one of their weights"
 UNKNOWN = "its experts are not stored as any known family's"
@@ -69,7 +68,6 @@ class Row:
     since              first tested version of transformers that can compute the family
     build_error        transformers' error if it cannot build a model; "" if it can
     refusal            the command's message if it refuses the family; "" if it converts it
-    warned             the conversion warns that the experts compute something else than kt-kernel
     load_error         error of from_pretrained; "" if the output loads and gives the original's logits
     loads_since        first tested version in which the output loads
     """
@@ -79,13 +77,11 @@ class Row:
     since: str = "5.17"
     build_error: str = ""
     refusal: str = ""
-    warned: bool = False
     load_error: str = ""
     loads_since: str = ""
 
 
 PLAIN = Row()
-CLAMPED = Row(warned=True, load_error=ACTIVATION)
 
 # By model_type.
 PLAIN_FAMILIES = """afmoe axk1 axk2 cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo
@@ -98,7 +94,7 @@ OTHERS: dict[str, Row] = {
     "beam": Row(SECOND, since="5.23"),
     "dbrx": Row(build_error="'DbrxAttentionConfig' object has no attribute 'rope_theta'"),
     "deepseek_ocr2": Row(SECOND),
-    "deepseek_v4": CLAMPED,
+    "deepseek_v4": PLAIN,
     "diffusion_gemma": Row(since="5.23", refusal=UNKNOWN),
     "doge": Row({"is_moe": True}, since="5.23", refusal="no tensor looks like theirs"),
     "dots3_note": Row(vision={"per_layer_config": {}}, since="5.23"),
@@ -108,27 +104,30 @@ OTHERS: dict[str, Row] = {
         refusal="text and vision experts of different widths share each layer",
     ),
     "flint": Row({"mlp_only_layers": [0]}, since="5.23"),
-    "gemma4": Row(GEMMA, warned=True, load_error=ACTIVATION),
-    "gemma4_text": Row(GEMMA, warned=True, load_error=ACTIVATION),
+    "gemma4": Row(GEMMA),
+    "gemma4_text": Row(GEMMA),
     "glm4v_moe": Row(_rope(2, 3, 3)),
-    "glm5_next": Row({"qk_rope_head_dim": 0, "head_dim": 0, **HYBRID, **SECOND}, warned=True, load_error=ACTIVATION),
+    "glm5_next": Row({"qk_rope_head_dim": 0, "head_dim": 0, **HYBRID, **SECOND}),
     "gpt_oss": Row(refusal="its experts have biases and a clamped activation"),
     "granitemoehybrid": Row(MAMBA),
-    "hy_v4": CLAMPED,
-    "inkling2": Row(since="5.23", warned=True, load_error=ACTIVATION),
-    "inkling2_text": Row(since="5.23", warned=True, load_error=ACTIVATION),
+    "hy_v4": PLAIN,
+    "hy_v4_vl": Row(_rope(6, 6, 4), since="5.24"),
+    "inkling2": Row(since="5.23"),
+    "inkling2_loop": Row(since="5.24"),
+    "inkling2_loop_text": Row(since="5.24"),
+    "inkling2_text": Row(since="5.23"),
     "inkling_mm_model": Row(vision={"num_hidden_layers": 4}),
     "jamba": Row(JAMBA),
-    "jetmoe": Row(load_error=NO_MODULE),
+    "jetmoe": PLAIN,
     "kimi_linear": Row({**HYBRID, **SECOND}),
     "kolibri1": Row(since="5.23"),
     "lfm2_moe": Row({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
-    "llama4": Row(warned=True, load_error=INPUT),
-    "llama4_text": Row(warned=True, load_error=INPUT),
+    "llama4": PLAIN,
+    "llama4_text": PLAIN,
     "longcat_flash": Row({"zero_expert_num": 0}),
     "mimo_v2_flash": Row({"num_key_value_heads": 2}),
-    "minimax_m3_vl": CLAMPED,
-    "minimax_m3_vl_text": CLAMPED,
+    "minimax_m3_vl": PLAIN,
+    "minimax_m3_vl_text": PLAIN,
     "mistral4": Row({"head_dim": 64}),
     "mistral_large4": Row(since="5.23"),
     "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23", refusal=STRAY),
@@ -138,7 +137,7 @@ OTHERS: dict[str, Row] = {
     "qwen3_next": Row(HYBRID),
     "qwen4_exp": Row(INDEXED),
     "qwen4_exp_text": Row(INDEXED),
-    "step3p7": Row({"sliding_window": 16, "swiglu_limits": [0.0, 7.0], **SECOND}, warned=True, load_error=ACTIVATION),
+    "step3p7": Row({"sliding_window": 16, "swiglu_limits": [0.0, 7.0], **SECOND}),
     "unlimited_ocr": Row(since="5.23"),
     "zaya": Row({"num_experts_per_tok": 1}),
 }

@@ -35,7 +35,8 @@ TARGET static inline floats limit_both(floats x, floats most) {
 /* `slope` where the magnitude of x (is_upper: x) is not above `most`, else 0. */
 TARGET static inline floats slope_within(floats x, floats most, int is_upper, floats slope) {
     floats excess = sub_ps(is_upper ? x : without_sign(x), most); /* inf - inf is NaN: counts as within */
-    return castsi_ps(where_epi32(gt_epi32(castps_si(excess), set1_epi32(0)), castps_si(setzero_ps()), castps_si(slope)));
+    ints zero = set1_epi32(0);
+    return castsi_ps(where_epi32(gt_epi32(castps_si(excess), zero), zero, castps_si(slope)));
 }
 
 TARGET static inline floats sigmoid(floats x) {
@@ -112,7 +113,8 @@ TARGET static inline kt_value gelu_tanh(const kt_parameters *p, floats gate, flo
 /* gate * (1 + erf(gate / sqrt(2))) / 2 * up. erf: formula 7.1.26 of Abramowitz and Stegun, error at most 1.5e-7. */
 TARGET static inline kt_value gelu_erf(const kt_parameters *p, floats gate, floats up) {
     const floats one = set1_ps(1.0f), half = set1_ps(0.5f);
-    floats x = mul_ps(without_sign(gate), set1_ps(0.70710678119f)), t = div_ps(one, fmadd_ps(set1_ps(0.3275911f), x, one));
+    floats x = mul_ps(without_sign(gate), set1_ps(0.70710678119f));
+    floats t = div_ps(one, fmadd_ps(set1_ps(0.3275911f), x, one));
     floats density = kt_exp(negate(mul_ps(x, x))), series = set1_ps(1.061405429f);
     series = fmadd_ps(series, t, set1_ps(-1.453152027f));
     series = fmadd_ps(series, t, set1_ps(1.421413741f));

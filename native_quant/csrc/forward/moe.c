@@ -29,6 +29,7 @@ int kt_check_call(const ktq_moe *moe, const ktq_call *call) {
     if (gate->arithmetic != &kt_bf16_arithmetic) {
         if (gate != up || gate != down) return KTQ_EINVAL;
     }
+    if (call->norm && !(call->norm_epsilon > 0)) return KTQ_EINVAL;
     int error = KTQ_OK;
     for (int64_t slice = 0; !error && slice < moe->slices; slice++) {
         int64_t width = moe->width[slice];
@@ -263,10 +264,8 @@ static int64_t tokens_per_pass(const ktq_moe *moe, const ktq_call *call) {
     return tokens < 1 ? 1 : tokens;
 }
 
-int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
-    int error = pool ? kt_check_call(moe, call) : KTQ_EINVAL;
-    if (!error) error = kt_pool_enter(pool);
-    if (error) return error;
+int kt_run_passes(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
+    int error = KTQ_OK;
     int groups = kt_pool_groups(pool) < moe->slices ? kt_pool_groups(pool) : (int)moe->slices;
     int64_t step = tokens_per_pass(moe, call);
     for (int64_t t = 0; !error && t < call->tokens; t += step) {
@@ -284,6 +283,14 @@ int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
         pass.arithmetic = pass.gate->arithmetic;
         error = run_pass(pool, &pass);
     }
+    return error;
+}
+
+int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
+    int error = pool ? kt_check_call(moe, call) : KTQ_EINVAL;
+    if (!error) error = kt_pool_enter(pool);
+    if (error) return error;
+    error = call->norm ? kt_forward_normed(pool, moe, call) : kt_run_passes(pool, moe, call);
     kt_pool_leave(pool);
     return error;
 }

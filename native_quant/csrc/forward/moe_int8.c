@@ -153,7 +153,8 @@ static int multiply(const kt_pass *pass, const kt_group *group, const kt_task *t
     return pass->gate->gemm(pass->kernels)(job);
 }
 
-/* Writes the activation of m rows of products of gate and up to h. Without a gate: of up's, given as gate; up is NULL. */
+/* Writes the activation of m rows of products of gate and up to h. Without a gate: that of up, given as `gate`, with
+   `up` NULL. */
 static void activate(const kt_pass *pass, int64_t m, float *gate, float *up, float *h) {
     kt_activation_of(pass->kernels, pass->moe->function.activation)(&(kt_activation){
         .function = &pass->moe->function, .m = m, .gate = gate, .up = up, .out = h, .out_pitch = pass->width});

@@ -286,7 +286,7 @@ int ktq_trainable(const ktq_moe *moe) {
 
 static int check_training(const kt_training *t) {
     const ktq_activations *saved = t->saved;
-    if (!saved || !ktq_trainable(t->moe)) return KTQ_EINVAL;
+    if (!saved || t->call->norm || !ktq_trainable(t->moe)) return KTQ_EINVAL;
     for (int64_t slice = 0; t->moe->transposed && slice < t->moe->slices; slice++) {
         int64_t width = t->moe->width[slice], hidden = t->moe->hidden;
         int error = kt_check_size(kt_get_format(t->moe->gate_format), hidden, width);
@@ -294,7 +294,8 @@ static int check_training(const kt_training *t) {
         if (!error) error = kt_check_size(kt_get_format(t->moe->down_format), width, hidden);
         if (error) return error;
     }
-    if (t->call->tokens && ((!saved->gate && !t->moe->function.ungated) || !saved->up || !saved->act || !saved->down)) return KTQ_EINVAL;
+    int has_gate = saved->gate || t->moe->function.ungated;
+    if (t->call->tokens && (!has_gate || !saved->up || !saved->act || !saved->down)) return KTQ_EINVAL;
     if (!t->lora) return KTQ_OK;
     if (t->lora->rank < 1 || t->lora->rank > KTQ_MAX_RANK) return KTQ_EINVAL;
     if (!(t->lora->dropout >= 0 && t->lora->dropout < 1) || (t->call->tokens && !saved->rank_rows)) return KTQ_EINVAL;
