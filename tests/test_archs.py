@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
-from ktconvert.layouts.checkpoints.archs import ARCHS, PREFIXES, Arch, Fused, Separate, Style
+from ktconvert.layouts.checkpoints.archs import ARCHS, PREFIXES, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.expert_function import (
     ACTIVATIONS,
     PLAIN,
@@ -87,8 +87,11 @@ class Model:
                 matrices["gate_up"] = np.stack([matrices["gate"], matrices["up"]], axis=2).reshape(e, 2 * i, h)
             else:
                 matrices["gate_up"] = np.concatenate([matrices["gate"], matrices["up"]], axis=1)
+        is_flat = isinstance(self.style, Stacked) and self.style.flat
         for part in self.style.matrices:
             values = matrices[part].swapaxes(1, 2) if transposed else matrices[part]
+            if is_flat:
+                values = (values.swapaxes(1, 2) if part == "down" else values).reshape(e * i, h)
             if isinstance(self.style, Separate):
                 for expert in range(e):
                     self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
@@ -153,7 +156,8 @@ PAIRS = [(arch, p) for n, arch in enumerate(USABLE) for p in dict.fromkeys(("mod
 def test_every_row_is_read_in_every_style(arch: Arch, prefix: str, tmp_path: Path) -> None:
     nested = "text_config" if "language" in prefix else ""
     for number, style in enumerate(arch.stored):
-        for transposed in (False, True) if not isinstance(style, Separate) else (False,):
+        has_one_form = isinstance(style, Separate) or getattr(style, "flat", False)
+        for transposed in (False,) if has_one_form else (False, True):
             model = Model(arch, style, prefix, transposed=transposed, nested=nested)
             parsed = model.read(tmp_path / f"{number}{transposed}")
             assert parsed.arch == arch
@@ -177,7 +181,7 @@ def test_rows_name_each_family_once() -> None:
 @pytest.mark.parametrize("arch", [a for a in ARCHS if a.refusal], ids=lambda a: a.name)
 def test_unsupported_architectures_are_refused(arch: Arch, tmp_path: Path) -> None:
     model = Model(replace(ROWS["Mixtral"], matches=arch.matches), SEPARATE)
-    with pytest.raises(UnsupportedError, match=r"serve it without|text-only"):
+    with pytest.raises(UnsupportedError, match=rf"{re.escape(arch.name)}: .*(serve it without|text-only)"):
         model.read(tmp_path)
 
 
@@ -190,7 +194,11 @@ FUNCTIONS: list[tuple[str, dict[str, Any], ExpertFunction]] = [
     ("Mixtral", {"swiglu_limit": 7.0}, ExpertFunction(limit=7.0)),
     ("Mixtral", {"hidden_act": "SiLU"}, PLAIN),
     ("Mixtral", {"hidden_act": None}, PLAIN),
-    ("Mixtral", {"hidden_act": "situ", "activation_situ_beta": 3}, ExpertFunction("softcap", alpha=3.0)),
+    (
+        "Mixtral",
+        {"hidden_act": "situ", "activation_situ_beta": 3, "activation_situ_linear_beta": 0},
+        ExpertFunction("softcap", alpha=3.0),
+    ),
     ("Kimi-K3", {"hidden_act": "situ"}, SOFTCAP),
     ("Kimi-K3", {"activation_situ_beta": 3, "activation_situ_linear_beta": 0}, ExpertFunction("softcap", alpha=3.0)),
     (GEMMA, {"hidden_activation": "gelu_pytorch_tanh"}, ExpertFunction("gelu_tanh")),
@@ -203,11 +211,11 @@ FUNCTIONS: list[tuple[str, dict[str, Any], ExpertFunction]] = [
     ("Step-3.5, 3.7", {"swiglu_limits": [7, 7, 7]}, ExpertFunction("swiglu_step", limit=7.0)),
     ("Ling 3", {"expert_swiglu_limit_list": [4, 4, 4]}, ExpertFunction(limit=4.0)),
 ]
-NO_ACTIVATION: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("Mixtral", {"hidden_act": ["silu"]}, UnsupportedError, r'hidden_act is \["silu"\], an unknown activation'),
-    ("Kimi-K3", {"hidden_act": "xielu"}, UnsupportedError, 'hidden_act is "xielu", an unknown activation'),
-    ("SmallThinker", {"hidden_act": "silu"}, InputError, r"but experts of SmallThinker compute relu\(gate\)"),
-    (GEMMA, {"hidden_activation": "silu"}, InputError, rf"of {GEMMA} compute gelu_tanh\(gate\) \* up"),
+NO_ACTIVATION: list[tuple[str, dict[str, Any], str]] = [
+    ("Mixtral", {"hidden_act": ["silu"]}, r'hidden_act is \["silu"\], an unknown activation'),
+    ("Kimi-K3", {"hidden_act": "xielu"}, 'hidden_act is "xielu", an unknown activation'),
+    ("SmallThinker", {"hidden_act": "silu"}, r"but experts of SmallThinker compute relu\(gate\)"),
+    (GEMMA, {"hidden_activation": "silu"}, rf"of {GEMMA} compute gelu_tanh\(gate\) \* up"),
 ]
 
 
@@ -230,6 +238,9 @@ WRONG_CONSTANTS: list[tuple[str, dict[str, Any], str]] = [
     ("Step-3.5, 3.7", {"swiglu_limits": [7]}, "swiglu_limits has 1 values, none for layer 1"),
     ("Kimi-K3", {"activation_situ_beta": 0}, "activation_situ_beta must be a finite number above 0 for layer 1, not 0"),
     ("MiniMax-M3", {"swiglu_alpha": "x"}, 'swiglu_alpha must be a finite number above 0 for layer 1, not "x"'),
+    (QWEN, {"hidden_act": "situ"}, r"compute softcap, but alpha \(.*config.json: activation_situ_beta\) is missing"),
+    (QWEN, {"hidden_act": "swigluoai", "swiglu_limit": 7}, r"but alpha \(config.json: swiglu_alpha\) is missing"),
+    (GEMMA, {"swiglu_limit": 7}, "compute gelu_tanh, which has no limit, but their limit is 7; give --arch-file"),
 ]
 
 
@@ -237,15 +248,17 @@ WRONG_CONSTANTS: list[tuple[str, dict[str, Any], str]] = [
 def test_wrong_constants_of_activations_are_refused(name: str, config: Any, message: str, tmp_path: Path) -> None:
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(config)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         model.read(tmp_path)
 
 
-def test_unknown_limits_are_refused(tmp_path: Path) -> None:
+def test_unknown_limits_are_refused_unless_a_row_from_a_file_decides(tmp_path: Path) -> None:
     model = Model(ROWS["Mixtral"], ROWS["Mixtral"].stored[0])
     model.config["expert_clamp_value"] = 7.0
-    with pytest.raises(UnsupportedError, match=r"expert_clamp_value = 7\.0 may limit the experts"):
-        model.read(tmp_path)
+    with pytest.raises(UnsupportedError, match=r"expert_clamp_value = 7\.0 may limit the experts.*; give --arch-file"):
+        model.read(tmp_path / "row")
+    row = replace(ROWS["Mixtral"], matches=(), function=LIMITED, decides=True)
+    assert set(model.read(tmp_path / "decides", (row, *ARCHS)).functions.values()) == {LIMITED}
 
 
 def test_records_of_functions_are_read_back() -> None:
@@ -257,15 +270,15 @@ def test_records_of_functions_are_read_back() -> None:
             read_functions(wrong)
 
 
-@pytest.mark.parametrize(("name", "config", "error", "message"), NO_ACTIVATION)
+@pytest.mark.parametrize(("name", "config", "message"), NO_ACTIVATION)
 def test_unknown_or_contradicting_activations_are_refused(
-    name: str, config: Any, error: Any, message: str, tmp_path: Path
+    name: str, config: Any, message: str, tmp_path: Path
 ) -> None:
     """The error names the option that decides."""
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(config)
     message += ".*; give --arch-file with the activation of the experts: activation = 'silu',"
-    with pytest.raises(error, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         model.read(tmp_path)
 
 

@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 # Prefixes of "layers." in tensor names. {prefix} in a template stands for any of them.
 PREFIXES = (
     *("", "model.", "language_model.model.", "model.language_model."),
-    *("backbone.", "language.model.", "thinker.model.", "model.llm."),
+    *("backbone.", "language.model.", "thinker.model.", "model.llm.", "model.decoder."),
 )
 
 # Config keys: the first existing one counts. A dot separates the keys of nested objects.
@@ -56,6 +56,7 @@ class Stacked:
 
     output_major  what holds where I = H, so that the config cannot decide.
     fixed         it always holds, whatever the config says.
+    flat          all three are 2-D, [E * I, H], with one expert below the other and down transposed; the config has E.
     """
 
     gate: str
@@ -63,6 +64,7 @@ class Stacked:
     down: str
     output_major: bool = True
     fixed: bool = False
+    flat: bool = False
     matrices: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
 
 
@@ -127,6 +129,10 @@ BARE = (_make_separate(""), _make_fused(""))
 BARE_W = (_make_separate("", *W132),)
 _moe = "{prefix}layers.{layer}.moe."
 MOE = (Stacked(f"{_moe}gate_proj.weight", f"{_moe}up_proj.weight", f"{_moe}down_proj.weight"),)
+GEMMA = (*BARE, _make_separate("moe."))  # as published in BF16 and NVFP4
+_dbrx = "transformer.blocks.{layer}.ffn.experts.mlp."
+DBRX = (Stacked(f"{_dbrx}w1", f"{_dbrx}v1", f"{_dbrx}w2", flat=True),)
+IQUEST = (_make_fused("mlp.", "experts.fc", "experts.proj"), MLP[0])
 # GGUF: llama.cpp's converter stores all families like this. Early versions stored each expert by itself.
 _blk = "blk.{layer}.ffn_"
 GGUF_STYLES: tuple[Style, ...] = (
@@ -150,9 +156,20 @@ ARCHS = (
         (*FFN_W, *MLP),
         function=LIMITED,
     ),
+    Arch("DeepSeek-V4.1", ("deepseek_v41", "DeepseekV41ForCausalLM", "gguf:deepseek41"), FFN_W, function=LIMITED),
     Arch(
         "DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP, shares=DEEPSEEK2
     ),
+    Arch("DeepSeek-V1", ("deepseek", "DeepseekForCausalLM", "gguf:deepseek"), MLP),
+    Arch(
+        "DeepSeek-OCR, Unlimited-OCR",
+        (
+            *("deepseek_ocr2", "deepseek_ocr2_text", "unlimited_ocr", "unlimited_ocr_text"),
+            *("DeepseekOcr2ForConditionalGeneration", "UnlimitedOcrForConditionalGeneration", "gguf:deepseek2-ocr"),
+        ),
+        MLP,
+    ),
+    Arch("GigaChat-3.5", ("gigachat3_5", "GigaChat35ForCausalLM"), MLP, function=LIMITED),
     Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP, shares=DEEPSEEK2),
     Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP, shares=DEEPSEEK2),
     Arch(
@@ -161,6 +178,7 @@ ARCHS = (
         SPARSE,
         function=SOFTCAP,
     ),
+    Arch("Kimi-Linear", ("kimi_linear", "KimiLinearForCausalLM", "gguf:kimi-linear"), SPARSE),
     Arch("Qwen2-MoE", ("qwen2_moe", "Qwen2MoeForCausalLM", "gguf:qwen2moe"), MLP),
     Arch("Qwen3-MoE, Qwen3-Coder", ("qwen3_moe", "Qwen3MoeForCausalLM", "gguf:qwen3moe"), MLP),
     Arch("Qwen3-Next, Coder-Next", ("qwen3_next", "Qwen3NextForCausalLM", "gguf:qwen3next"), MLP),
@@ -214,15 +232,25 @@ ARCHS = (
         width=DENSE_WIDTH,
         function=ExpertFunction(weights_on="input"),
     ),
-    Arch("Mixtral", ("mixtral", "MixtralForCausalLM", "gguf:llama"), SPARSE, width=DENSE_WIDTH),
+    Arch(
+        "Mixtral",  # llama.cpp has the same experts in all architectures that continue its "llama"
+        ("mixtral", "MixtralForCausalLM", "gguf:llama", "gguf:llama-embed", "gguf:mistral3"),
+        SPARSE,
+        width=DENSE_WIDTH,
+    ),
     Arch(
         "Mistral-Large-3, Mistral 4",
         ("mistral4", "mistral_large_3", "Mistral4ForCausalLM", "gguf:mistral4"),
         (*MLP, *BARE_W),
         shares=DEEPSEEK2,
     ),
+    Arch(
+        "Mistral-Large-4",
+        ("mistral_large4", "mistral_large4_text", "MistralLarge4ForConditionalGeneration"),
+        (*BARE_W, *MLP),
+    ),
     Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "gguf:hunyuan-moe"), MLP),
-    Arch("Hy3", ("hy_v3", "HYV3ForCausalLM"), MLP),
+    Arch("Hy3", ("hy_v3", "HYV3ForCausalLM", "gguf:hy_v3"), MLP),
     Arch("ERNIE-4.5", ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "gguf:ernie4_5-moe"), MLP),
     Arch(
         "ERNIE-4.5-VL",
@@ -239,6 +267,62 @@ ARCHS = (
     Arch(
         "LongCat-Flash", ("longcat_flash", "LongcatFlashForCausalLM"), MLP, layers=("num_layers", "num_hidden_layers")
     ),
+    Arch("Arctic", ("arctic", "ArcticForCausalLM", "gguf:arctic"), SPARSE, width=DENSE_WIDTH),
+    Arch("MiniCPM-MoE", ("minicpm", "MiniCPMForCausalLM", "gguf:minicpm"), SPARSE, width=DENSE_WIDTH),
+    Arch("MiniMax-Text-01", ("minimax", "MiniMaxForCausalLM"), SPARSE, width=DENSE_WIDTH),
+    Arch("A.X-K1, K2", ("axk1", "axk2", "AXK1ForCausalLM", "AXK2ForCausalLM"), MLP),
+    Arch("Beam 1", ("beam", "BeamForCausalLM"), MLP),
+    Arch("Command A+", ("cohere2_moe", "Cohere2MoeForCausalLM", "gguf:cohere2moe"), MLP, width=DENSE_WIDTH),
+    Arch("K-EXAONE", ("exaone_moe", "ExaoneMoeForCausalLM", "gguf:exaone-moe"), MLP),
+    Arch(
+        "dots3-note",
+        ("dots3_note", "dots3_note_text", "Dots3NoteForConditionalGeneration", "Dots3NoteForCausalLM"),
+        MLP,
+    ),
+    Arch("FlexOlmo", ("flex_olmo", "FlexOlmoForCausalLM"), MLP, width=DENSE_WIDTH),
+    Arch("Flint", ("flint", "FlintForCausalLM"), MLP),
+    Arch("Kolibri-1", ("kolibri1", "Kolibri1ForCausalLM"), MLP),
+    Arch("Lara-4-Mini", ("lara_mini", "LaraMiniForCausalLM"), MLP),
+    Arch("Mellum 2", ("mellum", "MellumForCausalLM", "gguf:mellum"), MLP),
+    Arch("Sarvam", ("sarvam_moe", "sarvam_mla"), MLP),
+    Arch("ZAYA1", ("zaya", "ZayaForCausalLM"), MLP),
+    # Names and width of the two diffusion models: llama.cpp's conversion/llada.py and qwen.py.
+    Arch(
+        "LLaDA-MoE",
+        ("LLaDAMoEModel", "LLaDAMoEModelLM", "gguf:llada-moe"),
+        MLP,
+        width=("expert_intermediate_size", *MOE_WIDTH),
+    ),
+    Arch("RND1", ("RND1", "gguf:rnd1"), MLP),
+    # SGLang's models/iquest_q1.py: gate is the first half of fc, and only silu is accepted.
+    Arch("IQuest-Q1", ("iquest_q1", "IQuestQ1ForCausalLM"), IQUEST, width=DENSE_WIDTH),
+    # transformers' models/dbrx/modeling_dbrx.py: DbrxExpertGLU computes (silu(x w1^T) * (x v1^T)) w2.
+    Arch(
+        "DBRX",
+        ("dbrx", "DbrxForCausalLM", "gguf:dbrx"),
+        DBRX,
+        experts=(*NUM_EXPERTS, "ffn_config.moe_num_experts"),
+        width=(*DENSE_WIDTH, "ffn_config.ffn_hidden_size"),
+        hidden=(*HIDDEN, "d_model"),
+    ),
+    # transformers' models/muse_spark/modeling_muse_spark.py: MuseSparkExperts norms each output before its weight.
+    Arch(
+        "Muse Spark",
+        ("muse_spark", "muse_spark_text", "MuseSparkForConditionalGeneration"),
+        MLP,
+        hidden=("moe_hidden_size", *HIDDEN),
+        function=ExpertFunction(output_norm=True),
+        refusal="the output of each expert is normalized before its routing weight, which ktconvert does not compute "
+        "yet; serve it without ktconvert, with transformers",
+    ),
+    # llama.cpp's src/models/grovemoe.cpp.
+    Arch(
+        "GroveMoE",
+        ("GroveMoeForCausalLM", "gguf:grovemoe"),
+        MLP,
+        refusal="a second set of experts (chunk experts) shares each layer with these, which no format holds; "
+        "serve it without ktconvert, with llama.cpp",
+    ),
     Arch("MiMo-V2", ("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM", "gguf:mimo2"), MLP),
     Arch(
         "Ling, Ring",
@@ -248,9 +332,21 @@ ARCHS = (
         ),
         MLP,
     ),
-    Arch("Ling 3", ("bailing_hybrid", "bailing_moe_v3_vl", "BailingMoeV3VLForConditionalGeneration"), MLP),
+    Arch(
+        "Ling 3",
+        (
+            *("bailing_hybrid", "bailing_moe_v3_vl", "gguf:bailingmoe3", "BailingHybridForCausalLM"),
+            *("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"),
+        ),
+        MLP,
+    ),
     Arch("GLM-5.3-Flash", ("glm5_next", "glm5_next_text", "gguf:glm5next", "gguf:glm5-next"), MLP, function=LIMITED),
-    Arch("Hy4", ("hy_v4", "hy_v4_vl", "HYV4ForCausalLM", "gguf:hy_v4"), MLP, function=LIMITED),
+    Arch(
+        "Hy4",
+        ("hy_v4", "hy_v4_vl", "hy_v4_vl_text", "HYV4ForCausalLM", "HYV4VLForConditionalGeneration", "gguf:hy_v4"),
+        MLP,
+        function=LIMITED,
+    ),
     Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM", "gguf:lfm2moe"), FEED_FORWARD_W),
     Arch(
         "Nemotron-H",
@@ -262,7 +358,15 @@ ARCHS = (
     Arch(
         "Gemma-4 26B-A4B",
         ("gemma4", "gemma4_text", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "gguf:gemma4"),
-        BARE,
+        GEMMA,
+        function=ExpertFunction("gelu_tanh"),
+        router_scale=True,
+    ),
+    # The encoder has the decoder's experts: transformers' DiffusionGemmaModel ties them.
+    Arch(
+        "DiffusionGemma",
+        ("diffusion_gemma", "diffusion_gemma_text", "DiffusionGemmaForBlockDiffusion", "gguf:diffusion-gemma"),
+        GEMMA,
         function=ExpertFunction("gelu_tanh"),
         router_scale=True,
     ),
@@ -272,11 +376,22 @@ ARCHS = (
     Arch("Jamba", ("jamba", "JambaForCausalLM", "gguf:jamba"), FEED_FORWARD, width=DENSE_WIDTH),
     Arch("Solar Open", ("solar_open", "SolarOpenForCausalLM"), MLP, shares=("glm4moe",)),
     Arch("AFMoE (Trinity)", ("afmoe", "AfmoeForCausalLM", "gguf:afmoe"), MLP),
-    Arch("Laguna", ("laguna", "LagunaForCausalLM"), MLP),
-    Arch("Granite 3 MoE, 4 H", ("granitemoe", "granitemoeshared", "granitemoehybrid"), GRANITE, width=DENSE_WIDTH),
+    Arch("Laguna", ("laguna", "LagunaForCausalLM", "gguf:laguna"), MLP),
+    Arch(
+        "Granite 3 MoE, 4 H",
+        ("granitemoe", "granitemoeshared", "granitemoehybrid", "gguf:granitemoe", "gguf:granitehybrid"),
+        GRANITE,
+        width=DENSE_WIDTH,
+    ),
+    Arch("Granite SWA", ("granitemoe_swa", "GraniteMoeSWAForCausalLM"), GRANITE, width=DENSE_WIDTH),
     Arch("Aria", ("aria", "aria_text"), ARIA, width=DENSE_WIDTH),
     Arch("JetMoE", ("jetmoe", "JetMoeForCausalLM"), JETMOE, width=DENSE_WIDTH),
-    Arch("Inkling", ("inkling_mm_model", "InklingForConditionalGeneration"), INKLING, width=DENSE_WIDTH),
+    Arch(
+        "Inkling",
+        ("inkling_mm_model", "inkling_text", "InklingForConditionalGeneration", "gguf:inkling"),
+        INKLING,
+        width=DENSE_WIDTH,
+    ),
     Arch("Inkling 2", ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"), INKLING, function=SOFTCAP),
     Arch(
         "Grok-1, Grok-2",
@@ -291,5 +406,38 @@ ARCHS = (
         (_make_separate("block_sparse_moe.", "gate", "up", "down"),),
         width=("moe_ffn_hidden_size", *MOE_WIDTH),
         function=ExpertFunction("relu"),
+    ),
+    Arch(
+        "Nemotron-H Puzzle",
+        ("nemotron_h_puzzle", "NemotronHPuzzleForCausalLM"),
+        function=ExpertFunction("relu2", gated=False),
+        refusal="its experts are two matrices without a gate, which no expert format can hold; serve it without "
+        "ktconvert, with SGLang or vLLM",
+    ),
+    # llama.cpp's src/models/bert.cpp: two matrices, and gelu of the first one's product.
+    Arch(
+        "Nomic Embed MoE",
+        ("gguf:nomic-bert-moe",),
+        function=ExpertFunction("gelu_tanh", gated=False),
+        refusal="its experts are two matrices without a gate, which no expert format can hold; serve it without "
+        "ktconvert, with llama.cpp",
+    ),
+    # transformers' models/nllb_moe/modeling_nllb_moe.py (fc1, fc2) and switch_transformers (wi, wo).
+    Arch(
+        "NLLB-MoE, Switch Transformers",
+        (
+            *("nllb-moe", "NllbMoeForConditionalGeneration"),
+            *("switch_transformers", "SwitchTransformersForConditionalGeneration"),
+        ),
+        function=ExpertFunction("relu", gated=False),
+        refusal="its encoder and its decoder have experts of two matrices without a gate, and ktconvert converts "
+        "decoders; serve it without ktconvert, with transformers",
+    ),
+    # transformers' models/doge/modeling_doge.py: DogeCDMoE looks up one row of two embeddings for each expert.
+    Arch(
+        "Doge",
+        ("doge", "DogeForCausalLM"),
+        refusal="its experts are single rows of an embedding, not matrices; serve it without ktconvert, with "
+        "transformers",
     ),
 )

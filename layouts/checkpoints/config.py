@@ -13,7 +13,7 @@ from ktconvert.layouts.tensors import TensorInfo
 # Keys of config.json for the number of experts per token.
 TOPK = (
     *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k"),
-    *("top_k_experts", "experts_per_token", "moe_k"),
+    *("top_k_experts", "experts_per_token", "moe_k", "ffn_config.moe_top_k"),
 )
 USUAL_TOPK = 8
 # Keys of dimensions and of numbers of layers. Values up to WIDE and DEEP cost no time; larger ones are compared with

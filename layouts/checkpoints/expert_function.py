@@ -17,13 +17,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ktconvert.layouts.checkpoints import config as cfg
+from ktconvert.layouts.checkpoints.containers.gguf import KEYS, PREFIX
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.tensors import format_ranges
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
 # Config keys of an activation, and of a limit.
-HIDDEN_ACT = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+HIDDEN_ACT = (
+    *("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act"),
+    "ffn_config.ffn_act_fn.name",
+)
 LIMIT_KEYS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list")
 # Config keys that limit something other than the routed experts.
 OTHER_LIMITS = ("swiglu_limits_shared", "shared_expert_swiglu_limit_list", "shared_swiglu_limit")
@@ -185,6 +189,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": Activation("relu(gate) * up", lambda f, gate, up: np.maximum(gate, 0) * up, scales=True),
     "relu2": Activation("relu(gate)^2 * up", lambda f, gate, up: np.maximum(gate, 0) ** 2 * up, scales=True),
 }
+CHOOSE_ACTIVATION = (
+    "give --arch-file with the activation of the experts: activation = " + ", ".join(map(repr, ACTIVATIONS))
+)
 # Values of hidden_act -> the activations that they may mean; a row with one of them keeps it, else the first counts.
 _SILU = ("silu", "swiglu_step", "swiglu_oai", "softcap")  # gpt-oss and others say silu
 HIDDEN_ACTS: Mapping[str, tuple[str, ...]] = {
@@ -209,14 +216,36 @@ def find_function(
     family   name for messages
     decides  the row's activation holds, whatever config.json calls it
 
-    Raises UnsupportedError for an unknown activation or limit, InputError for a contradiction or a wrong constant.
+    Raises UnsupportedError for an unknown activation or limit, a contradiction, and a wrong or missing constant.
     """
     function = row if decides else replace(row, activation=_find_activation(row, config, family))
-    _refuse_unknown_limits(config)
-    values = {c.field: _read_constant(c, config, layer) for c in ACTIVATIONS[function.activation].constants}
+    if not decides:
+        _refuse_unknown_limits(config)
+    constants = ACTIVATIONS[function.activation].constants
+    values = {c.field: _read_constant(c, config, layer) for c in {*constants, LIMIT}}
     function = function.with_constants({name: value for name, value in values.items() if value is not None})
+    _require_constants(function, row, values, config, family)
     is_plain_silu = function.activation == "swiglu_step" and not function.limit
     return replace(function, activation="silu") if is_plain_silu else function
+
+
+def _require_constants(
+    function: ExpertFunction, row: ExpertFunction, values: dict[str, float | None], config: dict[str, Any], family: str
+) -> None:
+    """Raise UnsupportedError for a limit that the activation does not have, and for a missing constant.
+
+    values  the constants that the config gives. Only the row's own activation has defaults
+    """
+    constants, what = ACTIVATIONS[function.activation].constants, f"{family}: experts compute {function.activation}"
+    if function.limit and LIMIT not in constants:
+        raise UnsupportedError(f"{what}, which has no limit, but their limit is {function.limit:g}; {CHOOSE_ACTIVATION}")
+    is_own = function.activation == row.activation
+    for constant in constants:
+        is_missing = values[constant.field] is None and not is_own and constant != LIMIT
+        if is_missing or not (getattr(function, constant.field) or constant.may_be_zero):
+            keys = " or ".join(_name_setting(config, key) for key in constant.keys)
+            remedy = f"give --arch-file with activation and {constant.field} = its value"
+            raise UnsupportedError(f"{what}, but {constant.field} ({keys}) is missing; {remedy}")
 
 
 def states_constants(config: dict[str, Any]) -> bool:
@@ -228,42 +257,55 @@ def states_constants(config: dict[str, Any]) -> bool:
 def _find_activation(row: ExpertFunction, config: dict[str, Any], family: str) -> str:
     if (entry := cfg.find(config, HIDDEN_ACT)) is None:
         return row.activation
-    known = ", ".join(map(repr, ACTIVATIONS))
-    remedy = f"give --arch-file with the activation of the experts: activation = {known}"
-    setting, meant = f"config.json: {entry[0]} is {json.dumps(entry[1])}", HIDDEN_ACTS.get(str(entry[1]).lower())
+    setting = f"{_name_setting(config, entry[0])} is {json.dumps(entry[1])}"
+    meant = HIDDEN_ACTS.get(str(entry[1]).lower())
     if meant is None:
-        raise UnsupportedError(f"{setting}, an unknown activation; {remedy}")
+        raise UnsupportedError(f"{setting}, an unknown activation; {CHOOSE_ACTIVATION}")
     if row.activation in meant:
         return row.activation
     if row.activation != "silu":
-        raise InputError(f"{setting}, but experts of {family} compute {row.formula}; {remedy}")
+        raise UnsupportedError(f"{setting}, but experts of {family} compute {row.formula}; {CHOOSE_ACTIVATION}")
     return meant[0]
+
+
+def names_activation(config: dict[str, Any]) -> bool:
+    """Return whether config.json, or the metadata of a GGUF, names an activation."""
+    return cfg.find(config, HIDDEN_ACT) is not None
+
+
+def _name_setting(config: dict[str, Any], key: str) -> str:
+    """Return how the user finds a key: in config.json, or in the metadata of a GGUF."""
+    family = str(config.get("model_type", ""))
+    if family.startswith(PREFIX):
+        return f"{family.removeprefix(PREFIX)}.{KEYS.get(key, key)}"
+    return f"config.json: {key}"
 
 
 def _refuse_unknown_limits(config: dict[str, Any]) -> None:
     for scope in cfg.scopes(config):
         for key, value in scope.items():
             if LIMITING.search(str(key)) and key not in (*LIMIT_KEYS, *OTHER_LIMITS) and value:
-                what = f"config.json: {key} = {json.dumps(value)} may limit the experts, and ktconvert does not know it"
-                raise UnsupportedError(f"{what}; use a newer ktconvert, or --arch-file with limit = the limit")
+                setting = f"{_name_setting(config, key)} = {json.dumps(value)}"
+                what = f"{setting} may limit the experts, and ktconvert does not know it"
+                raise UnsupportedError(f"{what}; give --arch-file with their activation and limit")
 
 
 def _read_constant(constant: Constant, config: dict[str, Any], layer: int) -> float | None:
-    """Return the value of a layer; None if config.json has none. Raises InputError for a wrong one."""
+    """Return the value of a layer; None if config.json has none. Raises UnsupportedError for a wrong one."""
     if (entry := cfg.find(config, constant.keys)) is None:
         return None
-    key, value = entry
+    setting, value = _name_setting(config, entry[0]), entry[1]
     if isinstance(value, list):
         if layer >= len(value):
-            raise InputError(f"config.json: {key} has {len(value)} values, none for layer {layer}")
+            what = f"{setting} has {len(value)} values, none for layer {layer}"
+            raise UnsupportedError(f"{what}; correct it, or use another release")
         value = value[layer]
     value = 0 if value is None else value
     is_number = type(value) in (int, float) and 0 <= value < float("inf")
     if not is_number or not (value or constant.may_be_zero):
         least = "of at least 0" if constant.may_be_zero else "above 0"
-        raise InputError(
-            f"config.json: {key} must be a finite number {least} for layer {layer}, not {json.dumps(value)}"
-        )
+        what = f"{setting} must be a finite number {least} for layer {layer}, not {json.dumps(value)[:100]}"
+        raise UnsupportedError(f"{what}; correct it, or use another release")
     return float(value)
 
 

@@ -98,8 +98,9 @@ class MoeModel:
         equalized  False: as the checkpoint has it, in any case
         """
         moe = self.moe_layers[layer]
-        stored = self.weight(layer, expert, projection).read_linear(self.source, expert, moe.input_major)
-        linear = stored.T if moe.input_major else stored
+        input_major = moe.is_input_major(projection)
+        stored = self.weight(layer, expert, projection).read_linear(self.source, expert, input_major)
+        linear = stored.T if input_major else stored
         if isinstance(moe.style, Fused) and projection != "down":
             second = int(projection == "up")
             if moe.style.interleaved:

@@ -18,7 +18,14 @@ from ktconvert.layouts.checkpoints.archs import (
     Fused,
     Style,
 )
-from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, find_function, states_constants
+from ktconvert.layouts.checkpoints.expert_function import (
+    CHOOSE_ACTIVATION,
+    PLAIN,
+    ExpertFunction,
+    find_function,
+    names_activation,
+    states_constants,
+)
 from ktconvert.layouts.checkpoints.match import (
     NUMBER,
     SHARED,
@@ -148,9 +155,12 @@ def _find_style(
         raise _not_recognised(called, source, archs)
     if known is not None or not hits:
         return known or Arch(called, ()), seen
+    if not names_activation(source.config):
+        what = f"{called} is not in the table of architectures, and no configuration names its activation"
+        raise UnsupportedError(f"{what}; {CHOOSE_ACTIVATION}")
     notes.append(
         f"{called} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are taken to "
-        "compute what config.json says, with routing weights on the output."
+        "compute what the configuration says, with routing weights on the output."
     )
     return Arch(called, (), (hits[0],)), seen
 

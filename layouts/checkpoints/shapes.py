@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
@@ -24,7 +24,7 @@ class MoeLayer:
 
     weights      of all experts, in the checkpoint's order
     unused       names of tensors that belong to the experts and are not needed
-    input_major  whether every stored matrix is [k, n], the transpose of a linear's weight
+    input_major  whether every stored matrix is [k, n], the transpose of a linear's weight; in flat stacks only down is
     """
 
     style: Style
@@ -36,6 +36,10 @@ class MoeLayer:
     width: int
     input_major: bool
 
+    def is_input_major(self, projection: str) -> bool:
+        is_output_major = isinstance(self.style, Stacked) and self.style.flat and projection != "down"
+        return self.input_major and not is_output_major
+
 
 def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix: str, n: int, most: int) -> MoeLayer:
     """Measure layer n; `most` is the number of experts if the config does not record it.
@@ -44,8 +48,10 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     for a weight that no encoding reads.
     """
     style = stored.style
-    weights = _make_weights(source, stored, prefix, n)
     experts, hidden, width = (cfg.number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width))
+    if isinstance(style, Stacked) and style.flat:
+        stored = _divide_stacks(stored, experts)
+    weights = _make_weights(source, stored, prefix, n)
     separate = isinstance(style, Separate)
     count = _count_experts(weights, experts, most) if separate else 0
     for matrix in style.matrices:
@@ -60,6 +66,8 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     count = count if separate else first.shape[0] if first.shape else 0
     if isinstance(style, Separate):
         h, i, turned = _measure_separate(weights, count)
+    elif isinstance(style, Stacked) and style.flat:
+        h, i, turned = _measure_flat(weights, style)
     else:
         h, i, turned = (
             _measure_fused(weights) if isinstance(style, Fused) else _measure_stacked(weights, style, hidden, width)
@@ -78,6 +86,29 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
             fitting.add(alike)
     _refuse_uneven(weights, style, prefix, n)
     return MoeLayer(style, prefix, weights, tuple(stored.unused), count, h, i, turned)
+
+
+def _divide_stacks(stored: StoredLayer, experts: Recorded) -> StoredLayer:
+    """Return the layer with its 2-D stacks [E * I, H] as 3-D ones, [E, I, H].
+
+    Raises UnsupportedError for stacks with scales, InputError without a number of experts that divides their rows.
+    """
+    if experts is None or experts[1] < 1:
+        name = stored.names[0]
+        raise InputError.from_tensor(name, "has all experts in one matrix, but config.json has no number of experts")
+
+    def divide(info: TensorInfo) -> TensorInfo:
+        if len(info.shape) != 2 or info.shape[0] % experts[1]:
+            what = f"has shape {list(info.shape)}, but must be [{experts[1]} * I, H] by config.json: {experts[0]}"
+            raise InputError.from_tensor(info.name, what)
+        return replace(info, shape=(experts[1], info.shape[0] // experts[1], info.shape[1]))
+
+    for tensors in stored.tensors.values():
+        if (scale := next((info for role, info in tensors.items() if role != "weight"), None)) is not None:
+            what = "belongs to a quantized matrix of all experts, which is not an input yet; use the BF16 release"
+            raise UnsupportedError.from_tensor(scale.name, what)
+    divided = {key: {role: divide(info) for role, info in each.items()} for key, each in stored.tensors.items()}
+    return replace(stored, tensors=divided)
 
 
 def _make_weights(source: TensorSource, stored: StoredLayer, prefix: str, n: int) -> dict[tuple[str, int], Weight]:
@@ -196,6 +227,14 @@ def _measure_stacked(weights: Weights, style: Stacked, hidden: Recorded, width: 
     as_columns = all(recorded is None or recorded[1] == value for recorded, value in ((hidden, a), (width, b)))
     output_major = style.output_major if style.fixed or as_rows == as_columns else as_rows
     return (b, a, False) if output_major else (a, b, True)
+
+
+def _measure_flat(weights: Weights, style: Stacked) -> tuple[int, int, bool]:
+    gate = weights["gate", -1]
+    for matrix in style.matrices:
+        if (info := weights[matrix, -1]).shape != gate.shape:
+            raise _misshapen(info, f"{list(gate.shape)}, as {gate.name!r}")
+    return gate.shape[2], gate.shape[1], True
 
 
 def _misshapen(info: Weight, want: str) -> InputError:
