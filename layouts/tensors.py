@@ -8,6 +8,11 @@ from dataclasses import dataclass
 PROJECTIONS = ("gate", "up", "down")  # the linears of an expert
 
 
+def list_projections(gated: bool) -> tuple[str, ...]:
+    """Return the linears of an expert with or without a gate."""
+    return PROJECTIONS if gated else PROJECTIONS[1:]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor, or the share of one expert in it.

@@ -115,10 +115,12 @@ class Matrix:
         return replace(self, values=values, origin=origin, skip=skip, width=stop - start)
 
     def alternate_rows(self, first: int) -> Matrix:
-        """Return the rows first, first + 2, and so on; scales become one per row."""
+        """Return the rows first, first + 2, and so on; scales become one per row. Copies a transposed matrix."""
         if self.kind.dtype == np.uint32:  # words of a column are contiguous, or store several rows
             return Matrix(decode(self)[first::2], BF16)
         values = self.values[first::2]
+        if self.values.strides[1] != self.values.itemsize:  # neither axis of every second row is contiguous
+            values = np.ascontiguousarray(values)
         if self.scales is None:
             return replace(self, values=values)
 

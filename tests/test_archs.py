@@ -271,9 +271,7 @@ def test_records_of_functions_are_read_back() -> None:
 
 
 @pytest.mark.parametrize(("name", "config", "message"), NO_ACTIVATION)
-def test_unknown_or_contradicting_activations_are_refused(
-    name: str, config: Any, message: str, tmp_path: Path
-) -> None:
+def test_unknown_or_contradicting_activations_are_refused(name: str, config: Any, message: str, tmp_path: Path) -> None:
     """The error names the option that decides."""
     model = Model(ROWS[name], ROWS[name].stored[0])
     model.config.update(config)

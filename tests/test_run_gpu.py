@@ -131,7 +131,7 @@ def test_hot_weights_equal_those_of_compressed_tensors(case):
         theirs = experts_of(case.theirs)[layer]
         assert module.hot.mask.tolist() == mask[layer].tolist()
         assert sorted(module.hot.weights) == mask[layer].nonzero()[:, 0].tolist()
-        for expert, (gate_up, down) in module.hot.weights.items():
+        for expert, (gate_up, down, *_) in module.hot.weights.items():
             assert torch.equal(gate_up, theirs.gate_up_proj[expert])
             assert torch.equal(down, theirs.down_proj[expert])
 
@@ -187,7 +187,7 @@ def test_hot_experts_may_come_from_bf16_or_a_second_checkpoint(case):
     model = load(case.original, case.cold, num_gpu_experts=EXPERTS)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(case.original)
     for layer, module in experts_of(model).items():
-        for expert, (gate_up, down) in module.hot.weights.items():
+        for expert, (gate_up, down, *_) in module.hot.weights.items():
             assert torch.equal(gate_up, experts_of(theirs)[layer].gate_up_proj[expert])
             assert torch.equal(down, experts_of(theirs)[layer].down_proj[expert])
     mask = make_mask(1)

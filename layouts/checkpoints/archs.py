@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
+from ktconvert.layouts.tensors import list_projections
 
 # Prefixes of "layers." in tensor names. {prefix} in a template stands for any of them.
 PREFIXES = (
@@ -29,12 +30,19 @@ MOST_LAYERS, MOST_EXPERTS = 10_000, 1 << 16
 
 @dataclass(frozen=True)
 class Separate:
-    """Three 2-D tensors per expert: gate and up [I, H], down [H, I]."""
+    """Three 2-D tensors per expert: gate and up [I, H], down [H, I]; without a gate (None) two."""
 
-    gate: str
+    gate: str | None
     up: str
     down: str
-    matrices: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return list_projections(self.gated)
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
 
 
 @dataclass(frozen=True)
@@ -48,24 +56,34 @@ class Fused:
     down: str
     interleaved: bool = False
     matrices: ClassVar[tuple[str, ...]] = ("gate_up", "down")
+    gated: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
 class Stacked:
     """Three 3-D tensors per layer: gate and up [E, I, H], down [E, H, I], or all transposed; the config decides.
 
+    Without a gate (None), there are two.
+
     output_major  what holds where I = H, so that the config cannot decide.
     fixed         it always holds, whatever the config says.
     flat          all three are 2-D, [E * I, H], with one expert below the other and down transposed; the config has E.
     """
 
-    gate: str
+    gate: str | None
     up: str
     down: str
     output_major: bool = True
     fixed: bool = False
     flat: bool = False
-    matrices: ClassVar[tuple[str, ...]] = ("gate", "up", "down")
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        return list_projections(self.gated)
+
+    @property
+    def gated(self) -> bool:
+        return self.gate is not None
 
 
 Style = Separate | Fused | Stacked
@@ -102,9 +120,11 @@ class Arch:
     refusal: str | None = None
 
 
-def _make_separate(block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Separate:
+def _make_separate(
+    block: str, gate: str | None = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> Separate:
     base = "{prefix}layers.{layer}." + block + "experts.{expert}."
-    return Separate(f"{base}{gate}.weight", f"{base}{up}.weight", f"{base}{down}.weight")
+    return Separate(gate and f"{base}{gate}.weight", f"{base}{up}.weight", f"{base}{down}.weight")
 
 
 def _make_fused(
@@ -139,7 +159,14 @@ GGUF_STYLES: tuple[Style, ...] = (
     Stacked(f"{_blk}gate_exps.weight", f"{_blk}up_exps.weight", f"{_blk}down_exps.weight", fixed=True),
     Fused(f"{_blk}gate_up_exps.weight", f"{_blk}down_exps.weight"),
     Separate(f"{_blk}gate.{{expert}}.weight", f"{_blk}up.{{expert}}.weight", f"{_blk}down.{{expert}}.weight"),
+    Stacked(None, f"{_blk}up_exps.weight", f"{_blk}down_exps.weight", fixed=True),
 )
+
+
+def gguf_styles(gated: bool) -> tuple[Style, ...]:
+    """Return the ways in which GGUFs store experts with, or without, a gate; both have the same names of up and down."""
+    return tuple(style for style in GGUF_STYLES if style.gated == gated)
+
 
 DEEPSEEK2 = ("deepseek2",)  # llama.cpp's architecture of many families
 # The functions that several families have.
@@ -216,14 +243,21 @@ ARCHS = (
         width=DENSE_WIDTH,
         function=OAI,
     ),
+    # transformers, gpt_oss/modeling_gpt_oss.py, GptOssExperts; llama.cpp, src/models/openai-moe.cpp
     Arch(
         "gpt-oss",
         ("gpt_oss", "GptOssForCausalLM", "gguf:gpt-oss"),
         (_make_fused("mlp.", interleaved=True),),
         width=DENSE_WIDTH,
         function=replace(OAI, biases=True),
-        refusal="its experts have biases and a clamped activation, which no expert format of kt-kernel can hold; "
-        "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
+    ),
+    # transformers, openai_privacy_filter/modeling_openai_privacy_filter.py: gate is the first half
+    Arch(
+        "OpenAI Privacy Filter",
+        ("openai_privacy_filter", "OpenAIPrivacyFilterForTokenClassification"),
+        (_make_fused("mlp."),),
+        width=DENSE_WIDTH,
+        function=replace(OAI, biases=True),
     ),
     Arch(
         "Llama-4",
@@ -348,12 +382,12 @@ ARCHS = (
         function=LIMITED,
     ),
     Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM", "gguf:lfm2moe"), FEED_FORWARD_W),
+    # transformers, nemotron_h/modeling_nemotron_h.py, NemotronHExperts; llama.cpp, src/models/nemotron-h.cpp
     Arch(
         "Nemotron-H",
         ("nemotron_h", "NemotronHForCausalLM", "gguf:nemotron_h_moe"),
+        (_make_separate("mixer.", gate=None),),
         function=ExpertFunction("relu2", gated=False),
-        refusal="its experts are two matrices with relu2 and no gate_proj, kt-kernel's are gate, up and down; "
-        "serve it without kt-kernel, with SGLang, vLLM or llama.cpp",
     ),
     Arch(
         "Gemma-4 26B-A4B",

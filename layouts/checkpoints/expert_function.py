@@ -90,7 +90,7 @@ class ExpertFunction:
     @property
     def can_scale_up(self) -> bool:
         """True if scaling up scales the value, so that experts can be equalized."""
-        return ACTIVATIONS[self.activation].scales and not self.limit and self.gated
+        return ACTIVATIONS[self.activation].scales and not self.limit and self.gated and not self.biases
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from a plain silu(gate) * up, and the activation."""
@@ -189,8 +189,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": Activation("relu(gate) * up", lambda f, gate, up: np.maximum(gate, 0) * up, scales=True),
     "relu2": Activation("relu(gate)^2 * up", lambda f, gate, up: np.maximum(gate, 0) ** 2 * up, scales=True),
 }
-CHOOSE_ACTIVATION = (
-    "give --arch-file with the activation of the experts: activation = " + ", ".join(map(repr, ACTIVATIONS))
+CHOOSE_ACTIVATION = "give --arch-file with the activation of the experts: activation = " + ", ".join(
+    map(repr, ACTIVATIONS)
 )
 # Values of hidden_act -> the activations that they may mean; a row with one of them keeps it, else the first counts.
 _SILU = ("silu", "swiglu_step", "swiglu_oai", "softcap")  # gpt-oss and others say silu
@@ -238,7 +238,9 @@ def _require_constants(
     """
     constants, what = ACTIVATIONS[function.activation].constants, f"{family}: experts compute {function.activation}"
     if function.limit and LIMIT not in constants:
-        raise UnsupportedError(f"{what}, which has no limit, but their limit is {function.limit:g}; {CHOOSE_ACTIVATION}")
+        raise UnsupportedError(
+            f"{what}, which has no limit, but their limit is {function.limit:g}; {CHOOSE_ACTIVATION}"
+        )
     is_own = function.activation == row.activation
     for constant in constants:
         is_missing = values[constant.field] is None and not is_own and constant != LIMIT

@@ -108,12 +108,14 @@ class StoredLayer:
 
     style: Style
     tensors: dict[tuple[str, int], dict[str, TensorInfo]] = field(default_factory=dict)
+    biases: dict[tuple[str, int], TensorInfo] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
         """Every tensor of the layer's experts, including unused ones."""
-        return [*(info.name for tensors in self.tensors.values() for info in tensors.values()), *self.unused]
+        weights = (info.name for tensors in self.tensors.values() for info in tensors.values())
+        return [*weights, *(info.name for info in self.biases.values()), *self.unused]
 
 
 @dataclass
@@ -123,7 +125,6 @@ class NameScan:
     layers   expert tensors by prefix and layer number
     mtp      expert tensors of MTP blocks that have their own names
     foreign  one tensor of each unsupported format, by the format's name and layer
-    biases   one bias of each layer that has some
     strays   names among the experts that match no template
     others   names that look like routed experts of another part of the model
     routers  (prefix, layer) that have a router
@@ -133,7 +134,6 @@ class NameScan:
     layers: dict[tuple[str, int], StoredLayer] = field(default_factory=dict)
     mtp: list[str] = field(default_factory=list)
     foreign: dict[tuple[str, int], str] = field(default_factory=dict)
-    biases: dict[int, str] = field(default_factory=dict)
     strays: list[str] = field(default_factory=list)
     others: list[str] = field(default_factory=list)
     routers: set[tuple[str, int]] = field(default_factory=set)
@@ -204,9 +204,6 @@ def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInf
     if rule.foreign:
         out.foreign.setdefault((rule.role, layer), name)
         return
-    if rule.role == BIAS:
-        out.biases.setdefault(layer, name)
-        return
     stored = out.layers.setdefault((rule.prefix, layer), StoredLayer(rule.style))
     if stored.style != rule.style:
         other = next(iter(stored.names), "")
@@ -214,6 +211,9 @@ def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInf
         raise InputError.from_tensor(name, what, "use a release that stores it once")
     if rule.role == UNUSED:
         stored.unused.append(name)
+        return
+    if rule.role == BIAS:
+        stored.biases[rule.matrix, expert] = info
         return
     tensors = stored.tensors.setdefault((rule.matrix, expert), {})
     if rule.role in tensors:

@@ -7,12 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ktconvert.layouts.checkpoints.archs import (
-    Arch,
-    Fused,
-    Separate,
-    Style,
-)
+import numpy as np
+
+from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Style
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.match import (
@@ -21,10 +18,13 @@ from ktconvert.layouts.checkpoints.match import (
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.tensors import TensorInfo
+from ktconvert.layouts.errors import bad_tensor
+from ktconvert.layouts.tensors import TensorInfo, list_projections
+from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import BF16, Matrix, decode
 from ktconvert.quantizers import equalizing
 from ktconvert.quantizers.equalizing import Exponents
+from ktconvert.quantizers.reference import bf16_to_f32
 
 EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
@@ -65,6 +65,19 @@ class MoeModel:
     def is_plain(self) -> bool:
         """True if the experts compute what kt-kernel's AMXINT4 and AMXINT8 compute."""
         return set(self.functions.values()) == {PLAIN}
+
+    @property
+    def has_biases(self) -> bool:
+        return any(function.biases for function in self.functions.values())
+
+    @property
+    def is_gated(self) -> bool:
+        return all(moe.style.gated for moe in self.moe_layers.values())
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The linears of an expert."""
+        return list_projections(self.is_gated)
 
     @property
     def function_names(self) -> str:
@@ -114,9 +127,31 @@ class MoeModel:
         equalizing.multiply_by_powers(bits, exponents[:, None] if projection == "up" else -exponents)
         return Matrix(bits, BF16, origin=linear.origin)
 
-    def weight(self, layer: int, expert: int, projection: str) -> Weight:
+    def bias(self, layer: int, expert: int, projection: str) -> F32 | None:
+        """Return the bias of a linear, float32 [n]; None if it has none. Raises InputError for a value not finite."""
         moe = self.moe_layers[layer]
-        return moe.weights[matrix_name(moe.style, projection), expert if isinstance(moe.style, Separate) else -1]
+        info = moe.biases.get(self._matrix(layer, expert, projection))
+        if info is None:
+            return None
+        stored = self.source.view(_select_expert(info, moe.style, expert))
+        values = {"BF16": bf16_to_f32, "F16": lambda bits: bits.view(np.float16)}.get(info.dtype, np.asarray)(stored)
+        if isinstance(moe.style, Fused) and projection != "down":
+            second = int(projection == "up")
+            start = second * moe.width
+            values = values[second::2] if moe.style.interleaved else values[start : start + moe.width]
+        bias = np.ascontiguousarray(values, np.float32)
+        if not np.isfinite(bias).all():
+            what = f"contains a value that is not finite, in the bias of expert {expert}"
+            raise bad_tensor(info.name, what, path=self.source.path(info))
+        return bias
+
+    def weight(self, layer: int, expert: int, projection: str) -> Weight:
+        return self.moe_layers[layer].weights[self._matrix(layer, expert, projection)]
+
+    def _matrix(self, layer: int, expert: int, projection: str) -> tuple[str, int]:
+        """Return the key of a linear in MoeLayer.weights and biases."""
+        style = self.moe_layers[layer].style
+        return matrix_name(style, projection), expert if isinstance(style, Separate) else -1
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
         moe = self.moe_layers[layer]
@@ -131,25 +166,29 @@ class MoeModel:
         firsts = (weight for (_, expert), weight in moe.weights.items() if expert < 1)
         # Of an equalized one: up, down and its sizes, in BF16.
         scaling = 6 * moe.hidden * moe.width if layer in self.equalized else 0
-        return scaling + max(weight.memory_for_reading(backward or moe.input_major) for weight in firsts)
+        # A copy of gate or up, of at most 4 bytes for each number (Matrix.alternate_rows).
+        copying = 4 * moe.hidden * moe.width if moe.input_major and getattr(moe.style, "interleaved", False) else 0
+        return scaling + copying + max(weight.memory_for_reading(backward or moe.input_major) for weight in firsts)
 
     def expert_tensors(self, layer: int, expert: int) -> tuple[TensorInfo, ...]:
         """Return the tensors with one expert's weights; of tensors that hold all experts, only this expert's share."""
         moe = self.moe_layers[layer]
         own = expert if isinstance(moe.style, Separate) else -1
-        return tuple(
+        weights = (
             info for matrix in moe.style.matrices for info in moe.weights[matrix, own].linear_tensors(expert).values()
         )
+        biases = (info for matrix in moe.style.matrices if (info := moe.biases.get((matrix, own))) is not None)
+        return *weights, *(_select_expert(info, moe.style, expert) for info in biases)
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
         """Return all tensors of a layer's expert weights, whole, sorted by name."""
-        weights = self.moe_layers[layer].weights.values()
-        return tuple(sorted((info for w in weights for info in w.tensors.values()), key=lambda t: t.name))
+        moe = self.moe_layers[layer]
+        weights = (info for weight in moe.weights.values() for info in weight.tensors.values())
+        return tuple(sorted((*weights, *moe.biases.values()), key=lambda t: t.name))
 
     def expert_tensor_names(self) -> set[str]:
         """Return all routed-expert tensors of the converted layers, including unused scales, without MTP layers."""
-        weights = (weight for moe in self.moe_layers.values() for weight in moe.weights.values())
-        names = {info.name for weight in weights for info in weight.tensors.values()}
+        names = {info.name for layer in self.moe_layers for info in self.layer_tensors(layer)}
         return names.union(*(moe.unused for moe in self.moe_layers.values()))
 
 
@@ -169,6 +208,14 @@ def equalize(model: MoeModel, layers: Iterable[int]) -> MoeModel:
         )
 
     return replace(model, equalized=chosen, exponents=exponents)
+
+
+def _select_expert(info: TensorInfo, style: Style, expert: int) -> TensorInfo:
+    """Return the share of an expert in a tensor of biases."""
+    if isinstance(style, Separate):
+        return info
+    size = info.nbytes // info.shape[0]
+    return replace(info, shape=info.shape[1:], nbytes=size, start=info.start + expert * size)
 
 
 def matrix_name(style: Style, projection: str) -> str:

@@ -6,6 +6,7 @@ The tensors decide; the config is compared with them, and a checkpoint whose con
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
@@ -17,6 +18,7 @@ from ktconvert.layouts.checkpoints.archs import (
     Arch,
     Fused,
     Style,
+    gguf_styles,
 )
 from ktconvert.layouts.checkpoints.expert_function import (
     CHOOSE_ACTIVATION,
@@ -36,7 +38,7 @@ from ktconvert.layouts.checkpoints.match import (
     unread_format_error,
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.shapes import measure_layer
+from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
 
@@ -64,7 +66,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
     if arch is not None and refusal is not None and not (to_read and arch.stored):
         raise UnsupportedError(refusal)
-    seen = scan_names(source.tensors, (*arch.stored, *GGUF_STYLES) if arch else ())
+    seen = scan_names(source.tensors, (*arch.stored, *gguf_styles(arch.function.gated)) if arch else ())
     if not seen.layers and not seen.foreign:
         arch, seen = _find_style(source, archs, arch, notes)
     assert arch is not None
@@ -78,11 +80,6 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if arch.router_scale:
         _drop_router_scales(seen)
     stored = {n: seen.layers[prefix, n] for n in layers}
-    bias = next((name for n, name in sorted(seen.biases.items()) if n in stored), None)
-    if bias is not None and refusal is None:
-        refusal = f"tensor {bias!r}: kt-kernel's AMX formats have no place for biases of experts"
-        if not to_read:
-            raise UnsupportedError(refusal, tensor=bias)
     _refuse_strays(seen, prefix, mtp)
     _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
@@ -94,7 +91,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if mtp_names:
         which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
         of_amx.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
-    functions = {n: find_function(arch.function, source.config, n, arch.name, decides=arch.decides) for n in layers}
+    functions = {n: _find_function(arch, source.config, n, moe_layers[n]) for n in layers}
     computed = "; ".join(dict.fromkeys(str(function) for function in functions.values() if function != PLAIN))
     if computed:
         of_amx.append(
@@ -135,6 +132,12 @@ def function_by_config(config: dict[str, Any], layer: int) -> ExpertFunction | N
     return None if function == PLAIN and not states_constants(config) else function
 
 
+def _find_function(arch: Arch, config: dict[str, Any], layer: int, moe: MoeLayer) -> ExpertFunction:
+    """Return what a layer's experts compute; the tensors decide whether they have a gate and biases."""
+    function = find_function(arch.function, config, layer, arch.name, decides=arch.decides)
+    return replace(function, gated=moe.style.gated, biases=bool(moe.biases))
+
+
 def _find_style(
     source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]
 ) -> tuple[Arch, NameScan]:
@@ -144,7 +147,7 @@ def _find_style(
         for style in arch.stored if arch.refusal is None else ():
             if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
                 styles.setdefault(style, f"those of {arch.name}")
-    styles |= dict.fromkeys(GGUF_STYLES, "in any GGUF")
+    styles |= dict.fromkeys(gguf_styles(gated=True), "in any GGUF")
     seen = scan_names(source.tensors, styles)
     hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
     called = ", ".join(cfg.families(source.config)) or "a model without a config"

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Stacked, Style
-from ktconvert.layouts.checkpoints.match import StoredLayer, describe_values, expand_template, unread_format_error
+from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
+from ktconvert.layouts.checkpoints.match import (
+    BIAS_PATTERNS,
+    StoredLayer,
+    describe_values,
+    expand_template,
+    unread_format_error,
+)
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, bad_tensor
@@ -16,6 +22,8 @@ from ktconvert.layouts.tensors import TensorInfo
 
 Recorded = tuple[str, int] | None  # a config key and its value, if the config has it
 Weights = Mapping[tuple[str, int], Weight]  # by part of the style and expert, -1 where one holds all experts
+Biases = Mapping[tuple[str, int], TensorInfo]
+BIAS_DTYPES = ("BF16", "F16", "F32")
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class MoeLayer:
     """One layer whose experts can be converted, with E, H and I.
 
     weights      of all experts, in the checkpoint's order
+    biases       of all experts, as weights; {} if they have none
     unused       names of tensors that belong to the experts and are not needed
     input_major  whether every stored matrix is [k, n], the transpose of a linear's weight; in flat stacks only down is
     """
@@ -35,6 +44,7 @@ class MoeLayer:
     hidden: int
     width: int
     input_major: bool
+    biases: Biases = field(default_factory=dict)
 
     def is_input_major(self, projection: str) -> bool:
         is_output_major = isinstance(self.style, Stacked) and self.style.flat and projection != "down"
@@ -65,7 +75,7 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     first = weights[style.matrices[0], 0 if separate else -1]
     count = count if separate else first.shape[0] if first.shape else 0
     if isinstance(style, Separate):
-        h, i, turned = _measure_separate(weights, count)
+        h, i, turned = _measure_separate(weights, style.matrices, count)
     elif isinstance(style, Stacked) and style.flat:
         h, i, turned = _measure_flat(weights, style)
     else:
@@ -85,7 +95,32 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
             _refuse_alternating_halves(weight, style)
             fitting.add(alike)
     _refuse_uneven(weights, style, prefix, n)
-    return MoeLayer(style, prefix, weights, tuple(stored.unused), count, h, i, turned)
+    _check_biases(stored, weights, arch, count, h, i)
+    return MoeLayer(style, prefix, weights, tuple(stored.unused), count, h, i, turned, stored.biases)
+
+
+def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: int, hidden: int, width: int) -> None:
+    """Raise InputError unless all linears of the layer have a bias of their size, or none has one.
+
+    A row of the table says which of both; for any other family, the tensors decide.
+    """
+    biases, is_known = stored.biases, arch in ARCHS
+    if biases and is_known and not arch.function.biases:
+        info = next(iter(biases.values()))
+        remedy = "use another release, or describe the model with --arch-file"
+        raise InputError.from_tensor(info.name, f"is a bias, and experts of {arch.name} have none", remedy)
+    if not biases and not (is_known and arch.function.biases):
+        return
+    rows = {"gate": width, "up": width, "gate_up": 2 * width, "down": hidden}
+    for (matrix, expert), weight in weights.items():
+        info = biases.get((matrix, expert))
+        if info is None:
+            missing = encodings.expand_pattern(BIAS_PATTERNS[not weight.name.endswith(".weight")], weight.name)
+            raise bad_tensor(missing, "is missing, but the experts have biases", INCOMPLETE)
+        shape = (rows[matrix],) if expert >= 0 else (experts, rows[matrix])
+        if info.dtype not in BIAS_DTYPES or info.shape != shape:
+            what = f"is {info.dtype} of shape {list(info.shape)}, but a bias of {weight.name!r} must be"
+            raise bad_tensor(info.name, f"{what} {' or '.join(BIAS_DTYPES)} of shape {list(shape)}")
 
 
 def _divide_stacks(stored: StoredLayer, experts: Recorded) -> StoredLayer:
@@ -186,16 +221,15 @@ def _count_experts(weights: Weights, recorded: Recorded, most: int) -> int:
     return count
 
 
-def _measure_separate(weights: Weights, count: int) -> tuple[int, int, bool]:
-    gate = weights["gate", 0]
-    if len(gate.shape) != 2 or 0 in gate.shape:
-        raise _misshapen(gate, "a matrix [I, H]")
-    width, hidden = gate.shape
-    for matrix, want in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
-        for expert in range(count):
-            info = weights[matrix, expert]
-            if info.shape != want:
-                raise _misshapen(info, f"{list(want)}, since {gate.name!r} is {list(gate.shape)}")
+def _measure_separate(weights: Weights, matrices: Sequence[str], count: int) -> tuple[int, int, bool]:
+    first = weights[matrices[0], 0]
+    if len(first.shape) != 2 or 0 in first.shape:
+        raise _misshapen(first, "a matrix [I, H]")
+    width, hidden = first.shape
+    shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    for (matrix, expert), info in weights.items():
+        if expert < count and info.shape != shapes[matrix]:
+            raise _misshapen(info, f"{list(shapes[matrix])}, since {first.name!r} is {list(first.shape)}")
     return hidden, width, False
 
 
@@ -216,13 +250,14 @@ def _measure_fused(weights: Weights) -> tuple[int, int, bool]:
 
 def _measure_stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded) -> tuple[int, int, bool]:
     """Return H, I and the orientation by the config, since both fit any shapes; if I = H, by the row of the table."""
-    gate, up, down = (weights[p, -1] for p in style.matrices)
-    if len(gate.shape) != 3 or 0 in gate.shape:
-        raise _misshapen(gate, "three-dimensional, [E, I, H]")
-    e, a, b = gate.shape
-    for info, want in ((up, (e, a, b)), (down, (e, b, a))):
+    *others, down = (weights[p, -1] for p in style.matrices)
+    first = others[0]
+    if len(first.shape) != 3 or 0 in first.shape:
+        raise _misshapen(first, "three-dimensional, [E, I, H]")
+    e, a, b = first.shape
+    for info, want in (*((other, (e, a, b)) for other in others), (down, (e, b, a))):
         if info.shape != want:
-            raise _misshapen(info, f"{list(want)}, since {gate.name!r} is {list(gate.shape)}")
+            raise _misshapen(info, f"{list(want)}, since {first.name!r} is {list(first.shape)}")
     as_rows = all(recorded is None or recorded[1] == value for recorded, value in ((width, a), (hidden, b)))
     as_columns = all(recorded is None or recorded[1] == value for recorded, value in ((hidden, a), (width, b)))
     output_major = style.output_major if style.fixed or as_rows == as_columns else as_rows

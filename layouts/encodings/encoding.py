@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from ktconvert.quantizers.reference import bf16_to_f32, e8m0_to_f32
 
 RowSelection = slice | npt.NDArray[np.intp]
 
+BIAS = "bias"  # suffix of the tensor of biases
 ZERO_ROWS = 32  # rows to decode at a time, until a number is not zero
 # A matrix of zeros has codes of 0 and -0 only, so its code bytes have at most 4 values (each holds up to two codes).
 # More values in the first PROBED_BYTES bytes prove, without decoding, that the matrix is not zero.
@@ -67,9 +69,10 @@ class Encoding:
     is_exact       whether every number of these experts keeps its value
     pack           (codes int8 [n, k], scales as `unpack_scales` returns them, out): stores codes that a quantizer
                    chose; None if the encoding admits only one choice
-    unpack_scales  (bytes of the last tensor, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8),
+    unpack_scales  (bytes of the tensor of scales, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes (uint8),
                    [n, groups], or [n / b, groups] if b rows share them; None if there are no scales
     error_sums     kernel that computes the same as the function `error_sums`; None if there is none
+    without_bias   the same encoding without biases, if this one has a bias for each row as last tensor (with_bias)
     """
 
     name: str
@@ -84,6 +87,41 @@ class Encoding:
     pack: Callable[[I8, Array, Sequence[Bytes]], None] | None = None
     unpack_scales: Callable[[Bytes, int, int], Array] | None = None
     error_sums: Callable[[Matrix, Sequence[Bytes]], F64] | None = None
+    without_bias: Encoding | None = None
+
+    @property
+    def scale_index(self) -> int:
+        """Index of the tensor of scales, if there are any."""
+        return len(self.defect_checks) - (1 if self.without_bias is None else 2)
+
+
+@functools.cache
+def with_bias(encoding: Encoding) -> Encoding:
+    """Return an encoding that also stores a bias for each row, F32 [n], after all other tensors.
+
+    Its functions neither read nor write the biases, except the check for defects.
+    """
+    count = len(tensor_suffixes(encoding))
+    pack, sums = encoding.pack, encoding.error_sums
+
+    def tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
+        return *encoding.tensors(n, k), TensorInfo(BIAS, "F32", (n,), 4 * n)
+
+    def find_bad_bias(read: TensorReader, n: int, k: int) -> str:
+        biases = read(count).view("<f4")
+        row = int(np.argmin(np.isfinite(biases)))
+        return "" if np.isfinite(biases[row]) else f"the bias of row {row} is {biases[row]}"
+
+    return replace(
+        encoding,
+        tensors=tensors,
+        quantize=lambda matrix, out: encoding.quantize(matrix, out[:count]),
+        decode=lambda stored, n, k, rows: encoding.decode(stored[:count], n, k, rows),
+        defect_checks=(*encoding.defect_checks, find_bad_bias),
+        pack=None if pack is None else lambda codes, scales, out: pack(codes, scales, out[:count]),
+        error_sums=None if sums is None else lambda matrix, stored: sums(matrix, stored[:count]),
+        without_bias=encoding,
+    )
 
 
 def has_encoding(model: SourceExperts, names: Collection[str], scheme: object) -> bool:
@@ -117,7 +155,7 @@ def explain_size(multiple: int, hidden: int, intermediate: int, numa: int) -> st
 
 
 def unpack_float_scales(encoding: Encoding, scale_bytes: Bytes, n: int, k: int) -> F32:
-    """Return the scales of a matrix [n, k] as float32 numbers, from the last of its tensors."""
+    """Return the scales of a matrix [n, k] as float32 numbers, from the tensor of scales."""
     assert encoding.unpack_scales is not None
     return scales_to_f32(encoding.unpack_scales(scale_bytes, n, k))
 

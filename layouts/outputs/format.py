@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Encoding, explain_size
+from ktconvert.layouts.encodings.encoding import Encoding, explain_size, with_bias
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.loose import FILE_WORDS, file_path
@@ -143,11 +143,23 @@ class Format:
     def make_names_for_source(self, source: MoeModel) -> TensorNames:
         return self.make_names({"method": self.name}, source)
 
+    def with_biases(self) -> Format:
+        """Return this format with a bias for each row of a slice."""
+        by_layer = {layer: fmt.with_biases() for layer, fmt in self.by_layer.items()}
+        return replace(self, encoding=with_bias(self.encoding), by_layer=by_layer)
+
     def loose_path(self, numa_slice: NumaSlice, tensor: TensorInfo) -> str | None:
         """Return the file of a tensor inside its layer's folder; None if the format has no loose files."""
         if self.loose is None:
             return None
         return file_path(self.loose, numa_slice, tensor.nbytes, FILE_WORDS[tensor.name])
+
+
+def explain_unheld_function(fmt: Format, model: MoeModel) -> str | None:
+    """Explain why a format cannot hold the biases of experts, or experts without a gate; return None if it can."""
+    if (fmt.arrangement.sliced and fmt.forward) or (model.is_gated and not model.has_biases):
+        return None
+    return f"{fmt.name} cannot hold experts {'with biases' if model.has_biases else 'without a gate'}"
 
 
 def expert_bytes(encoding: Encoding, slicing: Slicing) -> int:

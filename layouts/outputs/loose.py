@@ -11,9 +11,9 @@ from ktconvert.layouts.tensors import TensorInfo
 
 FILE = re.compile(
     r"(?P<prefix>(?:MOE_)?INT[48]|BF16)_(?P<projection>gate|up|down)(?P<backward>_bwd)?_(?P<expert>0|[1-9][0-9]*)"
-    r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<word>quant|scale)_\.kt"
+    r"_(?P<nbytes>0|[1-9][0-9]*)Byte_(?P<word>quant|scale|bias)_\.kt"
 )
-FILE_WORDS = {"weight": "quant", "scale": "scale"}  # suffix of a tensor -> its word in file names
+FILE_WORDS = {"weight": "quant", "scale": "scale", "bias": "bias"}  # suffix of a tensor -> its word in file names
 LAYER = re.compile(r"_layer_(0|[1-9][0-9]*)")
 NUMA = re.compile(r"_numa_(0|[1-9][0-9]*)")
 
@@ -31,7 +31,7 @@ def file_path(prefix: str, numa_slice: NumaSlice, nbytes: int, word: str) -> str
 
     prefix  prefix of the format ("INT4")
     nbytes  size of the file
-    word    "quant" or "scale"
+    word    one of FILE_WORDS
     """
     matrix = numa_slice.projection + ("_bwd" if numa_slice.backward else "")
     return f"{numa_folder(numa_slice.node)}/{prefix}_{matrix}_{numa_slice.expert}_{nbytes}Byte_{word}_.kt"
@@ -40,10 +40,10 @@ def file_path(prefix: str, numa_slice: NumaSlice, nbytes: int, word: str) -> str
 def describe_tensor(word: str, nbytes: int) -> TensorInfo:
     """Return the tensor that a loose file becomes in a merged output.
 
-    word  "quant" or "scale", as in the file's name
+    word  one of FILE_WORDS, as in the file's name
     """
-    if word == "scale":
-        return TensorInfo("scale", "F32", (nbytes // 4,), nbytes)
+    if word != "quant":
+        return TensorInfo(word, "F32", (nbytes // 4,), nbytes)
     return TensorInfo("weight", "I8", (nbytes,), nbytes)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.encodings.encoding import infer_sizes, tensor_suffixes
+from ktconvert.layouts.encodings.encoding import BIAS, infer_sizes, tensor_suffixes
 from ktconvert.layouts.outputs import FORMATS, LOOSE_METHODS, OPAQUE, Format, mixed
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import slice_shape
@@ -24,6 +24,7 @@ class Measure:
     fmt       the format; None if the bytes have no known meaning
     numa      number of NUMA slices
     backward  whether there are transposed matrices
+    gated     whether experts have a gate
     shapes    layer -> (E, H, I); H and I are 0 if they cannot be determined
     """
 
@@ -32,6 +33,7 @@ class Measure:
     numa: int
     backward: bool
     shapes: dict[int, Shape]
+    gated: bool = True
 
     def layer_method(self, layer: int) -> str:
         return self.method if self.fmt is None else self.fmt.layer_format(layer).name
@@ -85,7 +87,10 @@ def measure_output(output: Output, hidden: int = 0) -> Measure:
         method = opaque[0]
         is_known = False
     shapes = {layer: (experts[layer], hidden, width * numa) for layer, (hidden, width) in sorted(sizes.items())}
-    return Measure(method, fmt if is_known else None, numa, backward, shapes)
+    if any(suffix == BIAS for _, suffix in output.tensors):
+        fmt = fmt.with_biases()
+    gated = not output.tensors or any(slice_id.projection == "gate" for slice_id, _ in output.tensors)
+    return Measure(method, fmt if is_known else None, numa, backward, shapes, gated)
 
 
 def _choose_format(

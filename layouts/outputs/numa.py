@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.encodings.encoding import Encoding, tensor_suffixes
+from ktconvert.layouts.encodings.encoding import BIAS, Encoding, tensor_suffixes
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.slices import SliceId
@@ -27,7 +27,7 @@ SUFFIXES = (("weight", "scale"), ("codes", "scales"))  # kt-kernel's suffixes, a
 class NumaNames:
     """Names of the tensors of NUMA slices.
 
-    suffixes  suffixes of the tensors of a slice
+    suffixes  suffixes of the tensors of a slice, except that of its biases
     layout    layout of the arrangement, since formats of several arrangements may have the same names
     """
 
@@ -40,7 +40,7 @@ class NumaNames:
 
     def parse(self, name: str) -> tuple[SliceId, str] | None:
         match = KEY.fullmatch(name)
-        if match is None or match["suffix"] not in self.suffixes:
+        if match is None or match["suffix"] not in (*self.suffixes, BIAS):
             return None
         layer, expert, node = (int(match[group]) for group in ("layer", "expert", "numa"))
         return SliceId(layer, expert, match["projection"], bool(match["backward"]), node), match["suffix"]

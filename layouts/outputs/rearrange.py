@@ -26,6 +26,11 @@ def requires_rounding(encoding: Encoding, old: int, new: int) -> bool:
 
 def rearrange_linear(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
     """Fill the slices `new` of a linear (or its transpose) from its slices `old`. Raise ValueError for a bad code."""
+    if encoding.without_bias is not None:
+        _rearrange_biases(old, new)
+        old, new = ([(numa_slice, stored[:-1]) for numa_slice, stored in side] for side in (old, new))
+        rearrange_linear(encoding.without_bias, old, new)
+        return
     if not encoding.grid.has_row_scales or is_cut_by_rows(new[0][0]):
         _cut_tensors(encoding, old, new)
         return
@@ -45,6 +50,13 @@ def rearrange_linear(encoding: Encoding, old: Sequence[Stored], new: Sequence[St
                 codes.append(old_codes[:, max(start - index * width, 0) : stop - index * width])
                 scales.append(old_scales)
             encoding.pack(*merge_scales(codes, scales), _select_rows(numa_slice, stored, rows))
+
+
+def _rearrange_biases(old: Sequence[Stored], new: Sequence[Stored]) -> None:
+    parts = [stored[-1].view(np.float32) for _, stored in old]
+    whole = np.sum(parts, axis=0) if old[0][0].projection == "down" else np.concatenate(parts)
+    for numa_slice, stored in new:
+        stored[-1].view(np.float32)[:] = numa_slice.cut_bias(whole)
 
 
 def change_sums(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> F64:

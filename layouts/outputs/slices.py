@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.archs import MOST_EXPERTS, MOST_LAYERS
 from ktconvert.layouts.encodings.encoding import Bytes, Encoding
-from ktconvert.layouts.tensors import PROJECTIONS
+from ktconvert.layouts.tensors import list_projections
 from ktconvert.quantizers import Matrix
 
 Scalar = TypeVar("Scalar", bound=np.generic)
@@ -97,6 +97,16 @@ class NumaSlice:
         columns = slice(self.start, self.start + self.k)
         return array[(columns,) * array.ndim] if self.projection == "down" else array
 
+    def cut_bias(self, bias: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+        """Return this slice's bias, for each of its rows.
+
+        The outputs of down's slices are added: the first has the whole bias, the others have zeros, so that the
+        tensors of all slices are alike.
+        """
+        if self.projection == "down":
+            return np.zeros_like(bias) if self.node else bias
+        return bias[self.start : self.start + self.n]
+
 
 def slice_shape(projection: str, hidden: int, intermediate: int, numa: int) -> tuple[int, int]:
     """Return (n, k) of one of `numa` equal slices: gate and up are split by rows, down by columns."""
@@ -123,6 +133,7 @@ class Slicing:
     numa          number of slices T
     backward      whether there are slices of the transposed matrices
     forward       whether there are slices of the matrices themselves
+    gated         whether experts have a gate
     multiple      number of which the width of each slice is a multiple; if the multiples in I do not divide evenly by
                   T, the first slices are wider. 0: all slices have the same width
     """
@@ -134,6 +145,11 @@ class Slicing:
     backward: bool = False
     forward: bool = True
     multiple: int = 0
+    gated: bool = True
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        return list_projections(self.gated)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
@@ -161,7 +177,7 @@ class Slicing:
     def all_slices(self, experts: Iterable[int]) -> Iterator[NumaSlice]:
         """Yield all slices of these experts in file order: by expert, then gate, up, down."""
         for expert in experts:
-            for projection in PROJECTIONS:
+            for projection in self.projections:
                 yield from self.slices(expert, projection)
 
 

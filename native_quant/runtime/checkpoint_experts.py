@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, states_constants
@@ -25,7 +28,7 @@ from ktconvert.layouts.outputs.linear_names import NATIVE, is_rawint4
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import CONVERT_AGAIN
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
-from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
+from ktconvert.layouts.tensors import format_ranges, list_projections
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
@@ -71,11 +74,11 @@ class CheckpointExperts(ExpertSource):
     def require_readable(self, layer: int) -> None:
         pass  # checked when the checkpoint was opened
 
-    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Yield gate, up and down of an expert, decoded to BF16 by the readers of checkpoints."""
-        stored = (self.model.linear(packed.slicing.layer, expert, projection) for projection in PROJECTIONS)
-        gate, up, down = (bf16_to_f32(decode(linear)) for linear in stored)
-        yield gate, up, down
+    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, ...]]:
+        """Yield the linears of an expert, decoded to BF16 by the readers of checkpoints."""
+        projections = packed.slicing.projections
+        stored = (self.model.linear(packed.slicing.layer, expert, projection) for projection in projections)
+        yield tuple(bf16_to_f32(decode(linear)) for linear in stored)
 
     def load(self, layer: int, pool: Pool, required: Requirements) -> weights.LayerWeights:
         """Load a layer in required.slices NUMA slices; no weight changes.
@@ -93,7 +96,8 @@ class CheckpointExperts(ExpertSource):
             required.check(self.path, layer, "tensors", (count, h, i))
             if _read_native_output(self.path) is not None:
                 open_converted(self.path).require_metadata(layer)
-            slicing = _divide(self.path, rows, Slicing(layer, h, i), required.slices, len(pool.nodes))
+            whole = Slicing(layer, h, i, gated=model.is_gated)
+            slicing = _divide(self.path, rows, whole, required.slices, len(pool.nodes))
             slice_bytes = [0] * slicing.numa
             for numa_slice in slicing.all_slices(range(count)):
                 tensors = rows[numa_slice.projection].tensors(numa_slice.n, numa_slice.k)
@@ -118,9 +122,17 @@ class CheckpointExperts(ExpertSource):
                 return write
 
             packed = weights.fill_layer(rows, slicing, count, make_writer, pool)
+            packed = replace(packed, biases=dict(self._read_biases(slicing, count)))
             for info in model.layer_tensors(layer):
                 model.source.release(info)
             return packed
+
+    def _read_biases(self, slicing: Slicing, experts: int) -> Iterator[tuple[NumaSlice, F32]]:
+        for expert, projection in itertools.product(range(experts), slicing.projections):
+            if (bias := self.model.bias(slicing.layer, expert, projection)) is None:
+                return
+            for numa_slice in slicing.slices(expert, projection):
+                yield numa_slice, np.ascontiguousarray(numa_slice.cut_bias(bias))
 
     def select_rows(self, layer: int, required: str | None = None) -> dict[str, Method]:
         """Return the row of the method for each projection of a layer.
@@ -129,11 +141,11 @@ class CheckpointExperts(ExpertSource):
         """
         moe = self.model.moe_layers[layer]
         matching = next((rows for method in METHODS.values() if (rows := _match_rows(method, moe)) is not None), None)
-        if matching and required in (None, matching["gate"].name):
+        if matching and required in (None, matching["up"].name):
             return matching
         stored = " and ".join(dict.fromkeys(_describe_weight(weight, moe) for weight in moe.weights.values()))
         if matching:
-            name = matching["gate"].name
+            name = matching["up"].name
             reason = f"method {name} computes, not {required}; give method {name}, or convert with `ktconvert cpu`."
         else:
             nor_required = f", and neither does {required}" if required else ""
@@ -144,7 +156,7 @@ class CheckpointExperts(ExpertSource):
 def _match_rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
     """Return the row of a method for each projection; None if it cannot compute one of them as stored."""
     rows = {}
-    for projection in PROJECTIONS:
+    for projection in list_projections(layer.style.gated):
         stored = [weight for (name, _), weight in layer.weights.items() if name == matrix_name(layer.style, projection)]
         row = next((row for row in method.all_rows if all(row.can_compute(weight, layer) for weight in stored)), None)
         if row is None:
@@ -181,10 +193,10 @@ def _describe_integers(weight: Weight, group: int) -> list[str]:
 
 def _divide(path: Path, rows: dict[str, Method], whole: Slicing, required: int | None, nodes: int) -> Slicing:
     """Divide the experts into NUMA slices. Raises UnsupportedError if the required number is impossible."""
-    name = rows["gate"].name
+    name = rows["up"].name
     multiple = max(row.multiple for row in rows.values())
-    unit = rows["gate"].preferred_multiple and (
-        multiple if whole.intermediate % rows["gate"].preferred_multiple else rows["gate"].preferred_multiple
+    unit = rows["up"].preferred_multiple and (
+        multiple if whole.intermediate % rows["up"].preferred_multiple else rows["up"].preferred_multiple
     )
 
     def explain(count: int) -> str | None:

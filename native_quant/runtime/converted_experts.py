@@ -89,7 +89,7 @@ class ConvertedExperts(ExpertSource):
         if reasons := "; ".join(self.damage[:3]):
             raise InputError(f"{self.path}: layer {layer} cannot be read ({reasons}); {CONVERT_AGAIN}.")
 
-    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
+    def linears(self, packed: weights.LayerWeights, expert: int) -> Iterator[tuple[F32, ...]]:
         return packed.linears(expert)
 
     def load(self, layer: int, pool: Pool, required: Requirements) -> weights.LayerWeights:
@@ -108,7 +108,7 @@ class ConvertedExperts(ExpertSource):
         transposed = required.transposed
         if transposed is None:
             transposed = any(place.backward and place.layer == layer for place, _ in output.tensors)
-        slicing = Slicing(layer, h, i, measured.numa, transposed)
+        slicing = Slicing(layer, h, i, measured.numa, transposed, gated=measured.gated)
         require_legal(fmt, h, i, measured.numa)
         weights.check_limits(fmt.name, slicing)
         stored = dict(self._find_tensors(fmt, slicing, count))
@@ -124,10 +124,12 @@ class ConvertedExperts(ExpertSource):
         # Tensors in the order of the encoding; their names depend on the format of the layer.
         tensors = {s: fmt.encoding.tensors(s.n, s.k) for s, _ in views}
         arrays = {s: tuple(views[s, tensor.name] for tensor in slice_tensors) for s, slice_tensors in tensors.items()}
-        packed = weights.LayerWeights(rows, slicing, count, arrays)
-        weights.run_parallel(
-            lambda item: self._arrange_slice(fmt, *item), packed.arrays.items(), machine.physical_cores()
-        )
+        weights.run_parallel(lambda item: self._arrange_slice(fmt, *item), arrays.items(), machine.physical_cores())
+        biases: dict[NumaSlice, F32] = {}
+        if fmt.encoding.without_bias is not None:
+            biases = {s: stored[-1].view(np.float32) for s, stored in arrays.items()}
+            arrays = {s: stored[:-1] for s, stored in arrays.items()}
+        packed = weights.LayerWeights(rows, slicing, count, arrays, biases)
         packed.check_reads()
         return packed
 

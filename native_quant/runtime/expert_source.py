@@ -113,8 +113,8 @@ class ExpertSource(ABC):
         """
 
     @abstractmethod
-    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Yield gate, up and down of an expert in float32, for each NUMA slice or as a whole."""
+    def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, ...]]:
+        """Yield the linears of an expert in float32, for each NUMA slice or as a whole."""
 
 
 def directory_state(path: Path) -> frozenset[FileStatus]:

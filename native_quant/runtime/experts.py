@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
@@ -79,7 +79,10 @@ class Experts:
         self.order = _resolve_order(order, packed.experts)  # expert -> expert in the file
         table = _address_table(packed, self.order)
         transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
-        formats = {f"{projection}_format": row.number for projection, row in packed.methods.items()}
+        if (function.biases, function.gated) != (bool(packed.biases), slicing.gated):
+            raise ValueError(f"the weights of layer {slicing.layer} have other biases or gates than {function}")
+        first, up, down = (packed.methods[name].number for name in (slicing.projections[0], "up", "down"))
+        formats = {"gate_format": first, "up_format": up, "down_format": down}
         sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
         moe = ffi.new(
             "ktq_moe *",
@@ -138,6 +141,15 @@ class Experts:
         if parts is not None and parts != packed.slicing.numa:
             _report_slice_count(str(path), packed.slicing.numa, parts, strict)
         computed = required.choose_function(path, layer, source.function(layer))
+        for name, has, must in (
+            ("biases", bool(packed.biases), computed.biases),
+            ("a gate", packed.slicing.gated, computed.gated),
+        ):
+            if has != must:
+                problem = (
+                    f"the experts of layer {layer} {'have' if has else 'lack'} {name}, but must compute {computed}"
+                )
+                raise InputError(f"{path}: {problem}; convert the model again.")
         loaded = cls(packed, pool=pool, exact=exact, order=order, function=computed)
         loaded.source = path.absolute()
         return loaded
@@ -356,6 +368,8 @@ def _address_table(packed: weights.LayerWeights, order: list[int], transposed: b
             row = rows[numa_slice.node * packed.experts + number]
             for name, address in zip((projection, f"{projection}_scale"), addresses, strict=False):
                 setattr(row, name, address)  # a format without scales has one tensor
+            if not transposed and (bias := packed.biases.get(numa_slice)) is not None:
+                setattr(row, f"{projection}_bias", ffi.cast("float *", bias.__array_interface__["data"][0]))
     return rows
 
 

@@ -25,7 +25,11 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
 
     Raises NotImplementedError for a method whose weights no GPU reads, ValueError for wrong arguments.
     """
-    layouts = experts.packed.methods["gate"].row_layouts
+    if experts.function.biases or not experts.function.gated:
+        kind = "biases" if experts.function.biases else "no gate"
+        remedy = "start SGLang without --kt-gpu-prefill-token-threshold"
+        raise NotImplementedError(f"experts with {kind} cannot be written to the buffers of a GPU: {remedy}")
+    layouts = experts.packed.methods["up"].row_layouts
     if not layouts:
         supported = ", ".join(sorted(method.name for method in METHODS.values() if method.row_layouts))
         problem = f"stores weights that no GPU kernel reads (supported: {supported})"

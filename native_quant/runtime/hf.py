@@ -111,6 +111,8 @@ class KTConvertQuantizer(HfQuantizer):
         if source is not None:
             if any(experts.function.output_norm for experts in loaded.values()):
                 raise UnsupportedError(f"{root}: hot experts cannot have a norm of their output; leave them out")
+            for layer in masks:
+                source.require_function(layer, loaded[layer].function)
             device = hot_experts.hot_device()
             hot_experts.require_memory(masks.values(), modules[0].hidden, modules[0].intermediate, device)
             hot = {layer: hot_experts.load_hot_experts(source, layer, mask, device) for layer, mask in masks.items()}

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.archs import PREFIXES
@@ -25,6 +24,9 @@ from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 LAYER = re.compile(r"(?P<prefix>.*?)(?:layers|blocks)\.(?P<layer>\d+)\.(?:.+\.)?experts")
 NORM = "post_expert_norm"  # name of the module that normalizes each expert's output
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+# Names of these arguments in transformers' modules, which are given by position.
+SIGNATURES = (ARGUMENTS, ["hidden_states", "router_indices", "routing_weights"])
+GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # 3-D parameters
 
 
 class RoutedExperts(torch.nn.Module):
@@ -151,7 +153,7 @@ class ExpertModule:
 def find_experts(
     model: torch.nn.Module, read_function: Callable[[int], ExpertFunction | None] = lambda layer: None
 ) -> list[ExpertModule]:
-    """Find the routed-experts modules of a transformers model: named `experts`, with 3-D gate_up_proj and down_proj.
+    """Find the routed-experts modules of a transformers model: named `experts`, with the parameters GATED or UNGATED.
 
     Of several stacks of layers (a thinker and a talker), the one in the table of architectures is searched.
     read_function: layer -> what its experts compute; None: a plain SwiGLU. Raises UnsupportedError if there are no such
@@ -160,8 +162,10 @@ def find_experts(
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     for name, module in model.named_modules():
         match = LAYER.fullmatch(name)
-        parameters = (module._parameters.get(parameter) for parameter in ("gate_up_proj", "down_proj"))
-        if match is not None and all(parameter is not None and parameter.ndim == 3 for parameter in parameters):
+        matrices = {
+            key for key, parameter in module._parameters.items() if parameter is not None and parameter.ndim == 3
+        }
+        if match is not None and matrices in (set(GATED), set(UNGATED)):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
     prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
     model_class = type(model).__name__
@@ -175,7 +179,7 @@ def find_experts(
 
         raise UnsupportedError(
             f"{model_class}: transformers {transformers.__version__} builds no routed experts that could be "
-            "replaced (a module 'experts' with 3-D gate_up_proj and down_proj in every MoE layer); load it without "
+            "replaced (a module 'experts' with 3-D gate_up_proj or up_proj, and down_proj, in every MoE layer); load it without "
             "cpu_weights, or without trust_remote_code if the model brings classes of its own"
         )
     experts = modules[prefixes[0]]
@@ -212,20 +216,31 @@ def _differs_in_activation(module: Any, function: ExpertFunction) -> bool:
     spread = torch.linspace(-7, 7, 128, device="cpu", dtype=torch.float32)
     gate_up = spread.sinh().reshape(4, 32)  # up to 548, most of them small
     gate, up = gate_up.chunk(2, dim=-1)
+    if not getattr(module, "is_concatenated", True):  # gate and up alternate
+        gate, up = gate_up[:, ::2], gate_up[:, 1::2]
     try:
-        result = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
+        if not function.gated:
+            result = module.act_fn(up)
+        else:
+            result = module._apply_gate(gate_up) if hasattr(module, "_apply_gate") else module.act_fn(gate) * up
     except (AttributeError, RuntimeError, TypeError):
         return True
-    with np.errstate(over="ignore"):
-        defined = torch.from_numpy(function.compute(gate.numpy(), up.numpy()))
+    inputs = (gate.numpy(), up.numpy()) if function.gated else (up.numpy(),)
+    defined = torch.from_numpy(function.compute(*inputs))
     return result.shape != up.shape or not torch.allclose(result, defined, rtol=1e-3, atol=1e-5)
+
+
+def _has_biases(module: torch.nn.Module) -> bool:
+    return any("bias" in name for name in module._parameters)
 
 
 # Conditions under which our experts cannot replace a module, and the reasons for the message.
 REFUSALS: tuple[tuple[Callable[[torch.nn.Module, ExpertFunction], bool], str], ...] = (
-    (lambda module, function: any("bias" in name for name in module._parameters), "has biases"),
+    (lambda module, function: not function.biases and _has_biases(module), "has biases"),
+    (lambda module, function: function.biases and not _has_biases(module), "has no biases"),
+    (lambda module, function: function.gated != (GATED[0] in module._parameters), "differs in its gate"),
     (
-        lambda module, function: list(inspect.signature(type(module).forward).parameters)[1:] != ARGUMENTS,
+        lambda module, function: list(inspect.signature(type(module).forward).parameters)[1:] not in SIGNATURES,
         f"is not called with {', '.join(ARGUMENTS)}",
     ),
     (

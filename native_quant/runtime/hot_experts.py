@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
@@ -157,6 +158,12 @@ class HotWeights:
         if (e, h, i) != shape:
             raise UnsupportedError(f"{self.root}: {contents.format(*shape)}; use a checkpoint of this model")
 
+    def require_function(self, layer: int, function: ExpertFunction) -> None:
+        """Raise UnsupportedError if a layer's experts compute something other than this function."""
+        if (own := self.model.functions[layer]) != function:
+            problem = f"experts of layer {layer} compute {own}, but those of the model compute {function}"
+            raise UnsupportedError(f"{self.root}: {problem}; use a checkpoint of this model")
+
     def linear(self, layer: int, expert: int, projection: str) -> tuple[Array, F32 | None]:
         """Return int8 codes [n, k] and float32 scales [n, groups], or BF16 bits [n, k] and None. Raises InputError."""
         linear = self.model.linear(layer, expert, projection)
@@ -175,17 +182,34 @@ class HotWeights:
         return values, linear.scales
 
 
+class HotExpert(NamedTuple):
+    """Weights of an expert, BF16, and its biases, float32 (None: none). Without a gate, the first matrix is up alone.
+
+    gate_up  gate and up, [2I, H]
+    down     [H, I]
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
 class HotExperts:
     """Hot experts of one layer with E experts.
 
-    mask     bool [E], the hot ones
-    weights  expert -> BF16 (gate and up [2I, H], down [H, I])
+    mask      bool [E], the hot ones
+    function  what they compute
     """
 
     def __init__(
-        self, mask: Mask, weights: Mapping[int, tuple[torch.Tensor, torch.Tensor]], device: torch.device
+        self,
+        mask: Mask,
+        weights: Mapping[int, HotExpert],
+        device: torch.device,
+        function: ExpertFunction = PLAIN,
     ) -> None:
-        self.mask, self.device = mask, device
+        self.mask, self.device, self.function = mask, device, function
         self.weights = dict(sorted(weights.items()))
 
     def __len__(self) -> int:
@@ -201,22 +225,59 @@ class HotExperts:
         so that the CPU never waits for a GPU.
         """
         import torch
-        from torch.nn.functional import linear, silu
+        from torch.nn.functional import linear
 
+        function = self.function
         hidden = hidden.to(self.device, torch.bfloat16)
         out = torch.zeros(hidden.shape, dtype=torch.float32, device=self.device)
         order = ids.reshape(-1).argsort(stable=True)  # pairs (token, expert), by expert
         starts = torch.searchsorted(ids.reshape(-1)[order], torch.arange(len(self.mask) + 1, device="cpu")).tolist()
         tokens = (order // ids.shape[1]).to(self.device)
         scale = weights.reshape(-1)[order].to(self.device)
-        for expert, (gate_up, down) in self.weights.items():
-            pairs = slice(starts[expert], starts[expert + 1])
+        for number, expert in self.weights.items():
+            pairs = slice(starts[number], starts[number + 1])
             if pairs.start == pairs.stop:
                 continue
-            gate, up = linear(hidden[tokens[pairs]], gate_up).float().chunk(2, dim=-1)
-            output = linear((silu(gate) * up).to(torch.bfloat16), down)
-            out.index_add_(0, tokens[pairs], output.float() * scale[pairs, None])
+            inputs, weight = hidden[tokens[pairs]], scale[pairs, None]
+            if function.weights_on == "input":
+                inputs, weight = (inputs.float() * weight).to(torch.bfloat16), torch.ones_like(weight)
+            products = linear(inputs, expert.gate_up).float()
+            if expert.gate_up_bias is not None:
+                products += expert.gate_up_bias
+            gate, up = products.chunk(2, dim=-1) if function.gated else (products, None)
+            output = linear(compute_activation(function, gate, up).to(torch.bfloat16), expert.down).float()
+            if expert.down_bias is not None:
+                output += expert.down_bias
+            out.index_add_(0, tokens[pairs], output * weight)
         return out
+
+
+def compute_activation(function: ExpertFunction, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    """Compute what ExpertFunction.compute defines, with torch. up: None without a gate."""
+    import torch
+    from torch.nn.functional import gelu, relu, silu
+
+    limit, alpha, beta = function.limit, function.alpha, function.beta
+    factor = torch.ones((), device=gate.device) if up is None else up
+    if limit:
+        factor = factor.clamp(-limit, limit)
+        gate = gate if function.activation == "swiglu_step" else gate.clamp(max=limit)
+    match function.activation:
+        case "silu":
+            return silu(gate) * factor
+        case "swiglu_step":
+            return (silu(gate).clamp(max=limit) if limit else silu(gate)) * factor
+        case "swiglu_oai":
+            return gate * torch.sigmoid(alpha * gate) * (factor + 1)
+        case "softcap":
+            factor = beta * torch.tanh(factor / beta) if beta else factor
+            return alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * factor
+        case "gelu_tanh" | "gelu_erf":
+            return gelu(gate, approximate="tanh" if function.activation == "gelu_tanh" else "none") * factor
+        case "relu":
+            return relu(gate) * factor
+    assert function.activation == "relu2", function
+    return relu(gate).square() * factor
 
 
 def hot_device() -> torch.device:
@@ -251,9 +312,16 @@ def load_hot_experts(source: HotWeights, layer: int, mask: Mask, device: torch.d
         scales = torch.from_numpy(scale).to(device)
         return (codes.view(*scales.shape, -1) * scales[:, :, None]).view(codes.shape).to(torch.bfloat16)
 
-    def load(expert: int) -> tuple[int, tuple[torch.Tensor, torch.Tensor]]:
-        gate_up = torch.cat([matrix(expert, "gate"), matrix(expert, "up")])
-        return expert, (gate_up, matrix(expert, "down"))
+    def bias(expert: int, *projections: str) -> torch.Tensor | None:
+        biases = [source.model.bias(layer, expert, projection) for projection in projections]
+        joined = [each for each in biases if each is not None]
+        return torch.from_numpy(np.concatenate(joined)).to(device) if joined else None
 
+    def load(expert: int) -> tuple[int, HotExpert]:
+        *first, last = source.model.projections
+        gate_up = torch.cat([matrix(expert, projection) for projection in first])
+        return expert, HotExpert(gate_up, matrix(expert, last), bias(expert, *first), bias(expert, last))
+
+    function = source.model.functions[layer]
     with ThreadPoolExecutor(machine.physical_cores(), initializer=unbind_thread) as executor:
-        return HotExperts(mask, dict(executor.map(load, mask.nonzero()[0].tolist())), device)
+        return HotExperts(mask, dict(executor.map(load, mask.nonzero()[0].tolist())), device, function)

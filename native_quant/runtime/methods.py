@@ -127,15 +127,16 @@ def _make_row(encoding: Encoding, number: int, description: str, **fields: Any) 
 
 
 def _match_stored(
-    *encodings: str, block: Callable[[Weight], tuple[int, int]] | None = None
+    *encodings: str, block: Callable[[Weight], tuple[int, int]] | None = None, alternating: bool = False
 ) -> Callable[[Weight, MoeLayer], bool]:
     """Return a predicate for contiguous rows in one of these encodings.
 
     block: if given, returns the rows and columns that must share a scale.
+    alternating: whether the rows of gate and up may alternate
     """
 
     def accepts(weight: Weight, layer: MoeLayer) -> bool:
-        interleaved = isinstance(layer.style, Fused) and layer.style.interleaved
+        interleaved = isinstance(layer.style, Fused) and layer.style.interleaved and not alternating
         is_contiguous = not layer.input_major and layer.style not in GGUF_STYLES and not interleaved
         return (
             weight.encoding.name in encodings
@@ -190,11 +191,16 @@ def _write_encoded(encoding: Encoding) -> Callable[[StoredSlice, Sequence[Bytes]
     return lambda stored, out: encoding.quantize(stored.linear, out)
 
 
+GGML_MULTIPLE = 128
+GGML_UNIT = 256  # columns of the largest blocks; kt-kernel's unit, too
+
+
 def _make_llamafile_row(
     name: str,
     number: int,
     description: str,
     write: Callable[[StoredSlice, Sequence[Bytes]], None] = stored_slices.write_blocks,
+    multiple: int = GGML_MULTIPLE,
 ) -> Method:
     """Return the row of LLAMAFILE for a ggml type."""
 
@@ -211,11 +217,7 @@ def _make_llamafile_row(
         "weight_type": name,
         "preferred_multiple": GGML_UNIT,
     }
-    return Method("LLAMAFILE", number, description, GGML_MULTIPLE, tensors, **fields)
-
-
-GGML_MULTIPLE = 128
-GGML_UNIT = 256  # columns of the largest blocks; kt-kernel's unit, too
+    return Method("LLAMAFILE", number, description, multiple, tensors, **fields)
 
 
 def _index_by_name(rows: tuple[Method, ...]) -> dict[str, Method]:
@@ -277,7 +279,7 @@ METHODS: dict[str, Method] = _index_by_name(
                 RowLayout(lib.KTQ_PANEL_NIBBLES, 1, 2, 1),
                 RowLayout(lib.KTQ_PANEL_EXPONENTS, 1, 32, 2, memory_size=1),
             ),
-            accepts=_match_stored("MXFP4"),
+            accepts=_match_stored("MXFP4", alternating=True),
         ),
         Method(
             "NVFP4",
@@ -309,7 +311,11 @@ METHODS: dict[str, Method] = _index_by_name(
             "Q6_K", lib.KTQ_FORMAT_Q6_K, "6-bit integers, 8 bits for each 16 columns of a row, FP16 for 256"
         ),
         _make_llamafile_row(
-            "MXFP4", lib.KTQ_FORMAT_MXFP4, "E2M1, E8M0 for each 32 columns of a row", _write_encoded(fp4.PANELS)
+            "MXFP4",
+            lib.KTQ_FORMAT_MXFP4,
+            "E2M1, E8M0 for each 32 columns of a row",
+            _write_encoded(fp4.PANELS),
+            multiple=kernels.MXFP4_MULTIPLE,
         ),
         _make_llamafile_row("BF16", lib.KTQ_FORMAT_BF16, "BF16", _write_encoded(plain.PANELS)),
         _make_llamafile_row("F16", lib.KTQ_FORMAT_F16, "FP16", stored_slices.write_halves),

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.arrays import F32, U16, Bytes
+from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
 from ktconvert.native_quant.runtime.methods import Method
@@ -44,16 +44,18 @@ class LayerWeights:
     methods  projection -> the row of METHODS that computes it; all have the same name
     arrays   NUMA slice -> its tensors: codes, and scales if there are any. They own their memory or keep it alive.
              Includes the transposes if a backward multiplies by them
+    biases   NUMA slice -> a bias for each of its rows; {} if experts have none
     """
 
     methods: Mapping[str, Method]
     slicing: Slicing
     experts: int
     arrays: dict[NumaSlice, tuple[Bytes, ...]]
+    biases: Mapping[NumaSlice, F32] = field(default_factory=dict)
 
     @property
     def method(self) -> str:
-        return self.methods["gate"].name
+        return self.methods["up"].name
 
     @property
     def description(self) -> str:
@@ -62,24 +64,27 @@ class LayerWeights:
 
     @property
     def nbytes(self) -> int:
-        return sum(data.nbytes for stored in self.arrays.values() for data in stored)
+        return sum(data.nbytes for data in self._tensors())
 
-    def linears(self, expert: int) -> Iterator[tuple[F32, F32, F32]]:
-        """Yield gate, up and down of each NUMA slice of an expert, decoded; the method has an encoding."""
-        encoding = self.methods["gate"].encoding
+    def _tensors(self) -> Iterator[Array]:
+        yield from (data for stored in self.arrays.values() for data in stored)
+        yield from self.biases.values()
+
+    def linears(self, expert: int) -> Iterator[tuple[F32, ...]]:
+        """Yield the linears of each NUMA slice of an expert, decoded; the method has an encoding."""
+        encoding = self.methods["up"].encoding
         assert encoding is not None
         slicing = replace(self.slicing, backward=False)
-        for slices in zip(*(slicing.slices(expert, projection) for projection in PROJECTIONS), strict=True):
-            gate, up, down = (
+        for slices in zip(*(slicing.slices(expert, projection) for projection in slicing.projections), strict=True):
+            yield tuple(
                 encoding.decode(self.arrays[numa_slice], numa_slice.n, numa_slice.k, slice(None))
                 for numa_slice in slices
             )
-            yield gate, up, down
 
     def check_reads(self) -> None:
         """Raise InputError if bytes of a mapped file could not be read: results computed with them are wrong."""
-        tensors = (data for stored in self.arrays.values() for data in stored)
-        if file := sigbus.find_unreadable_file((data.__array_interface__["data"][0], data.nbytes) for data in tensors):
+        addresses = ((data.__array_interface__["data"][0], data.nbytes) for data in self._tensors())
+        if file := sigbus.find_unreadable_file(addresses):
             problem = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
             raise InputError(f"{file}: {problem}; restore the file or check the disk, then load the model again.")
 
@@ -142,7 +147,7 @@ def fill_layer(
     make_writer: (expert, projection) -> function that writes the tensors of each of its slices. Raises UnsupportedError
     for unsupported sizes.
     """
-    check_limits(rows["gate"].name, slicing)
+    check_limits(rows["up"].name, slicing)
 
     def fill(item: tuple[int, str]) -> None:
         write = make_writer(*item)
@@ -153,7 +158,7 @@ def fill_layer(
     sizes = {(s, tensor.name): tensor.nbytes for s, slice_tensors in tensors.items() for tensor in slice_tensors}
     with allocate_blocks(sizes, slicing.numa, pool.nodes) as views:
         arrays = {s: tuple(views[s, tensor.name] for tensor in slice_tensors) for s, slice_tensors in tensors.items()}
-        run_parallel(fill, itertools.product(range(experts), PROJECTIONS), pool.threads)
+        run_parallel(fill, itertools.product(range(experts), slicing.projections), pool.threads)
     return LayerWeights(rows, slicing, experts, arrays)
 
 

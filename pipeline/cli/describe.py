@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, formats_by_option
-from ktconvert.layouts.outputs.format import expert_bytes, explain_illegal_count, legal_counts
+from ktconvert.layouts.outputs.format import expert_bytes, explain_illegal_count, explain_unheld_function, legal_counts
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
@@ -216,6 +216,8 @@ def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     outputs = []
     for fmt in formats_by_option("cpu").values():
+        if explain_unheld_function(fmt, model) is not None:
+            continue
         counts = legal_counts(fmt, shapes)
         reasons = {slices: explain_illegal_count(fmt, shapes, slices) for slices in EXPLAINED}
         outputs.append(
@@ -237,7 +239,7 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     for fmt in formats_by_option("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
-            reason = explain_illegal_count(fmt, shapes, 1)
+            reason = explain_unheld_function(fmt, model) or explain_illegal_count(fmt, shapes, 1)
             others = find_non_expert_tensors(
                 model.source, model.expert_tensor_names(), model.quantization
             ).output_tensors()
@@ -291,9 +293,11 @@ def output_bytes(model: MoeModel, fmt: Format, slices: int) -> int:
     """Return the size of all experts in a format, in this number of NUMA slices."""
     total = 0
     slices = slices if fmt.arrangement.sliced else 1
+    fmt = fmt.with_biases() if model.has_biases else fmt
     for layer in model.layers:
         experts, hidden, intermediate = model.shape(layer)
-        total += experts * expert_bytes(fmt.encoding, Slicing(layer, hidden, intermediate, slices))
+        slicing = Slicing(layer, hidden, intermediate, slices, gated=model.is_gated)
+        total += experts * expert_bytes(fmt.encoding, slicing)
     return total
 
 
@@ -303,7 +307,7 @@ def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, fmt in formats_by_option("cpu").items():
-        if not (counts := legal_counts(fmt, shapes)):
+        if explain_unheld_function(fmt, model) is not None or not (counts := legal_counts(fmt, shapes)):
             continue
         slices = next((t for t in (pools, DEFAULT_SLICES) if t in counts), counts[-1])
         output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]

@@ -290,11 +290,12 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
         for expert in sorted({0, 1 % count, count // 2, count - 1}):
             if module.layer not in model_experts.moe_layers:
                 continue
-            slices = [gate for gate, _, _ in converted_experts.linears(module.experts.packed, expert)]
-            converted_gate = np.concatenate(slices)
-            model_gate = bf16_to_f32(decode(model_experts.linear(module.layer, expert, "gate")))
-            norms = float(np.linalg.norm(converted_gate) * np.linalg.norm(model_gate))
-            if norms > 0 and float(np.vdot(converted_gate, model_gate)) / norms < MIN_COSINE:
+            slices = [first for first, *_ in converted_experts.linears(module.experts.packed, expert)]
+            converted_first = np.concatenate(slices)
+            first = model_experts.linear(module.layer, expert, model_experts.projections[0])
+            model_first = bf16_to_f32(decode(first))
+            norms = float(np.linalg.norm(converted_first) * np.linalg.norm(model_first))
+            if norms > 0 and float(np.vdot(converted_first, model_first)) / norms < MIN_COSINE:
                 problem = f"expert {expert} of layer {module.layer} differs from that of {source.root}"
                 raise InputError(problem, "give experts that were converted from this model", path=cpu_weights)
 

@@ -38,6 +38,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     model = recognise(source, checkpoint.arch_table(options.arch_row))
     _require_input_type(options.input_type, model)
     fmt = expert_plan.apply_method_map(options, fmt, model)
+    fmt = expert_plan.hold_function(fmt, model, options.save_backward_weights)
     quantizer = _choose_quantizer(options, fmt, model)
     model = expert_plan.equalize_model(options, model, fmt)
     statistics = expert_plan.open_input_statistics(quantizer, options, model)
@@ -182,7 +183,8 @@ def _choose_layers(options: CpuOptions, model: MoeModel, fmt: Format, numa: int)
     for layer in selected:
         if layer < first_layer and layer in folders:
             count, hidden, intermediate = model.shape(layer)
-            slicing = Slicing(layer, hidden, intermediate, numa, options.save_backward_weights, fmt.forward)
+            backward = options.save_backward_weights
+            slicing = Slicing(layer, hidden, intermediate, numa, backward, fmt.forward, gated=model.is_gated)
             if has_all_loose_files(folders[layer], slicing, count, fmt):
                 kept.append(layer)
     remaining = [layer for layer in selected if layer not in kept]

@@ -12,6 +12,7 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import CalibrationFacts, OutputFacts
 from ktconvert.layouts.outputs import Format, cards, configs, formats_by_option, loose, mixed
+from ktconvert.layouts.outputs.format import explain_unheld_function
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics.folder import (
     COUNTS,
@@ -354,6 +355,25 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
         only = next(name for name in mixable if mixed.rename_for_mixed_output(mixable[name]) in by_layer.values())
         raise UsageError(f"{MAP}: every layer would have {only}; give --quant-method {only}, and leave out {MAP}.")
     return mixed.combine_formats(by_layer)
+
+
+def hold_function(fmt: Format, model: MoeModel, backward: bool = False) -> Format:
+    """Return the format, with biases if experts have them.
+
+    backward  whether there will be matrices for fine-tuning
+
+    Raises UnsupportedError if it cannot hold biases, or experts without a gate.
+    """
+    if model.is_gated and not model.has_biases:
+        return fmt
+    if (reason := explain_unheld_function(fmt, model)) is not None:
+        able = [name for name, other in formats_by_option("cpu").items() if not explain_unheld_function(other, model)]
+        remedy = f"use `ktconvert cpu` with --quant-method {', '.join(able[:-1])} or {able[-1]}"
+        raise UnsupportedError(f"{model.source.root}: {reason}; {remedy}.")
+    if backward:
+        what = "there are no matrices for fine-tuning experts with biases or without a gate"
+        raise UnsupportedError(f"{model.source.root}: {what}; leave out --save-backward-weights.")
+    return fmt.with_biases() if model.has_biases else fmt
 
 
 def _explain_not_mixable(name: str, mixable: dict[str, Format]) -> str:

@@ -39,6 +39,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     fmt = formats_by_option("gpu")[options.quant_type].apply_settings(
         {"rounding": options.rounding, "group_size": options.group_size}
     )
+    fmt = expert_plan.hold_function(fmt, model)
     model = expert_plan.equalize_model(options, model, fmt)
     loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
     ignore = make_ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))

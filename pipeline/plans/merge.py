@@ -95,13 +95,14 @@ def _read_original(original: Path | None) -> tuple[list[str], dict[str, Any] | N
 
 def _sort_tensors(output: Output) -> list[TensorInfo]:
     """Return the loose files as tensors of the merged output, in the order of bytes.md."""
+    suffixes = tuple(loose.FILE_WORDS)
 
     def sort_key(key: tuple[SliceId, str]) -> tuple[object, ...]:
         slice_id, suffix = key
         projection = PROJECTIONS.index(slice_id.projection)
-        return slice_id.layer, slice_id.expert, projection, slice_id.backward, slice_id.node, suffix != "weight"
+        return slice_id.layer, slice_id.expert, projection, slice_id.backward, slice_id.node, suffixes.index(suffix)
 
-    names = NumaNames(tuple(loose.FILE_WORDS))
+    names = NumaNames(suffixes)
     return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=sort_key)]
 
 

@@ -72,7 +72,10 @@ def plan_resplit(options: ResplitOptions) -> Plan:
     rearranging = resplit_experts.make_stage(
         output,
         fmt,
-        [(Slicing(n, h, i, measured.numa, measured.backward), e) for n, (e, h, i) in measured.shapes.items()],
+        [
+            (Slicing(n, h, i, measured.numa, measured.backward, gated=measured.gated), e)
+            for n, (e, h, i) in measured.shapes.items()
+        ],
         numa,
         {file.name: file for file in files.values()},
         max_shard_size=options.max_shard_size,
@@ -274,8 +277,8 @@ def _compare_with_converting(
             fresh = ExpertsWork(sample.fmt, slicing, expert, expert + 1, {}, converted_model, quantizer)
             shape = model.shape(slicing.layer) if slicing.layer in model.moe_layers else (0, 0, 0)
             has_expert = shape[1:] == (slicing.hidden, slicing.intermediate) and expert < shape[0]
-            gate = (expert, "gate")
-            if not has_expert or not _have_equal_bytes(sample.make_linear(gate), fresh.make_linear(gate)):
+            up = (expert, "up")
+            if not has_expert or not _have_equal_bytes(sample.make_linear(up), fresh.make_linear(up)):
                 raise InputError(
                     f"{against}: expert {expert} of layer {slicing.layer} differs from that of {sample.output.root}; "
                     "set --against to the checkpoint of this output."

@@ -33,9 +33,9 @@ BATCH = 2 << 20
 Item = TypeVar("Item")
 
 
-def iterate_linears(start: int, stop: int) -> Iterator[LinearId]:
+def iterate_linears(slicing: Slicing, start: int, stop: int) -> Iterator[LinearId]:
     """Yield (expert, projection) of the experts start..stop-1, in file order."""
-    return itertools.product(range(start, stop), PROJECTIONS)
+    return itertools.product(range(start, stop), slicing.projections)
 
 
 def read_ahead(
@@ -113,7 +113,7 @@ class ExpertsToWrite(ABC):
 
     def iterate_items(self) -> Iterator[LinearId]:
         """Yield the items in file order; may prefetch their inputs."""
-        return iterate_linears(self.start, self.stop)
+        return iterate_linears(self.slicing, self.start, self.stop)
 
     @abstractmethod
     def finish_item(self, item: LinearId, reporter: Reporter) -> None:
@@ -268,7 +268,7 @@ def _tensor_bytes(work: ExpertsToWrite) -> dict[str, list[list[int]]]:
             [tensor.nbytes for tensor in encoding.tensors(numa_slice.n, numa_slice.k)]
             for numa_slice in work.slicing.slices(0, projection)
         ]
-        for projection in PROJECTIONS
+        for projection in work.slicing.projections
     }
 
 
@@ -280,7 +280,7 @@ def _iterate_batches(work: ExpertsToWrite, sizes: Mapping[str, int]) -> Iterator
     """Yield the items in file order, as many at a time as fit into BATCH, or one."""
     items = work.iterate_items()
     offset = 0
-    nbytes = [sizes[projection] for _, projection in iterate_linears(work.start, work.stop)]
+    nbytes = [sizes[projection] for _, projection in iterate_linears(work.slicing, work.start, work.stop)]
     for start, stop in group_by_limit(nbytes, BATCH):
         batch = Batch(tuple(itertools.islice(items, stop - start)), offset, sum(nbytes[start:stop]))
         offset += batch.nbytes

@@ -16,7 +16,6 @@ from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.slices import LinearId, NumaSlice, PackedSlices, Slicing, TensorNames, allocate_slices
 from ktconvert.layouts.statistics.folder import InputStatistics
-from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.engine.units import Stage, Unit
@@ -56,10 +55,13 @@ class ExpertsWork(ExpertsToWrite):
         """Quantize a linear. Raise InputError, which names the position, for a value that is not finite."""
         expert, projection = item
         linear = self.model.linear(self.slicing.layer, expert, projection)
+        bias = self.model.bias(self.slicing.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
         packed = allocate_slices(self.fmt.encoding, self.slicing.slices(*item), buffer)
         for numa_slice, out in packed:
             matrix = numa_slice.cut_linear(linear)
+            if bias is not None:
+                out[-1].view(np.float32)[:] = numa_slice.cut_bias(bias)
             try:
                 quantize_slice(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
             except kernels.NonFinite as error:
@@ -84,7 +86,7 @@ class ExpertsWork(ExpertsToWrite):
     def iterate_items(self) -> Iterator[LinearId]:
         tensors = partial(self.model.expert_tensors, self.slicing.layer)
         experts = read_ahead(self.model.source, range(self.start, self.stop), tensors)
-        return ((expert, projection) for expert in experts for projection in PROJECTIONS)
+        return ((expert, projection) for expert in experts for projection in self.slicing.projections)
 
     def finish_item(self, item: LinearId, reporter: Reporter) -> None:
         release_expert(self.model, self.slicing.layer, item, reporter)
@@ -101,7 +103,7 @@ class ExpertsWork(ExpertsToWrite):
     def measure_errors(self) -> dict[str, object]:
         layer = self.slicing.layer
         expert = self.sampled_expert
-        errors = {projection: self.measure_linear_error(expert, projection) for projection in PROJECTIONS}
+        errors = {projection: self.measure_linear_error(expert, projection) for projection in self.slicing.projections}
         for info in self.model.expert_tensors(layer, expert):
             self.model.source.release(info)
         equalized = report_equalized(self.model, layer, self.start, self.stop)
@@ -166,7 +168,7 @@ def make_stage(
         layer_quantizer = quantizer.select_for(layer_fmt.encoding.grid)
         importance = None if layer_quantizer == ABSMAX else make_importance_reader(model, statistics, layer)
         experts, hidden, intermediate = model.shape(layer)
-        slicing = Slicing(layer, hidden, intermediate, numa, backward, layer_fmt.forward)
+        slicing = Slicing(layer, hidden, intermediate, numa, backward, layer_fmt.forward, gated=model.is_gated)
         limit = None if loose_files else max_shard_size or fmt.arrangement.shard_bytes
         shard_metadata = layer_metadata(layer_fmt, layer, model.shape(layer), metadata)
         for key, start, stop, nbytes in expert_files.split_layer(layer_fmt, slicing, experts, limit):

@@ -24,7 +24,6 @@ from ktconvert.layouts.outputs.slices import (
     TensorNames,
     allocate_slices,
 )
-from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.pipeline.engine.units import Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
@@ -82,7 +81,7 @@ class ResplitWork(ExpertsToWrite):
         )
 
     def scratch_bytes(self) -> tuple[int, int]:
-        linear_bytes = max(self.input_bytes((0, projection)) for projection in PROJECTIONS)
+        linear_bytes = max(self.input_bytes((0, projection)) for projection in self.old_slicing.projections)
         rounding_bytes = SCRATCH * self.fmt.encoding.multiple * max(self.slicing.hidden, self.slicing.intermediate)
         return 2 * linear_bytes + rounding_bytes, 2 * linear_bytes
 
@@ -96,7 +95,7 @@ class ResplitWork(ExpertsToWrite):
     @property
     def column_projections(self) -> tuple[str, ...]:
         """Return the projections whose slices, or whose transposes' slices, are columns; others never change."""
-        return PROJECTIONS if self.slicing.backward else ("down",)
+        return self.slicing.projections if self.slicing.backward else ("down",)
 
     def _rearrange(self, old: PackedSlices, item: LinearId, buffer: Bytes | None = None) -> PackedSlices:
         try:

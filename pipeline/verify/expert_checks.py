@@ -17,7 +17,6 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
-from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.pipeline.stages.quantize_experts import (
@@ -167,11 +166,12 @@ def compare_expert(compared: Comparison, layer: int, expert: int) -> ExpertFindi
     measure = compared.inputs.measure
     quantizer = compared.quantizer.select_for(fmt.encoding.grid)
     is_sample = compared.inputs.options.full or expert in sample_experts(count)
-    slicing = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    gated = compared.model.is_gated
+    slicing = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward, gated=gated)
     importance = None if quantizer == ABSMAX else make_importance_reader(compared.model, compared.inputs.imatrix, layer)
     work = ExpertsWork(fmt, slicing, expert, expert + 1, {}, compared.model, quantizer, importance)
     findings = ExpertFindings()
-    for projection in PROJECTIONS:
+    for projection in slicing.projections:
         for numa_slice, expected in compared.make_expected(work, (expert, projection)):
             stored = _compare_slice(compared, work, numa_slice, expected, findings)
             if stored is None or not work.slicing.is_measured(numa_slice):
@@ -309,7 +309,7 @@ def judge_calibrated(
 def _find_out_of_range(encoding: Encoding, stored: Sequence[Bytes], n: int, k: int) -> str:
     """Return the problem of the scales and codes of a linear [n, k], without a comparison; "" if there is none."""
     grid = encoding.grid
-    scales = unpack_float_scales(encoding, stored[-1], n, k)
+    scales = unpack_float_scales(encoding, stored[encoding.scale_index], n, k)
     if not np.isfinite(scales).all():
         return "has a scale that is not finite"
     if grid.high - grid.low == (1 << grid.bits) - 1:

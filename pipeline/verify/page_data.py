@@ -112,7 +112,7 @@ def _find_slices(measure: Measure, fmt: Format, linear: Linear) -> Iterator[Numa
     """Yield the NUMA slices of a linear that count for its error."""
     layer, expert, projection = linear
     _, hidden, intermediate = measure.shapes[layer]
-    slicing = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward)
+    slicing = Slicing(layer, hidden, intermediate, measure.numa, measure.backward, fmt.forward, gated=measure.gated)
     return filter(slicing.is_measured, slicing.slices(expert, projection))
 
 
@@ -193,7 +193,7 @@ def _read_scales(output: Output, measure: Measure, threads: int) -> Scales | Non
         return [
             (numa_slice, magnitude(unpack_float_scales(fmt.encoding, stored[0], numa_slice.n, numa_slice.k)))
             for numa_slice in _find_slices(measure, fmt, linear)
-            if (stored := _read(output, fmt, numa_slice, slice(-1, None)))
+            if (stored := _read(output, fmt, numa_slice, slice(index := fmt.encoding.scale_index, index + 1)))
         ]
 
     with ThreadPoolExecutor(threads, thread_name_prefix="scales", initializer=unbind_thread) as pool:

@@ -46,7 +46,8 @@ def list_expected_layers(output: Output, measure: Measure) -> Iterator[tuple[Sli
         shape = measure.shapes.get(layer, usual_shape)
         experts = shape[0] if _may_vary_by_layer(output, "experts") else largest_count
         width = shape[2] if _may_vary_by_layer(output, "intermediate") else usual_shape[2]
-        yield Slicing(layer, usual_shape[1], width // measure.numa * numa, numa, backward, forward), experts
+        width = width // measure.numa * numa
+        yield Slicing(layer, usual_shape[1], width, numa, backward, forward, gated=measure.gated), experts
 
 
 def check_tensors(output: Output, measure: Measure) -> Check:
