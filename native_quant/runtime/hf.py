@@ -22,6 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
@@ -30,6 +31,7 @@ from ktconvert.native_quant.runtime.hf_modules import NORM, ExpertModule, Routed
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
 from ktconvert.native_quant.runtime.pool import get_shared_pool
+from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor, find_stored_tensors
 
 
 @register_quantization_config(NAME)
@@ -81,7 +83,7 @@ class KTConvertQuantizer(HfQuantizer):
     requires_calibration = False
     quantization_config: KTConvertConfig
     _save_remedy = "`ktconvert cpu --non-experts keep` converts the original model into one directory with all weights"
-    _dequantizer: Any = None  # transformers' own quantizer, which dequantizes non-expert tensors
+    stored_tensors: dict[str, StoredTensor] | None = None  # to load instead of the files, if some are quantized
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -98,14 +100,13 @@ class KTConvertQuantizer(HfQuantizer):
             raise UsageError("the model is not loaded from files; set cpu_weights to a directory with its experts")
         held_experts = replace_blocks(model)
         modules = find_experts(model, open_experts(root).function)
-        if folder is not None:
-            hf_non_experts.require_unpacked(folder, checkpoint_files or (), model, modules)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
         sizes = {module.layer: module.num_experts for module in modules}
         by_layer = hot_experts.masks_by_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
         masks = {layer: mask for layer, mask in by_layer.items() if mask.any()}
         source = self._open_hot_weights(modules, folder) if masks else None
-        self._dequantizer = None if folder is None else hf_non_experts.make_dequantizer(folder)
+        if folder is not None:
+            self.stored_tensors = find_stored_tensors(open_checkpoint(folder), whole=False)
         loaded = self._load_experts(root, type(model).__name__, modules)
         hot: dict[int, HotExperts] = {}
         if source is not None:
@@ -135,14 +136,13 @@ class KTConvertQuantizer(HfQuantizer):
         replaced = {*held_experts, *(module.name for module in modules)}
         names_below = (re.escape(name.removeprefix(base)) for name in sorted(replaced))
         model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in names_below)
+        if self.stored_tensors is not None:
+            model._keys_to_ignore_on_load_unexpected.add(ACTIVATION_SCALES)
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Return the model's own conversions after dequantization; transformers passes the model since 5.21."""
-        if self._dequantizer is None:
-            return weight_conversions
-        conversions: list[Any] = self._dequantizer.update_weight_conversions(weight_conversions, *model)
-        return conversions
+        """Return the model's own conversions; transformers passes the model since 5.21."""
+        return weight_conversions
 
     def _open_hot_weights(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
         """Open the checkpoint of the hot experts, which must have the model's layers and sizes."""
@@ -257,7 +257,6 @@ def _get_quantizer(config: Any, quantization_config: Any, *arguments: Any, **opt
     if isinstance(quantization_config, KTConvertConfig):
         model = config.name_or_path or "the model"
         weights = quantization_config.cpu_weights
-        hf_non_experts.require_combinable(config, model)
         hf_non_experts.drop_quantization_config(config)
         model_quantization = getattr(config, "quantization_config", None) or {}
         if isinstance(model_quantization, dict) and model_quantization.get("quant_method") == QUANT_METHOD:
@@ -271,6 +270,20 @@ def _get_quantizer(config: Any, quantization_config: Any, *arguments: Any, **opt
 
 
 _loading.get_hf_quantizer = _get_quantizer
+_load_model = _loading.PreTrainedModel._load_pretrained_model
+
+
+def _load_stored_tensors(model: Any, state_dict: Any, files: Any, load_config: Any, *arguments: Any) -> Any:
+    """Call transformers' _load_pretrained_model, with decoded tensors if those in the files are quantized."""
+    quantizer = load_config.hf_quantizer
+    stored = getattr(quantizer, "stored_tensors", None)
+    if stored is None:
+        return _load_model(model, state_dict, files, load_config, *arguments)
+    quantizer.stored_tensors = None  # so that the files are closed when the model is loaded
+    return _load_model(model, stored, None, load_config, *arguments)
+
+
+_loading.PreTrainedModel._load_pretrained_model = staticmethod(_load_stored_tensors)
 
 
 def _make_first_attribute(module: torch.nn.Module, experts: Experts) -> None:

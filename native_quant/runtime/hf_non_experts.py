@@ -1,7 +1,7 @@
-"""Non-expert tensors that transformers loads: completeness, names, quantization and dtypes.
+"""Non-expert tensors that transformers loads: completeness, names and dtypes.
 
-An output of `ktconvert cpu` may lack them, and names them as kt-kernel does. In a quantized checkpoint, transformers
-dequantizes them, or we refuse them. Routers keep the dtypes in which checkpoints store them.
+An output of `ktconvert cpu` may lack them, and names them as kt-kernel does. Routers keep the dtypes in which
+checkpoints store them.
 """
 
 from __future__ import annotations
@@ -12,33 +12,22 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
-from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
-from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
+from ktconvert.native_quant.runtime.stored_tensors import FLOATS
 
 # Expert tensors of an output, with the names that `make_renamings` gives them.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
-FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of weights that are not quantized
 BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 NAME = "ktconvert"  # quant_method of KTConvertConfig
-PACKED = "_packed"  # suffix of compressed-tensors for the name of a weight
-# Methods of config.json that do not quantize non-expert tensors: none, ours, and experts packed for the GPU, which
-# require_unpacked checks.
-EXPERTS_ONLY = ("", NAME, QUANT_METHOD, METHOD)
-FP8 = "fp8"  # quant_method in config.json of E4M3 with a scale per block
 
 
 def require_files(root: Path) -> None:
@@ -115,60 +104,15 @@ def _advise_original(root: Path, problem: str) -> str:
 def drop_quantization_config(config: Any) -> None:
     """Remove a model's own quantization from its config.
 
-    transformers accepts one quantization per model, which must be ours. make_dequantizer and require_unpacked handle
-    the quantized tensors.
+    transformers accepts one quantization per model, which must be ours; find_stored_tensors decodes the weights.
     """
     for section in (config, config.get_text_config(decoder=True)):
         quantization = getattr(section, "quantization_config", None) or {}
         quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
         if quantization.get("quant_method") not in (NAME, QUANT_METHOD):
             vars(section).pop("quantization_config", None)
-
-
-def require_combinable(config: Any, model: str) -> None:
-    """Raise UnsupportedError for any format of compressed-tensors but that of `ktconvert gpu`; read no files."""
-    for section in (config, config.get_text_config(decoder=True)):
-        quantization = getattr(section, "quantization_config", None) or {}
-        quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
-        if quantization.get("quant_method") == METHOD and quantization.get("format") != FORMAT:
-            rule = "only a model that `ktconvert gpu` packed can be used with CPU weights"
-            remedy = f"use the output of `ktconvert dequantize {model} BF16` with the same CPU weights"
-            raise UnsupportedError(f"{model}: is quantized ({METHOD}), and {rule}; {remedy}")
-
-
-def make_dequantizer(root: Path) -> Any:
-    """Return transformers' quantizer that dequantizes non-expert tensors; None if only experts are quantized.
-
-    Raises UnsupportedError for methods that transformers does not dequantize.
-    """
-    quantization = read_quantization(root)
-    if quantization.method == FP8:
-        kind: Any = FineGrainedFP8HfQuantizer
-        return kind(FineGrainedFP8Config(dequantize=True), pre_quantized=True)
-    if quantization.method in EXPERTS_ONLY:
-        return None
-    with open_checkpoint(root) as source:
-        experts = recognise(source, to_read=True).expert_tensor_names()
-        non_experts = find_non_expert_tensors(source, experts, quantization).tensors
-        quantized = next((name for name, stored in non_experts.items() if isinstance(stored, Weight)), None)
-    if quantized is not None:
-        problem = f"{quantized} is quantized ({quantization.method}), but only routed experts and FP8 weights may be"
-        remedy = f"use the output of `ktconvert dequantize {root} BF16`, with {root} as cpu_weights"
-        raise UnsupportedError(f"{root}: {problem}; {remedy}")
-    return None
-
-
-def require_unpacked(root: Path, files: Iterable[str], model: Any, modules: Sequence[ExpertModule]) -> None:
-    """Raise UnsupportedError if a non-expert weight is packed: transformers would initialize it randomly."""
-    if read_quantization(root).method != METHOD:
-        return
-    names = [entry.name for file in files for entry in read_header(Path(file)).entries]
-    unpacked_names = [name.removesuffix(PACKED) for name in names if name.endswith(f".weight{PACKED}")]
-    packed = list_checkpoint_names(model, modules) & convert_names(model, unpacked_names, ())
-    if packed:
-        problem = f"has quantized weights besides its routed experts ({min(packed)}{PACKED}), which is unsupported"
-        remedy = f"use an output of `ktconvert gpu`, or that of `ktconvert dequantize {root} BF16`"
-        raise UnsupportedError(f"{root}: {problem}; {remedy}")
+            if quantization and config.dtype is None:  # transformers would take the dtype of a scale
+                config.dtype = config.get_text_config(decoder=True).dtype or "bfloat16"
 
 
 # --- dtypes of routers ---------------------------------------------------------------------------
@@ -196,15 +140,33 @@ def get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
     """Return transformers' plan (part of a name -> dtype), with None (the stored dtype) for biases and such routers."""
     plan: dict[str, Any] = _get_dtype_plan(self, dtype)
     routers = {name: type(module) for name, module in self.named_modules() if ROUTER.search(name)}
-    casting = {kind for kind in {*routers.values()} if _casts(kind)}
+    casting = {kind for kind in {*routers.values()} if _matches(CASTS, kind)}
     names = {re.sub(r"\d+", "*", f"{name}.weight") for name, kind in routers.items() if kind in casting}
     names = {name for name in names if not any(pattern in name for pattern in plan)}
+    for name, module in self.named_modules():
+        if any(pattern in name and kind == torch.float32 for pattern, kind in plan.items()):
+            keep_activation_dtype(module)
     return {**dict.fromkeys((*BIASES, *sorted(names))), **plan}
 
 
-def _casts(kind: type) -> bool:
-    """Return whether a class of routers computes with a matrix of any dtype."""
+# Matches the code of a norm that returns the dtype of its weight. In DeepSeek-V4, transformers keeps these weights in
+# float32, and linears in BF16 cannot read the results (issue 47486 of transformers).
+NORM = re.compile(r"return self\.weight \* hidden_states\.to\(input_dtype\)")
+
+
+def keep_activation_dtype(module: torch.nn.Module) -> None:
+    """Let a norm return the dtype of its input."""
+    if _matches(NORM, type(module)) and _cast_to_input not in module._forward_hooks.values():
+        module.register_forward_hook(_cast_to_input)
+
+
+def _cast_to_input(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+    return output.to(inputs[0].dtype)
+
+
+def _matches(code: re.Pattern[str], kind: type) -> bool:
+    """Return whether the source code of a class matches."""
     try:
-        return CASTS.search(inspect.getsource(kind)) is not None
+        return code.search(inspect.getsource(kind)) is not None
     except (OSError, TypeError):  # no source code is available
         return False

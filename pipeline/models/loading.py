@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
-from ktconvert.layouts.checkpoints.non_expert_tensors import (
-    OutputTensor,
-    find_non_expert_tensors,
-    read_chunks,
-)
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
-from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.encodings.pack_quantized import METHOD
+from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.experts import open_experts
+from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
 from ktconvert.quantizers.reference import bf16_to_f32
-
-if TYPE_CHECKING:
-    import torch
 
 RUN_PACKAGES = ("torch", "transformers", "accelerate")
 # extra -> packages that its commands need
@@ -54,10 +46,6 @@ CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size o
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 # Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
 MIN_COSINE = 0.5
-FP8 = "fp8"  # quant_method of E4M3 with a scale per block
-# quant_methods that transformers loads: whole models, and models whose experts are replaced (hf_non_experts.py).
-LOADED_BY_TRANSFORMERS = {True: ("", FP8, METHOD), False: (FP8,)}
-FLOATS = ("BF16", "F16", "F32", "F64")
 
 
 def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
@@ -200,7 +188,7 @@ def prepare_config(choice: ModelChoice) -> Any:
         config.quantization_config = {**model_quantization, "exact": choice.exact, "threads": choice.threads}
         return config
     if choice.cpu_weights is None:
-        if model_quantization.get("quant_method") == METHOD and find_spec("compressed_tensors") is None:
+        if model_quantization.get("format") == FORMAT and find_spec("compressed_tensors") is None:
             raise KtconvertError(
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
             )
@@ -253,16 +241,24 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
     source = None if root is None or choice.is_converted else open_checkpoint(root)
     if source is not None and choice.cpu_weights is not None:
         source.require_one_reading()
-    if source is not None and not getattr(config, "auto_map", None):
-        weights = decode_weights(source, with_experts=choice.cpu_weights is None)
+    elif source is not None and not getattr(config, "auto_map", None) and not is_packed_for_gpus(source):
+        weights = find_stored_tensors(source, whole=True)
     if weights is not None:
-        vars(config).pop("quantization_config", None)
+        from ktconvert.native_quant.runtime import hf_non_experts
+
+        hf_non_experts.drop_quantization_config(config)
     model = pretrained.load_pretrained(kind, choice.model, config, weights, **options, **choice.hub_options())
     if source is not None and choice.cpu_weights is not None:
         require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
     return model if choice.adapter is None else load_adapter(model, choice.adapter, choice.model)
+
+
+def is_packed_for_gpus(source: TensorSource) -> bool:
+    """Return whether compressed-tensors packed the experts, as for `ktconvert gpu`; it then unpacks them itself."""
+    about = cfg.find(source.config, ("quantization_config.format",))
+    return source.quantization.method == METHOD and about is not None and about[1] == FORMAT
 
 
 def load_tokenizer(choice: ModelChoice) -> Any:
@@ -298,44 +294,3 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
             if norms > 0 and float(np.vdot(converted_first, model_first)) / norms < MIN_COSINE:
                 problem = f"expert {expert} of layer {module.layer} differs from that of {source.root}"
                 raise InputError(problem, "give experts that were converted from this model", path=cpu_weights)
-
-
-def decode_weights(source: TensorSource, *, with_experts: bool) -> dict[str, torch.Tensor] | None:
-    """Return the weights of a quantized checkpoint by name, all in memory; None if transformers can load it.
-
-    with_experts  whether to return the routed experts, too
-
-    Raises UnsupportedError for an encoding that cannot be read.
-    """
-    method = source.quantization.method
-    dtypes = {info.dtype for info in source.tensors.values()}
-    if method in LOADED_BY_TRANSFORMERS[with_experts] or not dtypes.difference(FLOATS):
-        return None
-    expert_tensors = () if with_experts else recognise(source, to_read=True).expert_tensor_names()
-    tensors = find_non_expert_tensors(source, expert_tensors, source.quantization).output_tensors()
-    if not any(isinstance(tensor.stored, Weight) for tensor in tensors):
-        return None
-    # Copies, since a write to a view of the file would end the process.
-    return {tensor.key: read_tensor(source, tensor, "use the model's BF16 release").clone() for tensor in tensors}
-
-
-def read_tensor(source: TensorSource, tensor: OutputTensor, remedy: str) -> torch.Tensor:
-    """Return a stored tensor: a view of the file if its bytes can be used as they are, else decoded to BF16.
-
-    Raises UnsupportedError for a dtype that cannot be computed with.
-    """
-    import torch
-
-    info = tensor.reads[0]
-    entry = tensor.entry
-    dtype = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}.get(entry.dtype)
-    if dtype is None:
-        problem = f"is {entry.dtype}, which is not supported"
-        raise UnsupportedError.from_tensor(info.name, problem, remedy, source.path(info))
-    if tensor.stored is info and info.start % dtype.itemsize == 0:
-        raw = source.view(info).reshape(-1).view(np.uint8)
-    else:
-        raw = np.concatenate(list(read_chunks(source, tensor)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # the map is read-only, but nothing modifies these weights
-        return torch.from_numpy(raw).view(dtype).reshape(entry.shape)

@@ -24,7 +24,7 @@ from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.report.text import first_line
 
 if TYPE_CHECKING:
-    import torch
+    from ktconvert.native_quant.runtime.stored_tensors import StoredTensor
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
@@ -204,7 +204,7 @@ def read_generation_config(model: str, **options: Any) -> Any:
 
 
 def load_pretrained(
-    model_class: Any, model: str, config: Any, weights: dict[str, torch.Tensor] | None, **options: Any
+    model_class: Any, model: str, config: Any, weights: dict[str, StoredTensor] | None, **options: Any
 ) -> Any:
     """Return the model that from_pretrained of an auto class loads.
 

@@ -176,7 +176,7 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
             reported = _report_layer(work, statistics.token_counts, gptq_visitor, context.reporter)
         else:
             read_linear = work.run_oneshot(paths.finished[chain.SAMPLES])
-            for expert, projection in expert_files.iterate_linears(0, work.model.shape(work.layer)[0]):
+            for expert, projection in expert_files.iterate_linears(work.slicing, 0, work.model.shape(work.layer)[0]):
                 writer.write(expert, projection, read_linear(work.layer, expert, projection))
         written, tensors = writer.finish()
     if paths.side is not None:

@@ -33,6 +33,11 @@ LINEAR = {
 GLM = {"n_routed_experts": EXPERTS, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
 MLA = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_dim": 32, "qk_nope_head_dim": 32}
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN}
+V4 = {"num_hidden_layers": 3, "num_key_value_heads": 1, "n_routed_experts": EXPERTS, "head_dim": 64, "q_lora_rank": 64}
+V4 |= {"moe_intermediate_size": WIDTH, "o_groups": 2, "o_lora_rank": 32, "index_n_heads": 2, "index_head_dim": 32}
+V4 |= {"index_topk": 8, "sliding_window": 16, "hc_mult": 2, "partial_rotary_factor": 0.25, "swiglu_limit": 0.05}
+V4 |= {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"]}
+V4 |= {"mlp_layer_types": ["hash_moe", "moe", "moe"]}
 
 # model_type -> its config, beyond COMMON
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -40,6 +45,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**WIDTHS, **LINEAR, "num_experts": EXPERTS},
     "qwen3_5_moe_text": {**LINEAR, "moe_intermediate_size": WIDTH, "num_experts": EXPERTS},
     "deepseek_v3": {**WIDTHS, **GLM, **MLA, "num_key_value_heads": 4},
+    "deepseek_v4": V4,
     "mixtral": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS},
     "glm4_moe": {**WIDTHS, **GLM, "head_dim": 32},
     "minimax_m2": {"intermediate_size": WIDTH, "num_local_experts": EXPERTS, "head_dim": 32, "rotary_dim": 16},
