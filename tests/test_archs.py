@@ -68,8 +68,8 @@ class Model:
             self.non_experts[f"{base}{layer}.mlp.gate.weight"] = self.bits(shape[0], 4)
         self.non_experts[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
         inner: dict[str, Any] = {"hidden_act": "silu"} if arch.function.activation == "silu" else {}
-        inner |= {arch.layers[0]: max(layers) + 1, arch.experts[0]: shape[0]}
-        inner |= {"hidden_size": shape[1], arch.width[0]: shape[2]}
+        inner |= {arch.layers[0]: max(layers) + 1, arch.experts[0]: shape[0], "hidden_size": shape[1]}
+        inner |= {arch.width[0]: shape[2]} if arch.width else {}
         self.config: dict[str, Any] = {"model_type": arch.matches[0] if arch.matches else "unheard_of"}
         self.config.update({nested: inner} if nested else inner)
 
@@ -97,6 +97,12 @@ class Model:
                     self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
             else:
                 self.experts[self.name(part, layer)] = ("BF16", np.ascontiguousarray(values))
+
+        if self.arch.text_first:
+            for part in self.style.matrices:
+                shape = (h, i // 2) if part == "down" else (i // 2, h)
+                names = [self.name(part, layer, expert) for expert in range(e, 2 * e)]
+                self.non_experts |= {name: self.bits(*shape) for name in names}
 
     def name(self, part: str, layer: int, expert: int = 0) -> str:
         template: str = getattr(self.style, part)
@@ -164,7 +170,11 @@ def test_every_row_is_read_in_every_style(arch: Arch, prefix: str, tmp_path: Pat
             assert parsed.dtypes == ("BF16",)
             assert parsed.has_shared_experts
             check(model, parsed)
-            assert parsed.is_plain == (not parsed.notes) == (arch.function in (PLAIN, ExpertFunction("swiglu_step")))
+            assert (
+                parsed.is_plain
+                == (not parsed.notes or arch.text_first)
+                == (arch.function in (PLAIN, ExpertFunction("swiglu_step")))
+            )
             assert all(
                 "AMXINT4" in note and str(parsed.functions[min(parsed.functions)]) in note for note in parsed.notes
             )

@@ -137,6 +137,7 @@ def _logits(model: Any) -> Any:
     import torch
 
     tokens = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    torch.manual_seed(2)  # DiffusionGemma draws its canvas
     with torch.no_grad():
         return model.eval()(tokens, use_cache=False).logits.float()[0]
 

@@ -102,6 +102,7 @@ class Arch:
     function     what its experts compute; config.json may name another activation than silu, and the constants.
     decides      its activation holds, whatever config.json calls it: an --arch-file may say so.
     router_scale a GGUF's scale of the down matrices is the router's, unless gate and up have scales, too.
+    text_first   a layer has experts for text, then as many for images, which stay non-expert tensors.
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
                  all the same, they can be read.
     """
@@ -117,6 +118,7 @@ class Arch:
     function: ExpertFunction = PLAIN
     decides: bool = False
     router_scale: bool = False
+    text_first: bool = False
     refusal: str | None = None
 
 
@@ -289,8 +291,9 @@ ARCHS = (
     Arch(
         "ERNIE-4.5-VL",
         ("ernie4_5_moe_vl", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
-        refusal="text and vision experts of different widths share each layer, and kt-kernel takes one width; "
-        "use the text-only ERNIE-4.5",
+        (MLP[0],),
+        width=(),
+        text_first=True,
     ),
     Arch(
         "Step-3.5, 3.7",
@@ -346,8 +349,6 @@ ARCHS = (
         MLP,
         hidden=("moe_hidden_size", *HIDDEN),
         function=ExpertFunction(output_norm=True),
-        refusal="the output of each expert is normalized before its routing weight, which ktconvert does not compute "
-        "yet; serve it without ktconvert, with transformers",
     ),
     # llama.cpp's src/models/grovemoe.cpp.
     Arch(

@@ -5,7 +5,7 @@ The tensors decide; the config is compared with them, and a checkpoint whose con
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,8 +30,10 @@ from ktconvert.layouts.checkpoints.expert_function import (
 )
 from ktconvert.layouts.checkpoints.match import (
     NUMBER,
+    OUTPUT_NORM,
     SHARED,
     NameScan,
+    StoredLayer,
     expand_template,
     scan_names,
     stray_kind,
@@ -80,7 +82,9 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if arch.router_scale:
         _drop_router_scales(seen)
     stored = {n: seen.layers[prefix, n] for n in layers}
-    _refuse_strays(seen, prefix, mtp)
+    if arch.text_first:
+        notes.append(_drop_image_experts(stored))
+    _refuse_strays(seen, prefix, mtp, arch)
     _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
     moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
@@ -190,6 +194,19 @@ def _select_layers(seen: NameScan, limit: tuple[str, int] | None) -> tuple[str, 
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
+def _drop_image_experts(stored: Mapping[int, StoredLayer]) -> str:
+    """Remove the second half of each layer's experts, which becomes non-expert tensors. Return the note about it."""
+    experts = 0
+    for layer in stored.values():
+        experts = (1 + max(expert for _, expert in layer.tensors)) // 2
+        for key in [key for key in layer.tensors if key[1] >= experts > 0]:
+            del layer.tensors[key]
+    return (
+        f"Each layer has {experts} experts for text and {experts} for images. Only those for text are converted; the "
+        "others stay as they are, among the non-expert weights."
+    )
+
+
 def _drop_router_scales(seen: NameScan) -> None:
     """Remove the scale of the down matrices from layers of a GGUF in which no other matrix has one.
 
@@ -232,10 +249,15 @@ def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) ->
     )
 
 
-def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int]) -> None:
-    """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights."""
+def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int], arch: Arch) -> None:
+    """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights.
+
+    A norm of their output is a non-expert tensor if the family has one.
+    """
     left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
     for name in seen.strays:
+        if arch.function.output_norm and name.endswith(OUTPUT_NORM):
+            continue
         if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
             kind = stray_kind(name)
             what = f"is among the experts but is not one of their weights{kind and f': it is {kind}'}"

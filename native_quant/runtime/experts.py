@@ -387,9 +387,7 @@ def swiglu_function(limit: float, alpha: float) -> ExpertFunction | None:
 
 
 def _c_function(function: ExpertFunction) -> dict[str, Any]:
-    """Return the fields of ktq_function. Raises UnsupportedError for a norm of the output, which C does not compute."""
-    if function.output_norm:
-        raise UnsupportedError(f"experts compute {function}, which this runtime does not; use transformers without it.")
+    """Return the fields of ktq_function."""
     return {
         "activation": getattr(lib, f"KTQ_{function.activation.upper()}"),
         "limit": function.limit,

@@ -22,6 +22,7 @@ from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)(?:layers|blocks)\.(?P<layer>\d+)\.(?:.+\.)?experts")
+IMAGES = ".vision_moe."  # ERNIE-4.5-VL: experts for images, which torch computes
 NORM = "post_expert_norm"  # name of the module that normalizes each expert's output
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 # Names of these arguments in transformers' modules, which are given by position.
@@ -165,7 +166,7 @@ def find_experts(
         matrices = {
             key for key, parameter in module._parameters.items() if parameter is not None and parameter.ndim == 3
         }
-        if match is not None and matrices in (set(GATED), set(UNGATED)):
+        if match is not None and IMAGES not in name and matrices in (set(GATED), set(UNGATED)):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
     prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
     model_class = type(model).__name__

@@ -92,7 +92,13 @@ OTHERS: dict[str, Row] = {
     "aria_text": Row(load_error=NO_MODULE, loads_since="5.23"),
     "bailing_hybrid": Row({**HYBRID, **SECOND}, since="5.23"),
     "beam": Row(SECOND, since="5.23"),
-    "dbrx": Row(build_error="'DbrxAttentionConfig' object has no attribute 'rope_theta'"),
+    "dbrx": Row(
+        {
+            "d_model": HIDDEN,
+            "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
+            "ffn_config": {"hidden_size": HIDDEN, "ffn_hidden_size": WIDTH, "moe_num_experts": EXPERTS, "moe_top_k": 2},
+        }
+    ),
     "deepseek_ocr2": Row(SECOND),
     "deepseek_v4": PLAIN,
     "diffusion_gemma": Row(since="5.23", refusal=UNKNOWN),
@@ -101,7 +107,6 @@ OTHERS: dict[str, Row] = {
     "dots3_note_text": Row(since="5.23"),
     "ernie4_5_vl_moe": Row(
         {"moe_intermediate_size": [WIDTH, 64], **_rope(6, 6, 4)},
-        refusal="text and vision experts of different widths share each layer",
     ),
     "flint": Row({"mlp_only_layers": [0]}, since="5.23"),
     "gemma4": Row(GEMMA),
@@ -130,7 +135,7 @@ OTHERS: dict[str, Row] = {
     "minimax_m3_vl_text": PLAIN,
     "mistral4": Row({"head_dim": 64}),
     "mistral_large4": Row(since="5.23"),
-    "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23", refusal=STRAY),
+    "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23"),
     "nemotron_h": Row(refusal="its experts are two matrices with relu2 and no gate_proj"),
     "qwen3_5_moe": Row(HYBRID),
     "qwen3_5_moe_text": Row(HYBRID),
