@@ -250,22 +250,43 @@ def test_a_file_of_a_hub_repository_is_read_from_the_cache(snapshot: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arch", "family", "note"),
+    ("arch", "family", "function"),
     [
-        ("qwen3moe", "Qwen3-MoE, Qwen3-Coder", None),
-        ("llama", "Mixtral", None),
-        ("llama4", "Llama-4", "with routing weights on their input"),
-        ("gemma4", "Gemma-4 26B-A4B", "compute gelu_tanh(gate)"),
-        ("smallthinker", "SmallThinker", "compute relu(gate)"),
-        ("kimi-k3", "Kimi-K3", "compute 4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)"),
-        ("brandnew", "gguf:brandnew", "is not in the table of architectures; its experts are stored as in any GGUF"),
+        ("qwen3moe", "Qwen3-MoE, Qwen3-Coder", "silu(gate) * up"),
+        ("llama", "Mixtral", "silu(gate) * up"),
+        ("llama4", "Llama-4", "silu(gate) * up with routing weights on their input"),
+        ("gemma4", "Gemma-4 26B-A4B", "gelu_tanh(gate) * up"),
+        ("diffusion-gemma", "DiffusionGemma", "gelu_tanh(gate) * up"),
+        ("smallthinker", "SmallThinker", "relu(gate) * up"),
+        ("kimi-k3", "Kimi-K3", "4 * tanh(gate / 4) * sigmoid(gate) * 25 * tanh(up / 25)"),
     ],
 )
-def test_activation_follows_from_the_architecture(arch: str, family: str, note: str | None, tmp_path: Path) -> None:
+def test_activation_follows_from_the_architecture(arch: str, family: str, function: str, tmp_path: Path) -> None:
     metadata = {"feed_forward_length": I} if arch == "llama" else {}
     moe = read_model(write_small(tmp_path / "m.gguf", arch=arch, **metadata))
-    assert moe.arch.name == family
-    assert (note or "") in " ".join(moe.notes) and (note is None) == (moe.notes == ())
+    assert (moe.arch.name, moe.function_names, moe.notes) == (family, function, ())
+
+
+def test_unknown_architectures_are_read_if_they_name_their_activation(tmp_path: Path) -> None:
+    """An activation is never assumed."""
+    moe = read_model(write_small(tmp_path / "named.gguf", arch="brandnew", hidden_activation="gelu"))
+    assert moe.function_names == "gelu(gate) * up"
+    assert "gguf:brandnew is not in the table of architectures; its experts are stored as in any GGUF" in moe.notes[0]
+    with pytest.raises(
+        UnsupportedError, match=r"gguf:brandnew .* no configuration names its activation; give --arch-f"
+    ):
+        read_model(write_small(tmp_path / "silent.gguf", arch="brandnew"))
+
+
+def test_constants_of_kimi_k3_are_in_the_metadata(tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {"activation.situ_beta": 3.0, "activation.situ_linear_beta": 20.0}
+    metadata |= {"expert_latent_length": H, "embedding_length": 2 * H}
+    moe = read_model(write_small(tmp_path / "m.gguf", arch="kimi-k3", **metadata))
+    assert moe.function_names == "3 * tanh(gate / 3) * sigmoid(gate) * 20 * tanh(up / 20)" and moe.shape(0)[1] == H
+    wrong = metadata | {"activation.situ_beta": 0.0}
+    message = r"kimi-k3\.activation\.situ_beta must be a finite number above 0 for layer 0, not 0\.0; correct it"
+    with pytest.raises(UnsupportedError, match=message):
+        read_model(write_small(tmp_path / "wrong.gguf", arch="kimi-k3", **wrong))
 
 
 def remove_tensors(*parts: str) -> Callable[[dict[str, Any]], object]:
@@ -294,17 +315,17 @@ def gemma4(*scaled: str, kind: str = "Q8_0") -> Callable[[dict[str, Any]], objec
     return change
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "NVFP4"])
-def test_the_router_scale_of_gemma4_does_not_scale_weights(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "gemma"), [("Q8_0", "gemma4"), ("NVFP4", "gemma4"), ("Q8_0", "diffusion-gemma")])
+def test_the_router_scale_of_gemma4_does_not_scale_weights(kind: str, gemma: str, tmp_path: Path) -> None:
     """The experts equal those of the file without it; beside a scale of gate and up it is one of the weights."""
     files = {}
     for name, scales in (("with", ("down",)), ("without", ())):
-        files[name] = write_small(tmp_path / f"{name}.gguf", gemma4(*scales, kind=kind), arch="gemma4", layers=1)
+        files[name] = write_small(tmp_path / f"{name}.gguf", gemma4(*scales, kind=kind), arch=gemma, layers=1)
     with_scale, without_scale = (read_model(files[name]) for name in ("with", "without"))
     for expert, part in itertools.product(range(E), PROJECTIONS):
         actual, expected = (kernels.decode(each.linear(0, expert, part)) for each in (with_scale, without_scale))
         assert (actual == expected).all()
-    unsupported = [(gemma4("down", "gate_up", kind=kind), "gemma4"), (gemma4("down", kind=kind), "qwen3moe")]
+    unsupported = [(gemma4("down", "gate_up", kind=kind), gemma), (gemma4("down", kind=kind), "qwen3moe")]
     for number, (change, arch) in enumerate(unsupported):
         with pytest.raises((InputError, UnsupportedError), match=r"_exps.scale.* needs none|NVFP4 with a scale"):
             read_model(write_small(tmp_path / f"{number}.gguf", change, arch=arch, layers=1))
@@ -316,15 +337,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"expert_feed_forward_length": 512}, "expert width of layer 0 must be 256"),
     ({"change": remove_tensors("up")}, r"'blk\.1\.ffn_up_exps\.weight' is missing"),
     ({"change": remove_tensors(*PROJECTIONS)}, "layer 1 has a router but no experts"),
-    (
-        {"arch": "smallthinker", "hidden_activation": "silu"},
-        'hidden_act is "silu", but experts of SmallThinker compute',
-    ),
 ]
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"arch": "gpt-oss"}, "its experts have biases and a clamped activation"),
     ({"change": add_bias}, r"'blk\.1\.ffn_up_exps\.bias': .* no place for biases"),
-    ({"hidden_activation": "xielu"}, 'hidden_act is "xielu", an unknown activation; give --arch-file'),
+    ({"hidden_activation": "xielu"}, 'qwen3moe.hidden_activation is "xielu", an unknown activation; give --arch-file'),
+    ({"arch": "smallthinker", "hidden_activation": "silu"}, 'hidden_activation is "silu", but experts of SmallThinker'),
+    ({"arch": "grovemoe"}, "GroveMoE: a second set of experts .chunk experts. shares each layer"),
+    ({"arch": "nomic-bert-moe"}, "Nomic Embed MoE: its experts are two matrices without a gate"),
+    ({"swiglu_clamp_exp": [7.0]}, r"qwen3moe\.swiglu_clamp_exp has 1 values, none for layer 1; correct it"),
+    ({"swiglu_clamp_exp": float("nan")}, r"qwen3moe\.swiglu_clamp_exp must be a finite number .* not NaN"),
     ({"change": add_scale}, r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale .*is not an input yet; use"),
 ]
 

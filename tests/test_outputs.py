@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.encoding import is_zero
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.outputs import FORMATS, kt_kernel
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.slices import Slicing
@@ -256,12 +257,42 @@ def test_kt_layout_is_described_in_card_and_plan(source, outputs, cli, tmp_path)
     for method in METHODS:
         out, stderr = outputs(method, *KT, *NUMA2)
         assert "NUMA slice" not in stderr
-        assert f"--kt-method {method.upper()} " in (out / "README.md").read_text()
+        card = (out / "README.md").read_text()
+        assert f"--kt-method {method.upper()} " in card
+        assert f"| kt-kernel 0.7.2 | loads and computes it as {method.upper()} |" in card
+        ours = (outputs(method, *NUMA2)[0] / "README.md").read_text()
+        assert "| kt-kernel 0.7.2 | does not load it; use ktconvert's runtime" in ours and "ktconvert run" in ours
         planned = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", method, *KT, "--dry-run", "--json")
         assert len(json.loads(planned.stdout.splitlines()[-1])["units"]) == 2
     assert is_output(out) and not is_output(source)
     shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("manifest.json"))
     assert not is_output(tmp_path / "copy")
+
+
+def test_plans_say_whether_kt_kernel_computes_the_experts(tmp_path, cli):
+    """A limit is computed by some methods of kt-kernel, and only if they are told."""
+    folder, _ = encodings.write("DeepSeek-V4", tmp_path / "model", expert_dtype="fp4", swiglu_limit=10)
+    for method, how, words, warned in (
+        ("int8", NUMA1, "loads it as AMXINT8, but computes only silu(gate) * up without a limit, and these", True),
+        ("mxfp4", KT, "loads and computes it as MXFP4, if its caller passes swiglu_limit = 10", False),
+    ):
+        done = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how, "--dry-run")
+        assert f"kt-kernel     {words}" in done.stdout
+        assert (words in done.stderr) == warned == ("use ktconvert's runtime" in done.stderr)
+
+
+@pytest.mark.parametrize("name", kt_kernel.KT_METHODS)
+def test_kt_kernel_computes_only_silu(name):
+    """Every output that it does not compute names the runtime that does, and the card starts that one."""
+    functions = [PLAIN, ExpertFunction(limit=7.0), ExpertFunction("gelu_tanh"), ExpertFunction(biases=True)]
+    functions += [ExpertFunction("relu2", gated=False), ExpertFunction(weights_on="input")]
+    method = kt_kernel.KT_METHODS[name]
+    for function in functions:
+        can = method is not None and (function == PLAIN or (method.limit and function.limit > 0))
+        support = kt_kernel.describe_support({"method": name, "functions": record_functions({0: function})})
+        assert can == (kt_kernel.INSTEAD not in support) == support.startswith("loads and computes it as")
+        assert can or method is None or str(function) in support
+    assert method is None or method.name == name.removeprefix("KT_")
 
 
 def test_verify_does_not_advise_options_of_other_programs(outputs, cli):

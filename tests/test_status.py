@@ -64,7 +64,9 @@ def test_any_file_content_is_printed_safely(bench):
     assert said.returncode == 0 and "\x1b" not in said.stderr
 
 
-@pytest.mark.parametrize(("module", "name"), [(journal, "read"), (attempts, "read"), (lock, "has_active_shares")])
+@pytest.mark.parametrize(
+    ("module", "name"), [(journal, "read_records"), (attempts, "read_attempts"), (lock, "has_active_shares")]
+)
 def test_conversion_may_end_while_status_reads_it(bench, monkeypatch, module, name):
     """Between the first file that is read and the next ones, which are gone then."""
     bench.stop_after(2)

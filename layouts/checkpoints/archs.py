@@ -386,7 +386,10 @@ ARCHS = (
     # transformers, nemotron_h/modeling_nemotron_h.py, NemotronHExperts; llama.cpp, src/models/nemotron-h.cpp
     Arch(
         "Nemotron-H",
-        ("nemotron_h", "NemotronHForCausalLM", "gguf:nemotron_h_moe"),
+        (
+            *("nemotron_h", "NemotronHForCausalLM", "nemotron_h_puzzle", "NemotronHPuzzleForCausalLM"),
+            "gguf:nemotron_h_moe",
+        ),
         (_make_separate("mixer.", gate=None),),
         function=ExpertFunction("relu2", gated=False),
     ),
@@ -442,20 +445,11 @@ ARCHS = (
         width=("moe_ffn_hidden_size", *MOE_WIDTH),
         function=ExpertFunction("relu"),
     ),
-    Arch(
-        "Nemotron-H Puzzle",
-        ("nemotron_h_puzzle", "NemotronHPuzzleForCausalLM"),
-        function=ExpertFunction("relu2", gated=False),
-        refusal="its experts are two matrices without a gate, which no expert format can hold; serve it without "
-        "ktconvert, with SGLang or vLLM",
-    ),
     # llama.cpp's src/models/bert.cpp: two matrices, and gelu of the first one's product.
     Arch(
         "Nomic Embed MoE",
         ("gguf:nomic-bert-moe",),
         function=ExpertFunction("gelu_tanh", gated=False),
-        refusal="its experts are two matrices without a gate, which no expert format can hold; serve it without "
-        "ktconvert, with llama.cpp",
     ),
     # transformers' models/nllb_moe/modeling_nllb_moe.py (fc1, fc2) and switch_transformers (wi, wo).
     Arch(

@@ -38,7 +38,6 @@ CHANGES = {
     r"\.lora_\w+(\.\w+)*": "of a LoRA adapter that was not merged, without which the weight beside it is another",
     r"\.\w*norm\w*(\.weight)?": "a norm, without which the experts compute something else",
 }
-OUTPUT_NORM = ".experts.post_expert_norm.weight"  # of experts whose function has a norm of their output
 FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 INDICES = "I64"
 INTEGERS = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", INDICES)

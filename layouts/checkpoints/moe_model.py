@@ -38,7 +38,7 @@ class MoeModel:
     mtp_tensors  expert tensors of these layers and of blocks called mtp
     dtypes       names of the encodings that expert weights are stored in, sorted
     functions    layer -> what its experts compute
-    notes        sentences for the plan of an AMX output
+    notes        sentences for the plan of an output for the CPU
     common_notes  those of them that hold for any output
     refusal      why no output can hold these experts; None if one can
     equalized    layers whose experts are read equalized (see `equalize`)

@@ -5,6 +5,7 @@ The tensors decide; the config is compared with them, and a checkpoint whose con
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,6 @@ from ktconvert.layouts.checkpoints.expert_function import (
 )
 from ktconvert.layouts.checkpoints.match import (
     NUMBER,
-    OUTPUT_NORM,
     SHARED,
     NameScan,
     StoredLayer,
@@ -45,6 +45,7 @@ from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
 
 MOST_NAMES = 4  # of different tensors in one sentence
+OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
 
 
 def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
@@ -84,24 +85,20 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     stored = {n: seen.layers[prefix, n] for n in layers}
     if arch.text_first:
         notes.append(_drop_image_experts(stored))
-    _refuse_strays(seen, prefix, mtp, arch)
+    if arch.function.output_norm:
+        seen.strays = [name for name in seen.strays if not OUTPUT_NORM.search(name)]
+    _refuse_strays(seen, prefix, mtp)
     _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
     moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
     mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
     if seen.others:
         notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
-    of_amx: list[str] = []
+    of_cpu: list[str] = []
     if mtp_names:
         which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
-        of_amx.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
+        of_cpu.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
     functions = {n: _find_function(arch, source.config, n, moe_layers[n]) for n in layers}
-    computed = "; ".join(dict.fromkeys(str(function) for function in functions.values() if function != PLAIN))
-    if computed:
-        of_amx.append(
-            f"The experts of {arch.name} compute {computed}; kt-kernel's AMXINT4 and AMXINT8 compute only {PLAIN}: use "
-            "ktconvert's runtime (`run`, `serve`, `KTMoEWrapper`)."
-        )
     return MoeModel(
         arch=arch,
         source=source,
@@ -111,7 +108,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
         has_shared_experts=seen.shared,
         functions=functions,
-        notes=(*notes, *of_amx),
+        notes=(*notes, *of_cpu),
         common_notes=tuple(notes),
         quantization=source.quantization,
         refusal=refusal,
@@ -249,15 +246,10 @@ def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) ->
     )
 
 
-def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int], arch: Arch) -> None:
-    """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights.
-
-    A norm of their output is a non-expert tensor if the family has one.
-    """
+def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int]) -> None:
+    """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights."""
     left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
     for name in seen.strays:
-        if arch.function.output_norm and name.endswith(OUTPUT_NORM):
-            continue
         if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
             kind = stray_kind(name)
             what = f"is among the experts but is not one of their weights{kind and f': it is {kind}'}"

@@ -8,6 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.expert_function import describe_record
 from ktconvert.layouts.files.facts import OutputFacts
+from ktconvert.layouts.outputs import kt_kernel
 from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.outputs.linear_names import explain_not_rawint4
 from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
@@ -32,14 +33,20 @@ def make_model_card(
     """Return README.md: front matter for the hub, contents of the folder, how to load it, errors of its weights."""
     # kt-kernel's names of methods do not have our prefix.
     named_facts: OutputFacts = {**facts, "method": facts["method"].removeprefix("KT_")}
+    support = kt_kernel.describe_support(facts) if facts["method"] in kt_kernel.KT_METHODS else ""
     words = {**named_facts, **_make_words(named_facts, base_model, loose, non_experts)}
     lines = _make_front_matter(card, facts, base_model)
     lines += ["", f"# {card.title.format(**words)}", ""]
     lines += [line.format(**words) for line in card.introduction]
     lines += ["", "| | |", "|---|---|"]
-    rows = (*card.make_rows(card, named_facts), ("made by", f"ktconvert {tool_version}"))
+    rows = (
+        *card.make_rows(card, named_facts),
+        *([(kt_kernel.NAME, support)] if support else []),
+        ("made by", f"ktconvert {tool_version}"),
+    )
     lines += [f"| {name} | {value} |" for name, value in rows]
-    lines += ["", "## Use", "", *card.make_usage(named_facts, base_model, non_experts)]
+    make_usage = _make_ktconvert_usage if kt_kernel.INSTEAD in support else card.make_usage
+    lines += ["", "## Use", "", *make_usage(named_facts, base_model, non_experts)]
     lines += _make_error_lines(stats)
     if facts.keys() & {"scale", "methods"}:
         lines += _make_layer_lines(stats)

@@ -9,10 +9,12 @@ from functools import cached_property
 from typing import Any, Final
 
 from ktconvert.layouts.checkpoints.archs import Separate
+from ktconvert.layouts.checkpoints.expert_function import read_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
 from ktconvert.layouts.encodings.encoding import Encoding, tensor_suffixes
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
+from ktconvert.layouts.outputs.kt_kernel import KtMethod
 from ktconvert.layouts.outputs.slices import SliceId, slice_shape
 from ktconvert.layouts.tensors import PROJECTIONS
 
@@ -134,6 +136,7 @@ class LinearNames:
 WORDS = {"gate": "w1", "up": "w3", "down": "w2"}
 DEEPSEEK_V4 = tuple((p, f"layers.{{layer}}.ffn.experts.{{expert}}.{WORDS[p]}") for p in PROJECTIONS)
 DEEPSEEK = tuple((p, f"model.layers.{{layer}}.mlp.experts.{{expert}}.{p}_proj") for p in PROJECTIONS)
+RAWINT4 = KtMethod("RAWINT4")
 # Names that kt-kernel's RAWINT4 looks for, in order.
 RAWINT4_NAMES = tuple(
     {p: f"{layers}.{{layer}}.mlp.experts.{{expert}}.{p}_proj" for p in PROJECTIONS}
@@ -152,7 +155,9 @@ def explain_not_rawint4(facts: OutputFacts) -> str | None:
         return "it reads 4 bits in groups of 32 columns"
     names = facts[TEMPLATES]
     if names in RAWINT4_NAMES:
-        return None
+        functions = read_functions(facts.get("functions", {})).values()
+        why = RAWINT4.explain_not_computed(functions)
+        return why and f"it {why}"
     return f"it looks for {RAWINT4_NAMES[0]['gate']}, but they are named {names['gate']}"
 
 

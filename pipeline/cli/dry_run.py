@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ktconvert.layouts.checkpoints.expert_function import describe_record
+from ktconvert.layouts.outputs import kt_kernel
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import existing, journal
 from ktconvert.pipeline.engine.assemble import require_free_side_output
@@ -75,6 +76,8 @@ def _format_plan(plan: Plan, document: Mapping[str, Any]) -> str:
     rows = [(key, join_values(facts[key])) for key in known if key in facts]
     rows += [("compute", describe_record(facts["functions"]))] if "functions" in facts else []
     rows += [("layers", str(len(facts["layers"])))] if "layers" in facts else []
+    if facts.get("method") in kt_kernel.KT_METHODS:
+        rows.append(("kt-kernel", kt_kernel.describe_support(plan.facts)))
     kind = "folders" if document["loose"] else "shards" if plan.has_index else "files"
     written = f"{size(document['bytes_out'])} in {document['shards']} {kind}"
     needs = [

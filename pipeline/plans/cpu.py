@@ -11,7 +11,15 @@ from ktconvert.layouts.checkpoints.recognition import recognise
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
-from ktconvert.layouts.outputs import Format, backward_only_format, formats_by_option, has_all_loose_files, loose, mixed
+from ktconvert.layouts.outputs import (
+    Format,
+    backward_only_format,
+    formats_by_option,
+    has_all_loose_files,
+    kt_kernel,
+    loose,
+    mixed,
+)
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import format_ranges
@@ -77,6 +85,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
         statistics=statistics,
         card_notes=[
             *_make_notes(model, layers, options),
+            *kt_kernel.note_on_support(facts),
             *expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_format_notes(model, layer_fmt, options)),
             *fmt.notes,
             *expert_plan.mix_notes(fmt, layers, quantizer),
