@@ -34,9 +34,9 @@ class KtconvertError(Exception):
         return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
 
     @classmethod
-    def from_tensor(cls, name: str, what: str, remedy: str = "", path: Path | str | None = None) -> Self:
-        """Return the error for a tensor; `what` follows its name."""
-        return cls(f"tensor {name!r}{'' if what.startswith(':') else ' '}{what}", remedy, tensor=name, path=path)
+    def from_tensor(cls, name: str, problem: str, remedy: str = "", path: Path | str | None = None) -> Self:
+        """Return the error for a tensor; `problem` follows its name."""
+        return cls(f"tensor {name!r}{'' if problem.startswith(':') else ' '}{problem}", remedy, tensor=name, path=path)
 
     def with_path(self, path: Path | str) -> Self:
         """Return a copy of this error that names a path."""
@@ -80,18 +80,20 @@ class WorkerLostError(KtconvertError):
 
 
 def bad_tensor(
-    name: str, what: str, remedy: str = "download it again, or use another release", path: Path | str | None = None
+    name: str, problem: str, remedy: str = "download it again, or use another release", path: Path | str | None = None
 ) -> InputError:
-    """Return the error for a damaged tensor; `what` follows its name."""
-    return InputError.from_tensor(name, what, remedy, path)
+    """Return the error for a damaged tensor; `problem` follows its name."""
+    return InputError.from_tensor(name, problem, remedy, path)
 
 
-def bad_file(path: Path | str, what: str, remedy: str = REMEDY) -> InputError:
-    """Return the error for a damaged file; `what` follows its path."""
-    return InputError(what, remedy, path=path)
+def bad_file(path: Path | str, problem: str, remedy: str = REMEDY) -> InputError:
+    """Return the error for a damaged file; `problem` follows its path."""
+    return InputError(problem, remedy, path=path)
 
 
-def unreadable_file(path: Path | str, error: OSError, what: str = "cannot be read", remedy: str = REMEDY) -> InputError:
+def unreadable_file(
+    path: Path | str, error: OSError, problem: str = "cannot be read", remedy: str = REMEDY
+) -> InputError:
     """Return the error for a file that the system does not open or read, with a remedy for the reason."""
     denied = isinstance(error, PermissionError)
-    return bad_file(path, f"{what} ({error.strerror})", PERMISSION if denied else remedy)
+    return bad_file(path, f"{problem} ({error.strerror})", PERMISSION if denied else remedy)

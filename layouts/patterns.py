@@ -56,8 +56,8 @@ class Pattern:
         return found
 
     def _slow(self, name: str) -> InputError:
-        what = f"the regular expression {_short(self.text)} takes too long for names like {_short(name)}"
-        return InputError(what, "write it without nested repeats", path=self._path)
+        problem = f"the regular expression {_short(self.text)} takes too long for names like {_short(name)}"
+        return InputError(problem, "write it without nested repeats", path=self._path)
 
 
 class _Timer:
@@ -93,8 +93,8 @@ def _compile(text: str, path: Path | str) -> Any:
         return regex.compile(text, regex.VERSION0, cache_pattern=False)
     except Exception as error:  # regex.error, RecursionError, ValueError ...: parsing strange text
         reason = error if isinstance(error, regex.error) else type(error).__name__
-        what = f"{_short(text)} is not a regular expression ({reason})"
-        raise InputError(what, "correct it", path=path) from None
+        problem = f"{_short(text)} is not a regular expression ({reason})"
+        raise InputError(problem, "correct it", path=path) from None
 
 
 def _short(text: str) -> str:

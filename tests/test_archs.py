@@ -20,7 +20,7 @@ from ktconvert.layouts.checkpoints.expert_function import (
     record_functions,
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from rig import conversion
@@ -127,7 +127,7 @@ class Model:
         return root
 
     def read(self, root: Path, archs: tuple[Arch, ...] = ARCHS) -> MoeModel:
-        return recognise(open_checkpoint(self.save(root)), archs)
+        return recognize(open_checkpoint(self.save(root)), archs)
 
 
 def check(model: Model, moe: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None:
@@ -217,7 +217,7 @@ def test_a_norm_of_outputs_is_named_and_refused(tmp_path: Path) -> None:
     model.config["text_config"]["moe_hidden_size"] = model.config["text_config"].pop("hidden_size", H)
     with pytest.raises(UnsupportedError, match="Muse Spark: the output of each expert is normalized"):
         model.read(tmp_path)
-    parsed = recognise(open_checkpoint(tmp_path), to_read=True)
+    parsed = recognize(open_checkpoint(tmp_path), to_read=True)
     assert parsed.functions[1].output_norm and "is normalized" in str(parsed.refusal)
 
 
@@ -697,7 +697,7 @@ def test_unaligned_experts_are_copied(tmp_path: Path) -> None:
     model = Model(ROWS[QWEN], SEPARATE, layers=(1,))
     model.non_experts = {"model.layers.0.odd": ("U8", np.zeros(1, U8))}
     write_file(tmp_path / "model.safetensors", {**model.non_experts, **model.experts})
-    parsed = recognise(open_checkpoint(tmp_path))
+    parsed = recognize(open_checkpoint(tmp_path))
     for expert in range(E):
         assert not parsed.source.array(model.name("gate", 1, expert)).flags.aligned
         gate = parsed.linear(1, expert, "gate").values

@@ -14,7 +14,7 @@ if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "da
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def shapes_of(model: Path) -> dict[int, tuple[int, int, int]]:
     """Return the shapes of a model's layers with experts."""
     with open_checkpoint(model) as source:
-        moe = recognise(source)
+        moe = recognize(source)
         return {layer: moe.shape(layer) for layer in moe.layers}
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.calibration.requirements import (
     CARDS,
@@ -119,7 +119,7 @@ def test_shape_is_read_from_a_checkpoint(quant_type: str, example: Path) -> None
     samples = Samples(num_calibration_samples=64, max_sequence_length=256)
     bits = 4 if quant_type == "W4A16" else 8
     shape = replace(
-        read_shape(recognise(open_checkpoint(str(example))), samples), bits=bits, experts_at_once=4, on_gpu=True
+        read_shape(recognize(open_checkpoint(str(example))), samples), bits=bits, experts_at_once=4, on_gpu=True
     )
     # Weights of a layer: q and o 256 x 256, k and v 128 x 256, router 8 x 256, norms 2 x 256 and 2 x 64.
     non_expert_bytes = 2 * (2 * 256 * 256 + 2 * 128 * 256 + 8 * 256 + 2 * 256 + 2 * 64)

@@ -152,7 +152,7 @@ def test_verify_reports_loose_weights_in_a_merged_output(command: str, plain: Pa
         (out / stray).write_bytes(b"old")
     document = json.loads((out / "manifest.json").read_text())
     listed = [{"name": stray, "size": 3, "sha256": hashlib.sha256(b"old").hexdigest()} for stray in STRAYS]
-    # Outputs for the GPU are only recognised by their manifest.
+    # Outputs for the GPU are only recognized by their manifest.
     for files in ([], listed, None) if command == "cpu" else ([], listed):
         if files is None:
             (out / "manifest.json").unlink()

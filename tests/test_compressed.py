@@ -10,7 +10,7 @@ from test_archs import Model
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import pack_quantized
 from ktconvert.layouts.encodings.encoding import Encoding
@@ -215,7 +215,7 @@ def test_a_whole_checkpoint_equals_model_free_ptq(
 
     input_path = stored.model(example, tmp_path / "given", source)
     converter = FP8BlockDequantizer(targets=[r"re:.*_proj$"]) if source == "FP8" else None
-    model = recognise(open_checkpoint(input_path))
+    model = recognize(open_checkpoint(input_path))
     patterns = ignore.make_ignore_list(model)
     where = (str(input_path), str(tmp_path / "theirs"))
     llmcompressor.model_free_ptq(*where, encoding.name, ignore=patterns, device="cpu", converter=converter)

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.checkpoints.config import quantization
+from ktconvert.layouts.checkpoints.config import parse_quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -108,7 +108,7 @@ def change_tensors(random: Random, tensors: dict[str, TensorInfo]) -> None:
 def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
     """Decode the headers as a conversion and `dequantize` do; yield the refusals."""
     try:
-        model = recognise(source, to_read=True)
+        model = recognize(source, to_read=True)
         for expert in range(min(2, model.shape(0)[0])):
             for projection in PROJECTIONS:
                 model.memory_for_reading(0, backward=True)
@@ -116,7 +116,7 @@ def read(source: TensorSource) -> Iterator[InputError | UnsupportedError]:
     except (InputError, UnsupportedError) as error:
         yield error
     try:
-        for stored in find_non_expert_tensors(source, (), quantization(source.config)).tensors.values():
+        for stored in find_non_expert_tensors(source, (), parse_quantization(source.config)).tensors.values():
             if isinstance(stored, Weight) and 0 not in stored.shape:
                 kernels.decode(stored.read_linear(source, 0))
     except (InputError, UnsupportedError) as error:

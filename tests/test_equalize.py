@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints import moe_model
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
@@ -195,7 +195,7 @@ def test_equalized_experts_have_less_error(source: Path, tmp_path: Path) -> None
 
 def test_importance_grows_with_the_inputs(source: Path) -> None:
     with open_checkpoint(str(source)) as checkpoint:
-        model = moe_model.equalize(recognise(checkpoint), (0, 1))
+        model = moe_model.equalize(recognize(checkpoint), (0, 1))
         equal_importance: Any = SimpleNamespace(importance=lambda *_: np.ones(WIDTH, np.float32))
         by_layer = [make_importance_reader(model, equal_importance, layer) for layer in (0, 1)]
         exponents = model.exponents(0, 2)

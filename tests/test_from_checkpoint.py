@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.native_quant.matrix import decode
@@ -58,7 +58,7 @@ def test_memory_is_close_to_the_size_of_the_file(golden: tuple[Native, Path]) ->
 
 def forward_in_float64(layer: Native, path: Path, limit: float, alpha: float) -> Any:
     """Return the layer's output, computed in float64 from weights that BF16 represents exactly."""
-    model = recognise(open_checkpoint(path))
+    model = recognize(open_checkpoint(path))
 
     def linear(expert: int, projection: str) -> Any:
         return floats.from_bits(decode(model.linear(0, expert, projection)))

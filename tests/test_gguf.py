@@ -15,7 +15,7 @@ import pytest
 from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header, split_names
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.tensors import PROJECTIONS
@@ -32,7 +32,7 @@ Cli = Callable[..., Any]
 
 
 def read_model(path: Path, config: str | None = None) -> MoeModel:
-    return recognise(open_checkpoint(path, config=config))
+    return recognize(open_checkpoint(path, config=config))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -36,7 +36,7 @@ Quantization = dict[str, Any]
 
 def open_model(folder: Path, **options: Any) -> MoeModel:
     """Recognise the model of a folder."""
-    return recognise(open_checkpoint(folder), **options)
+    return recognize(open_checkpoint(folder), **options)
 
 
 @pytest.fixture(scope="module")

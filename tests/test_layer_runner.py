@@ -17,7 +17,7 @@ import torch
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.files.direct_file import RowFile
@@ -74,7 +74,7 @@ def run_model(
 ) -> None:
     """Run the samples through all layers of the bundled model, three experts at a time."""
     source = open_checkpoint(EXAMPLE)
-    model = recognise(source)
+    model = recognize(source)
     rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
     lm = LayeredModel(source, {tensor.key: tensor for tensor in rest})
     folder.mkdir()
@@ -204,7 +204,7 @@ def test_gptq_supports_one_scale_per_row(name, samples, tmp_path):
     encoding = FORMATS[name].encoding
     ours, inputs = Gptq(encoding), HessianKeeper()
     run_model(samples, lambda model, layer: [inputs, ours.visitor_of_layer(model, layer)], tmp_path / "walk")
-    model = recognise(open_checkpoint(EXAMPLE))
+    model = recognize(open_checkpoint(EXAMPLE))
     assert len(ours.stored) == 2 * 8 * len(PROJECTIONS)
     for (layer, expert, projection), stored in ours.stored.items():
         linear = model.linear(layer, expert, projection)

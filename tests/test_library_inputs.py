@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
@@ -32,7 +32,7 @@ Values = dict[tuple[int, str], Any]
 def read_values(folder: Path) -> tuple[Values, dict[str, Any]]:
     """Return the experts as `cpu` reads them, and every weight as `dequantize` does, by name."""
     with open_checkpoint(folder) as source:
-        model = recognise(source)
+        model = recognize(source)
         experts = {(e, p): kernels.decode(model.linear(0, e, p)).copy() for e in range(E) for p in SHAPES}
         others = find_non_expert_tensors(source, (), source.quantization).tensors
         weights = {name: stored for name, stored in others.items() if isinstance(stored, Weight)}
@@ -311,7 +311,7 @@ def test_a_stack_of_modelopt_converts_like_its_values(scale_shape: str, transpos
 def test_two_fp8_scales_per_expert_need_a_known_axis(transposed: bool, tmp_path: Path) -> None:
     """`cpu` knows the axis from the matrices of down; `dequantize` looks at one tensor."""
     folder, values, _ = write_stacks(tmp_path, make_fp8_stack, "E2", transposed)
-    model = recognise(open_checkpoint(folder))
+    model = recognize(open_checkpoint(folder))
     assert_equal({(e, p): kernels.decode(model.linear(0, e, p)) for e in range(E) for p in SHAPES}, values)
     with pytest.raises(
         UnsupportedError, match=r"_proj_weight_scale' has 2 scales for each .* rows or columns is unknown; use"
@@ -374,7 +374,7 @@ def test_two_scales_per_expert_require_separate_halves(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "gpt_oss"}))
     with pytest.raises(UnsupportedError, match="has 2 scales for each expert, and gate and up alternate"):
-        recognise(open_checkpoint(folder), to_read=True)
+        recognize(open_checkpoint(folder), to_read=True)
 
 
 def test_a_layer_may_mix_both_conventions_of_nvfp4(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_layer_may_mix_both_conventions_of_nvfp4(tmp_path: Path) -> None:
             tensors[name.replace("global_scale", "scale_2")] = (dtype, 1 / one)
 
     folder, values = encodings.write("ct NVFP4", tmp_path, change)
-    model = recognise(open_checkpoint(folder))
+    model = recognize(open_checkpoint(folder))
     for (e, p), bits in values.items():
         read = floats.from_bits(kernels.decode(model.linear(0, e, p)))
         assert np.allclose(read, floats.from_bits(bits), rtol=0 if e == 0 else 0.01)

@@ -96,12 +96,12 @@ def test_training_settings_do_not_change_gradients(setting, model, example):
 def load_layered(root: Path) -> Any:
     """Load a model as the calibration run does."""
     from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-    from ktconvert.layouts.checkpoints.recognition import recognise
+    from ktconvert.layouts.checkpoints.recognition import recognize
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     source = open_checkpoint(root)
-    names = recognise(source).expert_tensor_names()
+    names = recognize(source).expert_tensor_names()
     rest = find_non_expert_tensors(source, names, source.quantization).output_tensors()
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
 

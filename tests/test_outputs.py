@@ -16,7 +16,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.encoding import is_zero
@@ -116,7 +116,7 @@ def test_outputs_equal_the_definition(method, how, source, outputs, cli):
         (KEPT.format("BF16") in stderr) == (method == "bf16") and "rounds twice" not in stderr and "int8" not in stderr
     )
     assert ("only AVX2" in stderr) == (method == "rawint4")
-    model = recognise(open_checkpoint(source))
+    model = recognize(open_checkpoint(source))
     check_tensors(out, method, how, model, lambda part: define_tensors(method, how, reference.decode(part)))
     name = f"{'kt_' if how == KT and method != 'rawint4' else ''}{method}"
     options = ("--quant-method", name, "--numa", slice_count(how))
@@ -205,7 +205,7 @@ def test_codes_and_scales_are_kept(method, name, tmp_path, cli):
     stderr = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--quant-method", method, *how).stderr
     assert KEPT.format(method.upper()) in stderr and "rounds twice" not in stderr and "better choice" not in stderr
     check_tensors(
-        tmp_path / "out", method, how, recognise(open_checkpoint(folder)), lambda part: keep_tensors(method, part)
+        tmp_path / "out", method, how, recognize(open_checkpoint(folder)), lambda part: keep_tensors(method, part)
     )
     check_unchanged_values(tmp_path / "out", folder, cli)
     again = ("cpu", "-i", folder, "-o", tmp_path / "x", *how, "--dry-run", "--quant-method")
@@ -245,7 +245,7 @@ def test_other_scales_are_rounded(name, tmp_path, cli, monkeypatch):
         f"{'FP8' if method == 'fp8' else 'NVFP4'} to {method.upper()} rounds twice" in stderr
         and "already" not in stderr
     )
-    model = recognise(open_checkpoint(folder))
+    model = recognize(open_checkpoint(folder))
     check_tensors(
         tmp_path / "out", method, how, model, lambda part: define_tensors(method, how, reference.decode(part))
     )
@@ -365,7 +365,7 @@ def test_verify_finds_damage(method, how, tensor, at, to, message, outputs, tmp_
 @pytest.mark.parametrize("method", METHODS)
 def test_the_runtime_computes_with_outputs(method, source, outputs, tmp_path):
     """The results have the same bits as with these experts packed in memory."""
-    model, out = recognise(open_checkpoint(source)), outputs(method, *KT)[0]
+    model, out = recognize(open_checkpoint(source)), outputs(method, *KT)[0]
     stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
     expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
     assert ours.method == method.upper()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.pipeline.calibration.layered_model import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions
@@ -112,7 +112,7 @@ def test_values_that_are_not_finite_are_refused(broken: float) -> None:
 def load_layered(folder: Path) -> LayeredModel:
     """Load a model as the calibration run does."""
     source = open_checkpoint(folder)
-    model = recognise(source)
+    model = recognize(source)
     rest = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
     return LayeredModel(source, {tensor.key: tensor for tensor in rest})
 

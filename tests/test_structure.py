@@ -38,8 +38,17 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 # They subclass or replace what transformers has, define torch's operators, or are loaded where torch is in use alone, so
 # they import these at the top; other modules import them inside a function.
 SERVING = ("application", "completions", "model_manager", "prompts", "scheduler", "stream_decoder")
-RUNTIME = ("adapters", "hf", "hf_modules", "hf_non_experts", "layer_forwards", "peft_targets", "peft_tuner", "sft")
-RUNTIME += ("streams", "training", "wrapper")
+RUNTIME = (
+    "adapters",
+    "hf",
+    "hf_blocks",
+    "hf_modules",
+    "hf_non_experts",
+    "layer_forwards",
+    "peft_targets",
+    "peft_tuner",
+)
+RUNTIME += ("sft", "streams", "training", "wrapper")
 SUBCLASSING = {f"ktconvert.native_quant.runtime.{name}" for name in RUNTIME}
 SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 # torch tensors in and out

@@ -228,14 +228,14 @@ UNKNOWN = Setting(None, Any, NONE)
 
 def _refuse(name: str, value: Any, use: str, setting: Setting) -> UnsupportedError:
     if setting is UNKNOWN:
-        what = f"its {_short(name)} is {_short(value)}, which is a setting of a newer PEFT or a different program"
-        return UnsupportedError(f"{what} and may change the results", "save the adapter as plain LoRA")
+        problem = f"its {_short(name)} is {_short(value)}, which is a setting of a newer PEFT or a different program"
+        return UnsupportedError(f"{problem} and may change the results", "save the adapter as plain LoRA")
     if not setting.uses:
         remedy = "train an adapter without it, or use this one with PEFT"
         return UnsupportedError(f"its {name} is {_short(value)}, which ktconvert does not compute", remedy)
     if use == SERVE:
-        what = f"its {name} changes the model's own weights, which requests without this adapter use, too"
-        return UnsupportedError(what, "save the adapter as plain LoRA")
+        problem = f"its {name} changes the model's own weights, which requests without this adapter use, too"
+        return UnsupportedError(problem, "save the adapter as plain LoRA")
     remedy = "use the adapter with `ktconvert run`, or merge it with PEFT"
     return UnsupportedError(f"its {name} is {_short(value)}, which merge-adapter does not fold into weights", remedy)
 
@@ -303,8 +303,8 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
         if match is not None and info.dtype in DTYPES and len(info.shape) == 2:
             found.setdefault(match["module"], {})[match["side"]] = info
         elif not others:
-            what = f"({info.dtype} {list(info.shape)}) is not a matrix of plain LoRA"
-            raise UnsupportedError.from_tensor(info.name, what, "use the adapter with `ktconvert run`", file)
+            problem = f"({info.dtype} {list(info.shape)}) is not a matrix of plain LoRA"
+            raise UnsupportedError.from_tensor(info.name, problem, "use the adapter with `ktconvert run`", file)
     pairs = {}
     for module, sides in found.items():
         if len(sides) < 2:
@@ -334,8 +334,8 @@ def _require_rank(pair: Pair, settings: Settings, file: Path) -> None:
     a, b, rank = pair.a.shape[0], pair.b.shape[1], settings.rank(*pair.names)
     stacked = OF_STACK.fullmatch(pair.names[0].rpartition(".")[0]) is not None
     if a != b or not a or (a % rank if stacked else a != rank):
-        what = f"and {pair.b.name} is {list(pair.b.shape)}, but their rank in {CONFIG} is {rank}"
-        raise InputError.from_tensor(pair.a.name, f"is {list(pair.a.shape)}, {what}", AGAIN, file)
+        problem = f"and {pair.b.name} is {list(pair.b.shape)}, but their rank in {CONFIG} is {rank}"
+        raise InputError.from_tensor(pair.a.name, f"is {list(pair.a.shape)}, {problem}", AGAIN, file)
 
 
 def _require_numbers(pairs: Iterable[str], file: Path) -> None:
@@ -346,8 +346,10 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
     for name, found in numbers.items():
         if found != set(range(len(found))):
             missing = next(number for number in range(len(found)) if number not in found)
-            what = f"has matrices of {name} for {len(found)} experts up to {max(found)}, but not for expert {missing}"
-            raise InputError(what, AGAIN, path=file)
+            problem = (
+                f"has matrices of {name} for {len(found)} experts up to {max(found)}, but not for expert {missing}"
+            )
+            raise InputError(problem, AGAIN, path=file)
 
 
 def read_adapter(folder: Path) -> dict[str, Delta]:

@@ -166,7 +166,7 @@ GGUF_STYLES: tuple[Style, ...] = (
 
 
 def gguf_styles(gated: bool) -> tuple[Style, ...]:
-    """Return the ways in which GGUFs store experts with, or without, a gate; both have the same names of up and down."""
+    """Return the ways in which GGUFs store experts with, or without, a gate; the names of up and down are the same."""
     return tuple(style for style in GGUF_STYLES if style.gated == gated)
 
 

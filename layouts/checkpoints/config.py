@@ -26,17 +26,17 @@ WIDE, DEEP, PACKED = 1 << 20, 1000, 16
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 
 
-def scopes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def iterate_scopes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the configuration objects that may describe the experts, innermost first."""
     for key in NESTED:
         if isinstance(inner := config.get(key), dict):
-            yield from scopes(inner)
+            yield from iterate_scopes(inner)
     yield config
 
 
-def find(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:
+def find_value(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:
     """Return the first of these keys that has a value, and the value; a dot in a key enters a nested object."""
-    for scope in scopes(config):
+    for scope in iterate_scopes(config):
         for key in keys:
             value: Any = scope
             for part in key.split("."):
@@ -46,9 +46,9 @@ def find(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | Non
     return None
 
 
-def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tuple[str, int] | None:
+def find_number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tuple[str, int] | None:
     """Return the first of these keys that is a whole number, with its value; a list has one number per layer."""
-    entry = find(config, keys)
+    entry = find_value(config, keys)
     if entry is None:
         return None
     key, value = entry
@@ -58,20 +58,20 @@ def number(config: dict[str, Any], keys: tuple[str, ...], layer: int = 0) -> tup
     return (key, value) if type(value) is int else None
 
 
-def experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
+def find_experts_per_token(config: dict[str, Any], layer: int, experts: int) -> tuple[int, str]:
     """Return the number of experts per token, at most `experts`, and its origin."""
-    recorded = number(config, TOPK, layer)
+    recorded = find_number(config, TOPK, layer)
     if recorded is not None and 0 < recorded[1] <= experts:
         return recorded[1], f"config.json: {recorded[0]}"
     return min(USUAL_TOPK, experts), "assumed; not in config.json"
 
 
-def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
+def explain_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
     """Explain what is wrong with the recorded number for a model that computes with it; None if nothing is.
 
     A missing number and 1 to `experts` are correct. A list has one number per layer, 0 for a layer without experts.
     """
-    entry = find(config, TOPK)
+    entry = find_value(config, TOPK)
     if entry is None or experts < 1:
         return None
     key, value = entry
@@ -81,20 +81,20 @@ def wrong_experts_per_token(config: dict[str, Any], experts: int) -> str | None:
     return f"{key} is {most}, but a layer has {experts} experts; set the number with which the model was trained"
 
 
-def large_sizes(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+def find_large_sizes(config: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the sizes and layer counts, also in nested objects, that make a model slow to build."""
     large = []
     for key, value in config.items():
         if isinstance(value, dict):
-            large += large_sizes(value)
+            large += find_large_sizes(value)
         elif isinstance(value, int) and SIZE.search(str(key)) and value > (DEEP if LAYERS.search(str(key)) else WIDE):
             large.append((str(key), value))
     return large
 
 
-def wrong_size(large: list[tuple[str, int]], tensors: Mapping[str, TensorInfo]) -> str | None:
+def explain_large_size(large: list[tuple[str, int]], tensors: Mapping[str, TensorInfo]) -> str | None:
     """Explain the first of these sizes that exceeds the tensors; return None if none does."""
-    deep = 1 + max((int(number) for name in tensors for number in NUMBER.findall(name)), default=0)
+    deep = 1 + max((int(find_number) for name in tensors for find_number in NUMBER.findall(name)), default=0)
     wide = PACKED * max((size for info in tensors.values() for size in info.shape), default=0)
     for key, value in large:
         if value > (deep if LAYERS.search(key) else wide):
@@ -102,10 +102,10 @@ def wrong_size(large: list[tuple[str, int]], tensors: Mapping[str, TensorInfo]) 
     return None
 
 
-def families(config: dict[str, Any]) -> list[str]:
+def list_families(config: dict[str, Any]) -> list[str]:
     """Return the names of the model's family, model_type and architectures, outermost first."""
     names: list[str] = []
-    for scope in reversed(list(scopes(config))):
+    for scope in reversed(list(iterate_scopes(config))):
         kinds = scope.get("architectures")
         texts = [scope.get("model_type"), *(kinds if isinstance(kinds, list) else [])]
         names += [name for name in texts if isinstance(name, str)]
@@ -153,13 +153,13 @@ PACKINGS = {
 WIDEST = 8  # bits of integer codes; layers of more bits are not quantized
 
 
-def quantization(config: dict[str, Any]) -> Quantization:
+def parse_quantization(config: dict[str, Any]) -> Quantization:
     """Read how weights are quantized from a config; unusable values are ignored."""
     method, words, weights, sizes, mxint = "", "", [], [], False
-    for scope in scopes(config):
+    for scope in iterate_scopes(config):
         for key in QUANTIZATIONS:
             if isinstance(quant := scope.get(key), dict):
-                named_method, layout = _method(quant)
+                named_method, layout = _parse_method(quant)
                 method = method or named_method
                 mxint = mxint or _has_mxint(quant)
                 groups = quant.get("config_groups")
@@ -170,9 +170,9 @@ def quantization(config: dict[str, Any]) -> Quantization:
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
                     formats = layout, *map(quant.get, ("checkpoint_format", "format", "version"))
-                    called = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
-                    words = words or str(called).lower()
-                    weights += _schemes(quant)
+                    format_name = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
+                    words = words or str(format_name).lower()
+                    weights += _list_schemes(quant)
     blocks = [
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
     ]
@@ -200,22 +200,22 @@ def merge_quantization_files(declared: Quantization, other_file: dict[str, Any])
     """
     if not other_file.keys() & KEYS.values():
         return declared
-    said = quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
+    declared = parse_quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
     for name, key in KEYS.items():
-        one, other = getattr(declared, name), getattr(said, name)
+        one, other = getattr(declared, name), getattr(declared, name)
         if one and other and one != other:
             two = [each if isinstance(each, str) else " and ".join(map(json.dumps, each)) for each in (other, one)]
             raise ValueError(f"has {key} {two[0]}, but config.json has {two[1]}")
-    return replace(declared, **{name: getattr(declared, name) or getattr(said, name) for name in KEYS})
+    return replace(declared, **{name: getattr(declared, name) or getattr(declared, name) for name in KEYS})
 
 
-def _method(quant: dict[str, Any]) -> tuple[str, str]:
+def _parse_method(quant: dict[str, Any]) -> tuple[str, str]:
     """Return quant_method, and the format of its words if AutoRound names it."""
     method = str(quant.get("quant_method") or "")
     if method.removeprefix("intel/").replace("-", "_") != AUTO_ROUND:
         return method, ""
-    early = str(quant.get("backend") or "").lower()  # in early versions; now it is the runtime
-    packing = str(quant.get("packing_format") or (early if early.startswith(AUTO_ROUND) else f"{AUTO_ROUND}:gptq"))
+    backend = str(quant.get("backend") or "").lower()  # in early versions; now it is the runtime
+    packing = str(quant.get("packing_format") or (backend if backend.startswith(AUTO_ROUND) else f"{AUTO_ROUND}:gptq"))
     first, kind, *_ = *packing.lower().split(":"), ""
     return PACKINGS.get(kind, (method, "")) if first == AUTO_ROUND else (method, "")
 
@@ -229,11 +229,13 @@ def _layer_overrides(quant: dict[str, Any]) -> list[dict[str, Any]]:
 def _has_mxint(quant: dict[str, Any]) -> bool:
     groups = quant.get("config_groups")
     named = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    said = (str(each.get(key)) for each in (quant, *_layer_overrides(quant), *named) for key in ("data_type", "format"))
-    return any("mxint" in text.replace("_", "").lower() for text in said)
+    declared = (
+        str(each.get(key)) for each in (quant, *_layer_overrides(quant), *named) for key in ("data_type", "format")
+    )
+    return any("mxint" in text.replace("_", "").lower() for text in declared)
 
 
-def _schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
+def _list_schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a config of GPTQ or AWQ as compressed-tensors' schemes: the default, then the overrides."""
     named = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
     each = [

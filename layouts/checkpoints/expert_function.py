@@ -236,10 +236,10 @@ def _require_constants(
 
     values  the constants that the config gives. Only the row's own activation has defaults
     """
-    constants, what = ACTIVATIONS[function.activation].constants, f"{family}: experts compute {function.activation}"
+    constants, problem = ACTIVATIONS[function.activation].constants, f"{family}: experts compute {function.activation}"
     if function.limit and LIMIT not in constants:
         raise UnsupportedError(
-            f"{what}, which has no limit, but their limit is {function.limit:g}; {CHOOSE_ACTIVATION}"
+            f"{problem}, which has no limit, but their limit is {function.limit:g}; {CHOOSE_ACTIVATION}"
         )
     is_own = function.activation == row.activation
     for constant in constants:
@@ -247,17 +247,17 @@ def _require_constants(
         if is_missing or not (getattr(function, constant.field) or constant.may_be_zero):
             keys = " or ".join(_name_setting(config, key) for key in constant.keys)
             remedy = f"give --arch-file with activation and {constant.field} = its value"
-            raise UnsupportedError(f"{what}, but {constant.field} ({keys}) is missing; {remedy}")
+            raise UnsupportedError(f"{problem}, but {constant.field} ({keys}) is missing; {remedy}")
 
 
 def states_constants(config: dict[str, Any]) -> bool:
     """Return whether config.json has a key of any constant of an activation."""
     constants = (constant for activation in ACTIVATIONS.values() for constant in activation.constants)
-    return any(cfg.find(config, constant.keys) is not None for constant in constants)
+    return any(cfg.find_value(config, constant.keys) is not None for constant in constants)
 
 
 def _find_activation(row: ExpertFunction, config: dict[str, Any], family: str) -> str:
-    if (entry := cfg.find(config, HIDDEN_ACT)) is None:
+    if (entry := cfg.find_value(config, HIDDEN_ACT)) is None:
         return row.activation
     setting = f"{_name_setting(config, entry[0])} is {json.dumps(entry[1])}"
     meant = HIDDEN_ACTS.get(str(entry[1]).lower())
@@ -272,7 +272,7 @@ def _find_activation(row: ExpertFunction, config: dict[str, Any], family: str) -
 
 def names_activation(config: dict[str, Any]) -> bool:
     """Return whether config.json, or the metadata of a GGUF, names an activation."""
-    return cfg.find(config, HIDDEN_ACT) is not None
+    return cfg.find_value(config, HIDDEN_ACT) is not None
 
 
 def _name_setting(config: dict[str, Any], key: str) -> str:
@@ -284,30 +284,30 @@ def _name_setting(config: dict[str, Any], key: str) -> str:
 
 
 def _refuse_unknown_limits(config: dict[str, Any]) -> None:
-    for scope in cfg.scopes(config):
+    for scope in cfg.iterate_scopes(config):
         for key, value in scope.items():
             if LIMITING.search(str(key)) and key not in (*LIMIT_KEYS, *OTHER_LIMITS) and value:
                 setting = f"{_name_setting(config, key)} = {json.dumps(value)}"
-                what = f"{setting} may limit the experts, and ktconvert does not know it"
-                raise UnsupportedError(f"{what}; give --arch-file with their activation and limit")
+                problem = f"{setting} may limit the experts, and ktconvert does not know it"
+                raise UnsupportedError(f"{problem}; give --arch-file with their activation and limit")
 
 
 def _read_constant(constant: Constant, config: dict[str, Any], layer: int) -> float | None:
     """Return the value of a layer; None if config.json has none. Raises UnsupportedError for a wrong one."""
-    if (entry := cfg.find(config, constant.keys)) is None:
+    if (entry := cfg.find_value(config, constant.keys)) is None:
         return None
     setting, value = _name_setting(config, entry[0]), entry[1]
     if isinstance(value, list):
         if layer >= len(value):
-            what = f"{setting} has {len(value)} values, none for layer {layer}"
-            raise UnsupportedError(f"{what}; correct it, or use another release")
+            problem = f"{setting} has {len(value)} values, none for layer {layer}"
+            raise UnsupportedError(f"{problem}; correct it, or use another release")
         value = value[layer]
     value = 0 if value is None else value
     is_number = type(value) in (int, float) and 0 <= value < float("inf")
     if not is_number or not (value or constant.may_be_zero):
         least = "of at least 0" if constant.may_be_zero else "above 0"
-        what = f"{setting} must be a finite number {least} for layer {layer}, not {json.dumps(value)[:100]}"
-        raise UnsupportedError(f"{what}; correct it, or use another release")
+        problem = f"{setting} must be a finite number {least} for layer {layer}, not {json.dumps(value)[:100]}"
+        raise UnsupportedError(f"{problem}; correct it, or use another release")
     return float(value)
 
 

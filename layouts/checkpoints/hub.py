@@ -68,9 +68,9 @@ def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
 
 def _require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
-        what = "is incomplete in" if cached else "is not in"
+        problem = "is incomplete in" if cached else "is not in"
         remedy = f"unset it or run `{_command(name, revision, files)}` where there is a network"
-        raise InputError(f"{name}: {what} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
+        raise InputError(f"{name}: {problem} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
 
 
 def cache_root() -> Path:
@@ -134,8 +134,8 @@ def _explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
     if "RevisionNotFoundError" in kinds:
         return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
     if "RepositoryNotFoundError" in kinds:
-        what = "neither a local path nor a public model of the hub; if private, run `hf auth login`"
-        return InputError(f"{name}: {what}")
+        problem = "neither a local path nor a public model of the hub; if private, run `hf auth login`"
+        return InputError(f"{name}: {problem}")
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     return InputError(f"{name}{at}: cannot be downloaded ({type(e).__name__}); {remedy}")
 

@@ -22,8 +22,8 @@ BIAS_PATTERNS = ("{s}.bias", "{s}_bias")
 # precedence.
 FOREIGN = {"{s}.SCB": "bitsandbytes", "{t}.absmax": "bitsandbytes", "{s}.B": "marlin", "{s}.W_q": "HQQ"}
 # Values that no row reads: by their own dtype, else by that of the scale beside them.
-BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64", "NVFP4": "NVFP4 with a scale for the whole tensor"}
-BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
+FORMAT_BY_VALUES = {"F8_E5M2": "FP8 E5M2", "F64": "float64", "NVFP4": "NVFP4 with a scale for the whole tensor"}
+FORMAT_BY_SCALE = {"U8": "MXFP4", "F8_E8M0": "MXFP4", "F8_E4M3": "NVFP4"}
 # Outside the experts: suffixes of names, and dtypes of weights.
 SUFFIXES = {
     **dict.fromkeys((".weight_packed", ".weight_zero_point"), "packed by compressed-tensors"),
@@ -33,7 +33,7 @@ SUFFIXES = {
     ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
 }
 # Among the experts: what else changes what they compute.
-CHANGES = {
+CHANGING_TENSORS = {
     r"[._]input\.weight": "a matrix that inputs are multiplied by, without which the weight beside it is another",
     r"\.lora_\w+(\.\w+)*": "of a LoRA adapter that was not merged, without which the weight beside it is another",
     r"\.\w*norm\w*(\.weight)?": "a norm, without which the experts compute something else",
@@ -46,8 +46,8 @@ DTYPES |= {name: f"FP{name[1:].replace('_', ' ')}" for name in FLOATS}
 
 
 def describe_values(values: TensorInfo, scale: TensorInfo | None) -> str:
-    what = BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
-    return f"{BY_VALUES.get(values.dtype, what)} ({values.dtype})"
+    problem = FORMAT_BY_SCALE.get(scale.dtype if scale else "", "packed or integer")
+    return f"{FORMAT_BY_VALUES.get(values.dtype, problem)} ({values.dtype})"
 
 
 def find_unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str]) -> Iterator[tuple[TensorInfo, str]]:
@@ -58,11 +58,11 @@ def find_unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str])
     """
     unclaimed: list[TensorInfo] = []
     for info in map(tensors.__getitem__, names):
-        by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
-        if by_name is None and (info.name.endswith(".weight") or (len(info.shape) == 3 and info.dtype != INDICES)):
-            by_name = DTYPES.get(info.dtype)
-        if by_name is not None:
-            yield info, by_name
+        kind_by_name = next((kind for suffix, kind in SUFFIXES.items() if info.name.endswith(suffix)), None)
+        if kind_by_name is None and (info.name.endswith(".weight") or (len(info.shape) == 3 and info.dtype != INDICES)):
+            kind_by_name = DTYPES.get(info.dtype)
+        if kind_by_name is not None:
+            yield info, kind_by_name
         elif info.dtype in INTEGERS and info.dtype != INDICES and sum(n > 1 for n in info.shape) > 1:
             unclaimed.append(info)
     if unclaimed:
@@ -76,15 +76,17 @@ def find_unread_formats(tensors: Mapping[str, TensorInfo], names: Iterable[str])
                 yield info, f"a matrix of integers ({info.dtype}) beside its scales"
 
 
-def stray_kind(name: str) -> str:
+def describe_stray(name: str) -> str:
     """Return what a tensor among the experts is that is not one of their weights; "" if that is unknown."""
-    by_name = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "")
-    return by_name or next((kind for pattern, kind in CHANGES.items() if re.search(rf"{pattern}\Z", name)), "")
+    kind_by_name = next((kind for suffix, kind in SUFFIXES.items() if name.endswith(suffix)), "")
+    return kind_by_name or next(
+        (kind for pattern, kind in CHANGING_TENSORS.items() if re.search(rf"{pattern}\Z", name)), ""
+    )
 
 
-def unread_format_error(name: str, what: str) -> UnsupportedError:
+def unread_format_error(name: str, problem: str) -> UnsupportedError:
     return UnsupportedError.from_tensor(
-        name, f": {what} is not an input yet; use the model's BF16 or FP8 (E4M3) release"
+        name, f": {problem} is not an input yet; use the model's BF16 or FP8 (E4M3) release"
     )
 
 
@@ -97,7 +99,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 ROUTER = re.compile(
     r"\.(?:mlp|ffn|feed_forward|block_sparse_moe|moe|mixer)\.(?:gate|router)\.|\.router\.|\.ffn_gate_inp\."
 )
-ROUTERS_OWN = re.compile(r"\.e_score_correction_bias$")  # some families keep it among the experts
+ROUTER_BIAS = re.compile(r"\.e_score_correction_bias$")  # some families keep it among the experts
 ROUTED = re.compile(r"(?:^|\.)experts\.")
 SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
@@ -160,10 +162,10 @@ class _Rule:
 
 def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> NameScan:
     """Sort the names in one pass. Raise InputError if a layer is stored in two ways."""
-    rules, containers = _rules(tuple(styles), tuple(encodings.tensor_roles().items()))
+    rules, containers = _make_rules(tuple(styles), tuple(encodings.tensor_roles().items()))
     out = NameScan()
     known: dict[str, tuple[list[_Rule], str | None, str | None]] = {}
-    several: list[tuple[list[_Rule], int, int, TensorInfo]] = []
+    ambiguous: list[tuple[list[_Rule], int, int, TensorInfo]] = []
     for name, info in tensors.items():
         shape = NUMBER.sub("#", name)
         if shape not in known:
@@ -178,13 +180,13 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
             if name == candidates[0].name.format(layer=layer, expert=expert):
                 out.present.add((candidates[0].prefix, layer))
                 if len(candidates) > 1:
-                    several.append((candidates, layer, expert, info))
+                    ambiguous.append((candidates, layer, expert, info))
                 else:
                     _assign(out, candidates[0], layer, expert, info)
                 continue
         if MTP.search(shape) and "expert" in shape:
             out.mtp.append(name)
-        elif inside is not None and not ROUTERS_OWN.search(shape):
+        elif inside is not None and not ROUTER_BIAS.search(shape):
             out.strays.append(name)
         elif ROUTED.search(shape):
             out.others.append(name)
@@ -193,7 +195,7 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
             out.present.add(key)
             if ROUTER.search(shape):
                 out.routers.add(key)
-    for candidates, layer, expert, info in several:  # the layer's other tensors tell which style it is
+    for candidates, layer, expert, info in ambiguous:  # the layer's other tensors tell which style it is
         styles = [stored.style for rule in candidates if (stored := out.layers.get((rule.prefix, layer))) is not None]
         _assign(out, next((rule for rule in candidates if rule.style in styles), candidates[0]), layer, expert, info)
     return out
@@ -207,8 +209,8 @@ def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInf
     stored = out.layers.setdefault((rule.prefix, layer), StoredLayer(rule.style))
     if stored.style != rule.style:
         other = next(iter(stored.names), "")
-        what = f": layer {layer} is stored in two ways, also as {other!r}"
-        raise InputError.from_tensor(name, what, "use a release that stores it once")
+        problem = f": layer {layer} is stored in two ways, also as {other!r}"
+        raise InputError.from_tensor(name, problem, "use a release that stores it once")
     if rule.role == UNUSED:
         stored.unused.append(name)
         return
@@ -223,7 +225,7 @@ def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInf
 
 
 @functools.lru_cache(maxsize=16)
-def _rules(
+def _make_rules(
     styles: tuple[Style, ...], roles: tuple[tuple[str, str], ...]
 ) -> tuple[Mapping[str, list[_Rule]], frozenset[str]]:
     """Return the rules of each name with "#" for its numbers, and the prefixes of all names among experts."""
@@ -251,7 +253,7 @@ def _tensor_roles(template: str, roles: Iterable[tuple[str, str]]) -> dict[str, 
     known = [(pattern, role, False) for pattern, role in roles]
     known += [(pattern, BIAS, False) for pattern in BIAS_PATTERNS]
     known += [(pattern, UNUSED, False) for pattern in UNUSED_PATTERNS]
-    known += [(pattern, what, True) for pattern, what in FOREIGN.items()]
+    known += [(pattern, problem, True) for pattern, problem in FOREIGN.items()]
     names: dict[str, tuple[str, bool]] = {}
     for pattern, role, unread in known:
         names.setdefault(encodings.expand_pattern(pattern, template), (role, unread))

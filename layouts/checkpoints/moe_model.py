@@ -31,7 +31,7 @@ EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
 @dataclass(frozen=True)
 class MoeModel:
-    """A checkpoint with recognised experts.
+    """A checkpoint with recognized experts.
 
     layers       numbers of the layers to convert, as in the checkpoint; moe_layers describes each of them
     mtp_layers   layers at or beyond num_hidden_layers, not converted
@@ -141,8 +141,8 @@ class MoeModel:
             values = values[second::2] if moe.style.interleaved else values[start : start + moe.width]
         bias = np.ascontiguousarray(values, np.float32)
         if not np.isfinite(bias).all():
-            what = f"contains a value that is not finite, in the bias of expert {expert}"
-            raise bad_tensor(info.name, what, path=self.source.path(info))
+            problem = f"contains a value that is not finite, in the bias of expert {expert}"
+            raise bad_tensor(info.name, problem, path=self.source.path(info))
         return bias
 
     def weight(self, layer: int, expert: int, projection: str) -> Weight:

@@ -82,17 +82,17 @@ def find_non_expert_tensors(
     for name, failure in failed.items():
         if name not in dropped:
             raise failure
-    for info, what in find_unread_formats(source.tensors, (name for name in names if name not in dropped)):
+    for info, problem in find_unread_formats(source.tensors, (name for name in names if name not in dropped)):
         where = ", and stands outside the routed experts" if expert_names else ""
         path, remedy = source.path(info), "use the model's BF16 or FP8 (E4M3) release."
-        raise UnsupportedError(f"{path}: tensor {info.name!r} is {what}{where}; that is not an input yet: {remedy}")
+        raise UnsupportedError(f"{path}: tensor {info.name!r} is {problem}{where}; that is not an input yet: {remedy}")
     tensors: dict[str, TensorInfo | Weight] = {}
     for name in names:
         if name not in dropped or name in decoded:
             key, stored = decoded.get(name, (name, source.tensors[name]))
             if key in tensors:
-                what = f"is stored twice, also as {name!r}"
-                raise InputError.from_tensor(key, what, "use a release that stores it once", source.root)
+                problem = f"is stored twice, also as {name!r}"
+                raise InputError.from_tensor(key, problem, "use a release that stores it once", source.root)
             tensors[key] = stored
     notes = [
         f"{name} is FP8 of an MTP layer and has no scale: its values are copied without scaling"
@@ -113,7 +113,7 @@ def _find_weight(
         if row is None or not row.quantized or tensors[row.values_role] is not info:
             continue
         if tensors.keys() == {row.values_role} and info.dtype in fp8.UNSCALED.dtypes and len(info.shape) == 2:
-            limit = claims.num_layers(source.config)
+            limit = claims.find_layer_count(source.config)
             # Loaders of MTP layers copy such a weight into one of BF16.
             row = fp8.UNSCALED if is_mtp_tensor(info.name, limit and limit[1]) else row
         for role in row.tensor_names:
@@ -234,10 +234,10 @@ def _open_decoded(source: TensorSource, weight: Weight, expert: int) -> Read:
             return _decode(matrix, transposed, start, stop)
         except kernels.NonFinite as error:
             of_expert = f" of expert {expert}" if len(weight.shape) == 3 else ""
-            what = f"contains a value that is not finite at row {error.row}, column {error.column}{of_expert}"
+            problem = f"contains a value that is not finite at row {error.row}, column {error.column}{of_expert}"
             info = weight.values_tensor
             remedy = "download the file again or ask its publisher"
-            raise InputError.from_tensor(info.name, what, remedy, source.path(info)) from error
+            raise InputError.from_tensor(info.name, problem, remedy, source.path(info)) from error
 
     return read
 

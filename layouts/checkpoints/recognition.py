@@ -36,7 +36,7 @@ from ktconvert.layouts.checkpoints.match import (
     StoredLayer,
     expand_template,
     scan_names,
-    stray_kind,
+    describe_stray,
     unread_format_error,
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
@@ -48,7 +48,7 @@ MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
 
 
-def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
+def recognize(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
     """Recognise the experts of a checkpoint by reading only headers.
 
     to_read  also accept a model that no output can hold, if it can be read; `refusal` then holds the reason
@@ -57,47 +57,47 @@ def recognise(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
     its config; both name the file and the tensor.
     """
     try:
-        return _recognise(source, archs, to_read)
+        return _recognize(source, archs, to_read)
     except (InputError, UnsupportedError) as error:
         info = source.tensors.get(error.tensor)
         raise error.with_path(source.path(info) if info else source.root) from None
 
 
-def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
+def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
     arch = _find_arch(source, archs)
     notes = list(source.notes)
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
     if arch is not None and refusal is not None and not (to_read and arch.stored):
         raise UnsupportedError(refusal)
-    seen = scan_names(source.tensors, (*arch.stored, *gguf_styles(arch.function.gated)) if arch else ())
-    if not seen.layers and not seen.foreign:
-        arch, seen = _find_style(source, archs, arch, notes)
+    scan = scan_names(source.tensors, (*arch.stored, *gguf_styles(arch.function.gated)) if arch else ())
+    if not scan.layers and not scan.foreign:
+        arch, scan = _find_style(source, archs, arch, notes)
     assert arch is not None
-    limit = cfg.number(source.config, arch.layers)
+    limit = cfg.find_number(source.config, arch.layers)
     if source.has_config and (why := claims.find_contradiction(source.config, source.header_config, arch)) is not None:
         raise InputError(f"{why}; they are not of one model")
-    for (kind, n), name in seen.foreign.items():
+    for (kind, n), name in scan.foreign.items():
         if limit is None or n < limit[1]:
             raise unread_format_error(name, kind)
-    prefix, layers, mtp = _select_layers(seen, limit)
+    prefix, layers, mtp = _select_layers(scan, limit)
     if arch.router_scale:
-        _drop_router_scales(seen)
-    stored = {n: seen.layers[prefix, n] for n in layers}
+        _drop_router_scales(scan)
+    stored = {n: scan.layers[prefix, n] for n in layers}
     if arch.text_first:
         notes.append(_drop_image_experts(stored))
     if arch.function.output_norm:
-        seen.strays = [name for name in seen.strays if not OUTPUT_NORM.search(name)]
-    _refuse_strays(seen, prefix, mtp)
-    _refuse_gaps(seen, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
+        scan.strays = [name for name in scan.strays if not OUTPUT_NORM.search(name)]
+    _refuse_strays(scan, prefix, mtp)
+    _refuse_gaps(scan, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
     moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
-    mtp_names = frozenset(seen.mtp) | {t for n in mtp for t in seen.layers[prefix, n].names}
-    if seen.others:
-        notes.append(f"{len(seen.others)} tensors of other experts, such as {seen.others[0]}, are not converted.")
+    mtp_names = frozenset(scan.mtp) | {t for n in mtp for t in scan.layers[prefix, n].names}
+    if scan.others:
+        notes.append(f"{len(scan.others)} tensors of other experts, such as {scan.others[0]}, are not converted.")
     of_cpu: list[str] = []
     if mtp_names:
-        which = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
-        of_cpu.append(f"The experts of the MTP layers ({which}) are left out: kt-kernel does not load them.")
+        mtp_text = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
+        of_cpu.append(f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them.")
     functions = {n: _find_function(arch, source.config, n, moe_layers[n]) for n in layers}
     return MoeModel(
         arch=arch,
@@ -106,7 +106,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         mtp_layers=tuple(mtp),
         mtp_tensors=mtp_names,
         dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
-        has_shared_experts=seen.shared,
+        has_shared_experts=scan.shared,
         functions=functions,
         notes=(*notes, *of_cpu),
         common_notes=tuple(notes),
@@ -119,7 +119,7 @@ def _recognise(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
 def _find_arch(source: TensorSource, archs: Sequence[Arch]) -> Arch | None:
     """Return the first row that the config names; a row without names applies to any checkpoint and precedes others."""
     unconditional = (arch for arch in archs if not arch.matches)
-    named = (arch for name in cfg.families(source.config) for arch in archs if name in arch.matches)
+    named = (arch for name in cfg.list_families(source.config) for arch in archs if name in arch.matches)
     return next(unconditional, None) or next(named, None)
 
 
@@ -128,7 +128,9 @@ def function_by_config(config: dict[str, Any], layer: int) -> ExpertFunction | N
 
     Raises the errors of find_function.
     """
-    row = next((row for name in cfg.families(config) for row in ARCHS if name in row.matches), Arch("this model", ()))
+    row = next(
+        (row for name in cfg.list_families(config) for row in ARCHS if name in row.matches), Arch("this model", ())
+    )
     function = find_function(row.function, config, layer, row.name)
     return None if function == PLAIN and not states_constants(config) else function
 
@@ -149,35 +151,35 @@ def _find_style(
             if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
                 styles.setdefault(style, f"those of {arch.name}")
     styles |= dict.fromkeys(gguf_styles(gated=True), "in any GGUF")
-    seen = scan_names(source.tensors, styles)
-    hits = list(dict.fromkeys(layer.style for layer in seen.layers.values()))
-    called = ", ".join(cfg.families(source.config)) or "a model without a config"
+    scan = scan_names(source.tensors, styles)
+    hits = list(dict.fromkeys(layer.style for layer in scan.layers.values()))
+    family_names = ", ".join(cfg.list_families(source.config)) or "a model without a config"
     if len(hits) > 1:
         ways = "; ".join(" + ".join(getattr(style, p) for p in style.matrices) for style in hits)
-        raise UnsupportedError(f"{called}: experts of several forms ({ways}); choose with --arch-file")
-    if not hits and not seen.foreign:
-        raise _not_recognised(called, source, archs)
+        raise UnsupportedError(f"{family_names}: experts of several forms ({ways}); choose with --arch-file")
+    if not hits and not scan.foreign:
+        raise _make_unrecognized_error(family_names, source, archs)
     if known is not None or not hits:
-        return known or Arch(called, ()), seen
+        return known or Arch(family_names, ()), scan
     if not names_activation(source.config):
-        what = f"{called} is not in the table of architectures, and no configuration names its activation"
-        raise UnsupportedError(f"{what}; {CHOOSE_ACTIVATION}")
+        problem = f"{family_names} is not in the table of architectures, and no configuration names its activation"
+        raise UnsupportedError(f"{problem}; {CHOOSE_ACTIVATION}")
     notes.append(
-        f"{called} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are taken to "
-        "compute what the configuration says, with routing weights on the output."
+        f"{family_names} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are "
+        "taken to compute what the configuration says, with routing weights on the output."
     )
-    return Arch(called, (), (hits[0],)), seen
+    return Arch(family_names, (), (hits[0],)), scan
 
 
-def _select_layers(seen: NameScan, limit: tuple[str, int] | None) -> tuple[str, list[int], list[int]]:
+def _select_layers(scan: NameScan, limit: tuple[str, int] | None) -> tuple[str, list[int], list[int]]:
     """Return the prefix of the language model, the layers to convert, and the MTP layers."""
-    prefixes = sorted({prefix for prefix, _ in seen.layers})
+    prefixes = sorted({prefix for prefix, _ in scan.layers})
     if len(prefixes) != 1:
-        shown = ", ".join(map(repr, prefixes))
-        raise UnsupportedError(f"has experts under several prefixes ({shown}); choose one with --arch-file")
-    numbers = sorted(n for _, n in seen.layers)
+        examples_text = ", ".join(map(repr, prefixes))
+        raise UnsupportedError(f"has experts under several prefixes ({examples_text}); choose one with --arch-file")
+    numbers = sorted(n for _, n in scan.layers)
     if numbers[-1] >= MOST_LAYERS:
-        name = seen.layers[prefixes[0], numbers[-1]].names[0]
+        name = scan.layers[prefixes[0], numbers[-1]].names[0]
         raise InputError.from_tensor(
             name, f"is of layer {numbers[-1]}, and no model has more than {MOST_LAYERS} layers"
         )
@@ -185,9 +187,9 @@ def _select_layers(seen: NameScan, limit: tuple[str, int] | None) -> tuple[str, 
         return prefixes[0], numbers, []
     layers = [n for n in numbers if n < limit[1]]
     if not layers:
-        first = seen.layers[prefixes[0], numbers[0]].names[0]
-        what = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
-        raise InputError.from_tensor(first, what)
+        first = scan.layers[prefixes[0], numbers[0]].names[0]
+        problem = f": config.json says {limit[0]} = {limit[1]}, yet no layer below it has experts"
+        raise InputError.from_tensor(first, problem)
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
@@ -204,13 +206,13 @@ def _drop_image_experts(stored: Mapping[int, StoredLayer]) -> str:
     )
 
 
-def _drop_router_scales(seen: NameScan) -> None:
+def _drop_router_scales(scan: NameScan) -> None:
     """Remove the scale of the down matrices from layers of a GGUF in which no other matrix has one.
 
     llama.cpp's ffn_down_exps.scale is Gemma-4's router.per_expert_scale; a scale of weights comes with those of gate
     and up.
     """
-    for layer in seen.layers.values():
+    for layer in scan.layers.values():
         scaled = [matrix for (matrix, _), tensors in layer.tensors.items() if "scale" in tensors]
         if layer.style in GGUF_STYLES and scaled == ["down"]:
             del layer.tensors["down", -1]["scale"]
@@ -219,44 +221,45 @@ def _drop_router_scales(seen: NameScan) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def _not_recognised(called: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
+def _make_unrecognized_error(family_names: str, source: TensorSource, archs: Sequence[Arch]) -> UnsupportedError:
     """Return the error for a checkpoint in which no row finds experts.
 
     It shows tensors that may be experts: those called so, or those of three dimensions with one matrix for each expert.
     """
-    counted = cfg.number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
-    experts = counted[1] if counted else 0
-    theirs = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [
+    recorded_count = cfg.find_number(source.config, tuple(dict.fromkeys(key for arch in archs for key in arch.experts)))
+    experts = recorded_count[1] if recorded_count else 0
+    candidates = [name for name in source.tensors if "expert" in name and not SHARED.search(name)] or [
         name for name, info in source.tensors.items() if len(info.shape) == 3 and info.shape[0] == experts > 1
     ]
-    if experts < 2 and not theirs:
-        return UnsupportedError(f"{called}: a dense model, it has no experts to convert")
+    if experts < 2 and not candidates:
+        return UnsupportedError(f"{family_names}: a dense model, it has no experts to convert")
     remedy = "if they are gate, up and down matrices, describe them with --arch-file"
-    if not theirs:
-        key = counted[0] if counted else ""
+    if not candidates:
+        key = recorded_count[0] if recorded_count else ""
         return UnsupportedError(
-            f"{called}: config.json says {key} = {experts}, but no tensor looks like theirs; {remedy}"
+            f"{family_names}: config.json says {key} = {experts}, but no tensor looks like theirs; {remedy}"
         )
-    kinds = list({NUMBER.sub("#", name): name for name in reversed(theirs)}.values())[::-1]
-    shown = ", ".join(map(repr, kinds[:MOST_NAMES])) + (" and others" if len(kinds) > MOST_NAMES else "")
+    examples = list({NUMBER.sub("#", name): name for name in reversed(candidates)}.values())[::-1]
+    examples_text = ", ".join(map(repr, examples[:MOST_NAMES])) + (" and others" if len(examples) > MOST_NAMES else "")
     rows = ", ".join(arch.name for arch in archs if arch.refusal is None)
     return UnsupportedError(
-        f"{called}: its experts are not stored as any known family's (tensors {shown}); {remedy}. Known are: {rows}",
-        tensor=kinds[0],
+        f"{family_names}: its experts are not stored as any known family's (tensors {examples_text}); {remedy}. "
+        f"Known are: {rows}",
+        tensor=examples[0],
     )
 
 
-def _refuse_strays(seen: NameScan, prefix: str, mtp: Iterable[int]) -> None:
+def _refuse_strays(scan: NameScan, prefix: str, mtp: Iterable[int]) -> None:
     """Raise UnsupportedError for a tensor among the experts of a converted layer that is not one of their weights."""
     left_out = tuple(f"{prefix}layers.{n}." for n in mtp)
-    for name in seen.strays:
+    for name in scan.strays:
         if name.startswith(prefix) and not (left_out and name.startswith(left_out)):
-            kind = stray_kind(name)
-            what = f"is among the experts but is not one of their weights{kind and f': it is {kind}'}"
-            raise UnsupportedError.from_tensor(name, what, "it cannot be read: use another release of the model")
+            kind = describe_stray(name)
+            problem = f"is among the experts but is not one of their weights{kind and f': it is {kind}'}"
+            raise UnsupportedError.from_tensor(name, problem, "it cannot be read: use another release of the model")
 
 
-def _refuse_gaps(seen: NameScan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
+def _refuse_gaps(scan: NameScan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
     """Raise InputError if one of `count` layers was lost: it has a router but no experts, or no tensors at all."""
     if "{prefix}" not in getattr(style, style.matrices[0]) and style not in GGUF_STYLES:
         return  # where such a row's other tensors are is not known
@@ -264,7 +267,7 @@ def _refuse_gaps(seen: NameScan, style: Style, prefix: str, layers: Collection[i
         if n in layers:
             continue
         name = expand_template(style, prefix, style.matrices[0], n, 0)
-        if (prefix, n) in seen.routers:
+        if (prefix, n) in scan.routers:
             raise InputError(f"layer {n} has a router but no experts ({name!r} is missing)", INCOMPLETE)
-        if n > min(layers) and (prefix, n) not in seen.present:
+        if n > min(layers) and (prefix, n) not in scan.present:
             raise InputError(f"layer {n} is missing ({name!r} and all else)", INCOMPLETE)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.config import QUANTIZATIONS, scopes
+from ktconvert.layouts.checkpoints.config import QUANTIZATIONS, iterate_scopes
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.tensors import TensorInfo
 
@@ -20,14 +20,14 @@ from ktconvert.layouts.tensors import TensorInfo
 # and HIGGS (hadamard_size), compressed-tensors (transform_config), QuIP#.
 ROTATION = re.compile("rotat|hadamard|spinquant|quarot|quip|^transform_config$", re.IGNORECASE)
 METHODS = ("qtip", "exl3", "higgs", "fp_quant")
-NAMED = ("quant_method", "name", "algorithm")  # keys whose value names a method
+METHOD_KEYS = ("quant_method", "name", "algorithm")  # keys whose value names a method
 TOP = (*QUANTIZATIONS, "quip_params", "transform_config", "rotation_config", "spinquant_config")  # of config.json
 # Of SpinQuant, as AutoRound and Quark record it: R1 and R2 are folded into the weights, unless R1 is online.
 FOLDS, ONLINE = "online_r1_rotation", ("online_r1_rotation", "r3", "r4")
 OFFLINE = ("weight_input", "weight_output")  # locations of compressed-tensors' transforms that change only weights
 
 # What names of rotations' own tensors end with.
-ENDS = (
+ROTATION_SUFFIXES = (
     *("_input.weight", "_output.weight"),  # compressed-tensors, below a linear
     *(".SU", ".SV", ".suh", ".svh"),  # QuIP#, QTIP, EXL3
     *("hadamard_matrix", ".had_K", ".had_matrix", ".input_rotation"),
@@ -39,23 +39,25 @@ LINEARS = (".weight", ".weight_packed", ".qweight")  # of a linear
 class RotatedError(UnsupportedError, exit_code=UnsupportedError.exit_code):
     """A model that rotates inputs or outputs of its linears while it computes."""
 
-    def __init__(self, who: str, **where: Any) -> None:
-        what = f"{who}, inputs or outputs of linears are rotated while the model computes, which is not supported"
-        super().__init__(what, "use a release of the model without such rotations", **where)
+    def __init__(self, evidence: str, **where: Any) -> None:
+        problem = (
+            f"{evidence}, inputs or outputs of linears are rotated while the model computes, which is not supported"
+        )
+        super().__init__(problem, "use a release of the model without such rotations", **where)
 
 
 def refuse_config(path: Path | str, config: dict[str, Any]) -> None:
     """Raise RotatedError if a config says that the model rotates while it computes."""
-    for scope in scopes(config):
-        said = {key: scope[key] for key in TOP if key in scope}
-        if (key := next(_rotations(said), None)) is not None:
+    for scope in iterate_scopes(config):
+        settings = {key: scope[key] for key in TOP if key in scope}
+        if (key := next(_find_rotations(settings), None)) is not None:
             raise RotatedError(f"by its {key}", path=path)
 
 
 def refuse_tensors(root: Path, tensors: Mapping[str, TensorInfo]) -> None:
     """Raise RotatedError if a tensor of a checkpoint belongs to a rotation."""
     for name, info in tensors.items():
-        if name.endswith(ENDS) and _is_rotation(name, tensors):
+        if name.endswith(ROTATION_SUFFIXES) and _is_rotation(name, tensors):
             raise RotatedError(f"by tensor {name!r}", tensor=name, path=root / info.file)
 
 
@@ -65,21 +67,21 @@ def _is_rotation(name: str, names: Collection[str]) -> bool:
     return not name.endswith(".weight") or any(f"{linear}{suffix}" in names for suffix in LINEARS)
 
 
-def _rotations(said: Any) -> Iterator[str]:
-    if isinstance(said, list):
-        for each in said:
-            yield from _rotations(each)
-    if not isinstance(said, dict) or (FOLDS in said and not any(said.get(key) for key in ONLINE)):
+def _find_rotations(settings: Any) -> Iterator[str]:
+    if isinstance(settings, list):
+        for each in settings:
+            yield from _find_rotations(each)
+    if not isinstance(settings, dict) or (FOLDS in settings and not any(settings.get(key) for key in ONLINE)):
         return
-    for key, value in said.items():
-        method = value.lower() if key in NAMED and isinstance(value, str) else ""
+    for key, value in settings.items():
+        method = value.lower() if key in METHOD_KEYS and isinstance(value, str) else ""
         if method and (ROTATION.search(method) or method in METHODS):
             yield f"{key} {value!r}"
         elif value and "." not in key and ROTATION.search(key):
             if _is_online(value):
                 yield key
         else:
-            yield from _rotations(value)
+            yield from _find_rotations(value)
 
 
 def _is_online(value: Any) -> bool:

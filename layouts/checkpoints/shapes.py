@@ -58,7 +58,9 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     for a weight that no encoding reads.
     """
     style = stored.style
-    experts, hidden, width = (cfg.number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width))
+    experts, hidden, width = (
+        cfg.find_number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width)
+    )
     if isinstance(style, Stacked) and style.flat:
         stored = _divide_stacks(stored, experts)
     weights = _make_weights(source, stored, prefix, n)
@@ -70,33 +72,37 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
                 rows = (weight.encoding for weight in weights.values())
                 pattern = next((row.tensor_names[row.values_role][0] for row in rows), "{t}")  # or unused tensors alone
                 name = encodings.expand_pattern(pattern, expand_template(style, prefix, matrix, n, expert))
-                what = f"is missing, though layer {n} has other expert tensors"
-                raise bad_tensor(name, what, INCOMPLETE)
+                problem = f"is missing, though layer {n} has other expert tensors"
+                raise bad_tensor(name, problem, INCOMPLETE)
     first = weights[style.matrices[0], 0 if separate else -1]
     count = count if separate else first.shape[0] if first.shape else 0
     if isinstance(style, Separate):
-        h, i, turned = _measure_separate(weights, style.matrices, count)
+        h, i, input_major = _measure_separate(weights, style.matrices, count)
     elif isinstance(style, Stacked) and style.flat:
-        h, i, turned = _measure_flat(weights, style)
+        h, i, input_major = _measure_flat(weights, style)
     else:
-        h, i, turned = (
+        h, i, input_major = (
             _measure_fused(weights) if isinstance(style, Fused) else _measure_stacked(weights, style, hidden, width)
         )
-    for recorded, value, what in ((experts, count, "experts"), (hidden, h, "hidden size"), (width, i, "expert width")):
+    for recorded, value, name in (
+        (experts, count, "experts"),
+        (hidden, h, "hidden size"),
+        (width, i, "expert width"),
+    ):
         if recorded is not None and recorded[1] != value:
-            by_tensors = f"of shape {list(first.shape)}: by the tensors the {what} of layer {n} must be {value}"
+            by_tensors = f"of shape {list(first.shape)}: by the tensors the {name} of layer {n} must be {value}"
             says = f"config.json says {recorded[0]} = {recorded[1]}"
             raise InputError.from_tensor(first.name, f"{by_tensors}, {says}", "they are not of one model")
-    fitting: set[tuple[object, ...]] = set()
+    checked: set[tuple[object, ...]] = set()
     for weight in weights.values():
         shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
-        if (alike := (weight.encoding.name, shapes)) not in fitting:
-            weight.resolve_scheme(turned)
+        if (signature := (weight.encoding.name, shapes)) not in checked:
+            weight.resolve_scheme(input_major)
             _refuse_alternating_halves(weight, style)
-            fitting.add(alike)
+            checked.add(signature)
     _refuse_uneven(weights, style, prefix, n)
     _check_biases(stored, weights, arch, count, h, i)
-    return MoeLayer(style, prefix, weights, tuple(stored.unused), count, h, i, turned, stored.biases)
+    return MoeLayer(style, prefix, weights, tuple(stored.unused), count, h, i, input_major, stored.biases)
 
 
 def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: int, hidden: int, width: int) -> None:
@@ -119,8 +125,8 @@ def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: in
             raise bad_tensor(missing, "is missing, but the experts have biases", INCOMPLETE)
         shape = (rows[matrix],) if expert >= 0 else (experts, rows[matrix])
         if info.dtype not in BIAS_DTYPES or info.shape != shape:
-            what = f"is {info.dtype} of shape {list(info.shape)}, but a bias of {weight.name!r} must be"
-            raise bad_tensor(info.name, f"{what} {' or '.join(BIAS_DTYPES)} of shape {list(shape)}")
+            problem = f"is {info.dtype} of shape {list(info.shape)}, but a bias of {weight.name!r} must be"
+            raise bad_tensor(info.name, f"{problem} {' or '.join(BIAS_DTYPES)} of shape {list(shape)}")
 
 
 def _divide_stacks(stored: StoredLayer, experts: Recorded) -> StoredLayer:
@@ -134,14 +140,14 @@ def _divide_stacks(stored: StoredLayer, experts: Recorded) -> StoredLayer:
 
     def divide(info: TensorInfo) -> TensorInfo:
         if len(info.shape) != 2 or info.shape[0] % experts[1]:
-            what = f"has shape {list(info.shape)}, but must be [{experts[1]} * I, H] by config.json: {experts[0]}"
-            raise InputError.from_tensor(info.name, what)
+            problem = f"has shape {list(info.shape)}, but must be [{experts[1]} * I, H] by config.json: {experts[0]}"
+            raise InputError.from_tensor(info.name, problem)
         return replace(info, shape=(experts[1], info.shape[0] // experts[1], info.shape[1]))
 
     for tensors in stored.tensors.values():
         if (scale := next((info for role, info in tensors.items() if role != "weight"), None)) is not None:
-            what = "belongs to a quantized matrix of all experts, which is not an input yet; use the BF16 release"
-            raise UnsupportedError.from_tensor(scale.name, what)
+            problem = "belongs to a quantized matrix of all experts, which is not an input yet; use the BF16 release"
+            raise UnsupportedError.from_tensor(scale.name, problem)
     divided = {key: {role: divide(info) for role, info in each.items()} for key, each in stored.tensors.items()}
     return replace(stored, tensors=divided)
 
@@ -152,13 +158,13 @@ def _make_weights(source: TensorSource, stored: StoredLayer, prefix: str, n: int
     rows: dict[tuple[object, ...], CheckpointEncoding | None] = {}
     for (matrix, expert), tensors in stored.tensors.items():
         quantization = encodings.narrow_to_weight(source, tensors, source.quantization)
-        alike = quantization.bits, *((role, info.dtype, info.shape) for role, info in tensors.items())
-        if alike not in rows:
-            rows[alike] = encodings.find_encoding(tensors, quantization)
-        row = rows[alike]
+        signature = quantization.bits, *((role, info.dtype, info.shape) for role, info in tensors.items())
+        if signature not in rows:
+            rows[signature] = encodings.find_encoding(tensors, quantization)
+        row = rows[signature]
         name = expand_template(stored.style, prefix, matrix, n, expert)
         if row is None:
-            raise _explain_unread(name, tensors)
+            raise _make_unread_error(name, tensors)
         weights[matrix, expert] = encodings.make_weight(row, name, tensors, quantization)
     return weights
 
@@ -167,39 +173,43 @@ def _refuse_alternating_halves(weight: Weight, style: Style) -> None:
     """Raise UnsupportedError for two scales per expert, of gate and of up, if gate and up alternate."""
     for info in weight.tensors.values():
         if isinstance(style, Fused) and style.interleaved and info.shape[1:] == (2,) != weight.values_tensor.shape[1:2]:
-            what = f"has 2 scales for each expert, and gate and up alternate in {weight.name!r}; use the BF16 release"
-            raise UnsupportedError.from_tensor(info.name, what)
+            problem = (
+                f"has 2 scales for each expert, and gate and up alternate in {weight.name!r}; use the BF16 release"
+            )
+            raise UnsupportedError.from_tensor(info.name, problem)
 
 
 def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
     """Raise InputError if only some experts have zero points or an order of columns."""
-    full: dict[tuple[str, ...], Weight] = {}
+    most_complete: dict[tuple[str, ...], Weight] = {}
     for (matrix, _), weight in weights.items():
         key = matrix, weight.encoding.name, *weight.encoding.tensor_names
-        if key not in full or len(weight.tensors) > len(full[key].tensors):
-            full[key] = weight
+        if key not in most_complete or len(weight.tensors) > len(most_complete[key].tensors):
+            most_complete[key] = weight
     for (matrix, expert), weight in weights.items():
-        other = full[matrix, weight.encoding.name, *weight.encoding.tensor_names]
+        other = most_complete[matrix, weight.encoding.name, *weight.encoding.tensor_names]
         for role in other.tensors.keys() - weight.tensors.keys():
-            lost = encodings.expand_pattern(
+            missing_name = encodings.expand_pattern(
                 weight.encoding.tensor_names[role][0], expand_template(style, prefix, matrix, n, expert)
             )
-            what = f": {lost} is missing, and {other.tensors[role].name!r} is there"
-            raise bad_tensor(weight.name, what, INCOMPLETE)
+            problem = f": {missing_name} is missing, and {other.tensors[role].name!r} is there"
+            raise bad_tensor(weight.name, problem, INCOMPLETE)
 
 
-def _explain_unread(name: str, tensors: encodings.Tensors) -> Exception:
+def _make_unread_error(name: str, tensors: encodings.Tensors) -> Exception:
     """Return the error for tensors that no encoding reads.
 
     They have an unsupported format, or their scales or the tensor with the values are missing.
     """
-    held = [(row, info) for row in encodings.CHECKPOINT_ENCODINGS if (info := tensors.get(row.values_role)) is not None]
-    unscaled = [row for row, info in held if info.dtype in row.dtypes and "scale" in row.tensor_names]
+    candidates = [
+        (row, info) for row in encodings.CHECKPOINT_ENCODINGS if (info := tensors.get(row.values_role)) is not None
+    ]
+    unscaled = [row for row, info in candidates if info.dtype in row.dtypes and "scale" in row.tensor_names]
     if unscaled and "scale" not in tensors:
-        info, scale = held[0][1], encodings.expand_pattern(unscaled[0].tensor_names["scale"][0], name)
+        info, scale = candidates[0][1], encodings.expand_pattern(unscaled[0].tensor_names["scale"][0], name)
         return bad_tensor(info.name, f"is {info.dtype}, and its scales ({scale}) are missing", INCOMPLETE)
-    if held:
-        return unread_format_error(held[0][1].name, describe_values(held[0][1], tensors.get("scale")))
+    if candidates:
+        return unread_format_error(candidates[0][1].name, describe_values(candidates[0][1], tensors.get("scale")))
     role, info = next(iter(tensors.items()))
     rows = [row for row in reversed(encodings.CHECKPOINT_ENCODINGS) if role in row.tensor_names]
     row = next((row for row in rows if all(_has_role(row, other, name, t) for other, t in tensors.items())), rows[0])
@@ -244,8 +254,8 @@ def _measure_fused(weights: Weights) -> tuple[int, int, bool]:
         if (a, b) == (d, 2 * c):
             return d, c, True
     two = f"{gate_up.name!r} of shape {list(gate_up.shape)} and {down.name!r} of shape {list(down.shape)}"
-    what = f"tensors {two} are neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]"
-    raise InputError(what, INCOMPLETE, tensor=gate_up.name)
+    problem = f"tensors {two} are neither [E, 2I, H] with [E, H, I] nor [E, H, 2I] with [E, I, H]"
+    raise InputError(problem, INCOMPLETE, tensor=gate_up.name)
 
 
 def _measure_stacked(weights: Weights, style: Stacked, hidden: Recorded, width: Recorded) -> tuple[int, int, bool]:

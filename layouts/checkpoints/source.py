@@ -105,8 +105,8 @@ class TensorSource:
         """Return a view of the bytes of a tensor, or of a part of one, with its shape; unaligned if the file is."""
         kind = VIEWS.get(info.dtype)
         if kind is None:
-            what = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
-            raise UnsupportedError.from_tensor(info.name, what)
+            problem = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
+            raise UnsupportedError.from_tensor(info.name, problem)
         return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
@@ -225,8 +225,8 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
             return container, chosen
     for suffix in (".bin", ".pth", ".pt"):
         if any(f.endswith(suffix) for f in files):
-            what = f"holds PyTorch {suffix} weights only, which are not an input"
-            raise UnsupportedError(f"{root}: {what}; use the safetensors release")
+            problem = f"holds PyTorch {suffix} weights only, which are not an input"
+            raise UnsupportedError(f"{root}: {problem}; use the safetensors release")
     raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
 
 
@@ -251,9 +251,9 @@ def _choose_copy(root: Path, chosen: Selection, infos: Sequence[TensorInfo]) -> 
     for info in infos:
         if info.file == shard or len(infos) == 1:
             return info
-    what = f"is in {infos[0].file} and in {infos[1].file}, and no index says which one counts"
+    problem = f"is in {infos[0].file} and in {infos[1].file}, and no index says which one counts"
     remedy = "give one of the files, or download the index"
-    raise InputError.from_tensor(infos[0].name, what, remedy, root)
+    raise InputError.from_tensor(infos[0].name, problem, remedy, root)
 
 
 def _describe_disagreements(chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
@@ -273,8 +273,8 @@ def _describe_disagreements(chosen: Selection, copies: Mapping[str, Sequence[Ten
     if several := [name for name, held in files.items() if len(held) > 1]:
         kept = index[several[0]]
         others = ", ".join(file for file in files[several[0]] if file != kept)
-        what = f"{_tensor_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
-        yield f"{chosen.decider} chooses among copies of {what}"
+        problem = f"{_tensor_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
+        yield f"{chosen.decider} chooses among copies of {problem}"
 
 
 def _tensor_count(names: Sequence[str]) -> str:
@@ -292,15 +292,17 @@ def _find_conflict(
         other = next((name for name in PYTORCH if (root / name).is_file()), None)
         if other is None:
             return None
-        what = f"{chosen.names[0]} is read here, and transformers would read {other}"
-        return InputError(what, "give a directory that holds only one of them", path=root)
+        problem = f"{chosen.names[0]} is read here, and transformers would read {other}"
+        return InputError(problem, "give a directory that holds only one of them", path=root)
     theirs = (SINGLE,) if SINGLE in chosen.names else chosen.names
     for name, infos in copies.items():
         last = [info.file for info in infos if info.file in theirs][-1:]
         if len(infos) > 1 and last and last[0] != (ours := tensors[name].file):
-            what = f"is read from {ours}, as {chosen.decider} says, and transformers would read its copy in {last[0]}"
+            problem = (
+                f"is read from {ours}, as {chosen.decider} says, and transformers would read its copy in {last[0]}"
+            )
             remedy = f"`ktconvert dequantize {root} OUT` writes a model with one copy of each tensor"
-            return InputError.from_tensor(name, what, remedy, root)
+            return InputError.from_tensor(name, problem, remedy, root)
     return None
 
 
@@ -321,7 +323,7 @@ def read_quantization(root: Path, config: dict[str, Any] | None = None) -> cfg.Q
     Raises InputError if these are wrong or contradict each other, RotatedError if the model rotates while it computes.
     """
     config, other = read_config(root) if config is None else config, root / cfg.QUANTIZE_CONFIG
-    declared = cfg.quantization(config)
+    declared = cfg.parse_quantization(config)
     rotation.refuse_config(root / "config.json", config)
     if not other.exists():
         return declared

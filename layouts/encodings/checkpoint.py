@@ -177,8 +177,8 @@ def require_finite_scales(source: TensorSource, scale: TensorInfo, values: F32) 
     """Return the scales. Raise InputError, naming the place, for one that is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
-        what = f": scale [{row}, {column}] is {values[row, column]}"
-        raise bad_tensor(scale.name, what, path=source.path(scale))
+        problem = f": scale [{row}, {column}] is {values[row, column]}"
+        raise bad_tensor(scale.name, problem, path=source.path(scale))
     return values
 
 
@@ -194,6 +194,6 @@ def count_whole_scales(values: TensorInfo, scale: TensorInfo, shape: tuple[int, 
     return count if count == 1 or (count == 2 and may_have_two) else 0
 
 
-def absent_tensor(codes: TensorInfo, what: str, name: str) -> InputError:
+def absent_tensor(codes: TensorInfo, problem: str, name: str) -> InputError:
     """Return the error for a zero-point or order tensor that the config requires and the file lacks."""
-    return bad_tensor(codes.name, f"has {what} according to its config, but {name} is missing")
+    return bad_tensor(codes.name, f"has {problem} according to its config, but {name} is missing")

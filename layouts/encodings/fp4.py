@@ -102,8 +102,8 @@ def _make_row(
         codes = tensors[role]
         required = "a matrix of bytes or a stack of such"
         if quantization.mxint and not is_nvfp4:
-            what = ": config.json declares integers with E8M0 scales (MXINT4), which are unsupported"
-            raise UnsupportedError.from_tensor(codes.name, what, "use the model's BF16 or FP8 (E4M3) release")
+            problem = ": config.json declares integers with E8M0 scales (MXINT4), which are unsupported"
+            raise UnsupportedError.from_tensor(codes.name, problem, "use the model's BF16 or FP8 (E4M3) release")
         if role == "blocks":
             required = (
                 f"blocks of {GROUP // 2} bytes, [rows, columns / {GROUP}, {GROUP // 2}], of one weight or of a stack"
@@ -122,8 +122,8 @@ def _make_row(
         *rows, k = logical
         if not tensors_transposed and (k % group or scale.shape != (*rows, k // group)):
             expected = f"which is {list(logical)} with a scale for each {group} columns of a row"
-            what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {expected}"
-            raise bad_tensor(scale.name, what)
+            problem = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {expected}"
+            raise bad_tensor(scale.name, problem)
         whole = tensors[whole_role] if is_nvfp4 else None
         if whole and (whole.dtype not in FLOATS or not count_whole_scales(codes, whole, logical)):
             needed = f"must be one F32 for each weight of {codes.name!r}"
@@ -263,8 +263,8 @@ def _make_scale_check(read_codes: Callable[[TensorReader, int], Bytes]) -> Defec
             with np.errstate(over="ignore"):
                 numbers = dequantize(read_codes(read, index), scales[index].reshape(1, 1))
             if not np.isfinite(numbers).all():
-                what = "is not a number" if scales[index] == 255 else "makes a number infinite"
-                return f"scale {index}, {scales[index]}, {what}"
+                problem = "is not a number" if scales[index] == 255 else "makes a number infinite"
+                return f"scale {index}, {scales[index]}, {problem}"
         return ""
 
     return find_bad_scale

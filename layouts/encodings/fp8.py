@@ -76,8 +76,8 @@ def find_scale_grid(
     channels = (1, columns) if input_major else (rows, 1)
     if shape == (2,) != channels[:1] and GATE_UP in weight.name:
         if input_major is None:
-            what = f"has 2 scales for each {weight.name!r}; whether gate and up are rows or columns is unknown"
-            raise UnsupportedError.from_tensor(scale.name, what, "use the model's BF16 release")
+            problem = f"has 2 scales for each {weight.name!r}; whether gate and up are rows or columns is unknown"
+            raise UnsupportedError.from_tensor(scale.name, problem, "use the model's BF16 release")
         halves = (1, 2) if input_major else (2, 1)
         if rows % halves[0] == columns % halves[1] == 0:
             return halves, (rows // halves[0], columns // halves[1])
@@ -108,10 +108,10 @@ def find_scale_grid(
 
 def _make_misfit_error(weight: TensorInfo, scale: TensorInfo, blocks: Sequence[tuple[int, int]]) -> InputError:
     sizes = " or ".join(f"{rows}x{columns}" for rows, columns in blocks) or "128x128, the default"
-    what = (
+    problem = (
         f"of shape {list(scale.shape)} does not fit {weight.name!r} of shape {list(weight.shape)} in blocks of {sizes}"
     )
-    return bad_tensor(scale.name, what, "check weight_block_size in config.json, or use another release")
+    return bad_tensor(scale.name, problem, "check weight_block_size in config.json, or use another release")
 
 
 def _make_reader(kind: Kind) -> Callable[[TensorSource, Tensors, Quantization, bool], Matrix]:

@@ -48,14 +48,14 @@ def _find_group_size(
         raise bad_tensor(scale.name, f"is {scale.dtype}; scales must be F32, BF16 or F16")
     matching = [size for size in quantization.groups if groups == -(-k // size)]
     if groups and (k % groups or (groups > 1 and matching and all(k % size for size in matching))):
-        what = (
+        problem = (
             f": groups of {max(matching, default=k // groups)} columns do not divide the {k} columns of {codes.name!r}"
         )
-        raise UnsupportedError.from_tensor(scale.name, what, "use the model's BF16 or FP8 (E4M3) release")
+        raise UnsupportedError.from_tensor(scale.name, problem, "use the model's BF16 or FP8 (E4M3) release")
     if not groups or (groups > 1 and quantization.groups and not matching):
         sizes = " or ".join(map(str, quantization.groups)) or "any size"
-        what = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}"
-        raise bad_tensor(scale.name, what, "check group_size in config.json, or use another release")
+        problem = f"of shape {list(scale.shape)} does not fit {codes.name!r}, {n} x {k} in groups of {sizes}"
+        raise bad_tensor(scale.name, problem, "check group_size in config.json, or use another release")
     return k // groups
 
 
@@ -71,8 +71,8 @@ def _read_column_groups(source: TensorSource, stored: TensorInfo | None, group: 
     if (order == plain).all() or (order == -1).all():
         return None
     if not (np.sort(order) == plain).all():
-        what = f"must name each of {order.size // group} groups for {group} columns"
-        raise bad_tensor(stored.name, what, path=source.path(stored))
+        problem = f"must name each of {order.size // group} groups for {group} columns"
+        raise bad_tensor(stored.name, problem, path=source.path(stored))
     return order
 
 
@@ -85,8 +85,8 @@ def _require_i32(codes: TensorInfo, info: TensorInfo | None, shape: tuple[int, .
     """Raise InputError for a tensor beside the codes that is not I32 of this shape."""
     if info is not None and (info.dtype, info.shape) != ("I32", shape):
         needed = f"{codes.name!r} and its scales require I32 of shape {list(shape)}"
-        what = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
-        raise bad_tensor(info.name, what)
+        problem = f"is {info.dtype} of shape {list(info.shape)}; {needed}"
+        raise bad_tensor(info.name, problem)
 
 
 # --- pack-quantized -------------------------------------------------------------------------------
@@ -129,8 +129,8 @@ def _make_pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
         group = _find_packed_group(tensors, n, k, quantization)
         shape_tensor = tensors["shape"]
         if (recorded := np.array(source.view(shape_tensor)).tolist()) != [n, k]:
-            what = f"is {recorded}, but the codes are for {[n, k]}"
-            raise bad_tensor(shape_tensor.name, what, path=source.path(shape_tensor))
+            problem = f"is {recorded}, but the codes are for {[n, k]}"
+            raise bad_tensor(shape_tensor.name, problem, path=source.path(shape_tensor))
         codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
         scales = read_scales(source, tensors["scale"], (n, k // group))
         zeros = None
@@ -177,9 +177,9 @@ def narrow_to_weight(source: TensorSource, tensors: Tensors, quantization: Quant
     bits = [width for width in allowed if -(-columns * width // WORD_BITS[codes.dtype]) == codes.shape[1]]
     if len(bits) != 1:
         widths = " or ".join(map(str, allowed))
-        what = f"is for {columns} columns, but {codes.name!r} of shape {list(codes.shape)} with {widths} bits is not"
+        problem = f"is for {columns} columns, but {codes.name!r} of shape {list(codes.shape)} with {widths} bits is not"
         remedy = "check num_bits in config.json, or download both again"
-        raise bad_tensor(shape_tensor.name, what, remedy, source.path(shape_tensor))
+        raise bad_tensor(shape_tensor.name, problem, remedy, source.path(shape_tensor))
     return replace(quantization, bits=tuple(bits))
 
 
@@ -210,13 +210,13 @@ def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
         codes = tensors["qweight"]
         width = _find_width(tensors, quantization)
         if quantization.format and quantization.format not in FORMATS:
-            what = f": checkpoint_format {quantization.format!r} of GPTQ is unsupported; {REMEDY}"
-            raise UnsupportedError.from_tensor(codes.name, what)
+            problem = f": checkpoint_format {quantization.format!r} of GPTQ is unsupported; {REMEDY}"
+            raise UnsupportedError.from_tensor(codes.name, problem)
         _require_word_matrix(codes)
         if width not in range(2, 9) or (quantization.bits and width not in quantization.bits):
             widths = " or ".join(map(str, quantization.bits)) or "4 or 8"
-            what = f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {widths} bits"
-            raise bad_tensor(codes.name, what, "check bits in config.json, or use another release")
+            problem = f"of shape {list(codes.shape)} does not fit its zero points and g_idx with codes of {widths} bits"
+            raise bad_tensor(codes.name, problem, "check bits in config.json, or use another release")
         if width != bits:
             raise UnsupportedError.from_tensor(codes.name, f": GPTQ with {width:g} bits is unsupported; {REMEDY}")
         return codes.shape[1], codes.shape[0] * 32 // bits
@@ -336,8 +336,8 @@ def _infer_awq_shape(tensors: Tensors, quantization: Quantization) -> tuple[int,
     if version in GEMM and scales.shape[:1] == codes.shape[:1] and scales.shape[1:] != (8 * codes.shape[1],):
         version = "gemv"  # its scales are [n, groups]
     if version not in GEMM:
-        what = f": the order of AWQ's version {version!r} is unsupported; {REMEDY}"
-        raise UnsupportedError.from_tensor(codes.name, what)
+        problem = f": the order of AWQ's version {version!r} is unsupported; {REMEDY}"
+        raise UnsupportedError.from_tensor(codes.name, problem)
     if quantization.bits and 4 not in quantization.bits:
         widths = ", ".join(map(str, quantization.bits))
         raise UnsupportedError.from_tensor(codes.name, f": AWQ with {widths} bits is unsupported; {REMEDY}")

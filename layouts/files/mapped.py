@@ -39,11 +39,11 @@ class MappedFiles:
                 try:
                     mapped = _map(path, size)
                 except OSError as e:
-                    what = f"{path}: cannot be mapped ({e.strerror})"
+                    problem = f"{path}: cannot be mapped ({e.strerror})"
                     if e.errno in LIMITS:
                         limits = "the limits of this process (ulimit -n for files, -v for memory)"
-                        raise ResourceError(f"{what}; raise {limits} and start again") from None
-                    raise InputError(f"{what}; check the disk and start again") from None
+                        raise ResourceError(f"{problem}; raise {limits} and start again") from None
+                    raise InputError(f"{problem}; check the disk and start again") from None
                 self._maps[path] = mapped
                 mapped.register(path, self._may_lose)
             return mapped

@@ -19,7 +19,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")
 def config_json(original: Mapping[str, Any]) -> bytes:
     """Return the source's config.json without quantization at any depth; its dtypes become bfloat16."""
     config = remove_quantization(original, STORED_KEYS)
-    for scope in cfg.scopes(config):
+    for scope in cfg.iterate_scopes(config):
         scope.update({key: "bfloat16" for key in DTYPE_KEYS if key in scope})
     if not any(key in config for key in DTYPE_KEYS):
         config["torch_dtype"] = "bfloat16"  # the older of the two names, which all versions of transformers read

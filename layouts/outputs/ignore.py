@@ -92,13 +92,15 @@ def check_ignore_list(model: MoeModel, ignored: IgnoreList) -> None:
     )
     for name in _list_loader_names(linears):
         if (pattern := ignored.find(name)) is not None:
-            what = f"{pattern!r} would exclude the routed expert {name}, but loaders need all of them"
-            raise UsageError(f"{OPTION}: {what}; remove it or make it narrower")
+            problem = f"{pattern!r} would exclude the routed expert {name}, but loaders need all of them"
+            raise UsageError(f"{OPTION}: {problem}; remove it or make it narrower")
     missing = [name for name in non_expert_linears(model) if ignored.find(name) is None]
     if missing:
         shown = next((name for name in missing if ROUTER.search(f"{name}.")), missing[0])
-        what = "the router" if ROUTER.search(f"{shown}.") else "the module"
-        raise UsageError(f"the ignore list lacks {what} {shown}, so that loaders would treat it as quantized; add it")
+        problem = "the router" if ROUTER.search(f"{shown}.") else "the module"
+        raise UsageError(
+            f"the ignore list lacks {problem} {shown}, so that loaders would treat it as quantized; add it"
+        )
 
 
 def _list_loader_names(linears: Iterable[tuple[str, str]]) -> Iterator[str]:

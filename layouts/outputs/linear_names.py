@@ -91,7 +91,7 @@ class LinearNames:
 
     suffixes   suffixes of the tensors of a linear
     templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () without a
-               manifest, so that no tensor is recognised
+               manifest, so that no tensor is recognized
     model      source of the names while an output is written; else None
     native     whether checkpoints may have these names, too, so that only a manifest distinguishes outputs
     """

@@ -56,5 +56,5 @@ def require_plain_numbers(root: Path) -> None:
     """Raise InputError for a folder such as _layer_01 or _numa_x, which kt-kernel never opens."""
     for folder in sorted((*root.glob("_layer_*"), *root.glob("_layer_*/_numa_*"))):
         if folder.is_dir() and not (LAYER.fullmatch(folder.name) or NUMA.fullmatch(folder.name)):
-            what = "kt-kernel does not read this name (it has zeros before a number)"
-            raise InputError(f"{folder}: {what}; rename the folder, or convert again.")
+            problem = "kt-kernel does not read this name (it has zeros before a number)"
+            raise InputError(f"{folder}: {problem}; rename the folder, or convert again.")

@@ -65,7 +65,7 @@ def measure_output(output: Output, hidden: int = 0) -> Measure:
         if slice_id.backward != formats[0].forward:
             kind = TensorKind(slice_id.layer, slice_id.projection, suffix, stored.dtype, stored.shape, stored.nbytes)
             kinds.setdefault(slice_id.layer, Counter())[kind] += 1
-    claimed = claims.sizes(output.config, min(experts, default=0))["hidden size"]
+    claimed = claims.find_sizes(output.config, min(experts, default=0))["hidden size"]
     recorded = output.facts.get("hidden", claimed[1] if claimed else 0) or hidden
     sizes: dict[int, tuple[int, int]] = {}
     by_layer: dict[int, Format] = {}

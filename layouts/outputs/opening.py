@@ -84,8 +84,8 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
             if isinstance(quantized, dict) and quantized.get("quant_method") == PACKER:
                 manifest.read_manifest(root)  # raises an error if it is damaged
                 remedy = "restore that file or convert again; otherwise give the directory of an output."
-                what = f"is packed by {PACKER}, but has no {manifest.NAME}"
-                raise UnsupportedError(f"{root}: {what}; if `ktconvert gpu` wrote it, {remedy}")
+                problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
+                raise UnsupportedError(f"{root}: {problem}; if `ktconvert gpu` wrote it, {remedy}")
         raise UnsupportedError(f"{root}: contains no expert weights of kt-kernel; give the directory of an output.")
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
@@ -179,7 +179,7 @@ def _formats_by_names(facts: OutputFacts, preferred: Format | None = None) -> di
 
 
 def _find_names(candidates: Iterable[TensorNames], tensors: Iterable[str]) -> TensorNames | None:
-    """Return the naming scheme that recognises one of these tensors as part of an expert; None if none does."""
+    """Return the naming scheme that recognizes one of these tensors as part of an expert; None if none does."""
     candidates = tuple(candidates)
     return next((names for tensor in tensors for names in candidates if names.parse(tensor) is not None), None)
 

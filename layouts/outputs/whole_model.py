@@ -90,18 +90,18 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
     multiple = max(64, group)
     notes: dict[str, None] = {}
     for hidden, width in dict.fromkeys(model.shape(layer)[1:] for layer in model.layers):
-        for what, size in (("hidden size", hidden), ("expert width", width)):
+        for name, size in (("hidden size", hidden), ("expert width", width)):
             if size % group:
                 smaller = next((f"give --group-size {other}, " for other in GROUP_SIZES if size % other == 0), "")
                 raise UnsupportedError(
-                    f"{fmt.name} has groups of {group} columns, but the {what} {size} of this model is not a multiple; "
+                    f"{fmt.name} has groups of {group} columns, but the {name} {size} of this model is not a multiple; "
                     f"{smaller}convert it with `ktconvert cpu`, or serve its experts in BF16"
                 )
         legal_ranks = ", ".join(str(ranks) for ranks in RANKS if width % (ranks * group) == 0)
         for ranks in tensor_parallel:
             if ranks < 1 or width % (ranks * group):
-                what = f"cannot be split into {ranks} tensor-parallel ranks with whole groups of {group}"
-                raise UnsupportedError(f"the expert width {width} {what}; choose one of {legal_ranks}")
+                problem = f"cannot be split into {ranks} tensor-parallel ranks with whole groups of {group}"
+                raise UnsupportedError(f"the expert width {width} {problem}; choose one of {legal_ranks}")
             if hidden % 128 or width // ranks % multiple:
                 notes[
                     "Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "

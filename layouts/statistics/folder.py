@@ -169,8 +169,8 @@ def read_statistics(folder: Path) -> Statistics:
             raise InputError(f"{folder / COUNTS}: differs from the file that {DOCUMENT} describes; {REMEDY}")
         shape = (document.model.decoder_layers, max(_as_list(document.model.experts)))
         if counts.shape != shape:
-            what = f"has shape {list(counts.shape)}, but {DOCUMENT} records {list(shape)}"
-            raise InputError(f"{folder / COUNTS}: {what}; {REMEDY}")
+            problem = f"has shape {list(counts.shape)}, but {DOCUMENT} records {list(shape)}"
+            raise InputError(f"{folder / COUNTS}: {problem}; {REMEDY}")
         return Statistics(folder, document, counts)
     except OSError as error:
         remedy = "use a folder of `ktconvert calibrate` or --save-statistics"

@@ -136,8 +136,8 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collec
                 expert = -1 if match[3] is None else int(match[3])
                 weights[int(match[1]), match[2], expert] = record
         if not weights:
-            what = f"has no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
-            raise InputError(f"{path}: {what}; {WRONG_MODEL_REMEDY}")
+            problem = f"has no importance matrix of experts (blk.N.ffn_gate_exps.weight{SUMS})"
+            raise InputError(f"{path}: {problem}; {WRONG_MODEL_REMEDY}")
         layers = {layer for layer, _, _ in weights}
         if shapes.keys() - layers or layers - shapes.keys() - set(optional_layers):
             actual = format_ranges(sorted(layers))
@@ -154,12 +154,12 @@ def open_imatrix(path: Path, model: str, shapes: Shapes, optional_layers: Collec
 
 
 def _select_records(
-    records: Mapping[tuple[int, str, int], Record], layer: int, projection: str, experts: int, what: str, model: str
+    records: Mapping[tuple[int, str, int], Record], layer: int, projection: str, experts: int, problem: str, model: str
 ) -> list[Record]:
     """Return the records of a projection: one with all experts, or one for each expert.
 
-    what   beginning of the message for missing records
-    model  name of the model, for messages
+    problem  beginning of the message for missing records
+    model    name of the model, for messages
 
     Raises InputError for missing records.
     """
@@ -170,12 +170,11 @@ def _select_records(
         if any(expert_records) and (layer, name, experts) not in records:
             missing = next((expert for expert, record in enumerate(expert_records) if record is None), None)
             if missing is not None:
-                raise InputError(
-                    f"{what} expert {missing} of layer {layer}, {projection}, which {model} has; {WRONG_MODEL_REMEDY}"
-                )
+                linear = f"expert {missing} of layer {layer}, {projection}"
+                raise InputError(f"{problem} {linear}, which {model} has; {WRONG_MODEL_REMEDY}")
             return [record for record in expert_records if record is not None]
     raise InputError(
-        f"{what} layer {layer}, {projection}, which has {experts} experts in {model}; {WRONG_MODEL_REMEDY}"
+        f"{problem} layer {layer}, {projection}, which has {experts} experts in {model}; {WRONG_MODEL_REMEDY}"
     )
 
 
@@ -211,8 +210,8 @@ def _read_sums(fd: int, path: Path, records: list[Record], experts: int, columns
         else:
             tokens = np.frombuffer(_read_bytes(fd, record.counts.start, record.counts.nbytes, path), "<f4")
             if not ((tokens >= 0) & (tokens < 2.0**63) & (tokens == np.floor(tokens))).all():
-                what = f"has {tokens.tolist()[:4]}, which are not numbers of tokens"
-                raise bad_tensor(record.counts.name, what, REMEDY, path)
+                problem = f"has {tokens.tolist()[:4]}, which are not numbers of tokens"
+                raise bad_tensor(record.counts.name, problem, REMEDY, path)
             counts[expert_range] = tokens.astype(np.int64)
     return Sums(columns, starts, counts)
 
@@ -243,8 +242,8 @@ def _read_gguf_records(path: Path) -> dict[str, Record]:
         value_count = sums.nbytes // 4
         columns = sums.shape[-1] if sums.shape else 1
         if not value_count or value_count // columns * 4 != counts.nbytes:
-            what = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
-            raise bad_tensor(sums.name, f"{what} do not match", REMEDY, path)
+            problem = f"of shape {list(sums.shape)} and {counts.name!r} of shape {list(counts.shape)}"
+            raise bad_tensor(sums.name, f"{problem} do not match", REMEDY, path)
         records[weight] = Record(weight, sums.start, value_count, (value_count // columns, columns), counts)
     return records
 
@@ -253,14 +252,14 @@ def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
     """Yield the records of the old format. Raise InputError unless they end at the end of the file."""
     offset = 0
 
-    def read_number(what: str, least: int, most: int) -> int:
+    def read_number(problem: str, least: int, most: int) -> int:
         nonlocal offset
         data = read_at(fd, offset, 4, path)
         if len(data) < 4:
-            raise bad_file(path, f"neither GGUF nor an imatrix .dat: ends before {what}, at byte {size}")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: ends before {problem}, at byte {size}")
         value = int(struct.unpack("<i", data)[0])
         if not least <= value <= most:
-            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {what} would be {value} (at byte {offset})")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {problem} would be {value} (at byte {offset})")
         offset += 4
         return value
 

@@ -107,17 +107,19 @@ class LayerFile:
         nbytes = 4 * triangle_size(k)
         values = np.frombuffer(self.read(self.starts[name] + nbytes * number, nbytes), "<f4")
         matrix = unpack_triangle(values, k)
-        what = f"{self.path}: {name}" + (f" of expert {number}" if name == "down" else "")
+        problem = f"{self.path}: {name}" + (f" of expert {number}" if name == "down" else "")
         if not np.isfinite(values).all():
-            raise InputError(f"{what} has a value that is not finite; {REMEDY}")
+            raise InputError(f"{problem} has a value that is not finite; {REMEDY}")
         diagonal = np.diagonal(matrix)
         if (diagonal < 0).any():
             column = int(np.argmax(diagonal < 0))
-            raise InputError(f"{what} has {diagonal[column]} as the sum of squares of column {column}; {REMEDY}")
+            raise InputError(f"{problem} has {diagonal[column]} as the sum of squares of column {column}; {REMEDY}")
         roots = np.sqrt(diagonal)
         for row, root in enumerate(roots):
             if (np.abs(matrix[row]) > TOLERANCE * root * roots).any():
-                raise InputError(f"{what} is not a sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}")
+                raise InputError(
+                    f"{problem} is not a sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}"
+                )
         matrix[np.diag_indices(k)] += np.float32(DAMPING * math.fsum(diagonal.tolist()) / k)
         return matrix
 

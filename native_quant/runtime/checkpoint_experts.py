@@ -15,7 +15,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, states_constants
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
@@ -253,7 +253,7 @@ def open_checkpoint_experts(path: Path) -> CheckpointExperts:
 def _open_model(path: Path, state: frozenset[FileStatus]) -> MoeModel:
     source = open_checkpoint(path)
     source.require_one_reading()
-    model = recognise(source)
+    model = recognize(source)
     if _read_native_output(path) is not None:
         open_converted(path).require_manifest()
     return model

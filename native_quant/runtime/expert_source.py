@@ -58,8 +58,8 @@ class Requirements:
         if required is None or recorded is None:
             return required or recorded or PLAIN
         if (required.limit, required.alpha) != (recorded.limit, recorded.alpha):
-            what = f"the experts of layer {layer} compute {recorded}, not {required}"
-            raise UnsupportedError(f"{path}: {what}; leave out swiglu_limit and swiglu_alpha.")
+            problem = f"the experts of layer {layer} compute {recorded}, not {required}"
+            raise UnsupportedError(f"{path}: {problem}; leave out swiglu_limit and swiglu_alpha.")
         return recorded
 
 

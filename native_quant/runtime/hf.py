@@ -22,7 +22,6 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
@@ -31,7 +30,7 @@ from ktconvert.native_quant.runtime.hf_modules import NORM, ExpertModule, Routed
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
 from ktconvert.native_quant.runtime.pool import get_shared_pool
-from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor, find_stored_tensors
+from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor
 
 
 @register_quantization_config(NAME)
@@ -105,8 +104,8 @@ class KTConvertQuantizer(HfQuantizer):
         by_layer = hot_experts.masks_by_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
         masks = {layer: mask for layer, mask in by_layer.items() if mask.any()}
         source = self._open_hot_weights(modules, folder) if masks else None
-        if folder is not None:
-            self.stored_tensors = find_stored_tensors(open_checkpoint(folder), whole=False)
+        if checkpoint_files and settings.quant_method == NAME:
+            self.stored_tensors = hf_non_experts.find_decoded_tensors(checkpoint_files)
         loaded = self._load_experts(root, type(model).__name__, modules)
         hot: dict[int, HotExperts] = {}
         if source is not None:
@@ -273,14 +272,13 @@ _loading.get_hf_quantizer = _get_quantizer
 _load_model = _loading.PreTrainedModel._load_pretrained_model
 
 
-def _load_stored_tensors(model: Any, state_dict: Any, files: Any, load_config: Any, *arguments: Any) -> Any:
+def _load_stored_tensors(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *more: Any) -> Any:
     """Call transformers' _load_pretrained_model, with decoded tensors if those in the files are quantized."""
     quantizer = load_config.hf_quantizer
-    stored = getattr(quantizer, "stored_tensors", None)
-    if stored is None:
-        return _load_model(model, state_dict, files, load_config, *arguments)
-    quantizer.stored_tensors = None  # so that the files are closed when the model is loaded
-    return _load_model(model, stored, None, load_config, *arguments)
+    if (stored := getattr(quantizer, "stored_tensors", None)) is not None:
+        quantizer.stored_tensors = None  # so that the files are closed when the model is loaded
+        state_dict, checkpoint_files = stored, None
+    return _load_model(model, state_dict, checkpoint_files, load_config, *more)
 
 
 _loading.PreTrainedModel._load_pretrained_model = staticmethod(_load_stored_tensors)

@@ -180,8 +180,8 @@ def find_experts(
 
         raise UnsupportedError(
             f"{model_class}: transformers {transformers.__version__} builds no routed experts that could be "
-            "replaced (a module 'experts' with 3-D gate_up_proj or up_proj, and down_proj, in every MoE layer); load it without "
-            "cpu_weights, or without trust_remote_code if the model brings classes of its own"
+            "replaced (a module 'experts' with 3-D gate_up_proj or up_proj, and down_proj, in every MoE layer); load "
+            "it without cpu_weights, or without trust_remote_code if the model brings classes of its own"
         )
     experts = modules[prefixes[0]]
     layers = Counter(layer for layer, _, _ in experts)

@@ -18,11 +18,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
+from ktconvert.layouts.checkpoints.containers import SAFETENSORS
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
-from ktconvert.native_quant.runtime.stored_tensors import FLOATS
+from ktconvert.native_quant.runtime.stored_tensors import FLOATS, UNQUANTIZED, StoredTensor, find_stored_tensors
 
 # Expert tensors of an output, with the names that `make_renamings` gives them.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
@@ -56,9 +58,7 @@ def require_complete(
     quantized = next((e for e in entries if e.name.endswith(".weight") and e.dtype not in FLOATS), None)
     if quantized is not None:
         problem = f"{quantized.name} is quantized ({quantized.dtype}), but only routed experts may be"
-        raise UnsupportedError(
-            f"{root}: {problem}; run `ktconvert dequantize` on the original checkpoint, and convert its output"
-        )
+        raise UnsupportedError(_advise_original(root, problem))
     names = [entry.name for entry in entries]
     missing = sorted(list_checkpoint_names(model, modules) - convert_names(model, names, renamings))
     if missing:
@@ -99,6 +99,17 @@ def _advise_original(root: Path, problem: str) -> str:
     original = repr(base[1]) if base else "ORIGINAL"
     call = f"from_pretrained({original}, quantization_config=KTConvertConfig(cpu_weights={str(root)!r}))"
     return f"{root}: {problem}; load the checkpoint that it was converted from, with these experts: {call}"
+
+
+def find_decoded_tensors(files: Sequence[str]) -> dict[str, StoredTensor] | None:
+    """Return the non-expert tensors of a checkpoint whose weights must be decoded; None if transformers can read them.
+
+    Raises the errors of find_stored_tensors.
+    """
+    headers = (read_header(Path(file)) for file in files if file.endswith(SAFETENSORS.suffix))
+    if all(entry.dtype in UNQUANTIZED for header in headers for entry in header.entries):
+        return None
+    return find_stored_tensors(open_checkpoint(Path(files[0]).parent), whole=False)
 
 
 def drop_quantization_config(config: Any) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.files.publish import MARK
@@ -145,7 +145,7 @@ class HotWeights:
         self._source = open_checkpoint(path)
         self._source.require_one_reading()
         self.root = self._source.root
-        self.model: MoeModel = recognise(self._source)
+        self.model: MoeModel = recognize(self._source)
 
     def require_layer(self, layer: int, shape: tuple[int, int, int]) -> None:
         """Raise UnsupportedError if a layer is missing, or if its sizes E, H, I differ from the loaded model's."""

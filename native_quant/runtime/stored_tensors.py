@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 FLOATS = ("BF16", "F16", "F32", "F64")  # dtypes of weights that are not quantized
+UNQUANTIZED = (*FLOATS, "I64", "BOOL")  # dtypes of tensors that are no part of a quantized weight
 # torch's names of the dtypes that models compute with; others belong to quantized weights.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool", "U8": "uint8"}
 DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
@@ -35,11 +36,11 @@ def find_stored_tensors(source: TensorSource, *, whole: bool) -> dict[str, Store
     whole: with the routed experts. Reads no weights. Raises UnsupportedError for an encoding that cannot be read, and
     for a directory in which transformers would read other weights.
     """
-    if not {info.dtype for info in source.tensors.values()}.difference(FLOATS):
+    if all(info.dtype in UNQUANTIZED for info in source.tensors.values()):
         return None
     experts: frozenset[str] | set[str] = frozenset()
     if not whole:
-        model = recognise(source, to_read=True)
+        model = recognize(source, to_read=True)
         experts = {*model.expert_tensor_names(), *model.mtp_tensors}
     tensors = find_non_expert_tensors(source, experts, source.quantization).output_tensors()
     if not any(isinstance(tensor.stored, Weight) for tensor in tensors):

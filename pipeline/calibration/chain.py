@@ -148,8 +148,10 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
     """
     source = model.source
     experts = model.shape(model.layers[0])[0]
-    large = cfg.large_sizes(source.config)
-    if problem := cfg.wrong_experts_per_token(source.config, experts) or cfg.wrong_size(large, source.tensors):
+    large = cfg.find_large_sizes(source.config)
+    if problem := cfg.explain_experts_per_token(source.config, experts) or cfg.explain_large_size(
+        large, source.tensors
+    ):
         raise InputError(f"{source.companion_root / 'config.json'}: {problem}")
     if not model.is_plain:
         raise UnsupportedError(

@@ -266,7 +266,7 @@ def max_experts_at_once(shape: CalibrationShape, budget: int) -> int:
 
 
 def _number(config: Mapping[str, Any], default: int, *keys: str) -> int:
-    named = cfg.number(dict(config), keys)
+    named = cfg.find_number(dict(config), keys)
     return named[1] if named else default
 
 

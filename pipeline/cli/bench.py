@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.checkpoints.config import experts_per_token
+from ktconvert.layouts.checkpoints.config import find_experts_per_token
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli import preconditions
@@ -66,7 +66,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     layer = layers[0] if layer is None else layer
     pool = get_shared_pool(threads)
     with Experts.load(path, layer, pool=pool) as experts:
-        topk, topk_source = experts_per_token(config, experts.layer, experts.num_experts)
+        topk, topk_source = find_experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)
         memory = max(by_streams.values())
         benchmark.warm_up(experts, topk)

@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.archs import ARCHS, MOST_LAYERS, Arch
 from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
@@ -73,7 +73,7 @@ def _describe_checkpoint(name: str, revision: str | None, arch_file: str | None,
         document: dict[str, Any] = {"kind": "checkpoint", "path": name, **_describe_files(source)}
         document |= dequantize_output(source, name)
         try:
-            model = recognise(source, rows, to_read=True)
+            model = recognize(source, rows, to_read=True)
         except UnsupportedError as error:
             return document | {"refused": str(error)}
         document |= _describe_experts(model, source)
@@ -92,7 +92,7 @@ def _describe_files(source: TensorSource) -> dict[str, Any]:
         dtypes[info.dtype] += info.nbytes
     return {
         "container": source.container.title,
-        "model_type": cfg.families(source.config),
+        "model_type": cfg.list_families(source.config),
         "shards": len(source.shards),
         "tensors": len(source.tensors),
         "total_bytes": sum(info.nbytes for info in source.tensors.values()),
@@ -104,7 +104,7 @@ def _describe_files(source: TensorSource) -> dict[str, Any]:
 def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     routed = sum(info.nbytes for layer in model.layers for info in model.layer_tensors(layer))
     mtp = sum(source.tensors[name].nbytes for name in model.mtp_tensors if name in source.tensors)
-    limit = cfg.number(source.config, model.arch.layers)
+    limit = cfg.find_number(source.config, model.arch.layers)
     all_layers = range(limit[1]) if limit is not None and limit[1] <= MOST_LAYERS else range(max(model.layers) + 1)
     moe_layers = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]

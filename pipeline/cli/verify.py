@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from ktconvert.layouts.checkpoints.config import experts_per_token
+from ktconvert.layouts.checkpoints.config import find_experts_per_token
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant.runtime import smoke
@@ -99,7 +99,7 @@ def run_check(report: Report, threads: int) -> Check:
     summaries: list[str] = []
     problems: list[str] = []
     for layer in sorted(first_layers.values()):
-        topk, _ = experts_per_token(output.config, layer, source.shape(layer)[0])
+        topk, _ = find_experts_per_token(output.config, layer, source.shape(layer)[0])
         try:
             result = smoke.smoke(output.root, layer, topk, get_shared_pool(threads))
         except (InputError, UnsupportedError, VerificationError) as error:

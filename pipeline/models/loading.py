@@ -16,7 +16,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
@@ -257,7 +257,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
 def is_packed_for_gpus(source: TensorSource) -> bool:
     """Return whether compressed-tensors packed the experts, as for `ktconvert gpu`; it then unpacks them itself."""
-    about = cfg.find(source.config, ("quantization_config.format",))
+    about = cfg.find_value(source.config, ("quantization_config.format",))
     return source.quantization.method == METHOD and about is not None and about[1] == FORMAT
 
 
@@ -276,7 +276,7 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
 
     model_experts: Any = None
     with suppress(KtconvertError):  # without readable experts there is nothing to compare
-        model_experts = recognise(source, to_read=True)
+        model_experts = recognize(source, to_read=True)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if model_experts is None or cpu_weights.expanduser().resolve() == source.root.resolve():
         return

@@ -149,15 +149,15 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
     """
     text_config = config.get_text_config(decoder=True).to_dict()
     config_path = _locate(model, CONFIG)
-    experts = cfg.number(text_config, NUM_EXPERTS)
-    if experts is not None and (problem := cfg.wrong_experts_per_token(text_config, experts[1])) is not None:
+    experts = cfg.find_number(text_config, NUM_EXPERTS)
+    if experts is not None and (problem := cfg.explain_experts_per_token(text_config, experts[1])) is not None:
         raise InputError(f"{config_path}: {problem}")
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, revision)
-    if root is not None and (large := cfg.large_sizes(config.to_dict())):
+    if root is not None and (large := cfg.find_large_sizes(config.to_dict())):
         tensors: dict[str, TensorInfo] = {}
         with suppress(KtconvertError):  # damaged weights: reported when they are loaded
             tensors = open_checkpoint(root).tensors
-        if problem := cfg.wrong_size(large, tensors):
+        if problem := cfg.explain_large_size(large, tensors):
             raise InputError(f"{config_path}: {problem}; {COMPARE}")
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.config import experts_per_token
+from ktconvert.layouts.checkpoints.config import find_experts_per_token
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
@@ -262,7 +262,7 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     tokens = schedule.batch_size * schedule.sequence_length
     hidden = experts[0].hidden
     layers = text_config.num_hidden_layers
-    topk = experts_per_token(text_config.to_dict(), experts[0].layer, experts[0].num_experts)[0]
+    topk = find_experts_per_token(text_config.to_dict(), experts[0].layer, experts[0].num_experts)[0]
     # For each route, in BF16: gate, up, their product and down's output (training.SavedForward).
     route_bytes = 2 * tokens * topk * max(3 * module.intermediate + module.hidden for module in experts)
     # Tensors that torch keeps for a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
@@ -27,7 +27,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     options = calibration_run.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
     source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which describes how the model computes")
-    model = recognise(source, checkpoint.arch_table(options.arch_row))
+    model = recognize(source, checkpoint.arch_table(options.arch_row))
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
     shape = replace(
         requirements.read_shape(model, options.samples),

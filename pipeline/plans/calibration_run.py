@@ -162,7 +162,7 @@ def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKA
 
 def describe_run(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
     """Return the entries of layouts.statistics.folder.STATISTICS that are known before the run."""
-    layer_count = cfg.number(dict(model.source.config), model.arch.layers)
+    layer_count = cfg.find_number(dict(model.source.config), model.arch.layers)
     facts = checkpoint.shape_facts(model, model.layers)
     settings = {key: value for key, value in options.settings.items() if key not in LEFT_OUT}
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
@@ -43,7 +43,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     source = open_checkpoint(options.input, options.hub.revision, options.config)
     if options.non_experts != "skip":
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
-    model = recognise(source, checkpoint.arch_table(options.arch_row))
+    model = recognize(source, checkpoint.arch_table(options.arch_row))
     _require_input_type(options.input_type, model)
     fmt = expert_plan.apply_method_map(options, fmt, model)
     fmt = expert_plan.hold_function(fmt, model, options.save_backward_weights)

@@ -86,7 +86,7 @@ def _make_facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> Output
     counts = Counter(tensor.stored.encoding.title for tensor in tensors if isinstance(tensor.stored, Weight))
     quantization = source.quantization
     # Releases of MLX before 2025 have no quantization_config.
-    mlx_bits = cfg.find(source.config, ("quantization.bits",))
+    mlx_bits = cfg.find_value(source.config, ("quantization.bits",))
     is_declared = quantization.method or mlx_bits or configs.remove_quantization(source.config) != source.config
     if not counts and is_declared:
         raise UnsupportedError(
@@ -94,7 +94,7 @@ def _make_facts(source: TensorSource, tensors: Sequence[OutputTensor]) -> Output
             "tensor has the names of a supported encoding; use the model's BF16 or FP8 (E4M3) release."
         )
     return {
-        "architecture": ", ".join(cfg.families(source.config)) or "unknown",
+        "architecture": ", ".join(cfg.list_families(source.config)) or "unknown",
         "method": dequantized.METHOD,
         "layout_version": dequantized.VERSION,
         "decoded": dict(sorted(counts.items())),

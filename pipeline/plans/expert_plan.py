@@ -371,8 +371,8 @@ def hold_function(fmt: Format, model: MoeModel, backward: bool = False) -> Forma
         remedy = f"use `ktconvert cpu` with --quant-method {', '.join(able[:-1])} or {able[-1]}"
         raise UnsupportedError(f"{model.source.root}: {reason}; {remedy}.")
     if backward:
-        what = "there are no matrices for fine-tuning experts with biases or without a gate"
-        raise UnsupportedError(f"{model.source.root}: {what}; leave out --save-backward-weights.")
+        problem = "there are no matrices for fine-tuning experts with biases or without a gate"
+        raise UnsupportedError(f"{model.source.root}: {problem}; leave out --save-backward-weights.")
     return fmt.with_biases() if model.has_biases else fmt
 
 

@@ -10,7 +10,7 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import (
     NonExpertTensors,
     find_non_expert_tensors,
 )
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
@@ -35,7 +35,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()
-    model = recognise(source, checkpoint.arch_table(options.arch_row))
+    model = recognize(source, checkpoint.arch_table(options.arch_row))
     fmt = formats_by_option("gpu")[options.quant_type].apply_settings(
         {"rounding": options.rounding, "group_size": options.group_size}
     )

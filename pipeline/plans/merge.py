@@ -139,8 +139,8 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
     check = check_tensors(output, measured)
     require_sound(root, [*output.damaged.values(), *(() if check is None else check.problems)])
     if output.config:
-        about_layers = claims.layer_problems(output.config, [*shapes]) if everything else ()
-        for problem in (*about_layers, *claims.size_problems(output.config, shapes)):
+        about_layers = claims.find_layer_problems(output.config, [*shapes]) if everything else ()
+        for problem in (*about_layers, *claims.find_size_problems(output.config, shapes)):
             raise InputError(f"{root}: {problem}; set --original-path to the original of these layers.")
     return measured
 
@@ -227,7 +227,7 @@ def _require_all_layers(
 
 
 def _find_expected_layers(layers: Sequence[int], config: dict[str, Any] | None) -> Collection[int]:
-    if config is not None and (moe_layers := claims.moe_layers(config)) is not None:
+    if config is not None and (moe_layers := claims.list_moe_layers(config)) is not None:
         return moe_layers
-    limit = claims.num_layers(config) if config is not None else None
+    limit = claims.find_layer_count(config) if config is not None else None
     return range(min(layers), limit[1] if limit is not None and limit[1] < MOST_LAYERS else max(layers) + 1)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
@@ -267,7 +267,7 @@ def _compare_with_converting(
     fresh_sums = np.zeros(4)
     with open_checkpoint(against, options.revision) as source:
         files_read = source.paths()
-        model = recognise(source, checkpoint.arch_table(options.arch_row))
+        model = recognize(source, checkpoint.arch_table(options.arch_row))
         for sample in samples:
             slicing = sample.slicing
             expert = sample.sampled_expert

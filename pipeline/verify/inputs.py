@@ -10,7 +10,7 @@ from typing import Any
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.outputs import dequantized
@@ -87,7 +87,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
     row = options.arch_row or output.settings.get("arch_row")
     source = open_checkpoint(options.against, options.revision)
-    model = recognise(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+    model = recognize(source, (parse_arch(row), *ARCHS) if row else ARCHS)
     if measured.fmt is None:
         measured = measure_output(output, hidden=model.shape(model.layers[0])[1])
     if EQUALIZED in output.facts and measured.fmt is not None:

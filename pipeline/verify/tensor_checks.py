@@ -162,7 +162,7 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     config = output.config
     if not config:
         return None
-    problems = list(claims.size_problems(config, measure.shapes))
+    problems = list(claims.find_size_problems(config, measure.shapes))
     notes = []
     architecture = str(output.facts.get("architecture"))
     if (other_family := claims.find_other_family(config, architecture)) is not None:
@@ -172,8 +172,8 @@ def check_config(output: Output, measure: Measure) -> Check | None:
     manifest = output.manifest
     if manifest is None or (manifest.command == "merge" and manifest.settings.get("layers", "all") == "all"):
         # Neither the checkpoint itself nor the user chose the layers, so the config decides.
-        problems += claims.layer_problems(config, list(measure.shapes))
-    limit = claims.num_layers(config) if manifest is None and measure.shapes else None
+        problems += claims.find_layer_problems(config, list(measure.shapes))
+    limit = claims.find_layer_count(config) if manifest is None and measure.shapes else None
     missing = (
         [layer for layer in range(min(limit[1], MOST_LAYERS)) if layer not in measure.shapes]
         if limit is not None
@@ -265,8 +265,8 @@ def _may_vary_by_layer(output: Output, fact: str) -> bool:
     """Return whether manifest or config allow layers to differ in "experts" or "intermediate"."""
     if isinstance(output.facts.get(fact), list):
         return True
-    row = claims.family(output.config)
-    value = cfg.find(output.config, row.experts if fact == "experts" else row.width) if row else None
+    row = claims.find_family(output.config)
+    value = cfg.find_value(output.config, row.experts if fact == "experts" else row.width) if row else None
     return value is not None and isinstance(value[1], list)
 
 

@@ -25,10 +25,10 @@ import numpy as np
 from ktconvert.layouts.checkpoints import adapter, hub
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
-from ktconvert.layouts.checkpoints.config import experts_per_token, quantization
+from ktconvert.layouts.checkpoints.config import find_experts_per_token, parse_quantization
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
-from ktconvert.layouts.checkpoints.recognition import recognise
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_quantization
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure_output
@@ -379,9 +379,9 @@ def output_document(
 
 def read_architecture(inputs: Inputs, _: Path) -> None:
     root, opened, config = inputs.source, inputs.opened, read_config(inputs.source)
-    source = TensorSource(root, config, opened.shards, opened.tensors, root, quantization(config))
-    recognise(source)
-    experts_per_token(config, 1, 1)
+    source = TensorSource(root, config, opened.shards, opened.tensors, root, parse_quantization(config))
+    recognize(source)
+    find_experts_per_token(config, 1, 1)
 
 
 def make_copies(inputs: Inputs) -> Path:
@@ -399,7 +399,7 @@ def make_copies(inputs: Inputs) -> Path:
 
 def read_index(_: Inputs, path: Path) -> None:
     with open_checkpoint(path.parent) as source:
-        recognise(source)
+        recognize(source)
 
 
 def make_params(inputs: Inputs) -> Path:
@@ -434,7 +434,7 @@ def make_quantized(method: str, file: str) -> Callable[[Inputs], Path]:
 def read_quantized(_: Inputs, path: Path) -> None:
     read_quantization(path.parent)
     with open_checkpoint(path.parent) as source:
-        model = recognise(source)
+        model = recognize(source)
         find_non_expert_tensors(source, model.expert_tensor_names(), source.quantization)
 
 
@@ -458,7 +458,7 @@ def make_arch(inputs: Inputs) -> Path:
 
 def read_arch(inputs: Inputs, path: Path) -> None:
     text = make_options("cpu", input=str(inputs.source), output=str(inputs.new), arch_file=str(path)).arch.load_text()
-    recognise(inputs.opened, (parse_arch(text), *ARCHS))
+    recognize(inputs.opened, (parse_arch(text), *ARCHS))
 
 
 def make_snapshot(file: str) -> Callable[[Inputs], Path]:
@@ -760,7 +760,7 @@ def build_calibration_model(_: Inputs, path: Path) -> None:
     from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     with open_checkpoint(path.parent) as source:
-        model = recognise(source)
+        model = recognize(source)
         others = find_non_expert_tensors(source, model.expert_tensor_names(), source.quantization).tensors
         LayeredModel(source, others).tokenizer()
 
@@ -844,7 +844,7 @@ DOCUMENTS: Mapping[str, Document] = {
         lambda _, path: read_header(path),
         commands=source_commands,
     ),
-    "GGUF": Document(make_gguf, damage_gguf, lambda _, path: recognise(open_checkpoint(path)), 100, gguf_commands),
+    "GGUF": Document(make_gguf, damage_gguf, lambda _, path: recognize(open_checkpoint(path)), 100, gguf_commands),
     "hub's index": Document(make_snapshot(INDEX), damage_json, read_snapshot, 60),
     "hub's ref": Document(make_snapshot("ref"), damage_bytes, read_snapshot, 60),
     "arch file": Document(

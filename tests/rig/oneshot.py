@@ -59,11 +59,11 @@ def report_path(out: Path) -> Path:
 
 def ignored_linears(model: Path) -> list[str]:
     """Return the linears that `ktconvert gpu` ignores, so that both quantize the same linears."""
-    from ktconvert.layouts.checkpoints.recognition import recognise
+    from ktconvert.layouts.checkpoints.recognition import recognize
     from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import make_ignore_list
 
-    return list(make_ignore_list(recognise(open_checkpoint(str(model)))))
+    return list(make_ignore_list(recognize(open_checkpoint(str(model)))))
 
 
 def main(job: dict[str, Any]) -> None:

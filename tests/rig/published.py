@@ -1,6 +1,5 @@
 """Tiny models as they are published: attention, shared experts and dense layers are quantized like the experts."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -134,6 +133,9 @@ def _rename_deepseek_v4(tensors: Tensors) -> None:
         if V4_FLOATS.search(published) and tensor.dtype == "BF16":
             data = _floats(tensor.bits).astype(np.float32).tobytes()
             tensor = Tensor("F32", tensor.shape, data)
+        if published.endswith("tid2eid"):  # experts by token
+            ids = (np.arange(tensor.shape[0])[:, None] + np.arange(tensor.shape[1]) * 3) % families.EXPERTS
+            tensor = tensor._replace(data=ids.astype(np.int64).tobytes())
         tensors[published] = tensor
         if published.startswith("layers.2."):
             tensors[published.replace("layers.2.", "mtp.0.")] = tensor
@@ -216,9 +218,3 @@ def _store(tensors: Tensors, form: Form) -> None:
                 tensors[f"{stem}.{suffix}"] = Tensor(dtype, values.shape, np.ascontiguousarray(values).tobytes())
     for name, (dtype, values) in form.extra.items():
         tensors[name] = Tensor(dtype, values.shape, values.tobytes())
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Read config.json."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return config

@@ -136,8 +136,8 @@ class _Cursor:
     def position(self) -> int:
         return self._start + self._at
 
-    def fault(self, what: str) -> InputError:
-        return bad_file(self.path, what)
+    def fault(self, problem: str) -> InputError:
+        return bad_file(self.path, problem)
 
     def take(self, count: int) -> bytes:
         if self._at + count > len(self._chunk):
@@ -150,14 +150,14 @@ class _Cursor:
         """Read the next number, by its code in the struct module."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def length(self, what: str, most: int, each: int = 1) -> int:
+    def length(self, problem: str, most: int, each: int = 1) -> int:
         """Read the next number, a count of things of at least `each` bytes.
 
         Raises InputError if it is above `most`, or beyond the file.
         """
         count: int = self.number("Q")
         if count > most or count * each > self.size - self.position:
-            raise self.fault(f"the header claims {count} {what}, too many for a file of {self.size} bytes")
+            raise self.fault(f"the header claims {count} {problem}, too many for a file of {self.size} bytes")
         return count
 
     def skip(self, count: int) -> None:
@@ -201,18 +201,18 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     if magic != MAGIC:
         raise cursor.fault(f"begins with {magic!r}, not like a GGUF file")
     if version not in VERSIONS:
-        what = f"GGUF version {version} is unsupported; supported: {' and '.join(map(str, VERSIONS))}"
-        raise UnsupportedError(what, "use a newer release of the file", path=cursor.path)
+        problem = f"GGUF version {version} is unsupported; supported: {' and '.join(map(str, VERSIONS))}"
+        raise UnsupportedError(problem, "use a newer release of the file", path=cursor.path)
     # Least sizes. A tensor: length of its name, rank, type, offset. A pair: length of its key, type, one byte.
     return cursor.length("tensors", 1 << 32, 24), cursor.length("key-value pairs", 1 << 32, 13)
 
 
-def _read_text(cursor: _Cursor, what: str, most: int) -> str:
-    raw = cursor.take(cursor.length(f"bytes in {what}", most))
+def _read_text(cursor: _Cursor, problem: str, most: int) -> str:
+    raw = cursor.take(cursor.length(f"bytes in {problem}", most))
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise cursor.fault(f"{what} {raw[:80]!r} is not UTF-8 text") from None
+        raise cursor.fault(f"{problem} {raw[:80]!r} is not UTF-8 text") from None
 
 
 def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
@@ -351,6 +351,6 @@ def check_split(root: Path, names: Sequence[str], headers: Sequence[Header]) -> 
             recorded = header.metadata.get(key, "missing" if key == COUNT and len(names) > 1 else str(value))
             merged = key == COUNT and recorded == "0" and len(names) == 1  # written by gguf-split --merge
             if recorded != str(value) and not merged:
-                what = f"{key} is {recorded}, but file names and tensors require {value}"
+                problem = f"{key} is {recorded}, but file names and tensors require {value}"
                 remedy = f"put all files of the split into one directory under their original names, or {REMEDY}"
-                raise InputError(what, remedy, path=root / name)
+                raise InputError(problem, remedy, path=root / name)

@@ -108,8 +108,8 @@ def parse_header(
             raise bad_tensor(entry.name, f"at byte {entry.start - data_start} {fault}", REMEDY, where)
         at += entry.nbytes
     if at != data_start + data_size:
-        what = "truncated" if at > data_start + data_size else "longer than its header states"
-        raise bad_file(where, f"{what} ({data_size} bytes of weights, {at - data_start} in the header)")
+        problem = "truncated" if at > data_start + data_size else "longer than its header states"
+        raise bad_file(where, f"{problem} ({data_size} bytes of weights, {at - data_start} in the header)")
     return tuple(entries), metadata
 
 
@@ -121,8 +121,8 @@ def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> Ten
     if len(name) > MAX_NAME:
         raise bad_file(where, f"a tensor name has {len(name)} characters ({name[:80]!r}…)")
 
-    def fail(what: str) -> InputError:
-        return bad_tensor(name, f": {what}", REMEDY, where)
+    def fail(problem: str) -> InputError:
+        return bad_tensor(name, f": {problem}", REMEDY, where)
 
     if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
         raise fail("its header entry must have exactly dtype, shape and data_offsets")
@@ -183,8 +183,8 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
     present = [f for f in files if f.endswith(".safetensors")]
     indexes = [f for f in files if f.endswith(".safetensors.index.json")]
     if slices := [f for f in present if SLICE.fullmatch(f)]:
-        what = f"contains slices of tensors, one file for each GPU ({slices[0]}), which is unsupported"
-        raise UnsupportedError(f"{root}: {what}; use a release with whole tensors, or a GGUF")
+        problem = f"contains slices of tensors, one file for each GPU ({slices[0]}), which is unsupported"
+        raise UnsupportedError(f"{root}: {problem}; use a release with whole tensors, or a GGUF")
     if named is None and INDEX not in indexes and SINGLE not in present and len(indexes) > 1:
         remedy = f"copy the one to convert to {INDEX}, which loaders read"
         raise InputError(f"{root}: several indexes ({', '.join(indexes)}); {remedy}")

@@ -285,12 +285,3 @@ int kt_run_passes(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
     }
     return error;
 }
-
-int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
-    int error = pool ? kt_check_call(moe, call) : KTQ_EINVAL;
-    if (!error) error = kt_pool_enter(pool);
-    if (error) return error;
-    error = call->norm ? kt_forward_normed(pool, moe, call) : kt_run_passes(pool, moe, call);
-    kt_pool_leave(pool);
-    return error;
-}

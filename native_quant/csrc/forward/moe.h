@@ -116,9 +116,6 @@ typedef struct {
 /* moe_tasks.c: runs the tasks of `group`, then unclaimed tasks of the other groups, then the merge. */
 void kt_run_tasks(void *pass, int group, int worker);
 
-/* moe_normed.c: runs the passes of a checked call with the norm of outputs. */
-int kt_forward_normed(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
-
 /* moe.c: returns KTQ_OK or an error code. */
 int kt_check_call(const ktq_moe *moe, const ktq_call *call);
 int64_t kt_widest_slice(const ktq_moe *moe);

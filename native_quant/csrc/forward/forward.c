@@ -1,4 +1,4 @@
-/* The forward of experts whose outputs are normalized before they are weighted (ktq_call.norm):
+/* ktq_forward. moe.c computes it, except for experts whose outputs are normalized before they are weighted (norm):
  *
  *     out[t] = sum over j of weights[t][j] * n(expert j of hidden[t]),  n(y) = z / sqrt(mean(z^2) + epsilon),
  *     z = y * norm
@@ -63,7 +63,7 @@ static void run_tasks(void *argument, int group, int worker) {
     kt_leave(state);
 }
 
-int kt_forward_normed(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
+static int forward_normed(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
     int64_t topk = call->topk, hidden = moe->hidden;
     int64_t step = PAIRS_BUDGET / (2 * (int64_t)sizeof(uint16_t) * hidden * topk);
     if (step < 1) step = 1;
@@ -93,5 +93,14 @@ int kt_forward_normed(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) 
     }
     free(x);
     free(factor);
+    return error;
+}
+
+int ktq_forward(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call) {
+    int error = pool ? kt_check_call(moe, call) : KTQ_EINVAL;
+    if (!error) error = kt_pool_enter(pool);
+    if (error) return error;
+    error = call->norm ? forward_normed(pool, moe, call) : kt_run_passes(pool, moe, call);
+    kt_pool_leave(pool);
     return error;
 }
