@@ -79,6 +79,8 @@ class Model:
     def _layer(self, layer: int, transposed: bool) -> None:
         e, h, i = self.shape
         matrices = {"gate": self.bits(e, i, h)[1], "up": self.bits(e, i, h)[1], "down": self.bits(e, h, i)[1]}
+        if not self.style.gated:
+            del matrices["gate"]
         for projection, values in matrices.items():
             for expert in range(e):
                 self.expected_values[layer, expert, projection] = values[expert]
@@ -90,6 +92,7 @@ class Model:
         is_flat = isinstance(self.style, Stacked) and self.style.flat
         for part in self.style.matrices:
             values = matrices[part].swapaxes(1, 2) if transposed else matrices[part]
+            biases = self.bits(e, values.shape[-1] if transposed else values.shape[1])
             if is_flat:
                 values = (values.swapaxes(1, 2) if part == "down" else values).reshape(e * i, h)
             if isinstance(self.style, Separate):
@@ -97,6 +100,8 @@ class Model:
                     self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
             else:
                 self.experts[self.name(part, layer)] = ("BF16", np.ascontiguousarray(values))
+            if self.arch.function.biases:
+                self.experts[f"{self.name(part, layer)}_bias"] = biases
 
         if self.arch.text_first:
             for part in self.style.matrices:
@@ -137,10 +142,11 @@ def check(model: Model, moe: MoeModel, layers: tuple[int, ...] = (1, 2)) -> None
     for layer in layers:
         assert moe.shape(layer) == model.shape
         for expert in range(model.shape[0]):
-            for projection in ("gate", "up", "down"):
+            for projection in moe.projections:
                 values = moe.linear(layer, expert, projection).values
                 np.testing.assert_array_equal(values, model.expected_values[layer, expert, projection])
-                assert not values.flags.writeable
+                is_copy = moe.moe_layers[layer].input_major and getattr(model.style, "interleaved", False)
+                assert not values.flags.writeable or is_copy
             for info in moe.expert_tensors(layer, expert):
                 used.setdefault(info.name, []).append((info.start, info.nbytes))
     stored = {t.name: (t.start, t.nbytes) for layer in layers for t in moe.layer_tensors(layer)}

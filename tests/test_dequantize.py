@@ -262,7 +262,7 @@ def test_verify_finds_a_flipped_bit(blocks: Model, cli: Cli, tmp_path: Path) -> 
     problems = run_verify(cli, out, "--against", other)["problems"]
     assert any(problem.startswith("model.layers.0.self_attn.q_proj.weight in") for problem in problems)
     cli("verify", out, "--numa", 1, code=2)
-    assert "no place for biases of experts" in cli("verify", out, "--run", code=3).stderr
+    assert "is a bias, and experts of" in cli("verify", out, "--run", code=3).stderr
     (out / "config.json").write_text(json.dumps({"quantization_config": FP8}))
     assert "config.json still declares a quantized model" in run_verify(cli, out)["problems"]
     (out / weight_map[name]).unlink()
@@ -293,7 +293,7 @@ def test_inspect_prints_the_dequantize_command(blocks: Model, cli: Cli, tmp_path
     printed = cli("inspect", source)
     nbytes = sum(len(tensor.data) for tensor in release.values())
     document = json.loads(cli("inspect", source, "--json").stdout)
-    assert document["dequantized_bytes"] == nbytes and "biases" in document["refused"]
+    assert document["dequantized_bytes"] == nbytes and "is a bias" in document["refused"]
     assert document["dequantize"] == [f"ktconvert dequantize {source} model-dequantized"]
     assert document["dequantize"][0] in printed.stdout and "BF16             the whole model, " in printed.stdout
     assert f"cpu, gpu         not possible: {document['refused']}" in printed.stdout

@@ -581,14 +581,3 @@ def test_an_unset_column_order_is_ignored(tmp_path):
     store_unset = replace_tensor(".weight_g_idx", "I32", (H,), -1)
     folder, _ = write("ct 4", tmp_path, lambda t, _: [store_unset(t, {}, BASE.format(e, "gate")) for e in range(E)])
     assert open_model(folder).linear(0, 1, "gate").column_groups is None
-
-
-def test_gpt_oss_is_refused(tmp_path, cli):
-    """gpt-oss has biases, although its weights can be read."""
-    folder = write_library_file("gptoss_mxfp4", tmp_path, model_type="gpt_oss")
-    report = json.loads(cli("inspect", folder, "--json").stdout)
-    assert report["expert_dtypes"] == ["MXFP4"] and "biases" in report["refused"]
-    assert "not possible: gpt-oss: its experts have biases" in cli("inspect", folder).stdout
-    for command in (("cpu", "-i"), ("gpu", "--quant-method", "RTN", "-i")):
-        done = cli(*command, folder, "-o", tmp_path / "out", code=3)
-        assert "biases and a clamped activation" in done.stderr

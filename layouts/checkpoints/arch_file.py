@@ -75,11 +75,10 @@ def _style(table: Any) -> Style:
     kind = STYLES.get(style) if isinstance(style, str) else None
     if kind is None:
         raise InputError(f"stored.style must be one of {', '.join(STYLES)}")
-    flags = [f.name for f in fields(kind) if f.name not in kind.matrices]
-    _require_known_keys(table, ["style", *kind.matrices, *flags], "stored.")
-    values: dict[str, Any] = {
-        matrix: _template(matrix, table.get(matrix), kind is Separate) for matrix in kind.matrices
-    }
+    flags = [field.name for field in fields(kind) if field.type == "bool"]
+    matrices = [field.name for field in fields(kind) if field.type != "bool"]
+    _require_known_keys(table, ["style", *matrices, *flags], "stored.")
+    values: dict[str, Any] = {matrix: _template(matrix, table.get(matrix), kind is Separate) for matrix in matrices}
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):

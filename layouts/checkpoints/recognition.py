@@ -34,9 +34,9 @@ from ktconvert.layouts.checkpoints.match import (
     SHARED,
     NameScan,
     StoredLayer,
+    describe_stray,
     expand_template,
     scan_names,
-    describe_stray,
     unread_format_error,
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel

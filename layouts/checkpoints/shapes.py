@@ -108,13 +108,14 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
 def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: int, hidden: int, width: int) -> None:
     """Raise InputError unless all linears of the layer have a bias of their size, or none has one.
 
-    A row of the table says which of both; for any other family, the tensors decide.
+    A row of the table says which of both, and UnsupportedError is raised for unexpected biases; for any other family,
+    the tensors decide.
     """
     biases, is_known = stored.biases, arch in ARCHS
     if biases and is_known and not arch.function.biases:
-        info = next(iter(biases.values()))
+        name = next(iter(biases.values())).name
         remedy = "use another release, or describe the model with --arch-file"
-        raise InputError.from_tensor(info.name, f"is a bias, and experts of {arch.name} have none", remedy)
+        raise UnsupportedError.from_tensor(name, f"is a bias, and experts of {arch.name} have none", remedy)
     if not biases and not (is_known and arch.function.biases):
         return
     rows = {"gate": width, "up": width, "gate_up": 2 * width, "down": hidden}

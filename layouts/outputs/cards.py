@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ktconvert.layouts.checkpoints.expert_function import describe_record
+from ktconvert.layouts.checkpoints.expert_function import describe_record, read_functions
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import kt_kernel
 from ktconvert.layouts.outputs.format import Card
@@ -31,6 +31,9 @@ def make_model_card(
     non_experts: str = "skip",
 ) -> bytes:
     """Return README.md: front matter for the hub, contents of the folder, how to load it, errors of its weights."""
+    functions = read_functions(facts.get("functions", {})).values()
+    if card.slices and any(function.biases or not function.gated for function in functions):  # not for kt-kernel
+        card = replace(MXFP4, numbers=card.numbers)
     # kt-kernel's names of methods do not have our prefix.
     named_facts: OutputFacts = {**facts, "method": facts["method"].removeprefix("KT_")}
     support = kt_kernel.describe_support(facts) if facts["method"] in kt_kernel.KT_METHODS else ""
@@ -319,14 +322,16 @@ def _make_layer_lines(stats: Sequence[Stats]) -> list[str]:
     """Return the table of mean relative errors of the sampled experts by layer."""
     layers: dict[int, list[Stats]] = {}
     for s in stats:
-        if all(key in s for key in ("layer", *PROJECTIONS)):
+        if all(key in s for key in ("layer", "up", "down")):
             layers.setdefault(s["layer"], []).append(s)
+    measured = [p for p in PROJECTIONS if all(p in s for sampled in layers.values() for s in sampled)]
     rows = []
     for layer, sampled in sorted(layers.items()):
-        errors = [[s[projection]["relative_error"] for s in sampled] for projection in PROJECTIONS]
+        errors = [[s[projection]["relative_error"] for s in sampled] for projection in measured]
         means = (f"{sum(values) / len(values):.4f}" for values in errors)
         rows.append(f"| {layer} | {' | '.join(means)} |")
-    return ["", "| layer | gate_proj | up_proj | down_proj |", "|---|---|---|---|", *rows] if rows else []
+    head = "".join(f" {projection}_proj |" for projection in measured)
+    return ["", f"| layer |{head}", f"|{'---|' * (1 + len(measured))}", *rows] if rows else []
 
 
 SEEN_TOKENS = {  # value of --calibrate -> its meaning

@@ -17,7 +17,7 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import I64, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.machine import unbind_thread
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
 
 # Numbers of sections of an array that one thread can read in parallel. More are no faster; which number is fastest
 # depends on the machine.
@@ -147,12 +147,13 @@ def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> 
     hidden = random_bf16(rng, tokens, experts.hidden)
     out = np.empty((tokens, experts.hidden), np.uint16)
     weights = np.full((tokens, topk), 1 / topk, np.float32)
+    norm = _make_norm(experts)
     times: list[float] = []
     touched = 0
     while len(times) < LEAST_RUNS or (sum(times) < SECONDS and len(times) < MOST_RUNS):
         ids = random_routing(rng, tokens, topk, experts.num_experts)
         begin = time.perf_counter()
-        experts.forward(hidden, ids, weights, out=out)
+        experts.forward(hidden, ids, weights, out=out, norm=norm)
         times.append(time.perf_counter() - begin)
         touched += np.unique(ids).size
     mean = touched / len(times)
@@ -164,4 +165,9 @@ def warm_up(experts: Experts, topk: int) -> None:
     """Compute every expert once, so that mapped weights are in memory and the pool's threads have started."""
     ids = every_expert(topk, experts.num_experts)
     hidden = random_bf16(np.random.default_rng(0), len(ids), experts.hidden)
-    experts.forward(hidden, ids, np.full(ids.shape, 1 / topk, np.float32))
+    experts.forward(hidden, ids, np.full(ids.shape, 1 / topk, np.float32), norm=_make_norm(experts))
+
+
+def _make_norm(experts: Experts) -> OutputNorm | None:
+    """Return a norm for experts that need one: the model has it, not their files."""
+    return OutputNorm(np.ones(experts.hidden, np.float32), 1e-6) if experts.function.output_norm else None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,7 @@ from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.quantizers.reference import bf16_to_f32
 
-Linears = Callable[[int], Iterator[tuple[F32, F32, F32]]]
+Linears = Callable[[int], Iterator[tuple[F32, ...]]]
 
 # Largest relative L2 distance from the reference, for the outputs of an expert, of a panel of rows, or of a token.
 BOUND, BOUND_BF16 = 0.25, 0.05
@@ -55,12 +55,15 @@ class Smoke:
 def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     """Compare the outputs in each mode of the method with the reference: single experts, then topk per token."""
     source = open_experts(path)
-    function = source.function(layer) or PLAIN
+    function = replace(source.function(layer) or PLAIN, output_norm=False)  # the model has the norm, not the files
     packed = source.load(layer, pool, Requirements())
     topk = min(topk, packed.experts)
     hidden = random_bf16(np.random.default_rng(layer), INPUTS, packed.slicing.hidden)
     linears = functools.partial(source.linears, packed)
     expected = reference(packed, linears, bf16_to_f32(hidden), function, pool.threads)  # [inputs, E, H]
+    weighted = (expected / topk).astype(np.float32)  # equal weights
+    if function.weights_on == "input":
+        weighted = reference(packed, linears, bf16_to_f32(hidden) / np.float32(topk), function, pool.threads)
     problems = list(_find_implausible(layer, expected))
     error: dict[str, float] = {}
     single_ids = np.arange(packed.experts, dtype=np.int64)[:, None]
@@ -79,7 +82,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         problems += [f"{context}: expert {expert} gives a result that is not finite" for expert in bad]
         if bad.size:
             continue
-        expected_tokens = expected[:, grouped_ids].mean(axis=2)  # equal weights
+        expected_tokens = weighted[:, grouped_ids].sum(axis=2)
         our_panels, expected_panels = (x.reshape(*x.shape[:2], -1, PANEL) for x in (single, expected))
         distances = {
             "expert {}": distance(single, expected, (0, 2)),
@@ -94,6 +97,17 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
     return Smoke(layer, packed.experts, INPUTS * (len(single_ids) + len(grouped_ids)), error, bound, tuple(problems))
 
 
+def _join_biases(packed: weights.LayerWeights, expert: int) -> dict[str, F32]:
+    """Return the biases of an expert, [rows] of all NUMA slices, by projection; zeros if it has none."""
+    slicing = replace(packed.slicing, backward=False)
+    joined: dict[str, F32] = {}
+    for projection in slicing.projections:
+        slices = slicing.slices(expert, projection)
+        parts = [packed.biases.get(numa_slice, np.zeros(numa_slice.n, np.float32)) for numa_slice in slices]
+        joined[projection] = np.sum(parts, axis=0) if projection == "down" else np.concatenate(parts)
+    return joined
+
+
 def reference(
     packed: weights.LayerWeights, linears: Linears, hidden: F32, function: ExpertFunction = PLAIN, threads: int = 1
 ) -> F32:
@@ -101,9 +115,18 @@ def reference(
     out = np.zeros((len(hidden), packed.experts, packed.slicing.hidden), np.float32)
 
     def compute(expert: int) -> None:
+        biases = _join_biases(packed, expert)
+        start = 0
         with np.errstate(all="ignore"):
-            for gate, up, down in linears(expert):
-                out[:, expert] += function.compute(hidden @ gate.T, hidden @ up.T) @ down.T
+            for *inputs, down in linears(expert):
+                stop = start + down.shape[1]
+                products = (
+                    hidden @ matrix.T + biases[projection][start:stop]
+                    for matrix, projection in zip(inputs, packed.slicing.projections, strict=False)
+                )
+                out[:, expert] += function.compute(*products) @ down.T
+                start = stop
+        out[:, expert] += biases["down"]
 
     with ThreadPoolExecutor(threads, initializer=unbind_thread) as executor:
         list(executor.map(compute, range(packed.experts)))

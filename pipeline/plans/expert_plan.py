@@ -368,7 +368,7 @@ def hold_function(fmt: Format, model: MoeModel, backward: bool = False) -> Forma
         return fmt
     if (reason := explain_unheld_function(fmt, model)) is not None:
         able = [name for name, other in formats_by_option("cpu").items() if not explain_unheld_function(other, model)]
-        remedy = f"use `ktconvert cpu` with --quant-method {', '.join(able[:-1])} or {able[-1]}"
+        remedy = f"use `ktconvert cpu` without --layout, with --quant-method {', '.join(able[:-1])} or {able[-1]}"
         raise UnsupportedError(f"{model.source.root}: {reason}; {remedy}.")
     if backward:
         problem = "there are no matrices for fine-tuning experts with biases or without a gate"

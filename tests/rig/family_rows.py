@@ -56,8 +56,6 @@ def _rope(*sections: int) -> Settings:
 
 
 NO_MODULE = "builds no routed experts in it that could be replaced"
-STRAY = "is among the experts but is not one of their weights"
-UNKNOWN = "its experts are not stored as any known family's"
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,8 @@ OTHERS: dict[str, Row] = {
     ),
     "deepseek_ocr2": Row(SECOND),
     "deepseek_v4": PLAIN,
-    "diffusion_gemma": Row(since="5.23", refusal=UNKNOWN),
-    "doge": Row({"is_moe": True}, since="5.23", refusal="no tensor looks like theirs"),
+    "diffusion_gemma": Row(since="5.23"),
+    "doge": Row({"is_moe": True}, since="5.23", refusal="its experts are single rows of an embedding"),
     "dots3_note": Row(vision={"per_layer_config": {}}, since="5.23"),
     "dots3_note_text": Row(since="5.23"),
     "ernie4_5_vl_moe": Row(
@@ -113,7 +111,7 @@ OTHERS: dict[str, Row] = {
     "gemma4_text": Row(GEMMA),
     "glm4v_moe": Row(_rope(2, 3, 3)),
     "glm5_next": Row({"qk_rope_head_dim": 0, "head_dim": 0, **HYBRID, **SECOND}),
-    "gpt_oss": Row(refusal="its experts have biases and a clamped activation"),
+    "gpt_oss": PLAIN,
     "granitemoehybrid": Row(MAMBA),
     "hy_v4": PLAIN,
     "hy_v4_vl": Row(_rope(6, 6, 4), since="5.24"),
@@ -136,7 +134,7 @@ OTHERS: dict[str, Row] = {
     "mistral4": Row({"head_dim": 64}),
     "mistral_large4": Row(since="5.23"),
     "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23"),
-    "nemotron_h": Row(refusal="its experts are two matrices with relu2 and no gate_proj"),
+    "nemotron_h": PLAIN,
     "qwen3_5_moe": Row(HYBRID),
     "qwen3_5_moe_text": Row(HYBRID),
     "qwen3_next": Row(HYBRID),

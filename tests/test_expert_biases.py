@@ -1,0 +1,391 @@
+"""Experts with biases (gpt-oss) and without a gate (Nemotron-H): read as published, stored, changed and computed."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
+from ktconvert.layouts.encodings.fp4 import dequantize
+from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.native_quant.runtime.experts import Experts
+from rig import conversion, gguf
+from rig.floats import from_bits, to_bits
+from rig.safetensors import edit_file, write_file
+
+# As in gpt-oss (2880 = 45 * 64), the sizes are multiples of 64, but not of 128.
+EXPERTS, HIDDEN, WIDTH, TOPK = 4, 192, 320, 2
+OAI = ExpertFunction("swiglu_oai", limit=7.0, alpha=1.702, biases=True)
+RELU2 = ExpertFunction("relu2", gated=False)
+BOUNDS = {"int8": 0.03, "mxfp4": 0.005, "bf16": 0.005, None: 0.005}  # all numbers are MXFP4 numbers
+Stored = dict[str, tuple[str, Any]]
+
+
+@dataclass
+class Layer:
+    """The experts of a layer: projection -> MXFP4 codes [E, n, k], their exponents, numbers, and biases [E, n]."""
+
+    function: ExpertFunction
+    codes: dict[str, Any]
+    exponents: dict[str, Any]
+    matrices: dict[str, Any]
+    biases: dict[str, Any]
+
+    def compute(self, x: Any, ids: Any, weights: Any) -> Any:
+        """Compute the weighted sum of each token's experts in float64."""
+        out = np.zeros(x.shape)
+        for token, expert in np.ndindex(ids.shape):
+            number = ids[token, expert]
+            products = {
+                p: m[number] @ x[token] + self.biases[p][number] for p, m in self.matrices.items() if p != "down"
+            }
+            act = self.function.compute(*products.values())
+            down = self.matrices["down"][number] @ act + self.biases["down"][number]
+            out[token] += weights[token, expert] * down
+        return out
+
+
+def make_layer(function: ExpertFunction, seed: int = 0) -> Layer:
+    rng = np.random.default_rng(seed)
+    shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    if not function.gated:
+        del shapes["gate"]
+    layer = Layer(function, {}, {}, {}, {})
+    for projection, (n, k) in shapes.items():
+        codes = layer.codes[projection] = rng.integers(0, 16, (EXPERTS, n, k), np.uint8)
+        exponents = layer.exponents[projection] = rng.integers(119, 124, (EXPERTS, n, k // 32), np.uint8)
+        values = dequantize(codes.reshape(-1, k), exponents.reshape(-1, k // 32))
+        layer.matrices[projection] = values.reshape(EXPERTS, n, k).astype(np.float64)
+        scale = 2.0 if function.biases else 0.0
+        layer.biases[projection] = from_bits(to_bits(scale * rng.standard_normal((EXPERTS, n))))
+    return layer
+
+
+def join(layer: Layer, arrays: Mapping[str, Any], *, halves: bool) -> Any:
+    """Join gate and up [E, I, ...] to [E, 2I, ...]: in halves, or in turn."""
+    if halves:
+        return np.concatenate([arrays["gate"], arrays["up"]], axis=1)
+    return np.stack([arrays["gate"], arrays["up"]], axis=2).reshape(EXPERTS, 2 * WIDTH, *arrays["up"].shape[2:])
+
+
+def write_folder(folder: Path, tensors: Stored, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True)
+    write_file(
+        folder / "model.safetensors", {name: (dtype, np.ascontiguousarray(a)) for name, (dtype, a) in tensors.items()}
+    )
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": 1, "num_experts_per_tok": TOPK}
+    (folder / "config.json").write_text(json.dumps(sizes | config))
+    return folder
+
+
+def write_fused(folder: Path, layer: Layer, *, mxfp4: bool = False, halves: bool = False) -> Path:
+    """Write a layer as gpt-oss publishes it, in BF16 [E, k, n] or MXFP4 [E, n, k / 32, 16]; or in halves."""
+    base, tensors = "model.layers.0.mlp.", dict[str, tuple[str, Any]]()
+    for name, pick in (
+        ("gate_up_proj", lambda arrays: join(layer, arrays, halves=halves)),
+        ("down_proj", lambda arrays: arrays["down"]),
+    ):
+        if mxfp4:
+            codes = pick(layer.codes)
+            packed = codes[..., ::2] | codes[..., 1::2] << 4
+            tensors[f"{base}experts.{name}_blocks"] = "U8", packed.reshape(*codes.shape[:2], -1, 16)
+            tensors[f"{base}experts.{name}_scales"] = "U8", pick(layer.exponents)
+        else:
+            tensors[f"{base}experts.{name}"] = "BF16", to_bits(pick(layer.matrices).swapaxes(1, 2))
+        tensors[f"{base}experts.{name}_bias"] = "BF16", to_bits(pick(layer.biases))
+    tensors[f"{base}router.weight"] = "BF16", np.zeros((EXPERTS, HIDDEN), np.uint16)
+    tensors[f"{base}router.bias"] = "BF16", np.zeros(EXPERTS, np.uint16)
+    config: dict[str, Any] = {"model_type": "openai_privacy_filter" if halves else "gpt_oss", "hidden_act": "silu"}
+    config |= {"num_local_experts": EXPERTS, "intermediate_size": WIDTH, "swiglu_limit": 7.0}
+    return write_folder(folder, tensors, config | ({"quantization_config": {"quant_method": "mxfp4"}} if mxfp4 else {}))
+
+
+def write_nemotron(folder: Path, layer: Layer) -> Path:
+    """Write a layer of experts that compute in a latent space, as Nemotron 3 Super."""
+    base = "backbone.layers.0.mixer."
+    tensors: Stored = {
+        f"{base}experts.{expert}.{p}_proj.weight": ("BF16", to_bits(matrix[expert]))
+        for p, matrix in layer.matrices.items()
+        for expert in range(EXPERTS)
+    }
+    tensors[f"{base}gate.weight"] = "BF16", np.zeros((EXPERTS, 2 * HIDDEN), np.uint16)
+    tensors[f"{base}gate.e_score_correction_bias"] = "F32", np.zeros(EXPERTS, np.float32)
+    config = {"model_type": "nemotron_h", "mlp_hidden_act": "relu2", "n_routed_experts": EXPERTS}
+    sizes = {"moe_intermediate_size": WIDTH, "moe_latent_size": HIDDEN, "hidden_size": 2 * HIDDEN}
+    return write_folder(folder, tensors, config | sizes)
+
+
+def write_gguf(folder: Path, layer: Layer, arch: str) -> Path:
+    """Write a layer as llama.cpp does: MXFP4 blocks of a scale, and codes of columns 0 to 15 and of 16 to 31."""
+    tensors: Stored = {}
+    for projection, codes in layer.codes.items():
+        halves = codes.reshape(*codes.shape[:2], -1, 2, 16)
+        packed = halves[..., 0, :] | halves[..., 1, :] << 4
+        blocks = np.concatenate([layer.exponents[projection][..., None], packed], axis=-1)
+        tensors[f"blk.0.ffn_{projection}_exps.weight"] = "MXFP4", blocks.reshape(*codes.shape[:2], -1)
+        if layer.function.biases:
+            tensors[f"blk.0.ffn_{projection}_exps.bias"] = "F32", layer.biases[projection].astype(np.float32)
+    sizes = {"embedding_length": HIDDEN, "expert_count": EXPERTS, "expert_feed_forward_length": WIDTH}
+    return gguf.write(folder / "model.gguf", tensors, gguf.model_metadata(1, arch, **sizes), arch)
+
+
+FORMS: dict[str, tuple[ExpertFunction, Callable[[Path, Layer], Path]]] = {
+    "gpt-oss BF16": (OAI, write_fused),
+    "gpt-oss MXFP4": (OAI, lambda folder, layer: write_fused(folder, layer, mxfp4=True)),
+    "gpt-oss GGUF": (OAI, lambda folder, layer: write_gguf(folder, layer, "gpt-oss")),
+    "privacy filter": (OAI, lambda folder, layer: write_fused(folder, layer, halves=True)),
+    "Nemotron-H": (RELU2, write_nemotron),
+    "Nemotron-H GGUF": (RELU2, lambda folder, layer: write_gguf(folder, layer, "nemotron_h_moe")),
+}
+LAYERS = {function: make_layer(function) for function in (OAI, RELU2)}
+
+
+def write(form: str, folder: Path) -> tuple[Path, Layer]:
+    function, write_form = FORMS[form]
+    return write_form(folder, LAYERS[function]), LAYERS[function]
+
+
+def run(*arguments: object) -> None:
+    done = conversion.run_in_process(*arguments)
+    assert done.exception is None, done.exception
+
+
+def convert(source: Path, out: Path, method: str, slices: int = 1, *options: str) -> Path:
+    run("cpu", "-i", source, "-o", out, "--quant-method", method, "--threadpool-count", slices, "-q", *options)
+    run("verify", out, "--against", source)
+    return out
+
+
+def distance(layer: Layer, path: Path) -> float:
+    """Return the relative distance of computed outputs to the definition, for inputs that reach the limits."""
+    rng = np.random.default_rng(1)
+    bits = to_bits(rng.standard_normal((9, HIDDEN)))
+    ids = np.array([rng.permutation(EXPERTS)[:TOPK] for _ in bits])
+    weights = rng.random(ids.shape, np.float32)
+    expected = layer.compute(from_bits(bits), ids, weights.astype(np.float64))
+    with Experts.load(path, 0) as experts:
+        assert experts.function == layer.function
+        actual = from_bits(experts.forward(bits, ids, weights))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+# Five slices of 64 columns; BF16 also has ten of 32.
+CASES = [(form, "int8", 5) for form in FORMS] + [(form, "mxfp4", 1) for form in FORMS]
+CASES += [("gpt-oss MXFP4", "mxfp4", 5), ("gpt-oss BF16", "bf16", 10), ("Nemotron-H", "bf16", 2)]
+
+
+@pytest.mark.parametrize(("form", "method", "slices"), CASES)
+def test_outputs_compute_the_definition(form: str, method: str, slices: int, tmp_path: Path) -> None:
+    source, layer = write(form, tmp_path / "model")
+    out = convert(source, tmp_path / "out", method, slices)
+    assert distance(layer, out) < BOUNDS[method]
+    facts = json.loads((out / "manifest.json").read_text())["model"]
+    assert facts["functions"] == {"0": layer.function.to_dict()}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_checkpoints_compute_the_definition_without_conversion(form: str, tmp_path: Path) -> None:
+    source, layer = write(form, tmp_path / "model")
+    assert distance(layer, source) < BOUNDS[None]
+
+
+def require_biases(out: Path, layer: Layer) -> None:
+    """Require the rows of gate and up in the slices of their rows, all of down in the first slice, and zeros else."""
+    output = open_output(out)
+    stored = {
+        slice_id: output.read(info).view(np.float32)
+        for (slice_id, suffix), info in output.tensors.items()
+        if suffix == "bias"
+    }
+    slices = 1 + max(slice_id.node for slice_id in stored)
+    assert len(stored) == 3 * EXPERTS * slices
+    for (_, expert, projection, _, node), bias in stored.items():
+        whole = layer.biases[projection][expert]
+        expected = whole * (node == 0) if projection == "down" else np.split(whole, slices)[node]
+        np.testing.assert_array_equal(bias, expected)
+
+
+@pytest.mark.parametrize("form", ["gpt-oss MXFP4", "Nemotron-H"])
+def test_merge_and_resplit_keep_biases_and_matrices(form: str, tmp_path: Path) -> None:
+    source, layer = write(form, tmp_path / "model")
+    loose = convert(source, tmp_path / "loose", "int8", 5, "--no-merge-safetensor")
+    merged, one, five = (tmp_path / name for name in ("merged", "one", "five"))
+    run("merge", "-i", loose, "-o", merged, "--original-path", source)
+    run("resplit", merged, one, "--threadpool-count", 1)
+    run("resplit", one, five, "--threadpool-count", 5)
+    for out in (loose, merged, one, five):
+        run("verify", out, "--against", source)
+        assert distance(layer, out) < BOUNDS["int8"]
+        if layer.function.biases:
+            require_biases(out, layer)
+    exact = convert(source, tmp_path / "mxfp4", "mxfp4", 5)
+    run("resplit", exact, tmp_path / "exact", "--threadpool-count", 1)
+    assert distance(layer, tmp_path / "exact") < BOUNDS["mxfp4"]
+
+
+def test_a_mix_of_methods_has_biases(tmp_path: Path) -> None:
+    source, layer = write("gpt-oss MXFP4", tmp_path / "model")
+    config = json.loads((source / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (source / "config.json").write_text(json.dumps(config))
+
+    def add_layer(tensors: Any) -> None:
+        tensors |= {name.replace("layers.0.", "layers.1."): tensor for name, tensor in tensors.items()}
+
+    edit_file(source / "model.safetensors", add_layer)
+    out = convert(source, tmp_path / "out", "mxfp4", 1, "--method-map", "1=int8")
+    assert distance(layer, out) < BOUNDS["mxfp4"]
+
+
+REFUSED: list[tuple[str, tuple[str, ...], str]] = [
+    ("gpt-oss BF16", ("--quant-method", "rawint4"), "RAWINT4 cannot hold experts with biases; use .* int8, mxfp4"),
+    ("gpt-oss BF16", ("--quant-method", "mxfp4", "--layout", "kt"), "KT_MXFP4 cannot hold experts with biases"),
+    ("Nemotron-H", ("--quant-method", "bf16", "--layout", "kt"), "KT_BF16 cannot hold experts without a gate"),
+    ("gpt-oss BF16", ("--quant-method", "int8", "--save-backward-weights"), "no matrices for fine-tuning experts"),
+    ("gpt-oss BF16", ("--quant-method", "int4"), r"AMXINT4 cannot hold .* 192 is not a multiple of 128. .*int8"),
+    ("gpt-oss BF16", ("--quant-method", "int8", "--equalize"), "which changes if up_proj is scaled"),
+]
+
+
+@pytest.mark.parametrize(("form", "options", "message"), REFUSED)
+def test_formats_that_cannot_hold_the_experts_are_refused(
+    form: str, options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    source, _ = write(form, tmp_path / "model")
+    arguments = ("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 1, *options)
+    error = conversion.run_in_process(*arguments).exception
+    assert isinstance(error, UnsupportedError)
+    with pytest.raises(UnsupportedError, match=message):
+        raise error
+    gpu = ("gpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
+    assert "W4A16 cannot hold experts" in str(conversion.run_in_process(*gpu).exception)
+
+
+BIAS = "model.layers.0.mlp.experts.down_proj_bias"
+
+
+def drop(tensors: Any) -> None:
+    del tensors[BIAS]
+
+
+def shorten(tensors: Any) -> None:
+    tensors[BIAS] = tensors[BIAS]._replace(shape=(EXPERTS, HIDDEN - 1), data=tensors[BIAS].data[: -2 * EXPERTS])
+
+
+def retype(tensors: Any) -> None:
+    tensors[BIAS] = tensors[BIAS]._replace(dtype="I16")
+
+
+def spoil(tensors: Any) -> None:
+    tensors[BIAS] = tensors[BIAS]._replace(data=tensors[BIAS].data[:-2] + b"\x80\x7f")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (drop, f"{BIAS}' is missing, but the experts have biases"),
+        (shorten, rf"{BIAS}' is BF16 of shape \[4, 191\], but a bias of .* of shape \[4, 192\]"),
+        (retype, rf"{BIAS}' is I16 of shape"),
+        (spoil, rf"{BIAS}' contains a value that is not finite, in the bias of expert 3"),
+    ],
+)
+def test_damaged_biases_are_refused(damage: Callable[[Any], None], message: str, tmp_path: Path) -> None:
+    source, _ = write("gpt-oss BF16", tmp_path / "model")
+    edit_file(source / "model.safetensors", damage)
+    arguments = ("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", 1)
+    error = conversion.run_in_process(*arguments).exception
+    assert isinstance(error, InputError) and str(source) in str(error)
+    with pytest.raises(InputError, match=message):
+        raise error
+    with pytest.raises(InputError, match=message):
+        Experts.load(source, 0)
+
+
+def test_damaged_biases_of_outputs_are_found(tmp_path: Path) -> None:
+    source, _ = write("gpt-oss BF16", tmp_path / "model")
+    out = convert(source, tmp_path / "out", "int8")
+    shard = next(out.glob("*.safetensors"))
+    shard.chmod(0o644)
+    name = "blk.0.ffn_up_exps.1.numa.0.bias"
+
+    def damage(tensors: Any) -> None:
+        tensors[name] = tensors[name]._replace(data=tensors[name].data[:-4] + np.float32(np.inf).tobytes())
+
+    edit_file(shard, damage)
+    with pytest.raises(InputError, match=r"expert 1, up_proj, NUMA slice 0, bias: the bias of row 319 is inf"):
+        Experts.load(out, 0)
+    assert "the bias of row 319 is inf" in conversion.run_in_process("verify", out).output
+
+    def remove(tensors: Any) -> None:
+        for key in [key for key in tensors if key.endswith(".bias")]:
+            del tensors[key]
+
+    edit_file(shard, remove)
+    with pytest.raises(KtconvertError, match=r"lack biases, but must compute .* with biases"):
+        Experts.load(out, 0)
+
+
+# --- with transformers ----------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 320, "hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SMALL |= {"num_experts_per_tok": TOPK, "initializer_range": 0.09, "pad_token_id": 0, "bos_token_id": 1}
+SMALL |= {"eos_token_id": None, "max_position_embeddings": 512, "intermediate_size": 128, "tie_word_embeddings": False}
+MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "n_group": 1, "topk_group": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"num_hidden_layers": 2, "num_local_experts": 8},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "hybrid_override_pattern": "M*EE",
+        "n_routed_experts": 8,
+        **MAMBA,
+        "moe_intermediate_size": 128,
+        "moe_shared_expert_intermediate_size": 128,
+        "moe_latent_size": 64,
+    },
+}
+TOKENS = 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_equals_that_of_transformers(family: str, tmp_path: Path) -> None:
+    """Each of 64 greedy tokens is ours, too, unless two are equally likely; BF16 rounds in a different order."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SMALL, **FAMILIES[family])
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("_proj_bias"):
+            parameter.data.normal_(0, 0.5)
+    model.save_pretrained(tmp_path / "model")
+    out = convert(tmp_path / "model", tmp_path / "out", "bf16")
+    prompt = torch.randint(3, 320, (1, 20), generator=torch.Generator().manual_seed(1))
+    text = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)
+    settings = ({"cpu_weights": str(out)}, {"cpu_weights": str(out), "num_gpu_experts": 3}, {})
+    for setting in settings:
+        ours = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "model", dtype=torch.bfloat16, quantization_config=KTConvertConfig(threads=1, **setting)
+        )
+        with torch.no_grad():
+            logits, expected = (
+                each(text[:, :-1], use_cache=False).logits.float()[0, -TOKENS:] for each in (ours, model)
+            )
+        chosen = logits.gather(1, text[0, -TOKENS:, None])[:, 0]
+        assert (chosen == logits.max(-1).values).float().mean() > 0.8
+        near = (logits.max(-1).values - chosen) / logits.std(-1)
+        assert near.median() == 0 and (near < 0.5).float().mean() > 0.95
+        assert ((logits - expected).norm(dim=-1) / expected.norm(dim=-1)).median() < 0.02
+        module = next(m for m in ours.modules() if hasattr(m, "experts") and hasattr(m.experts, "experts")).experts
+    loaded = module.experts
+    options: dict[str, Any] = {"method": "BF16", "cpuinfer_threads": 1, "threadpool_count": 1, "weight_path": str(out)}
+    sizes = loaded.num_experts, TOPK, loaded.hidden, loaded.intermediate
+    wrapper = KTMoEWrapper(loaded.layer, *sizes, None, chunked_prefill_size=512, **options)
+    wrapper.load_weights()
+    hidden = torch.randn(5, loaded.hidden).to(torch.bfloat16)
+    ids, weights = torch.arange(2 * 5).reshape(5, 2) % 8, torch.rand(5, 2)
+    assert torch.equal(wrapper.forward(hidden, ids, weights), module(hidden, ids, weights))
