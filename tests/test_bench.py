@@ -19,7 +19,7 @@ from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.benchmark import STREAMS, read_memory
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
-from ktconvert.pipeline.cli.bench import bench, experts_per_token
+from ktconvert.pipeline.cli.bench import bench, find_experts_per_token
 
 
 @pytest.fixture(scope="module")
@@ -110,9 +110,9 @@ CONFIGS += [({"text_config": {"top_k_experts": 4}}, 4), ({"num_experts_per_tok":
 
 def test_experts_per_token_is_read_from_the_config_or_assumed() -> None:
     for config, expected in CONFIGS:
-        number, origin = experts_per_token(config, 1, 64)
+        number, origin = find_experts_per_token(config, 1, 64)
         assert number == expected and origin.startswith("config.json: " if expected != 8 else "assumed")
-    assert experts_per_token({}, 0, 4)[0] == 4
+    assert find_experts_per_token({}, 0, 4)[0] == 4
 
 
 @pytest.mark.parametrize(("topk", "experts"), [(1, 8), (2, 8), (3, 8), (8, 8), (8, 129)])

@@ -196,7 +196,7 @@ def test_equalized_experts_have_less_error(source: Path, tmp_path: Path) -> None
 def test_importance_grows_with_the_inputs(source: Path) -> None:
     with open_checkpoint(str(source)) as checkpoint:
         model = moe_model.equalize(recognize(checkpoint), (0, 1))
-        equal_importance: Any = SimpleNamespace(importance=lambda *_: np.ones(WIDTH, np.float32))
+        equal_importance: Any = SimpleNamespace(read_importance=lambda *_: np.ones(WIDTH, np.float32))
         by_layer = [make_importance_reader(model, equal_importance, layer) for layer in (0, 1)]
         exponents = model.exponents(0, 2)
     assert exponents is not None

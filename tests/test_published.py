@@ -111,7 +111,6 @@ def test_run_generates_the_text_of_the_dequantized_model(form: str, paths: Outpu
 
 
 def test_transformers_computes_decoded_experts(paths: Outputs) -> None:
-    """It cannot load compressed-tensors' FP8 experts itself, since its modules stack them."""
     assert text_of(paths("ct FP8"), "--torch-experts") == text_of(paths("ct FP8", BF16), "--torch-experts")
 
 

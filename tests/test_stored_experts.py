@@ -251,7 +251,9 @@ def test_layers_may_have_different_limits(tmp_path, cli):
 @pytest.mark.parametrize("limit", ["7", -1, [1, "x"], float("nan"), True, {"a": 1}])
 def test_invalid_limits_are_rejected(limit, tmp_path):
     model = limited(tmp_path / "in", layers=2, swiglu_limit=limit)
-    with pytest.raises(InputError, match=r"swiglu_limit must be a finite number of at least 0 for layer [01], not"):
+    with pytest.raises(
+        UnsupportedError, match=r"swiglu_limit must be a finite number of at least 0 for layer [01], not"
+    ):
         open_experts(model).function(1)
 
 

@@ -196,7 +196,7 @@ CHOOSE_ACTIVATION = "give --arch-file with the activation of the experts: activa
 _SILU = ("silu", "swiglu_step", "swiglu_oai", "softcap")  # gpt-oss and others say silu
 HIDDEN_ACTS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("silu", "swish", "swiglu"), _SILU),
-    **dict.fromkeys(("swigluoai", "swiglu_oai"), ("swiglu_oai", "silu")),
+    **dict.fromkeys(("swigluoai", "swiglu_oai"), ("swiglu_oai",)),
     **dict.fromkeys(("gelu", "gelu_python"), ("gelu_erf", "gelu_tanh")),
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_accurate", "gelu_tanh"), ("gelu_tanh",)),
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_python_tanh"), ("gelu_tanh",)),

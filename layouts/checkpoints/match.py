@@ -188,7 +188,7 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
             out.mtp.append(name)
         elif inside is not None and not ROUTER_BIAS.search(shape):
             out.strays.append(name)
-        elif ROUTED.search(shape):
+        elif ROUTED.search(shape) and not ROUTER_BIAS.search(shape):
             out.others.append(name)
         if base is not None:
             key = base, int(NUMBER.findall(name)[0])

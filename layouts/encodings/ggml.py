@@ -49,7 +49,7 @@ def _make_decoder(name: str) -> Any:
     def decode(matrix: Matrix) -> F32:
         """Decode a type that our C code does not read, with gguf-py."""
         try:
-            import gguf
+            from gguf import GGMLQuantizationType, quants
         except ImportError as error:
             raise KtconvertError(
                 f"weights in {name} are decoded by gguf, not installed here: pip install 'ktconvert[gguf]'"
@@ -57,7 +57,7 @@ def _make_decoder(name: str) -> Any:
 
         blocks = np.ascontiguousarray(matrix.values)
         with np.errstate(all="ignore"):  # checks of the result find scales that are not numbers
-            values: F32 = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[name])
+            values: F32 = quants.dequantize(blocks, GGMLQuantizationType[name])
         return values[:, matrix.skip : matrix.skip + matrix.shape[1]]
 
     return decode

@@ -35,14 +35,8 @@ MLA = {"kv_lora_rank": 32, "q_lora_rank": 48, "qk_rope_head_dim": 16, "v_head_di
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": HIDDEN}
 V4 = {"num_hidden_layers": 3, "num_key_value_heads": 1, "n_routed_experts": EXPERTS, "head_dim": 64, "q_lora_rank": 64}
 V4 |= {"moe_intermediate_size": WIDTH, "o_groups": 2, "o_lora_rank": 32, "index_n_heads": 2, "index_head_dim": 32}
-V4 |= {
-    "index_topk": 8,
-    "sliding_window": 16,
-    "hc_mult": 2,
-    "hc_sinkhorn_iters": 2,
-    "partial_rotary_factor": 0.25,
-    "swiglu_limit": 0.05,
-}
+V4 |= {"index_topk": 8, "sliding_window": 16, "partial_rotary_factor": 0.25, "swiglu_limit": 0.05}
+V4 |= {"hc_mult": 2, "hc_sinkhorn_iters": 2}
 V4 |= {"layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"]}
 V4 |= {"mlp_layer_types": ["hash_moe", "moe", "moe"]}
 

@@ -124,6 +124,7 @@ OTHERS: dict[str, Row] = {
     "jetmoe": PLAIN,
     "kimi_linear": Row({**HYBRID, **SECOND}),
     "kolibri1": Row(since="5.23"),
+    "lara_mini": Row(since="5.24"),
     "lfm2_moe": Row({"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     "llama4": PLAIN,
     "llama4_text": PLAIN,

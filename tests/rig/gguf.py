@@ -50,15 +50,13 @@ def write(
 ) -> Path:
     """Write a file with gguf-py.
 
-    tensors: blocks as bytes [..., bytes of a row], or plain numbers; metadata: integers, texts and lists.
+    tensors: blocks as bytes [..., bytes of a row], or plain numbers; metadata: numbers, texts and lists.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, arch)
+    add = {list: writer.add_array, str: writer.add_string, float: writer.add_float32}
     for key, value in metadata.items():
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        else:
-            (writer.add_string if isinstance(value, str) else writer.add_uint32)(key, value)
+        add.get(type(value), writer.add_uint32)(key, value)
     for name, (kind, values) in tensors.items():
         writer.add_tensor(name, values, raw_dtype=gguf.GGMLQuantizationType[kind])
     writer.write_header_to_file()
