@@ -240,6 +240,16 @@ def test_a_wrong_value_is_reported_with_its_file(file, key, value, message, mode
         assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
 
 
+def test_a_huge_token_id_is_reported(model, example, packed_example, text):
+    """For 2^31, tokenizers would allocate 4 GiB."""
+    apply_change(model, example, "tokenizer.json", ("model", "vocab", "a"), 1 << 31)
+    error = conversion.run_in_process(*commands(model, packed_example("int8"), text, model.parent)["run"]).exception
+    assert isinstance(error, InputError)
+    assert str(error).startswith(
+        f"{model / 'tokenizer.json'}: token 'a' has the id 2147483648, and no model has so many;"
+    )
+
+
 def test_load_names_tensors_with_wrong_shapes(model, example):
     apply_change(model, example, "config.json", ("head_dim",), 32)
     message = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"

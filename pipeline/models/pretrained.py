@@ -13,6 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints import hub
@@ -26,6 +28,7 @@ from ktconvert.pipeline.report.text import first_line
 if TYPE_CHECKING:
     from ktconvert.native_quant.runtime.stored_tensors import StoredTensor
 
+MOST_TOKENS = 1 << 24
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Values of a config for a model that returns only its predictions. With router logits (a setting for training),
@@ -177,6 +180,9 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
     """
     import transformers
 
+    root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, options.get("revision"))
+    if root is not None:
+        _require_small_ids(root / TOKENIZER)
     with explain_errors(model, TOKENIZER):
         loaded = getattr(transformers, class_name).from_pretrained(model, **options)
         tokenizer = getattr(loaded, "tokenizer", loaded)
@@ -188,6 +194,18 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
             raise InputError(f"{model}: has no tokenizer; put its files ({TOKENIZER}) beside {CONFIG}")
         tokenizer.decode(tokenizer("a b")["input_ids"])
     return loaded
+
+
+def _require_small_ids(path: Path) -> None:
+    """Raise InputError for a token with a huge id, since the tokenizer allocates memory for all smaller ids."""
+    try:
+        document = msgspec.json.decode(path.read_bytes())
+        ids = {token["content"]: token["id"] for token in document["added_tokens"]} | dict(document["model"]["vocab"])
+    except (OSError, msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError):
+        return  # transformers explains what it cannot read
+    for token, number in ids.items():
+        if type(number) is int and number >= MOST_TOKENS:
+            raise InputError(f"token {token!r:.100} has the id {number}, and no model has so many", COMPARE, path=path)
 
 
 def read_generation_config(model: str, **options: Any) -> Any:
