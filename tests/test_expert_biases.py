@@ -318,7 +318,6 @@ def test_damaged_biases_of_outputs_are_found(tmp_path: Path) -> None:
     edit_file(shard, damage)
     with pytest.raises(InputError, match=r"expert 1, up_proj, NUMA slice 0, bias: the bias of row 319 is inf"):
         Experts.load(out, 0)
-    assert "the bias of row 319 is inf" in conversion.run_in_process("verify", out).output
 
     def remove(tensors: Any) -> None:
         for key in [key for key in tensors if key.endswith(".bias")]:
@@ -338,8 +337,8 @@ MAMBA = {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "n_gr
 FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_hidden_layers": 2, "num_local_experts": 8},
     "nemotron_h": {
-        "num_hidden_layers": 4,
-        "hybrid_override_pattern": "M*EE",
+        "num_hidden_layers": 3,
+        "hybrid_override_pattern": "*EE",
         "n_routed_experts": 8,
         **MAMBA,
         "moe_intermediate_size": 128,

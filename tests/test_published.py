@@ -188,7 +188,8 @@ def copy_model(source: Path, folder: Path, change: Callable[[Tensors], object] =
     folder.mkdir()
     for path in source.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    edit_file(folder / "model.safetensors", change)
+    for path in folder.glob("*.safetensors"):
+        edit_file(path, change)
     return folder
 
 
@@ -237,6 +238,15 @@ def test_unreadable_weights_are_refused(change: Any, kind: Any, message: str, pa
     for error in (*errors, caught.value):
         assert isinstance(error, kind) and message in str(error), error
         assert str(model) in str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("output", ["", BF16])
+def test_rotated_models_are_refused(output: str, paths: Outputs, tmp_path: Path) -> None:
+    """Decoded or not, their weights are those of another function."""
+    model = copy_model(paths("ct FP8", output), tmp_path / "model")
+    stored.configure(model, quantization_config={**published.CT_FP8, "rotation": "hadamard"})
+    with pytest.raises(UnsupportedError, match=r"config\.json: by its rotation, inputs or outputs of linears are"):
+        load(model, cpu_weights=paths("ct FP8", INT8))
 
 
 def test_decoding_needs_memory_for_one_tensor(tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ class Encoding:
     is_exact       whether every number of these experts keeps its value
     pack           (codes int8 [n, k], scales as `unpack_scales` returns them, out): stores codes that a quantizer
                    chose; None if the encoding admits only one choice
-    unpack_scales  (bytes of the tensor of scales, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes,
-                   [n, groups], or [n / b, groups] if b rows share them; None if there are no scales
+    unpack_scales  (bytes of the tensor of scales, n, k) -> the scales: float32, BF16 bits (uint16) or E8M0 bytes
+                   (uint8), [n, groups], or [n / b, groups] if b rows share them; None if there are no scales
     error_sums     kernel that computes the same as the function `error_sums`; None if there is none
     without_bias   the same encoding without biases, if this one has a bias for each row as last tensor (with_bias)
     """

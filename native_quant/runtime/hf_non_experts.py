@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.containers import SAFETENSORS
 from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
 from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
@@ -104,12 +104,14 @@ def _advise_original(root: Path, problem: str) -> str:
 def find_decoded_tensors(files: Sequence[str]) -> dict[str, StoredTensor] | None:
     """Return the non-expert tensors of a checkpoint whose weights must be decoded; None if transformers can read them.
 
-    Raises the errors of find_stored_tensors.
+    Raises RotatedError for a rotated model, and the errors of find_stored_tensors.
     """
+    root = Path(files[0]).parent
+    read_quantization(root)
     headers = (read_header(Path(file)) for file in files if file.endswith(SAFETENSORS.suffix))
     if all(entry.dtype in UNQUANTIZED for header in headers for entry in header.entries):
         return None
-    return find_stored_tensors(open_checkpoint(Path(files[0]).parent), whole=False)
+    return find_stored_tensors(open_checkpoint(root), whole=False)
 
 
 def drop_quantization_config(config: Any) -> None:
