@@ -34,7 +34,7 @@ lint: setup
 types: setup build/ns/.ready
 	$(BIN)/mypy
 
-# The packages as they are imported, for what reads sources.
+# The packages as they are imported, for tools that read sources.
 build/ns/.ready: Makefile
 	@mkdir -p build/ns/ktconvert
 	@ln -sfn ../../../pipeline/api/__init__.py build/ns/ktconvert/__init__.py
@@ -59,7 +59,7 @@ test: setup
 test-fast: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not long"
 
-# Of what `make test` has samples of, all: every kill point, byte of a torn journal and family, a million damaged documents,
+# The complete sets of which `make test` runs samples: every kill point, byte of a torn journal and family, a million damaged documents,
 # emulated kernels; and other draws of chance each time, whose seed a failure shows.
 # Machines with several NUMA nodes: an hour where KVM does not work.
 test-long: export KTCONVERT_TEST_SEED ?= $(shell date +%s)
@@ -67,7 +67,7 @@ test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
 	$(MAKE) numa
 
-# What loads models through transformers, with the newest transformers and the newest of all else that [run] and [serve]
+# Tests that load models through transformers, with the newest transformers and the newest of all else that [run] and [serve]
 # name, in a venv of its own; compressed-tensors and matplotlib so that less is skipped. torch stays the one of
 # .ci/constraints.txt, of which pip can have a build for the CPU (--find-links): the index's newest brings gigabytes of
 # CUDA. For that one: make compat COMPAT_TORCH=torch
@@ -105,7 +105,7 @@ asan: setup
 emulated: setup
 	sh tests/emulated.sh $(BIN)/python
 
-# What holds on machines with several NUMA nodes, seen in a guest; skipped where there is neither QEMU nor root to install it.
+# Tests for machines with several NUMA nodes, in a virtual machine; skipped where there is neither QEMU nor root to install it.
 numa: setup
 	$(BIN)/python tests/numa/guest.py all
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from ktconvert.layouts.errors import InputError
 
-LONGEST = 10_000  # characters of a pattern
+MAX_PATTERN = 10_000  # characters of a pattern
 LARGEST = 100_000  # elements of a compiled pattern: `regex` unrolls repeat counts, at 4 µs and 300 bytes per element
 ONE_MATCH = 1.0  # seconds
 PER_MATCH, SLACK = 100e-6, 3.0  # seconds for all patterns of a file together: per match, and in addition
@@ -73,7 +73,7 @@ class _Timer:
 
 
 def compile(text: str, path: Path | str) -> Pattern:
-    """Compile a regular expression from this file. Raise InputError if it is invalid or too large."""
+    """Compile a regular expression from this file. Raises InputError if it is invalid or too large."""
     return compile_all([text], path)[0]
 
 
@@ -87,7 +87,7 @@ def _compile(text: str, path: Path | str) -> Any:
     import regex
 
     unrolled = math.prod(max(1.0, float(count)) for count in re.findall(r"\{\s*([0-9]+)", text))
-    if len(text) > LONGEST or len(text) * unrolled > LARGEST:
+    if len(text) > MAX_PATTERN or len(text) * unrolled > LARGEST:
         raise InputError(f"the regular expression {_short(text)} is too large", "shorten it", path=path)
     try:
         return regex.compile(text, regex.VERSION0, cache_pattern=False)

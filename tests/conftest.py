@@ -72,11 +72,13 @@ def cli() -> Cli:
     """Return a function that runs the real command in its own process: cli("cpu", "-i", path, ..., code=0, env={...})."""
 
     def run(*arguments: object, code: int | None = 0, env: dict[str, str] | None = None) -> Any:
-        done = conversion.ktconvert(*map(str, arguments), env=env)
-        assert "Traceback" not in done.stderr, done.stderr
+        result = conversion.ktconvert(*map(str, arguments), env=env)
+        assert "Traceback" not in result.stderr, result.stderr
         if code is not None:
-            assert done.returncode == code, f"exit code {done.returncode}, not {code}\n{done.stdout}\n{done.stderr}"
-        return done
+            assert result.returncode == code, (
+                f"exit code {result.returncode}, not {code}\n{result.stdout}\n{result.stderr}"
+            )
+        return result
 
     return run
 

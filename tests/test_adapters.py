@@ -243,12 +243,12 @@ def model(tmp_path) -> Path:
 def merge(model: Path, folder: Path, *, message: str = "") -> Path:
     """Run merge-adapter and return its output; with a message, require that it fails with it."""
     output = model.with_name("merged")
-    done = run_in_process("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
+    result = run_in_process("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
     if message:
-        assert isinstance(done.exception, KtconvertError) and message in str(done.exception), done.output
-        assert done.exception.exit_code == 5 and not output.exists()
+        assert isinstance(result.exception, KtconvertError) and message in str(result.exception), result.output
+        assert result.exception.exit_code == 5 and not output.exists()
     else:
-        assert done.exit_code == 0, done.exception or done.output
+        assert result.exit_code == 0, result.exception or result.output
     return output
 
 
@@ -349,14 +349,13 @@ def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
 
     first = list(fingerprints())
     merge(model, folder)
-    assert (
-        run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged").exit_code == 0
-    )  # nothing to do
+    # Nothing to do
+    assert run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged").exit_code == 0
     configure(folder, lora_alpha=9)
     second = list(fingerprints())
     assert not set(first) & set(second)
-    done = run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged")
-    assert "adapter/adapter_config.json was" in str(done.exception) and done.exception.exit_code == 5  # type: ignore[union-attr]
+    result = run_in_process("merge-adapter", model, "--adapter", folder, "-o", tmp_path / "merged")
+    assert "adapter/adapter_config.json was" in str(result.exception) and result.exception.exit_code == 5  # type: ignore[union-attr]
     edit_file(
         folder / adapter.WEIGHTS,
         lambda tensors: tensors.update({n: t._replace(data=t.data[::-1]) for n, t in tensors.items()}),

@@ -56,9 +56,9 @@ def run(script: str, *arguments: object, prefix: tuple[object, ...] = (), **env:
     """Run a script in a new process and return what it prints as JSON."""
     command = [*map(str, prefix), sys.executable, "-c", PRELUDE + script, *map(str, arguments)]
     env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", **env}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+    assert (result.returncode, result.stderr) == (0, ""), result.stderr
+    return json.loads(result.stdout)
 
 
 def write_nodes(root: Path, *lists: str) -> Path:

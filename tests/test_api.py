@@ -45,8 +45,8 @@ def test_version_is_the_same_everywhere() -> None:
     root = Path(__file__).resolve().parents[1]
     assert importlib.metadata.version("ktconvert") == ktconvert.__version__
     notes = [sys.executable, root / ".ci" / "release_notes.py"]
-    done = subprocess.run([*notes, ktconvert.__version__], capture_output=True, text=True)
-    assert done.returncode == 0 and "### Added" in done.stdout, done.stderr
-    assert "## [" not in done.stdout
-    done = subprocess.run([*notes, "9.9.9"], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("pipeline/__init__.py: the version is ")
+    result = subprocess.run([*notes, ktconvert.__version__], capture_output=True, text=True)
+    assert result.returncode == 0 and "### Added" in result.stdout, result.stderr
+    assert "## [" not in result.stdout
+    result = subprocess.run([*notes, "9.9.9"], capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.startswith("pipeline/__init__.py: the version is ")

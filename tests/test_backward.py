@@ -123,9 +123,9 @@ def test_slices_equal_the_definition(
         stored = {n: {p: rng.standard_normal(a.shape, np.float32) for p, a in s.items()} for n, s in layers.items()}
         layers = {n: {p: reference.f32_to_bf16(a) for p, a in s.items()} for n, s in stored.items()}
     source, out = write_qwen(tmp_path / "in", stored, dtype), tmp_path / "out"
-    done = cli("cpu", "-i", source, "-o", out, "--threadpool-count", parts, *OPTIONS)
-    assert ("every number stays the same" in done.stderr) == (dtype == "BF16")
-    assert "only the backward matrices are written" in done.stderr
+    result = cli("cpu", "-i", source, "-o", out, "--threadpool-count", parts, *OPTIONS)
+    assert ("every number stays the same" in result.stderr) == (dtype == "BF16")
+    assert "only the backward matrices are written" in result.stderr
     assert kt_files(out) == expected_files(0, layers[0], parts) | expected_files(1, layers[1], parts)
     report = run_verify(out, against=str(source), full=True)
     assert not report.problems and report.measure.method == "AMXBF16" and report.measure.numa == parts

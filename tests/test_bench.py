@@ -66,10 +66,10 @@ CACHES += [(1 << 10, 1 << 12, "is not much larger than the last-level cache (4.0
 def test_text_report_explains_small_layers_and_lowered_threads(caches, cache_bytes, note, output, monkeypatch):
     monkeypatch.setattr(benchmark, "CACHES", caches)
     monkeypatch.setattr(benchmark, "last_level_cache", lambda: cache_bytes)
-    done = run(output, "--tokens", "1,4", "--threads", 100000)
-    assert note in done.stdout and ("note" in done.stdout) == bool(note)
-    assert "--threads 100000 is capped at the" in done.stderr and f"{machine.usable_cpus()} thread" in done.stdout
-    lines = done.stdout.splitlines()
+    result = run(output, "--tokens", "1,4", "--threads", 100000)
+    assert note in result.stdout and ("note" in result.stdout) == bool(note)
+    assert "--threads 100000 is capped at the" in result.stderr and f"{machine.usable_cpus()} thread" in result.stdout
+    lines = result.stdout.splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("tokens "))
     assert [line.split()[0] for line in lines[head + 1 : head + 3]] == ["1", "4"]
     assert any(re.match(r"memory .* GB/s read by .* threads?, (1 stream|[24] streams) each$", line) for line in lines)
@@ -99,8 +99,11 @@ def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path:
         ((output, "--plot", tmp_path / "none" / "b.png"), 2, "does not exist; create it first"),
         ((tmp_path / "damaged",), 6, shard.name),
     ):
-        done = run(*arguments)
-        exit_code, text = getattr(done.exception, "exit_code", done.exit_code), f"{done.output} {done.exception}"
+        result = run(*arguments)
+        exit_code, text = (
+            getattr(result.exception, "exit_code", result.exit_code),
+            f"{result.output} {result.exception}",
+        )
         assert exit_code == code and message in text, text
 
 

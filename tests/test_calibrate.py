@@ -59,8 +59,8 @@ def shapes_of(model: Path) -> dict[int, tuple[int, int, int]]:
 
 def calibrate(servers: Any, model: Path, output: Path, dataset: Path, *more: str) -> Statistics:
     """Run calibrate and return its statistics."""
-    done = servers.run(calibrated.calibrate_arguments(model, output, dataset, *more), output.with_suffix(".log"))
-    assert done.returncode == 0, done.stderr
+    result = servers.run(calibrated.calibrate_arguments(model, output, dataset, *more), output.with_suffix(".log"))
+    assert result.returncode == 0, result.stderr
     return read_statistics(output)
 
 
@@ -138,10 +138,10 @@ def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, 
     output = tmp_path / "out"
     statistics = calibrate(servers, models["qwen3_moe"], output, dataset, "--json")
     events = [json.loads(line) for line in (tmp_path / "out.log").read_text().splitlines() if line.startswith("{")]
-    done = [event for event in events if event["event"] == "done"]
-    assert [event["unit"].removeprefix("calibrate.") for event in done] == list(UNITS)
+    result = [event for event in events if event["event"] == "done"]
+    assert [event["unit"].removeprefix("calibrate.") for event in result] == list(UNITS)
     tokens = statistics.counts[0]
-    assert done[1]["stats"]["routed_tokens"]["most"] == tokens.max()
+    assert result[1]["stats"]["routed_tokens"]["most"] == tokens.max()
     metadata = read_header(output / "counts.safetensors").metadata
     assert metadata["architecture"] == statistics.document.model.architecture
     assert metadata["source"] == statistics.document.model.source
@@ -156,12 +156,12 @@ def test_output_describes_model_and_data(models: dict[str, Path], servers: Any, 
 
 
 def test_dry_run_reports_sizes(models: dict[str, Path], servers: Any, tmp_path: Path) -> None:
-    """It reports files, disk space during the run, and memory, and writes nothing."""
+    """`calibrate --dry-run` reports files, disk space during the run, and memory, and writes nothing."""
     dataset, _ = calibrated.write_dataset(tmp_path, "texts", (60,))
     command = calibrated.calibrate_arguments(models["mixtral"], tmp_path / "out", dataset, "--dry-run", "--json")
-    done = servers.run(command, tmp_path / "log")
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(next(line for line in done.stderr.splitlines() if line.startswith("{")))
+    result = servers.run(command, tmp_path / "log")
+    assert result.returncode == 0, result.stderr
+    plan = json.loads(next(line for line in result.stderr.splitlines() if line.startswith("{")))
     units = {unit["unit"].removeprefix("calibrate."): unit for unit in plan["units"]}
     assert units["imatrix"]["bytes_out"] == 2 * 4 * 8 * (3 * 128 + 3)
     assert units["counts"]["bytes_out"] == 2 * 8 * 8
@@ -198,8 +198,8 @@ def test_dataset_inside_the_output_is_refused(models: dict[str, Path], servers: 
     dataset, _ = calibrated.write_dataset(output, "texts", calibrated.FEW)
     before = conversion.identity(tmp_path)
     command = calibrated.calibrate_arguments(models["qwen3_moe"], output, dataset, "--overwrite", "--delete-others")
-    done = servers.run(command, tmp_path / "log")
-    conversion.check_refusal(done, 2, f"{dataset} is an input inside {output}", "which this run would write to")
+    result = servers.run(command, tmp_path / "log")
+    conversion.check_refusal(result, 2, f"{dataset} is an input inside {output}", "which this run would write to")
     (tmp_path / "log").unlink()
     assert conversion.identity(output) == {k: v for k, v in before.items() if k.startswith(str(output))}
 
@@ -208,8 +208,8 @@ def test_calibrate_runs_after_a_refused_attempt(models: dict[str, Path], servers
     """A calibration that found no tokens does not block the next one."""
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.write_text("")
-    done = servers.run(calibrated.calibrate_arguments(models["qwen3_moe"], output, empty), tmp_path / "log")
-    conversion.check_refusal(done, 5, "contains no tokens")
+    result = servers.run(calibrated.calibrate_arguments(models["qwen3_moe"], output, empty), tmp_path / "log")
+    conversion.check_refusal(result, 5, "contains no tokens")
     dataset, _ = calibrated.write_dataset(tmp_path, "texts", calibrated.FEW)
     calibrate(servers, models["qwen3_moe"], output, dataset)
 
@@ -219,8 +219,8 @@ def test_only_calibration_runs_have_statistics(
     options: tuple[str, str], servers: Any, tmp_path: Path, example: Path
 ) -> None:
     command = ("gpu", "-i", str(example), "-o", str(tmp_path / "o"), "--save-statistics", str(tmp_path / "s"), *options)
-    done = servers.run(command, tmp_path / "log")
-    assert done.returncode == 2 and "ktconvert calibrate" in done.stderr
+    result = servers.run(command, tmp_path / "log")
+    assert result.returncode == 2 and "ktconvert calibrate" in result.stderr
 
 
 @pytest.fixture(scope="module")
@@ -292,10 +292,10 @@ def test_commands_read_or_refuse_the_folder(
         scale = ("--scale", "imatrix", "--statistics", statistics_folder, "--threadpool-count", 1)
         return run("cpu", "-i", model, "-o", tmp_path / name, "--quant-method", "int4", *scale)
 
-    done = convert(small_model, "int4")
-    assert done.returncode == 0, done.stderr
-    done = run("verify", tmp_path / "int4", "--against", small_model, "--statistics", statistics_folder)
-    assert done.returncode == 0, done.stderr
+    result = convert(small_model, "int4")
+    assert result.returncode == 0, result.stderr
+    result = run("verify", tmp_path / "int4", "--against", small_model, "--statistics", statistics_folder)
+    assert result.returncode == 0, result.stderr
     settings = json.loads((tmp_path / "int4" / "manifest.json").read_text())["model"]
     assert settings["imatrix"] == publish.sha256_file(statistics_folder / "imatrix.gguf")
     messages = ("layers 0-2 with 4 experts of 128 x 128", "layers 0-1 with 8 experts")

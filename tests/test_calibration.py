@@ -285,9 +285,9 @@ def test_offline_runs_read_local_files_and_downloads(tmp_path: Path) -> None:
     splits = [(str(TEXT), "train"), ("org/chat", "train_sft"), ("org/chat", "other"), ("org/none", "train_sft")]
     command = [sys.executable, "-c", OFFLINE, str(ROOT / "examples" / "qwen3-moe-small"), json.dumps(splits)]
     env = {"HF_HUB_OFFLINE": "1", "HOME": str(home), "HF_HOME": str(home / "hf"), "TMPDIR": str(tmp_path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    local, rows, split, missing = json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, **env})
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    local, rows, split, missing = json.loads(result.stdout)
     assert local == [ids.tolist() for ids in read_samples_by_length(samples_of(TEXT, count=12), tokenizer())]
     expected = {f"train_sft {row // 10} {row % 10}\n" for row in range(12)}
     assert {tokenizer().decode(ids) for ids in rows} == expected and len(rows) == 12

@@ -77,15 +77,15 @@ class Conversions:
         log = output.parent.with_suffix(".log")
         env = killpoint.shim_settings(output, kill, log)
         arguments = list(command) or self.arguments(self.model, output, self.dataset)
-        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".txt"), env)
-        return done
+        result: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".txt"), env)
+        return result
 
     def calls_of(self, output: Path) -> list[Any]:
         return killpoint.read_calls(output.parent.with_suffix(".log"), output.parent)
 
     def finish(self, output: Path, where: str, *command: str) -> None:
-        done = self.run(output, *command)
-        assert done.returncode == 0, f"{where}: {done.stderr}"
+        result = self.run(output, *command)
+        assert result.returncode == 0, f"{where}: {result.stderr}"
         assert conversion.find_differences(conversion.tree(output.parent), self.expected) == [], where
 
     def kill_and_resume(self, *points: int) -> None:
@@ -114,8 +114,10 @@ class Conversions:
 
     def finished_units(self, output: Path) -> set[str]:
         journal_file = output.with_name("out.work") / "journal.jsonl"
-        done = journal.find_finished_units(journal.read_records(journal_file)).values() if journal_file.exists() else ()
-        return {record.unit.removeprefix(f"{self.stage}.") for record in done}
+        result = (
+            journal.find_finished_units(journal.read_records(journal_file)).values() if journal_file.exists() else ()
+        )
+        return {record.unit.removeprefix(f"{self.stage}.") for record in result}
 
     def calls_within(self, unit: str) -> list[int]:
         """Return the numbers of the calls that write a unit's files before it is complete."""
@@ -231,8 +233,8 @@ def test_allow_machine_change_keeps_finished_units(conversions):
     output = start(conversions, "afresh")
     for threads, earlier in ((2, "unfinished"), (1, "finished")):
         command = gpu(conversions.model, output, conversions.dataset, "--overwrite", "--cpuinfer-threads", str(threads))
-        done = conversions.run(output, *command)
-        assert done.returncode == 0, f"over an {earlier} output: {done.stderr}"
+        result = conversions.run(output, *command)
+        assert result.returncode == 0, f"over an {earlier} output: {result.stderr}"
         settings = json.loads((output / "manifest.json").read_text())["settings"]
         assert settings["machine"]["threads"] == threads
     assert conversion.find_differences(conversion.tree(output), conversions.expected_output) == []
@@ -285,8 +287,8 @@ def test_flipped_bit_in_a_chain_file_is_detected(conversions):
         begin, end = files[n]
         (victim,) = (work / "store").glob(f"{begin}*{end}")
         conversion.flip_bit(victim, -2 if end == ".handed_on" else 200, keep_time=True)
-        done = conversions.run(output, "resume", str(output))
-        assert f"is converted again: the SHA-256 of {victim} has changed" in done.stderr
+        result = conversions.run(output, "resume", str(output))
+        assert f"is converted again: the SHA-256 of {victim} has changed" in result.stderr
         assert conversion.find_differences(conversion.tree(output.parent), conversions.expected) == []
 
     conversion.run_in_parallel(check_resume, range(len(files)))
@@ -301,9 +303,9 @@ def test_statistics_folder_is_not_overwritten(conversions):
     command = gpu(conversions.model, output, conversions.dataset)
     for options in ((), ("--dry-run",)):
         conversion.check_refusal(conversions.run(output, *command, *options), 7, "out.statistics exists already")
-        done = conversions.run(output, *command, "--overwrite", *options)
+        result = conversions.run(output, *command, "--overwrite", *options)
         conversion.check_refusal(
-            done, 7, f"{existing}: --overwrite would delete 1 file", "thesis.txt", "--delete-others"
+            result, 7, f"{existing}: --overwrite would delete 1 file", "thesis.txt", "--delete-others"
         )
     shutil.copy(conversions.dataset, existing)
     inside = gpu(conversions.model, output, existing / conversions.dataset.name, "--overwrite", "--delete-others")
@@ -313,8 +315,8 @@ def test_statistics_folder_is_not_overwritten(conversions):
     (existing / conversions.dataset.name).unlink()
     assert conversion.names(existing) == ["thesis.txt"]
     beside_model = calibrated.gpu_arguments(conversions.model, output, "W4A16", conversions.dataset)
-    done = conversions.run(output, *beside_model, "--save-statistics", str(conversions.model / "statistics"))
-    conversion.check_refusal(done, 2, "choose a different folder")
+    result = conversions.run(output, *beside_model, "--save-statistics", str(conversions.model / "statistics"))
+    conversion.check_refusal(result, 2, "choose a different folder")
 
 
 @only_gpu

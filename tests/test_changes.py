@@ -34,8 +34,8 @@ def test_units_of_a_changed_input_are_converted_again(bench: Bench, case: str, c
     store = conversion.identity(bench.work / "store")
     conversion.check_refusal(convert(), 5, name, "--verify-inputs")
     assert conversion.identity(bench.work / "store") == store
-    done = convert("--verify-inputs")
-    assert done.returncode == 0, done.stderr
+    result = convert("--verify-inputs")
+    assert result.returncode == 0, result.stderr
     assert bench.count_written_units() == units
     bench.check_output(bench.convert_fresh("--verify-inputs"))
 
@@ -49,8 +49,8 @@ def check_resume_after_kills(
     """
     saved = bench.base / "saved"
     shutil.copytree(bench.work, saved)
-    done = resume()
-    assert done.returncode == 0, done.stderr
+    result = resume()
+    assert result.returncode == 0, result.stderr
     assert not units or bench.count_written_units() == units
     bench.check_output(expected)
     calls = bench.calls()
@@ -60,8 +60,8 @@ def check_resume_after_kills(
         shutil.copytree(saved, bench.work)
         assert resume(kill=n).returncode == killpoint.KILLED
         last_call = killpoint.find_prevented_call(bench.log)
-        done = resume()
-        assert done.returncode == 0, f"{last_call}: {done.stderr}"
+        result = resume()
+        assert result.returncode == 0, f"{last_call}: {result.stderr}"
         assert conversion.find_differences(conversion.tree(bench.output), expected) == [], last_call
 
 
@@ -82,9 +82,9 @@ def test_verify_inputs_ignores_a_touch_and_detects_an_edit(bench: Bench) -> None
     expected = bench.convert_fresh("--verify-inputs")
     bench.stop_after(2, "--verify-inputs")
     conversion.flip_bit(bench.source / SHARD, keep_time=True)
-    done = bench.run("resume", bench.output)
-    conversion.check_refusal(done, 5, SHARD)
-    assert re.search(r"content of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}", done.stderr)
+    result = bench.run("resume", bench.output)
+    conversion.check_refusal(result, 5, SHARD)
+    assert re.search(r"content of \S+ was [0-9a-f]{12}, is [0-9a-f]{12}", result.stderr)
     conversion.flip_bit(bench.source / SHARD)  # restores the content, with a new time
     assert bench.run("resume", bench.output).returncode == 0
     assert bench.count_written_units() == 1
@@ -114,9 +114,9 @@ def test_a_different_input_is_refused_with_both_values(bench: Bench, case: str) 
     bench.stop_after(2)
     change(bench.source / name)
     store = conversion.identity(bench.work / "store")
-    for done in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
-        conversion.check_refusal(done, 5)
-        assert re.search(message, done.stderr), done.stderr
+    for result in (bench.cpu(), bench.run("resume", bench.output), bench.cpu("--verify-inputs")):
+        conversion.check_refusal(result, 5)
+        assert re.search(message, result.stderr), result.stderr
     assert conversion.identity(bench.work / "store") == store
 
 
@@ -189,9 +189,9 @@ def test_a_dry_run_refuses_the_same_changes_as_a_run(bench: Bench) -> None:
     other = ("--threadpool-count", "1", "--dry-run")
     before = conversion.identity(bench.work)
     conversion.check_refusal(bench.cpu(*other), 7, "--threadpool-count was 2, is 1")
-    done = bench.cpu(*other, "--overwrite")
-    assert done.returncode == 0
-    assert f"{LAYERS} to run" in done.stderr
+    result = bench.cpu(*other, "--overwrite")
+    assert result.returncode == 0
+    assert f"{LAYERS} to run" in result.stderr
     conversion.flip_bit(bench.source / SHARD)
     conversion.check_refusal(bench.cpu("--dry-run"), 5, SHARD, "--verify-inputs")
     assert bench.cpu("--dry-run", "--overwrite").returncode == 0
@@ -204,8 +204,8 @@ def test_options_that_change_no_byte_may_differ(bench: Bench) -> None:
     paths = ("-i", bench.source, "-o", bench.output)
     first = bench.run("cpu", *paths, "--cpuinfer-threads", "64", "--max-memory", "2GiB", "-v", "--gpu", kill=25)
     assert first.returncode == killpoint.KILLED
-    done = bench.run("resume", bench.output, "-q", "--json", "--max-memory", "1GiB", "--cpuinfer-threads", "1")
-    assert done.returncode == 0, done.stderr
+    result = bench.run("resume", bench.output, "-q", "--json", "--max-memory", "1GiB", "--cpuinfer-threads", "1")
+    assert result.returncode == 0, result.stderr
     bench.check_output(expected)
 
 
@@ -219,8 +219,8 @@ def test_overwrite_never_mixes_bytes_of_two_option_sets(bench: Bench, units: int
     if return_to_first:
         for n in (12, 30, 45, 60, 75):
             assert bench.cpu(*other, "--overwrite", kill=n).returncode in (0, killpoint.KILLED)
-    done = bench.cpu("--overwrite") if return_to_first else bench.cpu(*other, "--overwrite")
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu("--overwrite") if return_to_first else bench.cpu(*other, "--overwrite")
+    assert result.returncode == 0, result.stderr
     bench.check_output(expected)
 
 
@@ -231,8 +231,8 @@ def test_a_run_without_finished_units_does_not_bind_the_next(bench: Bench, chang
     conversion.flip_bit(bench.source / SHARD)
     options = ("--threadpool-count", "1") if change == "other options" else ()
     assert f"{LAYERS} to run" in bench.cpu(*options, "--dry-run").stderr
-    done = bench.cpu(*options)
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu(*options)
+    assert result.returncode == 0, result.stderr
     bench.check_output(bench.convert_fresh(*options))
 
 

@@ -17,29 +17,29 @@ from rig.safetensors import edit_file, read_folder
 def test_options_accept_underscores_and_capitals(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
     cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", "int8", "--threadpool-count", 1)
     options = ("--Output", tmp_path / "b", "--QUANT_METHOD", "INT8", "--threadpool_count", 1, "--input-type", "BF16")
-    done = cli("CPU", "--input_path", example, *options, "--LAYERS", "ALL", "--EXECUTOR", "Threads:1", "-q")
+    result = cli("CPU", "--input_path", example, *options, "--LAYERS", "ALL", "--EXECUTOR", "Threads:1", "-q")
     assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b")
-    assert done.stdout == done.stderr == ""  # -q
+    assert result.stdout == result.stderr == ""  # -q
 
 
 def test_ignored_options_give_a_note(tmp_path: Path, cli: Any, example: Path) -> None:
     flags = ("--gpu", "--fp8-expert-batch 4", "--profile", "--cpuinfer-threads 4096")
-    done = cli("cpu", "-i", example, "-o", tmp_path / "a", *" ".join(flags).split())
+    result = cli("cpu", "-i", example, "-o", tmp_path / "a", *" ".join(flags).split())
     for flag in flags:
-        assert f"note: {flag.removesuffix(' 4')}" in done.stderr
+        assert f"note: {flag.removesuffix(' 4')}" in result.stderr
 
 
 @pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
 def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
-    done = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)
-    assert "int4 (AMXINT4) and int8 (AMXINT8)" in done.stderr
+    result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)
+    assert "int4 (AMXINT4) and int8 (AMXINT8)" in result.stderr
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
-    done = cli("cpu", "-i", example, "-o", out, "--dry-run")
-    assert re.search(r"source -> experts: .* 2 units, 2 to run", done.stdout)
-    assert "experts -> assemble" in done.stdout
+    result = cli("cpu", "-i", example, "-o", out, "--dry-run")
+    assert re.search(r"source -> experts: .* 2 units, 2 to run", result.stdout)
+    assert "experts -> assemble" in result.stdout
     assert list(tmp_path.iterdir()) == []
     plan = json.loads(cli("cpu", "-i", example, "-o", out, "--dry-run", "--json").stdout.splitlines()[-1])
     assert [u["unit"] for u in plan["units"]] == ["experts.layer-000", "experts.layer-001"]
@@ -66,9 +66,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, ex
     ],
 )
 def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path) -> None:
-    done = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
-    assert done.stdout == ""
-    assert done.stderr
+    result = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
+    assert result.stdout == ""
+    assert result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -129,5 +129,5 @@ def test_version_and_help_do_not_import_numpy(option: str) -> None:
         "try: main()\n"
         "finally: print('numpy' in sys.modules, file=sys.stderr)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert (done.returncode, done.stderr) == (0, "False\n") and "ktconvert" in done.stdout
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stderr) == (0, "False\n") and "ktconvert" in result.stdout

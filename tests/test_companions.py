@@ -101,8 +101,8 @@ def test_companions_that_cannot_be_copied_are_refused_before_any_work(
     command: str, spoil: Callable[[Path], None], messages: tuple[str, ...], source: Path, plain: Path, tmp_path: Path
 ) -> None:
     spoil(source)
-    done = conversion.ktconvert(*arguments_of(command, source, plain, tmp_path / "out"), prefix=AS_ANYONE)
-    conversion.check_refusal(done, 5, *messages)
+    result = conversion.ktconvert(*arguments_of(command, source, plain, tmp_path / "out"), prefix=AS_ANYONE)
+    conversion.check_refusal(result, 5, *messages)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
     for path in source.iterdir():
         path.chmod(0o755)
@@ -144,7 +144,7 @@ STRAYS = ("_layer_0/_numa_0/INT4_up_0_3Byte_quant_.kt", "x.kt", "sub/_layer_0/no
 
 @pytest.mark.parametrize("command", ["cpu", "gpu"])
 def test_verify_reports_loose_weights_in_a_merged_output(command: str, plain: Path, tmp_path: Path, cli: Any) -> None:
-    """They are reported whether the manifest lists them or not, and without a manifest."""
+    """verify reports them whether the manifest lists them or not, and without a manifest."""
     out = tmp_path / "out"
     cli(*arguments_of(command, plain, plain, out))
     for stray in STRAYS:

@@ -142,9 +142,9 @@ def test_non_finite_weights_are_refused_by_name_and_place(
 ) -> None:  # fmt: skip
     experts = random_experts(2, 256, 256)
     experts[projection][expert, row, column] = bits
-    done = cli("cpu", "-i", write_qwen(tmp_path / "in", {0: experts}), "-o", tmp_path / "out", code=5)
-    assert f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight" in done.stderr
-    assert f"row {row}, column {column}" in done.stderr
+    result = cli("cpu", "-i", write_qwen(tmp_path / "in", {0: experts}), "-o", tmp_path / "out", code=5)
+    assert f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight" in result.stderr
+    assert f"row {row}, column {column}" in result.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -152,13 +152,13 @@ def test_error_for_an_illegal_numa_count_names_the_legal_ones(
     tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
 ) -> None:
     source = write_qwen(tmp_path / "in", {0: random_experts(2, 256, 384)})
-    done = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", code=3)
+    result = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", code=3)
     for message in (
         "384/2 = 192",
         "int4 (AMXINT4) takes --threadpool-count 1, 3",
         "int8 (AMXINT8) takes --threadpool-count 1, 2, 3, 6",
     ):
-        assert message in done.stderr
+        assert message in result.stderr
     assert not (tmp_path / "out.work").exists()
     cli("cpu", "-i", source, "-o", tmp_path / "out", "--threadpool-count", 3)
 
@@ -180,10 +180,10 @@ from ktconvert.pipeline.cli import main
 sys.argv = ['ktconvert', 'cpu', '-i', {str(source)!r}, '-o', {str(tmp_path / "out")!r}]
 main()
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 5, done.stderr
-    assert str(shard) in done.stderr
-    assert "became shorter" in done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 5, result.stderr
+    assert str(shard) in result.stderr
+    assert "became shorter" in result.stderr
     assert not (tmp_path / "out").exists()
 
 

@@ -188,8 +188,8 @@ def test_memory_does_not_grow_with_the_model(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_unquantized_model_is_copied(example: Path, cli: Cli, tmp_path: Path) -> None:
-    done = cli("dequantize", example, tmp_path / "out")
-    assert "the source is not quantized; the output is a copy" in done.stderr
+    result = cli("dequantize", example, tmp_path / "out")
+    assert "the source is not quantized; the output is a copy" in result.stderr
     assert read_folder(tmp_path / "out") == read_folder(example)
     assert json.loads((tmp_path / "out/config.json").read_text()) == json.loads((example / "config.json").read_text())
 
@@ -322,8 +322,8 @@ def test_unsupported_checkpoints_are_refused(blocks: Model, cli: Cli, tmp_path: 
     )
     for number, (tensors, code, message) in enumerate(cases):
         source = write_model(tmp_path / f"{number}", tensors, {**CONFIG, "quantization_config": FP8})
-        done = cli("dequantize", source, tmp_path / "out", code=code)
-        assert message in done.stderr and "routed experts" not in done.stderr, done.stderr
+        result = cli("dequantize", source, tmp_path / "out", code=code)
+        assert message in result.stderr and "routed experts" not in result.stderr, result.stderr
     both: dict[str, Any] = {"a.weight": ("F64", np.zeros((4, 8), np.float64))}
     pack = encodings.integers(4, 8, encodings.compressed("BF16"), zeros=False)
     both |= {f"a{end}": tensor for end, tensor in pack(np.random.default_rng(0), 4, 8)[0].items()}

@@ -64,9 +64,9 @@ def test_json_describes_this_machine(tmp_path: Path, cli: Any) -> None:
     """A wrong setting is reported as a warning."""
     report = cli("doctor", "--disk", tmp_path).stdout
     assert f"--kt-cpuinfer {machine.physical_cores()} --kt-threadpool-count " in report and machine.cpu_name() in report
-    done = cli("doctor", "--json", "--disk", tmp_path, env={"KTCONVERT_ISA": "mmx"})
-    facts = json.loads(done.stdout)
-    assert done.stderr == "" and any("KTCONVERT_ISA" in warning for warning in facts["warnings"])
+    result = cli("doctor", "--json", "--disk", tmp_path, env={"KTCONVERT_ISA": "mmx"})
+    facts = json.loads(result.stdout)
+    assert result.stderr == "" and any("KTCONVERT_ISA" in warning for warning in facts["warnings"])
     facts = json.loads(cli("doctor", "--json", "--disk", tmp_path).stdout)
     assert facts["isas"] == list(kernels.available_isas()) and facts["isa"] == kernels.isa()
     assert facts["kt_flags"]["--kt-cpuinfer"] == facts["physical_cores"] == machine.physical_cores()
@@ -88,10 +88,12 @@ def test_measuring_keeps_the_file_size_limit(tmp_path: Path, limit: int) -> None
     code = "from pathlib import Path; from ktconvert.pipeline.cli.doctor import *; import sys; package_versions()\n"
     code += "print(measure_disk(Path('.')), 'torch' in sys.modules)"
     limited: Any = {"preexec_fn": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, **limited)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("False\n")  # nothing heavy is imported
-    assert f"file_size_limit={limit}" in done.stdout
-    assert ("not enough space for a measurement" in done.stdout) == (limit < 4 << 20)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, **limited)
+    assert (result.returncode, result.stderr) == (0, "") and result.stdout.endswith(
+        "False\n"
+    )  # nothing heavy is imported
+    assert f"file_size_limit={limit}" in result.stdout
+    assert ("not enough space for a measurement" in result.stdout) == (limit < 4 << 20)
     assert list(tmp_path.iterdir()) == []
     disk = measure_disk(tmp_path / "absent")
     assert disk.write_speed is None and disk.problem == "No such file or directory" and disk.free > 0

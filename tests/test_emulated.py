@@ -26,15 +26,15 @@ def test_dot_products_of_amx_and_avxvnni_are_exact(tmp_path: Path) -> None:
         pytest.skip("this machine has no avx512vnni, with which the emulated build computes")
     env = {**os.environ, "OUT": str(tmp_path / "build"), "PYTEST_ADDOPTS": "-v"}
     command = ["sh", "tests/emulated.sh", sys.executable]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, f"{done.stdout[-6000:]}\n{done.stderr[-3000:]}"
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1700)
+    assert result.returncode == 0, f"{result.stdout[-6000:]}\n{result.stderr[-3000:]}"
     # "tests/test_gemm.py::test_name[4-amx-17] PASSED [ 3%]"
-    lines = re.findall(r"^tests/(\w+)\.py::\w+\[(\S+)\] (PASSED|SKIPPED)", done.stdout, re.MULTILINE)
+    lines = re.findall(r"^tests/(\w+)\.py::\w+\[(\S+)\] (PASSED|SKIPPED)", result.stdout, re.MULTILINE)
     outcomes = Counter((file, isa, word) for file, names, word in lines for isa in EMULATED if isa in names.split("-"))
     for isa, files in EMULATED.items():
         for file in files:
-            assert outcomes[file, isa, "PASSED"] > 0, f"no test of {file} ran with {isa}:\n{done.stdout}"
-            assert outcomes[file, isa, "SKIPPED"] == 0, f"a test of {file} was skipped with {isa}:\n{done.stdout}"
+            assert outcomes[file, isa, "PASSED"] > 0, f"no test of {file} ran with {isa}:\n{result.stdout}"
+            assert outcomes[file, isa, "SKIPPED"] == 0, f"a test of {file} was skipped with {isa}:\n{result.stdout}"
 
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CC", "cc")) is None, reason="there is no C compiler")
@@ -49,7 +49,7 @@ def test_amx_reads_each_cache_line_of_the_weights_once(tmp_path: Path, bits: int
     # k: within a column block of 3584, and beyond one. Tokens: at most two tiles (9, 32), and more (33).
     for k, panels, (m, rows) in product((128, 512, 768, 1280, 2048, 3712), (1, 2, 3, 8), ((9, 9), (32, 16), (33, 11))):
         case = [str(number) for number in (bits, m, rows, k, panels)]
-        done = subprocess.run([program, *case], capture_output=True, text=True, check=True)
-        counts, elsewhere, early = done.stdout.split()
+        result = subprocess.run([program, *case], capture_output=True, text=True, check=True)
+        counts, elsewhere, early = result.stdout.split()
         assert len(counts) == panels * 32 * k * bits // 8 // 64
         assert (set(counts), elsewhere, early) == ({"1"}, "0", "0"), case

@@ -62,8 +62,8 @@ def imatrix(source: Path) -> Path:
 
 
 def convert(source: Path, output: Path, *options: object, command: str = "cpu") -> Path:
-    done = conversion.run_in_process(command, "-i", source, "-o", output, *options)
-    assert done.exception is None, done.exception
+    result = conversion.run_in_process(command, "-i", source, "-o", output, *options)
+    assert result.exception is None, result.exception
     return output
 
 
@@ -208,11 +208,11 @@ def test_importance_grows_with_the_inputs(source: Path) -> None:
 
 def test_equalizing_survives_resplit_and_works_for_the_gpu(source: Path, tmp_path: Path) -> None:
     one_slice = convert(source, tmp_path / "one", "--equalize", "--threadpool-count", 1)
-    done = conversion.run_in_process(
+    result = conversion.run_in_process(
         "resplit", one_slice, tmp_path / "two", "--threadpool-count", 2, "--against", source
     )
-    assert done.exception is None, done.exception
-    assert "--equalize" in done.output or "resplit is as good" in done.output
+    assert result.exception is None, result.exception
+    assert "--equalize" in result.output or "resplit is as good" in result.output
     assert require_accepted(tmp_path / "two", "--against", source)["equalized"] == [SCRAMBLED]
     options = ("--quant-method", "RTN", "--quant-type", "W4A16", "--equalize")
     gpu = convert(source, tmp_path / "gpu", *options, command="gpu")
@@ -270,8 +270,8 @@ def test_unsupported_combinations_with_equalize_are_refused(
     if "gptq" in arguments or command == "gpu":
         pytest.importorskip("llmcompressor")
         arguments += ["--dataset", str(source / "tokenizer.json")]
-    done = conversion.run_in_process(command, "-i", source, "-o", tmp_path / "out", "--equalize", *arguments)
-    assert getattr(done.exception, "exit_code", None) == code and message in str(done.exception), done.exception
+    result = conversion.run_in_process(command, "-i", source, "-o", tmp_path / "out", "--equalize", *arguments)
+    assert getattr(result.exception, "exit_code", None) == code and message in str(result.exception), result.exception
 
 
 def test_inspect_shows_how_much_columns_differ(source: Path, tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ def converted(tmp_path_factory: pytest.TempPathFactory, example: Path) -> dict[s
     root = tmp_path_factory.mktemp("converted")
     for method in METHODS:
         how = ("gpu", "--quant-method", "RTN", "--quant-type") if method[0] == "W" else ("cpu", "--quant-method")
-        done = CliRunner().invoke(group, [*how, method, "-i", str(example), "-o", str(root / method), "-q"])
-        assert done.exception is None, done.output
+        result = CliRunner().invoke(group, [*how, method, "-i", str(example), "-o", str(root / method), "-q"])
+        assert result.exception is None, result.output
     return {method: root / method for method in METHODS}
 
 
@@ -71,18 +71,18 @@ def run(model: Path, weights: Path, text: Path, *options: object, option: str = 
 def reports(converted: dict[str, Path], example: Path, text: Path) -> Reports:
     documents = {}
     for method, weights in converted.items():
-        done = run(example, weights, text, "--json", option=option_of(method))
-        assert done.exception is None, (done.output, done.exception)
-        documents[method] = json.loads(done.stdout)
+        result = run(example, weights, text, "--json", option=option_of(method))
+        assert result.exception is None, (result.output, result.exception)
+        documents[method] = json.loads(result.stdout)
     return documents
 
 
 def error_of(*arguments: Any, option: str = "--cpu-weights") -> tuple[int, str]:
     """Return exit code and message of a failing eval."""
-    done = run(*arguments, option=option)
-    assert done.exception is not None
-    assert hasattr(done.exception, "exit_code") or isinstance(done.exception, SystemExit), done.exception
-    return getattr(done.exception, "exit_code", done.exit_code), str(done.exception)
+    result = run(*arguments, option=option)
+    assert result.exception is not None
+    assert hasattr(result.exception, "exit_code") or isinstance(result.exception, SystemExit), result.exception
+    return getattr(result.exception, "exit_code", result.exit_code), str(result.exception)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -126,11 +126,11 @@ def test_eval_prints_a_table_and_draws_a_plot(
     pytest.importorskip("matplotlib")
     assert CliRunner().invoke(command, [str(example), "--text", str(text)]).exception is not None  # no weights
     picture = tmp_path / "eval.png"
-    done = run(example, converted["int4"], text, "--plot", picture)
-    assert done.exception is None, done.exception
-    assert "3 windows of 128 tokens without overlap" in done.stdout and "tokens skipped" in done.stdout
-    assert "KL divergence" in done.stdout and "top-1 agreement" in done.stdout
-    assert done.stdout.splitlines()[-1].startswith("1 ")
+    result = run(example, converted["int4"], text, "--plot", picture)
+    assert result.exception is None, result.exception
+    assert "3 windows of 128 tokens without overlap" in result.stdout and "tokens skipped" in result.stdout
+    assert "KL divergence" in result.stdout and "top-1 agreement" in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("1 ")
     assert picture.read_bytes().startswith(b"\x89PNG")
     for content in (text.read_bytes(), publish.MARK.encode()):  # even if ktconvert has drawn it
         (tmp_path / "t.svg").write_bytes(content)
@@ -179,9 +179,9 @@ def test_skip_windows_and_max_windows_select_windows(converted: dict[str, Path],
     assert (selected.ids == all_windows.ids[30:34]).all()
     total = all_windows.ids.size + all_windows.tokens_after
     assert selected.tokens_before + selected.ids.size + selected.tokens_after == total == 4889
-    done = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, option="--gpu-weights")
-    assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in done.stdout
-    assert f"GPU weights      {converted['W8A16']} (W8A16)" in done.stdout
+    result = run(example, converted["W8A16"], text, "--skip-windows", 35, "--max-windows", 1, option="--gpu-weights")
+    assert f"1 windows of 128 tokens without overlap, the first {35 * WINDOW} and the last 281 of 4889" in result.stdout
+    assert f"GPU weights      {converted['W8A16']} (W8A16)" in result.stdout
 
 
 def test_compare_logits_matches_hand_computed_values() -> None:

@@ -67,8 +67,8 @@ def test_workers_write_the_same_bytes_as_threads(
         output.parent.mkdir(parents=True)
         arguments = [{**inputs, "OUTPUT": str(output)}.get(word, word) for word in CASES[case]]
         arguments += [] if "OUTPUT" in CASES[case] else ["-o", str(output)]
-        done = servers.run([*arguments, *options], tmp_path / case / f"{name}.log")
-        assert done.returncode == 0, done.stderr
+        result = servers.run([*arguments, *options], tmp_path / case / f"{name}.log")
+        assert result.returncode == 0, result.stderr
         assert conversion.names(output.parent) == ["out"]
         return conversion.tree(output)
 
@@ -195,8 +195,8 @@ def test_invalid_executors_are_refused(
     file_name = name.removeprefix("dask:")
     executor = f"dask:{tmp_path / file_name}" if file_name in BAD_SCHEDULER_FILES else name
     arguments = ["cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "o" / "out"), "--executor", executor]
-    done = servers.run(arguments, tmp_path / "log")
-    conversion.check_refusal(done, code, "--executor", *messages)
+    result = servers.run(arguments, tmp_path / "log")
+    conversion.check_refusal(result, code, "--executor", *messages)
     assert not (tmp_path / "o").exists()
 
 
@@ -218,8 +218,8 @@ def test_threads_work_without_dask(inputs: dict[str, str], tmp_path: Path) -> No
     arguments = ("cpu", "-i", inputs["SMALL"], "-o", str(tmp_path / "out"))
     with ThreadPoolExecutor(2) as pool:
         refused = pool.submit(ktconvert, *arguments[:-1], str(tmp_path / "dask"), "--executor", "dask:local")
-        done = ktconvert(*arguments, "--executor", "threads:1")
-    assert done.returncode == 0, done.stderr
+        result = ktconvert(*arguments, "--executor", "threads:1")
+    assert result.returncode == 0, result.stderr
     conversion.check_refusal(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")
 
 
@@ -259,16 +259,16 @@ def test_the_scheduler_needs_no_ktconvert(
 ) -> None:
     with Cluster(tmp_path / "cluster", env=without_ktconvert) as cluster:
         cluster.start("a", env={"PYTHONPATH": ""})
-        done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    assert done.returncode == 0, done.stderr
+        result = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    assert result.returncode == 0, result.stderr
 
 
 def test_a_worker_without_ktconvert_is_refused(
     source: Path, servers: Forks, cluster: Cluster, without_ktconvert: dict[str, str], tmp_path: Path
 ) -> None:
     cluster.start("a", env=without_ktconvert)
-    done = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
-    conversion.check_refusal(done, 1, "a worker lacks a module (No module named 'ktconvert')", "install the same")
+    result = cpu(servers, source, tmp_path / "out", f"dask:{cluster.file}")
+    conversion.check_refusal(result, 1, "a worker lacks a module (No module named 'ktconvert')", "install the same")
 
 
 def test_the_umask_of_a_worker_does_not_change_modes(
@@ -323,12 +323,12 @@ def test_hosts_that_see_different_files_are_refused(
             return cpu(servers, folders[name] / "source", folders[name] / "seen" / "out", f"dask:{cluster.file}")
 
         with ThreadPoolExecutor(2) as pool:
-            for name, done in zip(DIFFERENT_HOSTS, pool.map(convert, DIFFERENT_HOSTS), strict=True):
+            for name, result in zip(DIFFERENT_HOSTS, pool.map(convert, DIFFERENT_HOSTS), strict=True):
                 code, messages = DIFFERENT_HOSTS[name]
-                conversion.check_refusal(done, code, "host elsewhere: ", *messages)
+                conversion.check_refusal(result, code, "host elsewhere: ", *messages)
                 assert not (folders[name] / "seen" / "out").exists()
-        done = servers.run(["resume", folders["other time"] / "seen" / "out"], tmp_path / "resumed.log")
-        assert done.returncode == 0, done.stderr
+        result = servers.run(["resume", folders["other time"] / "seen" / "out"], tmp_path / "resumed.log")
+        assert result.returncode == 0, result.stderr
 
 
 def test_a_conversion_waits_for_workers_that_offer_to_make_units(
@@ -344,8 +344,8 @@ def test_a_conversion_waits_for_workers_that_offer_to_make_units(
             assert not coordinator.done()
             pause.wait(0.02)
         cluster.start("late")
-        done = coordinator.result()
-    assert done.returncode == 0, done.stderr
+        result = coordinator.result()
+    assert result.returncode == 0, result.stderr
 
 
 def test_only_holders_of_certificates_can_connect(source: Path, servers: Forks, tmp_path: Path) -> None:

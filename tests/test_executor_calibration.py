@@ -71,8 +71,10 @@ def test_calibration_on_workers_writes_the_same_bytes_as_threads(
     events = conversion.Events()
     assert commands.run(plan(case, tmp_path / "workers" / "out", dataset), workers, events)
     assert conversion.find_differences(*(conversion.tree(tmp_path / name) for name in ("workers", "threads"))) == []
-    started, done = ({(e["unit"], e.get("pid")) for e in events.recorded if e["event"] == k} for k in ("start", "done"))
-    assert started == done
+    started, result = (
+        {(e["unit"], e.get("pid")) for e in events.recorded if e["event"] == k} for k in ("start", "done")
+    )
+    assert started == result
     portions = [unit for unit, _ in started if ".experts-" in unit]
     assert len(portions) == 4  # two for each layer
 
@@ -88,7 +90,7 @@ class BitFlippingExecutor(Executor):
 
 
 def test_a_flipped_bit_in_a_portion_is_detected(dataset: Path, tmp_path: Path) -> None:
-    """It is detected before the portion is used, and the next run makes the portion again."""
+    """The run stops before it uses the portion, and the next run makes the portion again."""
     calibration = plan("calibrate", tmp_path / "out", dataset)
     with pytest.raises(ResourceError, match=r"experts-000-003.*differs from that of the written file"):
         commands.run(calibration, BitFlippingExecutor())
@@ -151,21 +153,21 @@ def test_a_portion_of_a_killed_worker_is_made_by_another(
 def test_resume_after_a_killed_coordinator_keeps_portions(
     dataset: Path, expected: Any, servers: Forks, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """It is killed after it has read all portions of a layer: workers reuse the portions, threads make the layer."""
+    """The coordinator is killed after it has read all portions of a layer: workers reuse the portions, threads make the layer."""
     cluster.start("c")
     output, other = tmp_path / "o" / "out", tmp_path / "p" / "out"
     for each in (output, other):
         each.parent.mkdir()
     env = {"KILLPOINT_ROOT": f"{output}.work/partial/gptq.layer-001.experts-", "KILLPOINT_N": "1"}
-    done = servers.run(arguments_of(output, dataset, *executor_option(cluster)), tmp_path / "log", env)
-    assert done.returncode == killpoint.KILLED, done.stderr
+    result = servers.run(arguments_of(output, dataset, *executor_option(cluster)), tmp_path / "log", env)
+    assert result.returncode == killpoint.KILLED, result.stderr
     work = output.with_name("out.work")
     portions = {path.stem for path in work.glob("attempts/gptq.layer-001.experts-*.json")}
     assert len(portions) == 2
     shutil.copytree(work, other.with_name("out.work"))
-    done = servers.run(["resume", output, *executor_option(cluster), "--json"], tmp_path / "log")
-    check_finished(done, output, expected)
-    events = conversion.parse_events(done.stderr)
+    result = servers.run(["resume", output, *executor_option(cluster), "--json"], tmp_path / "log")
+    check_finished(result, output, expected)
+    events = conversion.parse_events(result.stderr)
     assert {e.get("attempt") for e in events if e["event"] == "done" and ".experts-" in e["unit"]} == portions
     check_finished(servers.run(["resume", other], tmp_path / "log"), other, expected)
 
@@ -175,8 +177,8 @@ def test_a_worker_with_a_different_processor_is_refused(dataset: Path, servers: 
     output.parent.mkdir()
     with Cluster(tmp_path / "cluster") as cluster:
         cluster.start("a", env={"ATEN_CPU_CAPABILITY": "default", "KTCONVERT_HOST": "museum"})
-        done = servers.run(arguments_of(output, dataset, *executor_option(cluster)), tmp_path / "log")
-    conversion.check_refusal(done, 7, "host museum: ", "device was CPU with ", "is CPU with DEFAULT")
+        result = servers.run(arguments_of(output, dataset, *executor_option(cluster)), tmp_path / "log")
+    conversion.check_refusal(result, 7, "host museum: ", "device was CPU with ", "is CPU with DEFAULT")
 
 
 def test_the_plan_counts_the_files_for_workers(dataset: Path, servers: Forks, tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ class Setting:
 def setting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
     base = tmp_path_factory.mktemp("setting")
     source = conversion.checkpoint(base / "source", layers=UNITS)
-    done = conversion.ktconvert("cpu", "-i", source, "-o", base / "expected", "-q")
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("cpu", "-i", source, "-o", base / "expected", "-q")
+    assert result.returncode == 0, result.stderr
     expected = conversion.tree(base / "expected")
     with forks.Forks([], modules=("distributed",)) as servers, ThreadPoolExecutor(2) as pool:
         yield Setting(source, expected, killpoint.build(base), servers, pool)
@@ -106,9 +106,9 @@ def test_a_unit_of_a_killed_worker_is_made_by_another(setting: Setting, cluster:
     cluster.wait_until_stopped("a")
     cluster.start("b", env={"KTCONVERT_HOST": "b"})
     cluster.send("a", signal.SIGKILL)
-    done = coordinator.result()
-    setting.check_finished(done, output)
-    events = conversion.parse_events(done.stderr)
+    result = coordinator.result()
+    setting.check_finished(result, output)
+    events = conversion.parse_events(result.stderr)
     assert {event["host"] for event in select(events, "done")} == {"b"}
     [lost] = select(events, "lost")
     assert (lost["host"], lost["pid"]) == ("a", cluster.pid("a"))
@@ -127,15 +127,15 @@ def test_a_worker_that_wakes_after_the_end_changes_nothing(
     cluster.wait_until_stopped("a")
     cluster.start("b")
     cluster.remove_silent_worker("a")
-    done = coordinator.result()
-    assert done.returncode == 0, done.stderr
+    result = coordinator.result()
+    assert result.returncode == 0, result.stderr
     before = conversion.tree(output.parent)
     cluster.send("a", signal.SIGCONT)
     assert cluster.wait_for_end("a") == 0
     assert conversion.tree(output.parent) == before
     assert conversion.names(output.parent) == ["out"]
     if not loose:
-        setting.check_finished(done, output)
+        setting.check_finished(result, output)
 
 
 def test_units_that_kill_their_workers_fail_with_a_reason(
@@ -149,11 +149,11 @@ def test_units_that_kill_their_workers_fail_with_a_reason(
     crash = shims.build_crashing(tmp_path, "layer-001")
     env = killed | {"LD_PRELOAD": f"{crash}:{setting.shim}", "KTCONVERT_HOST": "mortal"}
     cluster.start("a", nanny=True, env=env)
-    done = setting.begin(output, cluster).result()
+    result = setting.begin(output, cluster).result()
     messages = ("ktconvert: experts.layer-00", ": 3 processes ended", "on mortal, process ")
-    conversion.check_refusal(done, 1, *messages)
+    conversion.check_refusal(result, 1, *messages)
     for unit, reason in (("000", "no traceback"), ("001", "Segmentation fault")):
-        assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{reason}", done.stderr)
+        assert re.search(rf"warning: experts\.layer-{unit}: 3 processes .* on mortal, .*{reason}", result.stderr)
     records = read_journal(output)
     assert sorted(r["unit"] for r in select(records, "done")) == ["experts.layer-002", "experts.layer-003"]
     started = {r["attempt"]: r["at"] for r in select(records, "start")}
@@ -171,8 +171,8 @@ def test_workers_that_die_before_a_unit_starts_are_reported(setting: Setting, cl
         "KILLPOINT_ROOT": f"{output}.work/attempts/",
     }
     cluster.start("a", nanny=True, env=dying)
-    done = setting.begin(output, cluster).result()
-    conversion.check_refusal(done, 1, "experts.layer-00", "its workers ended repeatedly", "tcp://")
+    result = setting.begin(output, cluster).result()
+    conversion.check_refusal(result, 1, "experts.layer-00", "its workers ended repeatedly", "tcp://")
     setting.resume_and_check(output)
 
 
@@ -182,8 +182,8 @@ def test_a_full_disk_of_a_worker_is_reported_with_its_host(
     full = shims.build(tmp_path, "full", Path(forks.__file__).with_name("full.c").read_text())
     env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": "9", "LD_PRELOAD": str(full), "KTCONVERT_HOST": "tiny"}
     cluster.start("a", env=env)
-    done = setting.begin(output, cluster).result()
-    conversion.check_refusal(done, 4, "host tiny: ", "No space left on device", "run the command again")
+    result = setting.begin(output, cluster).result()
+    conversion.check_refusal(result, 4, "host tiny: ", "No space left on device", "run the command again")
     assert select(read_journal(output), "failed")[0]["host"] == "tiny"
     partial = output.with_name("out.work") / "partial"
     wait(lambda: conversion.names(partial) == [])  # the worker may have started another unit before it was cancelled
@@ -197,10 +197,12 @@ def test_a_run_without_workers_ends_after_the_timeout(setting: Setting, cluster:
     cluster.wait_until_stopped("a")
     cluster.wait_until_stopped("b")
     cluster.send("a", signal.SIGKILL)
-    done = coordinator.result()
-    conversion.check_refusal(done, 1, "no worker has answered", "--executor-timeout", f"ktconvert resume {output}")
+    result = coordinator.result()
+    conversion.check_refusal(result, 1, "no worker has answered", "--executor-timeout", f"ktconvert resume {output}")
     [note] = [
-        e["text"] for e in select(conversion.parse_events(done.stderr), "note") if "no worker has answered" in e["text"]
+        e["text"]
+        for e in select(conversion.parse_events(result.stderr), "note")
+        if "no worker has answered" in e["text"]
     ]
     assert "start one on each host: dask worker" in note and "the command ends in 4.0 s" in note
     cluster.send("b", signal.SIGKILL)
@@ -246,9 +248,9 @@ def test_resume_on_a_different_host_adopts_finished_units(setting: Setting, clus
         ),
         setting.pool.submit(setting.run, "resume", other, "--json", env={"KTCONVERT_HOST": "elsewhere"}),
     ]
-    for done, folder in zip([future.result() for future in resumed], (output, other), strict=True):
-        setting.check_finished(done, folder)
-        events = conversion.parse_events(done.stderr)
+    for result, folder in zip([future.result() for future in resumed], (output, other), strict=True):
+        setting.check_finished(result, folder)
+        events = conversion.parse_events(result.stderr)
         assert {event.get("attempt") for event in select(events, "done")} >= finished
         assert len(select(events, "start")) == UNITS - len(finished)
         [note] = [event for event in select(events, "note") if "died" in event["text"]]

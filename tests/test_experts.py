@@ -90,8 +90,8 @@ def test_kt_kernel_selects_the_same_experts(tmp_path: Path, peer_python: str) ->
     pytest.importorskip("torch")
     np.savez(tmp_path / "in.npz", **cases())  # type: ignore[arg-type]
     command = [peer_python, "-P", "-c", PEER, str(tmp_path / "in.npz"), str(tmp_path / "out.npz")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
     theirs = np.load(tmp_path / "out.npz")
     for name, counts in cases().items():
         ours = hot_experts.most_used_in_total(counts, int(name.split("-")[1]))
@@ -100,13 +100,13 @@ def test_kt_kernel_selects_the_same_experts(tmp_path: Path, peer_python: str) ->
 
 def test_mask_and_table_contain_the_hot_experts(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
-    done = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
-    assert done.exception is None, done.exception
+    result = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--num-gpu-experts", 2)
+    assert result.exception is None, result.exception
     expected = [[False] * 4, [True, False, False, True], [True, False, True, False]]
     assert hot_experts.read_mask(output).tolist() == expected
     per_layer = hot_experts.masks_by_layer(str(output), None, {1: 4, 2: 4}, 3)
     assert {layer: row.tolist() for layer, row in per_layer.items()} == {1: expected[1], 2: expected[2]}
-    assert done.stdout.splitlines() == [
+    assert result.stdout.splitlines() == [
         "layer  hot  coverage  experts",
         "1      2    70.0%     0, 3",
         "2      2    90.0%     0, 2",
@@ -119,11 +119,11 @@ def test_total_and_json_report_the_chosen_experts(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     output = tmp_path / "mask.safetensors"
     for _ in range(2):  # an existing mask is replaced
-        done = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
+        result = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
     expected: dict[str, Any] = {"event": "chosen", "statistics": str(tmp_path / "s"), "output": str(output)}
     expected |= {"experts": 4, "tokens": 30, "coverage": 16 / 30}
     expected["layers"] = [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}]
-    assert json.loads(done.stdout) == expected
+    assert json.loads(result.stdout) == expected
 
 
 @pytest.mark.parametrize(("suffix", "first_bytes"), [(".png", b"\x89PNG\r"), (".svg", b"<?xml"), (".pdf", b"%PDF-")])
@@ -196,7 +196,7 @@ def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_statistics_are_rejected(tmp_path: Path, counts: Any, name: str, dtype: Any, message: str) -> None:
-    """Also files that are truncated or missing."""
+    """Truncated and missing files are rejected, too."""
     folder = write_statistics(tmp_path / "s", counts, name, dtype if isinstance(dtype, str) else "I64")
     path = folder / "counts.safetensors"
     if dtype is None:

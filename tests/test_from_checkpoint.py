@@ -331,7 +331,7 @@ def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
     np.testing.assert_array_equal(forward(Experts.load(path, 1), layer), expected)
 
 
-def test_at_least_as_close_as_the_real_kt_kernel(tmp_path: Path, peer_python: str) -> None:
+def test_result_is_at_least_as_close_as_that_of_kt_kernel(tmp_path: Path, peer_python: str) -> None:
     """Covers NVFP4, which has no golden file, and other activations."""
     runs, cases = {}, {}
     for name, method, limit, alpha in (

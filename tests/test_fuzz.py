@@ -83,7 +83,7 @@ WITHOUT_ROW = {
     ),
     "ktconvert.layouts.files.direct_file.read_umask": "a file of the Linux kernel",
     "ktconvert.native_quant._build.": "files of the build",
-    "ktconvert.pipeline.cli.version.wheel_tag": "files of the installation",
+    "ktconvert.pipeline.report.versions.wheel_tag": "files of the installation",
     "ktconvert.pipeline.cli.eval.eval": "calls a read_text that has a row",
     "ktconvert.pipeline.verify.verify.verify": "calls a read_text that has a row",
     "ktconvert.pipeline.engine.assemble.fill_output_folder": "a file that the same run has written",
@@ -274,5 +274,7 @@ for number in range(1000):
 
 def test_threads_can_read_a_new_type_at_the_same_time() -> None:
     """Without a lock, msgspec 0.22 crashes. Each thread checks the results of its units."""
-    done = subprocess.run([sys.executable, "-c", CONCURRENT_READS, TYPES], capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = subprocess.run(
+        [sys.executable, "-c", CONCURRENT_READS, TYPES], capture_output=True, text=True, timeout=120
+    )
+    assert (result.returncode, result.stderr) == (0, "")

@@ -38,7 +38,7 @@ def parametrize_cases(names: list[str], long: list[str]) -> Any:
 
 @parametrize_cases(EQUAL, list(calibrated.LONG))
 def test_tensors_equal_those_of_llmcompressor(fixture: str, name: str, request: pytest.FixtureRequest) -> None:
-    """Also tensors that are not quantized are equal. The masks of the library were causal in every layer."""
+    """Tensors that are not quantized are equal, too. The masks of the library were causal in every layer."""
     actual = request.getfixturevalue(fixture)
     report = actual.report(name)
     assert report["masks"] and all(kinds == ["causal"] for kinds in report["masks"].values())
@@ -63,8 +63,8 @@ def test_number_of_experts_in_memory_does_not_change_bytes(converted: Any, tmp_p
         "import sys; from ktconvert.pipeline.cli import main; from ktconvert.pipeline.calibration import requirements; "
     )
     program += "requirements.GROUP_BYTES = 1; sys.argv[0] = 'ktconvert'; main()"
-    done = calibrated.run_python(program, *arguments, "--json")
-    events = [json.loads(line) for line in done.stdout.splitlines()]  # no library prints anything between the events
+    result = calibrated.run_python(program, *arguments, "--json")
+    events = [json.loads(line) for line in result.stdout.splitlines()]  # no library prints anything between the events
     assert events[-1]["event"] == "finished"
     assert find_differences(read_folder(tmp_path / "out"), read_folder(converted.ours("qwen3_moe"))) == []
 
@@ -77,7 +77,7 @@ def test_storage_of_experts_in_the_source_does_not_change_bytes(converted: Any) 
 
 
 def test_engine_oneshot_equals_llmcompressor(converted: Any) -> None:
-    """It also prints its limitations."""
+    """The engine also prints the limitations of the library."""
     name = "qwen3_moe unrepaired"
     assert find_differences(read_folder(converted.ours(name)), converted.oracle(name)) == []
     assert "mask, which is not causal for some models" in converted.log_text(name)
@@ -150,7 +150,7 @@ def test_float32_rounding_keeps_chosen_codes(converted: Any) -> None:
 
 @pytest.mark.parametrize(("name", "floor"), [("qwen3_moe routed", 1), ("qwen3_moe floor", 4)])
 def test_experts_with_too_few_tokens_are_rounded(name: str, floor: int, converted: Any) -> None:
-    """They equal those of RTN bit for bit and are listed; other experts differ."""
+    """Such experts equal those of RTN bit for bit and are listed; other experts differ."""
     ours, rounded = read_folder(converted.ours(name)), read_folder(converted.rounded("qwen3_moe"))
     reported = {}
     for line in converted.log_text(name).splitlines():

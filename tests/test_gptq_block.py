@@ -200,7 +200,7 @@ def run_gpu_path(path: str, code_range: CodeRange, kind: str, inverse: Any, scal
 @pytest.mark.skipif(find_spec("llmcompressor") is None, reason="llmcompressor is not installed")
 @pytest.mark.parametrize("kind", KINDS)
 def test_gpu_paths_equal_the_definition(kind: str) -> None:
-    """They run on the CPU, where torch rounds as in the definition."""
+    """The code for GPUs runs on the CPU, where torch rounds as in the definition."""
     for n, width in ((1, 1), (75, 37), (64, 128)):
         block = random_block(np.random.default_rng(n), n, width)
         for code_range in RANGES.values():

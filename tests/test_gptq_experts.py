@@ -198,7 +198,7 @@ def change_code(stored: list[Any], row: int, code: int) -> list[Any]:
 
 @pytest.mark.parametrize("all_rows", [True, False])
 def test_verify_finds_illegal_codes_and_scales(linear: Any, all_rows: bool) -> None:
-    """They are found in any row, even if verify only measures the error of some rows."""
+    """verify finds them in any row, even if it measures the error of only some rows."""
     matrix, stored, rounded = linear
     assert judge_calibrated(AMXINT4, matrix, stored, rounded, all_rows=all_rows)[2] == ""
     sampled = np.unique(np.linspace(0, WIDTH - 1, ROWS).astype(int))

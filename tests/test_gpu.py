@@ -213,9 +213,9 @@ def test_experts_of_mtp_become_bf16(tmp_path: Path, cli: Any, gpu: Any, save: An
     quant = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     folder, out = save(tensors, model_type="deepseek_v3", **sizes, quantization_config=quant), tmp_path / "out"
     (folder / "hf_quant_config.json").write_text("{}")
-    done = gpu(folder, "--quant-type", "W4A16")
-    assert "MTP layers (layer 2) are not quantized" in done.stderr
-    assert "FP8 non-expert tensors are written as BF16" in done.stderr
+    result = gpu(folder, "--quant-type", "W4A16")
+    assert "MTP layers (layer 2) are not quantized" in result.stderr
+    assert "FP8 non-expert tensors are written as BF16" in result.stderr
     check(expected, linears, read(out), "W4A16")
     assert not (out / "hf_quant_config.json").exists() and "fp8" not in (out / "config.json").read_text()
     assert any("layers" in p and "2" in p for p in config_of(out)["quantization_config"]["ignore"])
@@ -236,12 +236,12 @@ def test_zero_experts_are_reported_and_infinite_values_refused(
 ) -> None:
     experts = random_experts(2, 128, 256)
     experts["up"][1] = 0x8000  # negative zeros
-    done = gpu(write_qwen(tmp_path / "source", {0: experts}))
-    assert "warning: model.layers.0.mlp.experts.1.up_proj is all zeros in the source" in done.stderr
+    result = gpu(write_qwen(tmp_path / "source", {0: experts}))
+    assert "warning: model.layers.0.mlp.experts.1.up_proj is all zeros in the source" in result.stderr
     cli("verify", tmp_path / "out", "--no-load")  # the scales show that the source was zero
     experts["down"][1, 7, 130] = 0x7F80
-    done = gpu(write_qwen(tmp_path / "infinite", {0: experts}), to="no", code=5)
-    assert "model.layers.0.mlp.experts.1.down_proj.weight" in done.stderr and "row 7, column 130" in done.stderr
+    result = gpu(write_qwen(tmp_path / "infinite", {0: experts}), to="no", code=5)
+    assert "model.layers.0.mlp.experts.1.down_proj.weight" in result.stderr and "row 7, column 130" in result.stderr
 
 
 @pytest.mark.parametrize(

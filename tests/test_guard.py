@@ -90,15 +90,15 @@ def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, inputs_f
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
-    done = servers.run([*make_arguments(command, inputs_folder, output), "--overwrite"], tmp_path / "log")
-    assert done.returncode == OutputError.exit_code and "would delete 1 file" in done.stderr, done.stderr
+    result = servers.run([*make_arguments(command, inputs_folder, output), "--overwrite"], tmp_path / "log")
+    assert result.returncode == OutputError.exit_code and "would delete 1 file" in result.stderr, result.stderr
     assert tree(tmp_path).keys() == {"out", "out/thesis.txt", "log"}
 
     before = conversion.identity(inputs_folder)
-    done = servers.run(
+    result = servers.run(
         [*make_arguments(command, inputs_folder, inputs_folder), "--overwrite", "--delete-others"], tmp_path / "log"
     )
-    assert done.returncode == UsageError.exit_code and "is an input inside" in done.stderr, done.stderr
+    assert result.returncode == UsageError.exit_code and "is an input inside" in result.stderr, result.stderr
     assert conversion.identity(inputs_folder) == before and not locate(inputs_folder).root.exists()
 
     begun = tmp_path / "begun"
@@ -111,8 +111,10 @@ def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, inputs_f
         (work.paths.store / unit.stored_name / "file").write_text("hours of work")
         work.record_finished(unit, FinishedUnit(begun, Result((Written("file", 13, "0" * 64),), 0), 1.0))
     before_run = tree(work.paths.root)
-    done = servers.run(make_arguments(command, inputs_folder, begun), tmp_path / "log")
-    assert done.returncode == OutputError.exit_code and f"command was {other}, is {command}" in done.stderr, done.stderr
+    result = servers.run(make_arguments(command, inputs_folder, begun), tmp_path / "log")
+    assert result.returncode == OutputError.exit_code and f"command was {other}, is {command}" in result.stderr, (
+        result.stderr
+    )
     assert tree(work.paths.root).keys() == before_run.keys() and not begun.exists()
     assert (work.paths.store / unit.stored_name / "file").read_text() == "hours of work"
 
@@ -124,11 +126,11 @@ def test_train_rejects_an_output_that_contains_an_input(inside, servers, inputs_
     (shutil.copytree if inside == "packed" else shutil.copy)(inputs_folder / inside, tmp_path / "out" / inside)
     arguments = make_arguments("train", inputs_folder, tmp_path / "out")
     arguments[arguments.index(inputs_folder / inside)] = tmp_path / "out" / inside
-    done = servers.run([*arguments, "--overwrite", "--delete-others"], tmp_path / "log")
-    assert done.returncode == UsageError.exit_code and (tmp_path / "out" / inside).exists(), done.stderr
+    result = servers.run([*arguments, "--overwrite", "--delete-others"], tmp_path / "log")
+    assert result.returncode == UsageError.exit_code and (tmp_path / "out" / inside).exists(), result.stderr
 
 
 def test_train_rejects_a_broken_link_as_output(servers, inputs_folder, tmp_path):
     (tmp_path / "out").symlink_to("nowhere")
-    done = servers.run(make_arguments("train", inputs_folder, tmp_path / "out"), tmp_path / "log")
-    assert done.returncode == OutputError.exit_code and "is a file or a broken link" in done.stderr
+    result = servers.run(make_arguments("train", inputs_folder, tmp_path / "out"), tmp_path / "log")
+    assert result.returncode == OutputError.exit_code and "is a file or a broken link" in result.stderr

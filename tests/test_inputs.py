@@ -47,14 +47,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 def convert(source: Path, out: Path, method: str, *more: object) -> str:
     """Convert, require success, and return stderr."""
-    done = run_in_process("cpu", "-i", source, "-o", out, "--quant-method", method, *more)
-    assert done.exception is None, done.exception
-    return str(done.stderr)
+    result = run_in_process("cpu", "-i", source, "-o", out, "--quant-method", method, *more)
+    assert result.exception is None, result.exception
+    return str(result.stderr)
 
 
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_values_are_those_of_the_formula(name, written, tmp_path):
-    """Also at addresses that are not aligned for any type."""
+    """Values at addresses that are not aligned for any type are the same."""
     folder, values = written(name)
     model = open_model(folder)
     assert model.dtypes == (ENCODINGS[name].name,) and model.shape(0) == (E, H, I)
@@ -106,8 +106,8 @@ def test_outputs_equal_those_of_the_decoded_values(name, written, tmp_path, cli)
     assert document.get("original_quantization_config") == encoding.config
     report = json.loads(cli("inspect", source, "--json").stdout)
     assert report["expert_dtypes"] == [encoding.name] and report["convert"] and report["convert_gpu"]
-    done = cli("cpu", "-i", source, "-o", tmp_path / "no", "--input-type", "bf16", "--dry-run", code=5)
-    assert "--input-type bf16 was given, but the experts are" in done.stderr
+    result = cli("cpu", "-i", source, "-o", tmp_path / "no", "--input-type", "bf16", "--dry-run", code=5)
+    assert "--input-type bf16 was given, but the experts are" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def test_values_are_those_of_the_library(name, tmp_path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_dequantize_gives_the_values_of_the_library(name, tmp_path):
-    """Also compares names and shapes, for gpt-oss those of transformers; float16 values are tested above."""
+    """Names and shapes are compared, too, for gpt-oss those of transformers; float16 values are tested above."""
     family = {"gptoss": "gpt_oss", "deepseek": "deepseek_v4", "minimax": "minimax_m3_vl"}.get(
         name.split("_")[0], "qwen3_moe"
     )
     folder, out = write_library_file(name, tmp_path / "in", model_type=family, num_hidden_layers=1), tmp_path / "out"
     for arguments in (("dequantize", folder, out), ("verify", out, "--against", folder)):
-        assert (done := run_in_process(*arguments)).exception is None, done.exception
+        assert (result := run_in_process(*arguments)).exception is None, result.exception
     hashes = read_hashes(name)
     tensors = {key.removesuffix(".weight"): tensor for key, tensor in read_folder(out).items()}
     assert tensors and all(stem in hashes or stem.endswith("_bias") for stem in tensors)
@@ -350,8 +350,8 @@ def test_gptq_versions_are_read_from_either_config(version, tmp_path):
 )
 def test_contradicting_configs_are_refused(declared, message, tmp_path, cli):
     folder = write_quantize_config(ASYMMETRIC, tmp_path / "in", declared, **gptq_config(4, 128))
-    done = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--dry-run", code=5)
-    assert f"{folder / 'quantize_config.json'}: {message}; correct the one that is wrong" in done.stderr
+    result = cli("cpu", "-i", folder, "-o", tmp_path / "out", "--dry-run", code=5)
+    assert f"{folder / 'quantize_config.json'}: {message}; correct the one that is wrong" in result.stderr
 
 
 def test_an_output_does_not_declare_the_quantization_of_its_source(tmp_path, written, cli):
@@ -377,9 +377,8 @@ def test_shapes_decide_without_a_config(name, tmp_path):
         assert (kernels.decode(open_model(folder).linear(0, 1, "down")) == values[1, "down"]).all()
 
 
-Damage = Callable[
-    [Stored, Quantization, str], Any
-]  # takes tensors, quantization_config, and the prefix of one weight's names
+# Takes tensors, quantization_config, and the prefix of one weight's names
+Damage = Callable[[Stored, Quantization, str], Any]
 
 
 def set_config(**keys: Any) -> Damage:

@@ -21,16 +21,16 @@ BF16_NAN = 0x7FC0
 
 def run_inspect(*arguments: object) -> tuple[Result, dict[str, Any]]:
     """Run inspect in this process; return its result and the JSON object."""
-    done = CliRunner().invoke(inspect, [*map(str, arguments), "--json"])
-    if isinstance(done.exception, Exception) and not hasattr(done.exception, "exit_code"):
-        raise done.exception
-    return done, json.loads(done.stdout) if done.stdout else {}
+    result = CliRunner().invoke(inspect, [*map(str, arguments), "--json"])
+    if isinstance(result.exception, Exception) and not hasattr(result.exception, "exit_code"):
+        raise result.exception
+    return result, json.loads(result.stdout) if result.stdout else {}
 
 
 def inspect_json(*arguments: object) -> dict[str, Any]:
     """Run inspect, require success, and return the JSON object."""
-    done, report = run_inspect(*arguments)
-    assert done.exit_code == 0, done.output
+    result, report = run_inspect(*arguments)
+    assert result.exit_code == 0, result.output
     return report
 
 
@@ -41,24 +41,33 @@ def convert(source: Path, output: Path, *options: object) -> Result:
 
 def test_checkpoint_is_described(example, cli):
     report = inspect_json(example)
-    assert report["kind"] == "checkpoint" and report["architecture"].startswith("Qwen3-MoE")
+    assert report["kind"] == "checkpoint"
+    assert report["architecture"].startswith("Qwen3-MoE")
     assert (report["experts"], report["hidden"], report["intermediate"]) == ([8], [256], [256])
-    assert report["moe_layers"] == [0, 1] and report["dense_layers"] == [] and report["mtp_layers"] == []
-    assert report["expert_dtypes"] == ["BF16"] and report["functions"] == {"0-1": {"activation": "silu"}}
-    assert report["routed_bytes"] == 2 * 8 * 3 * 256 * 256 * 2 and not report["shared_experts"]
+    assert report["moe_layers"] == [0, 1]
+    assert report["dense_layers"] == []
+    assert report["mtp_layers"] == []
+    assert report["expert_dtypes"] == ["BF16"]
+    assert report["functions"] == {"0-1": {"activation": "silu"}}
+    assert report["routed_bytes"] == 2 * 8 * 3 * 256 * 256 * 2
+    assert not report["shared_experts"]
     assert report["total_bytes"] == report["routed_bytes"] + report["rest_bytes"] == sum(report["dtypes"].values())
     int4, int8 = (method for method in report["methods"] if method["method"] in ("AMXINT4", "AMXINT8"))
-    assert int4["legal"] == [1, 2] and set(int4["illegal"]) == {"4", "8"}
-    assert int8["legal"] == [1, 2, 4] and "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
+    assert int4["legal"] == [1, 2]
+    assert set(int4["illegal"]) == {"4", "8"}
+    assert int8["legal"] == [1, 2, 4]
+    assert "256/8 = 32, is not a multiple of 64" in int8["illegal"]["8"]
     stdout = cli("inspect", example).stdout
-    assert "NUMA slices 1, 2; 1.5 MiB" in stdout and "not 4: the intermediate size per slice" in stdout
+    assert "NUMA slices 1, 2; 1.5 MiB" in stdout
+    assert "not 4: the intermediate size per slice" in stdout
     assert "no such file or directory" in cli("inspect", example / "nothing", code=5).stderr
 
 
 def test_printed_command_makes_the_predicted_output(example, tmp_path, cli, monkeypatch):
     monkeypatch.chdir(tmp_path)
     lines = [line for line in cli("inspect", example).stdout.splitlines() if line.startswith("ktconvert cpu ")]
-    assert lines == inspect_json(example)["convert"] and len(lines) == len(formats_by_option("cpu"))
+    assert lines == inspect_json(example)["convert"]
+    assert len(lines) == len(formats_by_option("cpu"))
     for line in lines:
         cli(*line.split()[1:])
     expected_names = {f"qwen3-moe-small-{form.name}" for form in formats_by_option("cpu").values()}
@@ -73,26 +82,34 @@ def test_dense_layers_mtp_and_shared_experts_are_reported(tmp_path, write_qwen, 
         tmp_path / "model", {n: random_experts(2, 192, 192, n) for n in (1, 2)}, num_hidden_layers=2, n_shared_experts=1
     )
     report = inspect_json(folder)
-    assert report["dense_layers"] == [0] and report["moe_layers"] == [1] and report["mtp_layers"] == [2]
+    assert report["dense_layers"] == [0]
+    assert report["moe_layers"] == [1]
+    assert report["mtp_layers"] == [2]
     assert report["mtp_bytes"] == report["routed_bytes"] == 2 * 3 * 192 * 192 * 2
     assert any("MTP" in note for note in report["notes"])
     int4, int8 = (method for method in report["methods"] if method["method"] in ("AMXINT4", "AMXINT8"))
-    assert int4["legal"] == [] and "hidden size 192 is not a multiple of 128" in int4["illegal"]["1"]
-    assert int8["legal"] == [1, 3] and "--quant-method int8" in report["convert"][0]
+    assert int4["legal"] == []
+    assert "hidden size 192 is not a multiple of 128" in int4["illegal"]["1"]
+    assert int8["legal"] == [1, 3]
+    assert "--quant-method int8" in report["convert"][0]
     output = CliRunner().invoke(inspect, [str(folder)]).output
-    assert "int4 (AMXINT4)" in output and "not possible" in output and "layers 2: 6 expert tensors, left out" in output
+    assert "int4 (AMXINT4)" in output
+    assert "not possible" in output
+    assert "layers 2: 6 expert tensors, left out" in output
 
 
 def test_dense_model_is_refused_with_a_reason(tmp_path, write_safetensors, cli):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3", "num_hidden_layers": 1}')
     stored = {"model.layers.0.mlp.gate_proj.weight": ("BF16", np.zeros((8, 8), np.uint16))}
     write_safetensors(tmp_path / "model.safetensors", stored)
-    done = cli("inspect", tmp_path, code=3)
-    assert "qwen3" in done.stdout and "BF16 128 B" in done.stdout and "a dense model" in done.stderr
-    report = json.loads(
-        cli("inspect", tmp_path, "--json", code=3).stdout
-    )  # exactly one object: loads() rejects a second line
-    assert "a dense model" in report["refused"] and report["model_type"] == ["qwen3"]
+    result = cli("inspect", tmp_path, code=3)
+    assert "qwen3" in result.stdout
+    assert "BF16 128 B" in result.stdout
+    assert "a dense model" in result.stderr
+    # Exactly one object: loads() rejects a second line
+    report = json.loads(cli("inspect", tmp_path, "--json", code=3).stdout)
+    assert "a dense model" in report["refused"]
+    assert report["model_type"] == ["qwen3"]
 
 
 @pytest.mark.parametrize("options", [[], ["--no-merge-safetensor", "--quant-method", "int8"]])
@@ -100,16 +117,21 @@ def test_output_is_described(options, tmp_path, example, cli):
     output = tmp_path / "out"
     assert convert(example, output, *options).exit_code == 0
     report = inspect_json(output)
-    assert report["kind"] == "output" and report["complete"] and report["made_by"].startswith("ktconvert ")
+    assert report["kind"] == "output"
+    assert report["complete"]
+    assert report["made_by"].startswith("ktconvert ")
     assert (report["method"], report["arrangement"]) == (("AMXINT8", "loose") if options else ("AMXINT4", "merged"))
     assert (report["numa"], report["experts"], report["hidden"], report["intermediate"]) == (2, 8, 256, 256)
-    assert report["layers"] == [0, 1] and report["settings"]["threadpool_count"] == 2
+    assert report["layers"] == [0, 1]
+    assert report["settings"]["threadpool_count"] == 2
     assert "yes, by names and sizes" in cli("inspect", output).stdout
     (output / "manifest.json").unlink()
     assert "not ktconvert" in cli("inspect", output).stdout
     min(output.rglob("*.kt" if options else "*.safetensors")).unlink()
     report = inspect_json(output)
-    assert not report["complete"] and report["problems"] and "no: " in cli("inspect", output).stdout
+    assert not report["complete"]
+    assert report["problems"]
+    assert "no: " in cli("inspect", output).stdout
 
 
 def test_unfinished_conversion_is_described(tmp_path, write_qwen, random_experts, cli):
@@ -117,19 +139,24 @@ def test_unfinished_conversion_is_described(tmp_path, write_qwen, random_experts
     layers = {n: random_experts(2, 128, 128, n) for n in (0, 1)}
     layers[1]["down"][1, 5, 6] = BF16_NAN
     source, output = write_qwen(tmp_path / "model", layers), tmp_path / "out"
-    done = convert(source, output, "--cpuinfer-threads", 1, "--threadpool-count", 1)
-    assert getattr(done.exception, "exit_code", None) == 5
+    result = convert(source, output, "--cpuinfer-threads", 1, "--threadpool-count", 1)
+    assert getattr(result.exception, "exit_code", None) == 5
     for path in (output, tmp_path / "out.work"):
         report = inspect_json(path)
         assert (report["kind"], report["units_done"], report["units"]) == ("unfinished", 1, 2)
-        assert report["resume"] == f"ktconvert resume {output}" and report["settings"]["quant_method"] == "int4"
-        assert report["units_left"] == ["experts.layer-001"] and report["bytes_left"] == 2 * 3 * 128 * 128 * 2
+        assert report["resume"] == f"ktconvert resume {output}"
+        assert report["settings"]["quant_method"] == "int4"
+        assert report["units_left"] == ["experts.layer-001"]
+        assert report["bytes_left"] == 2 * 3 * 128 * 128 * 2
     text = cli("inspect", output).stdout
-    assert "1 of 2 finished" in text and f"ktconvert resume {output}" in text
+    assert "1 of 2 finished" in text
+    assert f"ktconvert resume {output}" in text
     assert f"ktconvert resume {output}" in cli("verify", output, code=6).stderr
     shutil.rmtree(source)
     report = inspect_json(output)
-    assert report["units"] is None and report["units_done"] == 1 and str(source) in report["source_problem"]
+    assert report["units"] is None
+    assert report["units_done"] == 1
+    assert str(source) in report["source_problem"]
     assert "1 finished" in cli("inspect", output).stdout
 
 
@@ -166,8 +193,8 @@ def test_sizes_that_names_imply_are_bounded(command, name, tmp_path):
         tensors = {name.replace("gate", projection): BF16 for projection in ("gate", "up", "down")}
         write_file(tmp_path / "model.safetensors", tensors)
         (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 999999999}')
-    done = run_in_process(*command, tmp_path, "--json")
-    assert isinstance(done.exception, SystemExit | KtconvertError | None), done.exception
-    output = f"{done.output}{done.exception}"
+    result = run_in_process(*command, tmp_path, "--json")
+    assert isinstance(result.exception, SystemExit | KtconvertError | None), result.exception
+    output = f"{result.output}{result.exception}"
     is_checkpoint = name.startswith("m")
     assert HUGE[name] in output or (is_checkpoint and command == ["verify"] and "no expert weights" in output), output

@@ -41,10 +41,10 @@ def test_first_signal_finishes_layers_in_flight(five_layers, tmp_path, number, c
     assert sorted(r.unit for r in journal.find_finished_units(records).values()) == sorted(started)
     assert 0 < len(started) < 5 and isinstance(records[-1], journal.End)
     assert str(records[-1].why).startswith(f"stopped by {number.name}")
-    done = conversion.ktconvert("resume", output)
-    assert done.returncode == 0, done.stderr
-    assert "died" not in done.stderr
-    assert f"resuming: {len(started)} of 5 units are finished" in done.stderr
+    result = conversion.ktconvert("resume", output)
+    assert result.returncode == 0, result.stderr
+    assert "died" not in result.stderr
+    assert f"resuming: {len(started)} of 5 units are finished" in result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(tmp_path) == ["out"]
 
@@ -61,8 +61,8 @@ def test_each_of_several_outputs_can_be_resumed(five_layers, tmp_path):
     assert " and ".join(f"`ktconvert resume {output}`" for output in outputs) in stderr
     assert conversion.names(tmp_path) == ["out-int4.work", "out-mxfp4.work"]
     for output in outputs:
-        done = conversion.ktconvert("resume", output)
-        assert done.returncode == 0, done.stderr
+        result = conversion.ktconvert("resume", output)
+        assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(outputs[0]), expected) == []
     assert conversion.names(tmp_path) == ["out-int4", "out-mxfp4"]
 
@@ -87,9 +87,9 @@ def test_second_signal_stops_at_once(five_layers, tmp_path, number, code):
         _, stderr = process.communicate(timeout=conversion.TIMEOUT)
     assert process.returncode == code, stderr
     assert "stopped at once" in stderr
-    done = conversion.ktconvert("resume", output)
-    assert re.search(r"died in experts.layer-00\d", done.stderr)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("resume", output)
+    assert re.search(r"died in experts.layer-00\d", result.stderr)
+    assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []
     assert conversion.names(output.parent) == ["out"]
 
@@ -123,9 +123,9 @@ def test_second_signal_at_exit_changes_nothing(five_layers, tmp_path, number, co
         "-o",
         tmp_path / "out",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
-    assert (done.returncode, "Traceback" in done.stderr) == (code, False), done.stderr
-    assert "`ktconvert resume " in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
+    assert "`ktconvert resume " in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -149,6 +149,6 @@ def test_edited_input_stops_the_conversion(five_layers, tmp_path, name):
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert process.returncode == 5, stderr
     assert f"{name} changed while it was being read" in stderr
-    done = conversion.ktconvert("resume", output)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("resume", output)
+    assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []

@@ -234,8 +234,8 @@ with tempfile.NamedTemporaryFile() as file:
     ],
 )
 def test_other_sigbus_handlers_keep_working(disposition, code, output, text):
-    done = run_python(FOREIGN_SIGBUS, disposition)
-    assert (done.returncode, done.stdout, done.stderr) == (code, output, text)
+    result = run_python(FOREIGN_SIGBUS, disposition)
+    assert (result.returncode, result.stdout, result.stderr) == (code, output, text)
 
 
 MANY_FILES = """
@@ -258,8 +258,8 @@ files.map(paths[-1], 8192)[5000]
 
 
 def test_any_number_of_files_can_be_mapped(tmp_path):
-    done = run_python(MANY_FILES, tmp_path)
-    assert (done.returncode, done.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
+    result = run_python(MANY_FILES, tmp_path)
+    assert (result.returncode, result.stderr) == (5, f"{tmp_path}/4199 was cut short.\n")
 
 
 @pytest.mark.parametrize(
@@ -267,5 +267,5 @@ def test_any_number_of_files_can_be_mapped(tmp_path):
     [("ours", 5, "ktconvert: model-00001.safetensors was cut short while it was read.\n"), ("other", -7, "")],
 )
 def test_an_unreadable_page_is_explained(owner, code, text):
-    done = run_python(SIGBUS_PROGRAM, owner)
-    assert (done.returncode, done.stderr) == (code, text)
+    result = run_python(SIGBUS_PROGRAM, owner)
+    assert (result.returncode, result.stderr) == (code, text)

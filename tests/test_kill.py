@@ -48,8 +48,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     small = conversion.checkpoint(base / "small")
     tiny, other = (conversion.checkpoint(base / f"tiny{seed}", layers=2, experts=1, seed=seed) for seed in (0, 1))
     for source, output, more in ((tiny, "loose", ["--no-merge-safetensor"]), (other, "old", [])):
-        done = conversion.ktconvert("cpu", "-i", source, "-o", base / output, "-q", *more)
-        assert done.returncode == 0, done.stderr
+        result = conversion.ktconvert("cpu", "-i", source, "-o", base / output, "-q", *more)
+        assert result.returncode == 0, result.stderr
     return Inputs(small, tiny, base / "loose", base / "old")
 
 
@@ -142,8 +142,8 @@ class Matrix:
         self.before = {name: conversion.identity(getattr(inputs, name)) for name in ("small", "tiny", "loose")}
         self.old = inputs.old if case.over else None
         output = self.prepare("whole")
-        done = self.run(output, 0)
-        assert done.returncode == 0, done.stderr
+        result = self.run(output, 0)
+        assert result.returncode == 0, result.stderr
         self.expected = {each.name: self.tree(each) for each in self.outputs(output)}
         calls = killpoint.read_calls(self.log(output))
         self.points = len(calls)
@@ -194,8 +194,8 @@ class Matrix:
         log = self.log(output)
         env = killpoint.shim_settings(output, n, log) | self.case.refusal_environment()
         arguments = arguments or self.case.arguments(self.inputs, output)
-        done: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".stderr"), env)
-        return done
+        result: subprocess.CompletedProcess[str] = self.servers.run(arguments, log.with_suffix(".stderr"), env)
+        return result
 
     def check_all_complete_or_absent(self, output: Path, where: str) -> None:
         """Assert that right after a kill, loaders see nothing or a complete output."""
@@ -223,17 +223,17 @@ class Matrix:
         if self.case.methods:
             for each in self.outputs(output) if by_name else []:
                 if self.plan(each).exists():
-                    done = self.run(output, 0, ["resume", str(each)])
-                    assert done.returncode == 0, f"{where}: {done.stderr}"
+                    result = self.run(output, 0, ["resume", str(each)])
+                    assert result.returncode == 0, f"{where}: {result.stderr}"
                     assert conversion.find_differences(self.tree(each), self.expected[each.name]) == [], where
             by_name = False  # the outputs that were not begun
         begun = self.plan(output).exists()
-        done = self.run(output, 0, ["resume", str(output)] if by_name else None)
-        if by_name and not begun and (done.returncode == 7 or self.case.over):
+        result = self.run(output, 0, ["resume", str(output)] if by_name else None)
+        if by_name and not begun and (result.returncode == 7 or self.case.over):
             # Killed before the plan was written: there is nothing to resume, or only the old output.
-            assert re.search("not an unfinished conversion|nothing to do", done.stderr), where
-            done = self.run(output, 0)
-        assert done.returncode == 0, f"{where}: {done.stderr}"
+            assert re.search("not an unfinished conversion|nothing to do", result.stderr), where
+            result = self.run(output, 0)
+        assert result.returncode == 0, f"{where}: {result.stderr}"
 
     def check(self, output: Path, where: str) -> None:
         """Assert that all outputs are as expected, and that nothing remains beside them."""
@@ -246,11 +246,11 @@ class Matrix:
         output, where = self.prepare("-".join(map(str, points))), ""
         for number, n in enumerate(points):
             begun = [each for each in self.outputs(output) if self.plan(each).exists()]
-            done = self.run(output, n, ["resume", str(begun[0])] if number and begun and n % 2 else None)
-            if done.returncode == 0:  # a resume, or a run with threads, may make fewer calls
+            result = self.run(output, n, ["resume", str(begun[0])] if number and begun and n % 2 else None)
+            if result.returncode == 0:  # a resume, or a run with threads, may make fewer calls
                 continue
             where += f"killed before call {n} of {self.points}, {killpoint.find_prevented_call(self.log(output))}; "
-            assert done.returncode == killpoint.KILLED, f"{where}: {done.stderr}"
+            assert result.returncode == killpoint.KILLED, f"{where}: {result.stderr}"
             self.check_all_complete_or_absent(output, where)
         self.finish(output, bool(sum(points) % 2), where)
         self.check(output, where)

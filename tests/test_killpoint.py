@@ -89,8 +89,8 @@ def test_every_kind_of_change_is_counted_and_prevented(shim, prepared, call):
     command = python_command(PREPARE + CALLS[call], prepared)
     assert killpoint.run(command, root, 2, shim, log).returncode == killpoint.KILLED  # 1 is opening out/file
     assert killpoint.find_prevented_call(log).name == call.split()[0] and snapshot(root) == before
-    done = killpoint.run(command, root, 0, shim, log)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = killpoint.run(command, root, 0, shim, log)
+    assert (result.returncode, result.stderr) == (0, "")
     first, second = killpoint.read_calls(log)
     assert first == ("open", str(root / "file"), None) and second.name == call.split()[0]
     assert killpoint.find_prevented_call(log) is None
@@ -105,6 +105,6 @@ r, w = os.pipe(); os.write(w, b"x")
 
 def test_reads_and_other_folders_are_not_counted(shim, prepared):
     log = prepared / "log"
-    done = killpoint.run(python_command(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "x")
+    result = killpoint.run(python_command(PREPARE + UNCOUNTED, prepared), prepared / "out", 0, shim, log)
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", "x")
     assert killpoint.count_calls(log) == 1  # opening out/file

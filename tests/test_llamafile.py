@@ -99,9 +99,8 @@ def test_instruction_sets_give_the_same_sums(isa, kind):
     activations = floats.activations(40, k)
     exact = floats.from_bits(activations) @ decode_blocks(kind, matrix.values).T
     in_bf16 = isa == "amx" or (isa == "avx512bf16" and kind != "Q6_K")
-    tolerance = (
-        3e-5 if not in_bf16 else 2e-3 if kind == "Q6_K" else 1e-6
-    )  # if activations are rounded, or Q6_K's weights
+    # If activations are rounded, or Q6_K's weights
+    tolerance = 3e-5 if not in_bf16 else 2e-3 if kind == "Q6_K" else 1e-6
     for m in (1, 2, 13, 40):
         out = gemm_bf16(kind, activations[:m], codes, scales, n)
         assert np.linalg.norm(out - exact[:m]) <= tolerance * np.linalg.norm(exact[:m])
@@ -180,11 +179,13 @@ def test_run_and_eval_compute_gguf_experts(example, tmp_path):
     metadata = gguf.model_metadata(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
     weights = str(gguf.write(tmp_path / "m.gguf", tensors, metadata))
     arguments = [str(example), "--cpu-weights", weights]
-    done = CliRunner().invoke(run, [*arguments, "--prompt", "import os", "--max-new-tokens", "4"])
-    assert done.exit_code == 0 and done.stdout.startswith("import os"), done.output
+    result = CliRunner().invoke(run, [*arguments, "--prompt", "import os", "--max-new-tokens", "4"])
+    assert result.exit_code == 0 and result.stdout.startswith("import os"), result.output
     text = str(example.parent / "heldout.txt")
-    done = CliRunner().invoke(evaluate, [*arguments, "--text", text, "--window", "128", "--max-windows", "2", "--json"])
-    document = json.loads(done.stdout.splitlines()[-1])
+    result = CliRunner().invoke(
+        evaluate, [*arguments, "--text", text, "--window", "128", "--max-windows", "2", "--json"]
+    )
+    document = json.loads(result.stdout.splitlines()[-1])
     assert document["method"] == "LLAMAFILE" and 0 < document["kl"]["mean"] < 0.005
     first, second = (layer["relative_error"] for layer in document["layers"])
     assert first < 0.01 < 0.02 < second < 0.1

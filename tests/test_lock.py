@@ -239,14 +239,16 @@ def test_shares_work_together_and_exclude_other_processes(tmp_path, system):
     assert [share.text for share in shares] == ["held"] * 3
     unshared = Process(output, KTCONVERT_HOST="a", **system)
     for n, share in enumerate(shares):
-        assert f"part {n}/3 (process {share.process.pid} on host {'abc'[n]})" in unshared.text
+        assert f"job share {n}/3 (process {share.process.pid} on host {'abc'[n]})" in unshared.text
     assert unshared.text.count(" are converting into it; wait for them or stop them.") == 1
     duplicate = Process(output, "1/3", KTCONVERT_HOST="d", **system)
-    assert f"{output}: part 1/3 (process {shares[1].process.pid} on host b) is converting into it" in duplicate.text
+    assert (
+        f"{output}: job share 1/3 (process {shares[1].process.pid} on host b) is converting into it" in duplicate.text
+    )
     shares[0].end()
     shares[2].end()
     unshared = Process(output, KTCONVERT_HOST="b", **system)
-    assert f"{output}: part 1/3 (process {shares[1].process.pid} on host b) is converting into it" in unshared.text
+    assert f"{output}: job share 1/3 (process {shares[1].process.pid} on host b) is converting into it" in unshared.text
     shares[1].end(signal.SIGKILL)
     unshared = Process(output, KTCONVERT_HOST="b", **system)
     assert unshared.holds
@@ -347,7 +349,7 @@ def test_only_locks_of_dead_processes_are_taken_over(tmp_path, no_locks):
 def test_processes_with_locks_respect_lock_files(tmp_path, no_locks):
     first = Process(tmp_path / "out", "0/2", KTCONVERT_HOST="a", **no_locks)
     second = Process(tmp_path / "out", KTCONVERT_HOST="b")
-    assert f"part 0/2 (process {first.process.pid} on host a)" in second.text
+    assert f"job share 0/2 (process {first.process.pid} on host a)" in second.text
     first.end()
     second = Process(tmp_path / "out", KTCONVERT_HOST="b")
     assert second.holds
@@ -401,7 +403,7 @@ def test_unlocking_a_share_removes_only_its_lock(tmp_path, no_locks):
         assert (root / name).exists()
     code = LIBRARY + "for taken in unlock(root, output, JobShare(1, 3)): print(taken)\n"
     output = run_script(code, tmp_path / "out", **no_locks)
-    assert f"{root / 'lock.held.part-1-of-3'} of part 1/3 (process " in output
+    assert f"{root / 'lock.held.part-1-of-3'} of job share 1/3 (process " in output
     assert len(output.splitlines()) == 1
     assert conversion.names(root) == ["lock", "lock.held.part-0-of-3"]
 
@@ -437,7 +439,7 @@ def test_a_link_is_no_work_directory(tmp_path):
 
 
 def test_work_directories_are_private(tmp_path):
-    """Also directories of versions that left them open."""
+    """A run makes directories private that earlier versions left open."""
     for name in ("new", "old"):
         root = tmp_path / f"{name}.work"
         if name == "old":

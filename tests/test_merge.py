@@ -110,8 +110,8 @@ def test_a_missing_layer_is_named(removed, manifest, original, tmp_path, cli, fo
     source, complete = four_layers
     loose = copy_loose(complete, tmp_path / "loose", manifest)
     shutil.rmtree(loose / f"_layer_{removed}")
-    done = cli("merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else []), code=5)
-    assert f"layer {removed} is missing" in done.stderr and "--layers" in done.stderr
+    result = cli("merge", "-i", loose, "-o", tmp_path / "out", *(["-r", source] if original else []), code=5)
+    assert f"layer {removed} is missing" in result.stderr and "--layers" in result.stderr
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.work").exists()
 
 
@@ -156,8 +156,8 @@ def test_the_original_of_another_model_is_refused(manifest, tmp_path, cli, write
         ),
     ):
         (original / "config.json").write_text(json.dumps(config | change))
-        done = cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", original, code=5)
-        assert sentence in done.stderr
+        result = cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", original, code=5)
+        assert sentence in result.stderr
     (original / "config.json").write_text(json.dumps(config))
     cli("merge", "-i", loose, "-o", tmp_path / "out", "-r", original)
     (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"first_k_dense_replace": 1}))
@@ -169,8 +169,8 @@ def test_folders_that_kt_kernel_does_not_read_are_refused(odd, tmp_path, cli, lo
     copy = Path(shutil.copytree(loose, tmp_path / "in"))
     origin = copy / "_layer_1" / "_numa_0" if "numa" in odd else copy / "_layer_1"
     shutil.copytree(origin, copy / odd)
-    done = cli("merge", "-i", copy, "-o", tmp_path / "out", code=5)
-    assert f"{odd}: kt-kernel does not read this name" in done.stderr
+    result = cli("merge", "-i", copy, "-o", tmp_path / "out", code=5)
+    assert f"{odd}: kt-kernel does not read this name" in result.stderr
     assert Path(odd).name in cli("verify", copy, code=6).stdout
 
 
@@ -202,6 +202,6 @@ def test_different_layers_are_merged_if_a_config_confirms_them(
         cli("merge", "-i", folder, "-o", out, *original)
         assert read_folder(out) == expected
         cli("verify", out, "--against", source)
-    done = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
-    assert "layers differ in experts x hidden size x expert width" in done.stderr
-    assert "neither manifest.json nor --original-path" in done.stderr
+    result = cli("merge", "-i", bare, "-o", tmp_path / "out", code=5)
+    assert "layers differ in experts x hidden size x expert width" in result.stderr
+    assert "neither manifest.json nor --original-path" in result.stderr

@@ -28,9 +28,9 @@ MAP = ("0-3=int8", "1=mxfp4", "2-4=int4", "4=BF16", "3=fp8")  # the last entry o
 
 def run_ok(*arguments: object) -> Result:
     """Run a command in this process and require success."""
-    done = conversion.run_in_process(*arguments)
-    assert done.exit_code == 0, (done.output, done.exception)
-    return done
+    result = conversion.run_in_process(*arguments)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result
 
 
 def convert(source: Path, out: Path, method: str, *more: object) -> Path:
@@ -85,24 +85,24 @@ def single_outputs(source: Path) -> dict[str, Path]:
     ],
 )
 def test_invalid_maps_are_refused(options, message, source, tmp_path):
-    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *options)
-    assert getattr(done.exception, "exit_code", None) == 2 and message in str(done.exception), done.exception
+    result = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *options)
+    assert getattr(result.exception, "exit_code", None) == 2 and message in str(result.exception), result.exception
     assert not (tmp_path / "out").exists()
 
 
 def test_method_that_cannot_hold_its_layer_is_refused(source, tmp_path):
     options = (*map_options("0-3=bf16", "4=int8"), "--quant-method", "bf16", "--threadpool-count", 8)
-    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *options)
-    assert isinstance(done.exception, UnsupportedError)
-    assert "AMXINT8 cannot hold this model in 8 NUMA slices" in str(done.exception), done.exception
+    result = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *options)
+    assert isinstance(result.exception, UnsupportedError)
+    assert "AMXINT8 cannot hold this model in 8 NUMA slices" in str(result.exception), result.exception
 
 
 def test_plan_lists_the_methods_of_layers(source, tmp_path):
-    done = run_ok("cpu", "-i", source, "-o", tmp_path / "out", *map_options(*MAP), "--scale", "mse", "--dry-run")
+    result = run_ok("cpu", "-i", source, "-o", tmp_path / "out", *map_options(*MAP), "--scale", "mse", "--dry-run")
     listed = "AMXINT8: layers 0; MXFP4: layers 1; AMXINT4: layers 2; FP8: layers 3; BF16: layers 4"
-    assert f"kt-kernel cannot load it ({listed})" in done.output.replace("\n", " ")
-    assert "--scale mse has no effect in layers of" in done.output.replace("\n", " ")
-    assert "BF16: the experts are BF16 already" in done.output.replace("\n", " ")
+    assert f"kt-kernel cannot load it ({listed})" in result.output.replace("\n", " ")
+    assert "--scale mse has no effect in layers of" in result.output.replace("\n", " ")
+    assert "BF16: the experts are BF16 already" in result.output.replace("\n", " ")
 
 
 def test_each_layer_has_the_bytes_of_its_method(mix, single_outputs):
@@ -128,7 +128,7 @@ def test_inspect_and_the_card_list_the_methods(mix):
 
 
 def test_verify_accepts_a_mixed_output(mix, source, tmp_path):
-    """It is compared with its source and with itself, a layer of each method is computed, and the page is written."""
+    """The output is compared with its source and with itself, a layer of each method is computed, and the page is written."""
     report = require_accepted(mix, "--against", source, "--run", "--full", "--report", tmp_path / "page.html")
     assert "same bytes" in find_check(report, "source")["result"]
     assert [f"layer {n}," in find_check(report, "run")["result"] for n in METHODS] == [True] * len(METHODS)
@@ -213,8 +213,8 @@ def test_verify_names_damaged_layers(damage, mix, tmp_path):
 
 def test_resplit_rearranges_each_layer_by_its_method(mix, source, tmp_path):
     """The result equals what verify computes from the source for one NUMA slice."""
-    done = run_ok("resplit", mix, tmp_path / "out", "--threadpool-count", 1)
-    assert "FP8: weights and scales do not change" in done.output.replace("\n", " ")
+    result = run_ok("resplit", mix, tmp_path / "out", "--threadpool-count", 1)
+    assert "FP8: weights and scales do not change" in result.output.replace("\n", " ")
     report = require_accepted(tmp_path / "out", "--against", source)
     assert report["method"] == "MIXED" and report["methods"]["FP8"] == "3" and report["numa"] == 1
 

@@ -76,11 +76,11 @@ def test_training_settings_do_not_break_any_command(model, example, packed_examp
     stored.configure(model, **SETTINGS)
     int8 = packed_example("int8")
     for name, arguments in commands(model, int8, text, tmp_path).items():
-        done = conversion.run_in_process(*arguments)
-        assert done.exit_code == 0, (name, done.exception)
-        assert name != "verify" or "KL divergence" in done.stdout
+        result = conversion.run_in_process(*arguments)
+        assert result.exit_code == 0, (name, result.exception)
+        assert name != "verify" or "KL divergence" in result.stdout
         if name == "run":
-            assert done.stdout == conversion.run_in_process(arguments[0], example, *arguments[2:]).stdout
+            assert result.stdout == conversion.run_in_process(arguments[0], example, *arguments[2:]).stdout
     serve(model, int8)
 
 
@@ -123,8 +123,8 @@ def test_float32_correction_bias_selects_the_same_experts_everywhere(text, tmp_p
             tensors[name] = Tensor("F32", tensors[name].shape, (bits.view(np.float32) * 1.001).tobytes())
 
     edit_file(model / "model.safetensors", publish)
-    done = conversion.run_in_process("calibrate", model, "--output", tmp_path / "out", "--dataset", text, *FEW)
-    assert done.exit_code == 0, done.exception
+    result = conversion.run_in_process("calibrate", model, "--output", tmp_path / "out", "--dataset", text, *FEW)
+    assert result.exit_code == 0, result.exception
     loaded, tokenizer = loading.load_model_and_tokenizer(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     ours = hf.load(model, cpu_weights=model, threads=1)
     for model_with_experts in (loaded, ours):
@@ -201,11 +201,11 @@ def apply_change(model: Path, example: Path, name: str, keys: tuple[Any, ...], v
 
 def is_refused(arguments: tuple[object, ...], model: Path) -> bool:
     """Return whether a command rejects the model; a rejection needs a message and an exit code for wrong input."""
-    done = conversion.run_in_process(*arguments)
-    if done.exit_code == 0:
+    result = conversion.run_in_process(*arguments)
+    if result.exit_code == 0:
         return False
-    assert isinstance(done.exception, KtconvertError), (arguments[0], done.exception)
-    assert done.exception.exit_code in (2, 3, 5) and str(done.exception)
+    assert isinstance(result.exception, KtconvertError), (arguments[0], result.exception)
+    assert result.exception.exit_code in (2, 3, 5) and str(result.exception)
     return True
 
 
@@ -322,8 +322,8 @@ def test_load_decodes_quantized_non_expert_tensors(name, model, example, tmp_pat
     assert torch.equal(logits(model, False), logits(decoded, False))
     distances = hf.row_distances(logits(model, True), logits(decoded, True))
     assert float(distances.max()) < 0.05
-    done = conversion.run_in_process("run", model, "--prompt", "import os", "--max-new-tokens", 2, "--threads", 1)
-    assert done.exit_code == 0 and "note" not in done.stderr, done.exception
+    result = conversion.run_in_process("run", model, "--prompt", "import os", "--max-new-tokens", 2, "--threads", 1)
+    assert result.exit_code == 0 and "note" not in result.stderr, result.exception
 
 
 def test_load_rejects_a_model_that_transformers_would_read_from_other_files(model, packed_example):

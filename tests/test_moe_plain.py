@@ -176,7 +176,7 @@ def test_resplit_keeps_the_method(source, outputs, tmp_path, cli):
 
 
 def test_outputs_without_a_manifest_are_not_computed(outputs, tmp_path, cli):
-    """They could be in AOCL's order."""
+    """Codes of such outputs could be in AOCL's order."""
     method, *folders = outputs
     for number, folder in enumerate(folders):
         bare = tmp_path / str(number)

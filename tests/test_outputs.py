@@ -323,8 +323,8 @@ def test_verify_does_not_advise_options_of_other_programs(outputs, cli):
     ],
 )
 def test_unsupported_options_are_refused(code, text, options, source, tmp_path, cli):
-    done = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", *options, code=code)
-    assert text in done.stderr
+    result = cli("cpu", "-i", source, "-o", tmp_path / "x", "--quant-method", *options, code=code)
+    assert text in result.stderr
 
 
 # Method, options, tensor of a weight, offset, new bytes, message.

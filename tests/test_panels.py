@@ -365,7 +365,7 @@ def test_kept_codes_must_be_finite(call, arguments):
     rest=st.booleans(),
 )
 def test_codes_without_scales_are_put_into_panels(n, k, start, isa, rest):
-    """Also columns of a wider matrix, at any address."""
+    """Columns of a wider matrix, at any address, are put into panels, too."""
     rng = np.random.default_rng(n + k + start)
     wide = rng.integers(0, 127, (n, k + start + 5 * rest), np.uint8) | rng.integers(0, 2, 1, np.uint8) << 7
     values, codes = wide[:, start : start + k], np.empty((n // 32, 32 * k), np.uint8)

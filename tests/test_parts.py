@@ -89,8 +89,8 @@ def test_a_flipped_bit_of_a_share_is_repaired(bench):
         assert bench.cpu("--part", part).returncode == 0
     victim = min((bench.work / "partial").iterdir())
     conversion.flip_bit(victim, keep_time=True)
-    done = bench.run("resume", bench.output)
-    assert f"warning: experts.layer-000 is converted again: the SHA-256 of {victim} has changed" in done.stderr
+    result = bench.run("resume", bench.output)
+    assert f"warning: experts.layer-000 is converted again: the SHA-256 of {victim} has changed" in result.stderr
     bench.check_output(expected)
 
 
@@ -107,8 +107,8 @@ def test_units_of_an_edited_input_are_made_again(bench, how):
     conversion.flip_bit(bench.source / SHARD)
     conversion.check_refusal(bench.run("resume", bench.output), 5, SHARD, "--verify-inputs")
     command, option = how
-    done = bench.cpu(option) if command == "cpu" else bench.run(command, bench.output, option)
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu(option) if command == "cpu" else bench.run(command, bench.output, option)
+    assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(bench.output), bench.convert_fresh(*how[1:])) == []
 
 
@@ -137,8 +137,8 @@ def test_shares_add_to_existing_layers(bench):
         else:
             for part in ("0/2", "1/2"):
                 assert bench.cpu(*more, "--part", part).returncode == 0
-            done = bench.run("resume", bench.output)
-            assert done.returncode == 0, done.stderr
+            result = bench.run("resume", bench.output)
+            assert result.returncode == 0, result.stderr
     bench.check_output(expected)
 
 
@@ -167,10 +167,10 @@ def test_a_share_killed_at_any_call_can_be_repeated(bench, step):
     n = 0
     while True:
         n += step
-        done = bench.cpu("--part", "0/2", kill=n)
-        if done.returncode == 0:
+        result = bench.cpu("--part", "0/2", kill=n)
+        if result.returncode == 0:
             break
-        assert done.returncode == killpoint.KILLED
+        assert result.returncode == killpoint.KILLED
         again = bench.run("resume", bench.output)
         assert again.returncode in (0, 7), again.stderr
         if again.returncode == 0:  # it was killed after the last unit

@@ -53,8 +53,8 @@ NO_PATHS = {
 def test_invalid_paths_are_refused(name, wrong, typed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("loop").symlink_to("loop")
-    done = run_in_process(*make_arguments(name, wrong, typed))
-    assert done.exit_code == 2 and NO_PATHS[typed] in done.output.replace("\n", " "), done.output
+    result = run_in_process(*make_arguments(name, wrong, typed))
+    assert result.exit_code == 2 and NO_PATHS[typed] in result.output.replace("\n", " "), result.output
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
 
 
@@ -62,8 +62,8 @@ def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     """File names may have any bytes, but texts are written into JSON or given to a tokenizer."""
     monkeypatch.chdir(tmp_path)
     for name, text in TEXTS:
-        done = run_in_process(*make_arguments(name, text, "a\udcff"))
-        assert (done.exit_code, "is not UTF-8 text" in done.output) == (2, True), (name, text, done.exception)
+        result = run_in_process(*make_arguments(name, text, "a\udcff"))
+        assert (result.exit_code, "is not UTF-8 text" in result.output) == (2, True), (name, text, result.exception)
 
 
 WITHOUT_FOLDER = [("resume /", 7), ("status /", 7), ("inspect /", 5), ("verify /", 3), ("inspect .work", 5)]
@@ -76,6 +76,6 @@ def test_output_needs_a_folder_for_its_work_directory(line, code, example, tmp_p
     (tmp_path / "here" / ".work").mkdir(parents=True)
     (tmp_path / "here" / ".work" / "plan.json").write_text("{}")
     monkeypatch.chdir(tmp_path / "here")
-    done = run_in_process(*line.replace("EXAMPLE", str(example)).split())
-    assert getattr(done.exception, "exit_code", None) == code, repr(done.exception)
+    result = run_in_process(*line.replace("EXAMPLE", str(example)).split())
+    assert getattr(result.exception, "exit_code", None) == code, repr(result.exception)
     assert [path.name for path in tmp_path.rglob("*")] == ["here", ".work", "plan.json"]

@@ -267,8 +267,8 @@ def test_one_directory_serves_cpu_and_gpu(tmp_path, peer_python):
     )
     assert our_error < their_error < 0.015
     verify = [*program, "verify", str(out), "--against", str(MODEL)]
-    done = subprocess.run(verify, check=True, timeout=300, capture_output=True, text=True)
-    assert "every routed expert matches" in done.stdout and "KL divergence" in done.stdout
+    result = subprocess.run(verify, check=True, timeout=300, capture_output=True, text=True)
+    assert "every routed expert matches" in result.stdout and "KL divergence" in result.stdout
 
 
 SIZES: dict[str, Any] = {"experts": EXPERTS, "intermediate": 256}

@@ -87,11 +87,11 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_program(shim: Path, output: Path, **env: str) -> tuple[list[str], list[str], Any]:
     """Return the policies of the blocks, the warnings and the result of PROGRAM."""
-    done = run_python(PROGRAM, output, preload=shim, **env)
-    if done.returncode < 0:
+    result = run_python(PROGRAM, output, preload=shim, **env)
+    if result.returncode < 0:
         pytest.skip("this system lets no process set a memory policy or a seccomp filter")
-    assert done.returncode == 0, done.stderr
-    policies, reported, out = json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    policies, reported, out = json.loads(result.stdout)
     return policies, reported, out
 
 
@@ -179,10 +179,10 @@ def test_a_plan_counts_memory_by_node(available, is_short, example, tmp_path, mo
         monkeypatch.setattr(machine, name, lambda *_: (0, 1))
     monkeypatch.setattr(machine, "node_memory_available", lambda: {0: 1 << 40, 1: available})
     options = ("--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
-    done = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options)
-    assert done.exit_code == 0, done.output
-    assert done.stderr.count("does not fit this machine's NUMA nodes (node 1 has 0.00 GiB left") == is_short, (
-        done.stderr
+    result = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("does not fit this machine's NUMA nodes (node 1 has 0.00 GiB left") == is_short, (
+        result.stderr
     )
 
 

@@ -31,8 +31,8 @@ MEASURE = (
 def measure(command: list[str]) -> SimpleNamespace:
     """Return what benchmarks/timing.py measures of a command."""
     arguments = [sys.executable, "-c", MEASURE, str(ROOT / "benchmarks"), *command]
-    done = subprocess.run(arguments, check=True, capture_output=True, text=True)
-    return SimpleNamespace(**json.loads(done.stdout))
+    result = subprocess.run(arguments, check=True, capture_output=True, text=True)
+    return SimpleNamespace(**json.loads(result.stdout))
 
 
 @pytest.fixture(scope="module")

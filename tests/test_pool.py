@@ -81,7 +81,7 @@ def test_background_jobs_run_in_order_and_again(layer, call):
 
 
 def test_threads_are_joined_at_exit_and_take_no_signals():
-    done = run_python("""
+    result = run_python("""
 import os, signal, threading
 from ktconvert.native_quant.runtime.pool import Pool
 pool = Pool(4)
@@ -89,7 +89,7 @@ names = [t for t in os.listdir("/proc/self/task") if int(t) != os.getpid()]
 blocked = [next(l.split()[1] for l in open(f"/proc/self/task/{t}/status") if l.startswith("SigBlk")) for t in names]
 print(len(names), all(int(b, 16) >> (signal.SIGINT - 1) & 1 for b in blocked))
 """)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "3 True\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "3 True\n", "")
 
 
 def test_a_truncated_mapped_file_is_an_error_of_the_forward(packed_example, tmp_path):
@@ -127,9 +127,9 @@ del experts, loss
 open({str(shard)!r}, "wb").write(whole)
 assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
 """
-    done = run_python(script)
-    assert (done.returncode, done.stderr) == (0, "")
-    lost, lines = f"InputError {shard}: became shorter or could not be read after layer 0", done.stdout.splitlines()
+    result = run_python(script)
+    assert (result.returncode, result.stderr) == (0, "")
+    lost, lines = f"InputError {shard}: became shorter or could not be read after layer 0", result.stdout.splitlines()
     assert [line.startswith(lost) for line in lines] == [True] * 5 + [False]
     assert lines[5].startswith(f"InputError {out}")
     assert not list(tmp_path.glob("saved/_layer*"))
@@ -193,5 +193,5 @@ FAILURES = [
 
 @pytest.mark.parametrize(("program", "message"), FAILURES, ids=["pool", "bandwidth"])
 def test_the_runtime_fails_cleanly_without_threads(program, message, few_threads):
-    done = run_python(f"from ktconvert.native_quant.{program}", **few_threads, MOST_THREADS="1")
-    assert done.returncode == 1 and message in done.stderr
+    result = run_python(f"from ktconvert.native_quant.{program}", **few_threads, MOST_THREADS="1")
+    assert result.returncode == 1 and message in result.stderr

@@ -55,8 +55,8 @@ def test_an_sdist_holds_the_files_of_every_architecture(arch, monkeypatch):
 def test_an_unsupported_python_is_refused_with_a_message(change: str, message: str) -> None:
     """setup.py runs in a process that pretends to be on a different platform."""
     program = f"import runpy, setuptools, sys, sysconfig, cffi; {change}; runpy.run_path('native_quant/_build.py')"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1 and message in done.stderr, done.stderr
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
 
 
 PROGRAM = """
@@ -80,8 +80,8 @@ def test_a_different_architecture_converts_to_the_same_bytes(tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(out / "lib")}
     subprocess.run([sys.executable, "-c", PROGRAM, out], env=environment, check=True)
     golden = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_golden.py"]
-    done = subprocess.run(golden, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and " passed" in done.stdout and "skipped" not in done.stdout, done.stdout
+    result = subprocess.run(golden, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and " passed" in result.stdout and "skipped" not in result.stdout, result.stdout
     arguments = ["cpu", "-i", ROOT / "examples" / "qwen3-moe-small", "-o"]
     for name, env in (("generic", environment), ("native", os.environ)):
         command = [sys.executable, "-m", "ktconvert.pipeline.cli", *arguments, tmp_path / name]

@@ -62,7 +62,7 @@ def test_rounding_in_turn_lowers_the_cost_of_errors(n: int) -> None:
 
 
 def test_remaining_rows_compensate_earlier_errors() -> None:
-    """They are optimal after the earlier errors, by the equation of numerics.md, in float64."""
+    """The remaining rows are optimal after the earlier errors, by the equation of numerics.md, in float64."""
     n, first = 80, predictions.ROWS
     weight, outputs, calls = torch.randn((n, 5)), draw_metric(n, 3), []
 
@@ -76,15 +76,15 @@ def test_remaining_rows_compensate_earlier_errors() -> None:
     assert torch.equal(order, torch.argsort(outputs.diagonal(), descending=True))
     metric = outputs.double() + predictions.DAMPENING * outputs.double().diagonal().mean() * torch.eye(n)
     metric = metric[order][:, order].numpy()
-    original, (done, _), (after, _) = weight[order].double().numpy(), calls[0], calls[1]
-    error = original[:first] - done.round().numpy()
+    original, (result, _), (after, _) = weight[order].double().numpy(), calls[0], calls[1]
+    error = original[:first] - result.round().numpy()
     rest = slice(first, first + len(after))
     best = original[first:] + np.linalg.solve(metric[first:, first:], metric[first:, :first] @ error)
     np.testing.assert_allclose(after.numpy(), best[: rest.stop - first], atol=1e-4)
 
 
-def test_fisher_information_of_gate_and_up() -> None:
-    """It equals the sum over tokens of the information that passes through down."""
+def test_fisher_information_of_gate_and_up_sums_over_tokens() -> None:
+    """The information equals the sum over tokens of the information that passes through down."""
     down, outputs, slopes = torch.randn((6, 4)), draw_metric(6, 6), torch.randn((9, 8))
     actual = predictions.gate_up_information(outputs, down, slopes.T @ slopes)
     metric = outputs + predictions.DAMPENING * outputs.diagonal().mean() * torch.eye(6)
@@ -137,7 +137,7 @@ def test_tied_head_gives_the_same_gradients(tmp_path: Path) -> None:
 
 
 def test_gradients_belong_to_drawn_tokens(model: LayeredModel, example: Path) -> None:
-    """Their mean square equals the Fisher information over all tokens."""
+    """The mean square of the gradients equals the Fisher information over all tokens."""
     import transformers
 
     original = transformers.AutoModelForCausalLM.from_pretrained(example, dtype=torch.float32)

@@ -73,8 +73,8 @@ assert digest == publish.sha256_file(path)
 
 def check_program(program: str, path: Path, shim: Path | None = None) -> None:
     """Assert that a program succeeds, with a shim if one is given."""
-    done = run_python(program, path, preload=shim)
-    assert (done.returncode, done.stderr) == (0, "")
+    result = run_python(program, path, preload=shim)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("code", [REFUSED_AT_WRITE, REFUSED_AT_OPEN, ""], ids=["write", "open", "nowhere"])

@@ -106,9 +106,9 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, 
     assert (reported["folder"], reported["listed"]["files"]) == (str(output), 0)
     assert reported["others"] == {"files": 1, "bytes": 5, "names": ["thesis.txt"]}
     assert conversion.identity(output) == before
-    done = convert(source, output, *both)
-    check_success(done, output, expected)
-    assert "note: --overwrite removes " in done.stderr and "thesis.txt" in done.stderr
+    result = convert(source, output, *both)
+    check_success(result, output, expected)
+    assert "note: --overwrite removes " in result.stderr and "thesis.txt" in result.stderr
 
 
 def test_files_outside_the_manifest_are_not_overwritten(tmp_path, source, output, expected):
@@ -125,9 +125,9 @@ def test_files_outside_the_manifest_are_not_overwritten(tmp_path, source, output
     assert conversion.identity(tmp_path) == before
     (output / "extra" / "notes" / "n.txt").unlink()
     (output / "far").unlink()
-    done = convert(source, output, *over)  # files of its manifest are removed without a further option
-    assert done.returncode == 0, done.stderr
-    assert f"removes {output}: {sum(data is not None for data in expected.values())} files (" in done.stderr
+    result = convert(source, output, *over)  # files of its manifest are removed without a further option
+    assert result.returncode == 0, result.stderr
+    assert f"removes {output}: {sum(data is not None for data in expected.values())} files (" in result.stderr
     (output / "far").symlink_to(tmp_path / "far")
     assert convert(source, output, "--overwrite", "--delete-others").returncode == 0
     assert conversion.tree(output) == expected and (tmp_path / "far" / "mine").read_text() == "years"
@@ -144,7 +144,7 @@ def test_an_output_that_is_no_folder_is_refused(source, output, link):
 
 @pytest.mark.parametrize("holds", ["", "notes.txt", "out", "lock notes.txt", "lock lock.txt"])
 def test_a_work_folder_of_others_is_refused(source, output, holds):
-    """Also a file with this name."""
+    """A file with the name of the folder is refused, too."""
     work = output.with_name("out.work")
     if not holds:
         work.write_text("mine")
@@ -177,9 +177,9 @@ def test_files_that_appear_during_the_run_are_not_replaced(source, expected, out
         (output / "thesis.txt").unlink()
     else:
         output.rename(output.with_name("thesis"))
-    done = conversion.ktconvert("resume", output)
-    check_success(done, output, expected, *["thesis"] * (not existed))
-    assert "died" not in done.stderr
+    result = conversion.ktconvert("resume", output)
+    check_success(result, output, expected, *["thesis"] * (not existed))
+    assert "died" not in result.stderr
 
 
 @pytest.mark.parametrize("where", ["the input", "inside it", "around it", "a link to it", "its work folder"])
@@ -248,8 +248,8 @@ def test_input_files_are_not_overwritten(make, source, output):
     words = make(source, output)
     before = conversion.identity(output.parent)
     for more in ((), ("--dry-run",)):
-        done = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more)
-        conversion.check_refusal(done, 2, str(output), "choose a different")
+        result = conversion.ktconvert(*words, "--overwrite", "--delete-others", *more)
+        conversion.check_refusal(result, 2, str(output), "choose a different")
         assert conversion.identity(output.parent) == before
 
 
@@ -265,8 +265,8 @@ def test_a_read_only_input_is_enough(tmp_path, source, loose, output, command):
     for path in [q for p in (mine, layers) for q in (p, *p.rglob("*"))]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = [conversion.identity(p) for p in (mine, layers)]
-    done = conversion.ktconvert(*arguments, "-o", output, prefix=WITHOUT_ROOT_RIGHTS)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert(*arguments, "-o", output, prefix=WITHOUT_ROOT_RIGHTS)
+    assert result.returncode == 0, result.stderr
     assert [conversion.identity(p) for p in (mine, layers)] == before
     assert {p.stat().st_mode & 0o200 for p in output.rglob("*")} == {0o200}
 
@@ -303,8 +303,8 @@ def test_a_mount_point_can_be_the_output(source, output, expected, mounts):
     conversion.check_refusal(convert(source, output, prefix=mounts.prefix), 7, "thesis.txt")
     assert conversion.identity(mounts.host_path(output)) == before
     for more in (("--overwrite", "--delete-others"), ()):
-        done = convert(source, output, *more, prefix=mounts.prefix)
-        assert done.returncode == 0 and ("nothing to do" in done.stderr) == (not more), done.stderr
+        result = convert(source, output, *more, prefix=mounts.prefix)
+        assert result.returncode == 0 and ("nothing to do" in result.stderr) == (not more), result.stderr
         assert conversion.tree(mounts.host_path(output)) == expected | {"lost+found": None}
     assert conversion.names(output.parent) == ["out"]
 
@@ -316,8 +316,8 @@ def test_the_input_under_a_second_name_cannot_be_the_output(tmp_path, source, mo
     mounts.mount("--bind", first, second)
     before = conversion.identity(first)
     for output in (second / "model", second / "model" / "inside"):
-        done = convert(first / "model", output, "--overwrite", "--delete-others", prefix=mounts.prefix)
-        conversion.check_refusal(done, 2, str(output), "choose a different")
+        result = convert(first / "model", output, "--overwrite", "--delete-others", prefix=mounts.prefix)
+        conversion.check_refusal(result, 2, str(output), "choose a different")
     assert conversion.identity(first) == before
 
 
@@ -329,8 +329,8 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mou
     shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
     assert all(word in shown for word in words), shown
     mounts.mount("-o", "remount,size=64m", base)
-    done = conversion.ktconvert("resume", output, prefix=mounts.prefix)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("resume", output, prefix=mounts.prefix)
+    assert result.returncode == 0, result.stderr
     assert conversion.names(mounts.host_path(base)) == ["out"]
 
 
@@ -358,8 +358,8 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, 
     conversion.check_refusal(share, 4, *(message.replace("out.work", "parts.work") for message in messages))
     conversion.check_refusal(convert(source, output, preexec_fn=limited), 4, *messages)
     assert not list(output.with_name("out.work").glob("store/*"))
-    done = conversion.ktconvert("resume", output) if limit else convert(source, output)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("resume", output) if limit else convert(source, output)
+    assert result.returncode == 0, result.stderr
     assert case == "a companion" or conversion.tree(output) == expected
 
 
@@ -377,8 +377,8 @@ def test_a_conversion_resumes_after_a_full_disk(tmp_path, source, case, runs):
 
         def run(n: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
             env = {"FULL_ROOT": str(output), "FULL_N": str(n), "FULL_LOG": str(base / "count")}
-            done: subprocess.CompletedProcess[str] = servers.run(arguments or command, base / "printed", env)
-            return done
+            result: subprocess.CompletedProcess[str] = servers.run(arguments or command, base / "printed", env)
+            return result
 
         def begin() -> None:
             shutil.rmtree(output.parent, ignore_errors=True)
@@ -394,16 +394,16 @@ def test_a_conversion_resumes_after_a_full_disk(tmp_path, source, case, runs):
         for n in conversion.choose_kill_points(calls, runs):
             begin()
             before = conversion.identity(output) if case == "overwrite" else None
-            done = run(n)
+            result = run(n)
             where = f"full from call {n} of {calls} on"
             if conversion.find_differences(conversion.tree(output) if output.exists() else {}, expected):
-                assert done.returncode == 4, f"{where}: {done.stderr}"
+                assert result.returncode == 4, f"{where}: {result.stderr}"
                 if before is not None:
                     assert conversion.identity(output) == before, where
-            assert done.returncode in (0, 4), f"{where}: {done.stderr}"
-            if done.returncode:
+            assert result.returncode in (0, 4), f"{where}: {result.stderr}"
+            if result.returncode:
                 conversion.check_refusal(
-                    done, 4, "No space left on device; free some space, then run the command again."
+                    result, 4, "No space left on device; free some space, then run the command again."
                 )
             begun = output.with_name("out.work") / "plan.json"
             resumed = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
@@ -442,6 +442,6 @@ main()
 def test_a_process_accepts_an_output_that_was_just_finished(source, output, expected):
     words = ("cpu", "-i", source, "-o", output)
     command = [sys.executable, "-c", FINISHED_MEANWHILE, *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
-    check_success(done, output, expected)
-    assert f"{output} is finished: nothing to do" in done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    check_success(result, output, expected)
+    assert f"{output} is finished: nothing to do" in result.stderr

@@ -68,19 +68,19 @@ class Page:
 
 def report(output: Path, at: Path, *options: object, code: int = 0) -> tuple[Page, dict[str, Any]]:
     """Return the page and the JSON object of one run."""
-    done = CliRunner().invoke(verify, [str(output), "--json", "--report", str(at), *map(str, options)])
-    assert done.exit_code == code, done.output
+    result = CliRunner().invoke(verify, [str(output), "--json", "--report", str(at), *map(str, options)])
+    assert result.exit_code == code, result.output
     text = at.read_text()
     assert not re.search(r"<(script|img|iframe|object|form)|<[^>]* on\w+=|url\(|@import|https?:", text)
     assert set(re.findall(r"<[^>]* (?:src|href)=\"([^\"]*)", text)) == {"data:,"}
-    return Page(text), json.loads(done.stdout)
+    return Page(text), json.loads(result.stdout)
 
 
 def refusal_message(error: type[Exception], output: object, *options: object) -> str:
     """Return the message of a verify that fails with this error."""
-    done = CliRunner().invoke(verify, [str(output), *map(str, options)])
-    assert isinstance(done.exception, error), done.exception
-    return str(done.exception)
+    result = CliRunner().invoke(verify, [str(output), *map(str, options)])
+    assert isinstance(result.exception, error), result.exception
+    return str(result.exception)
 
 
 def numbers(tensor: Tensor, dtype: str) -> npt.NDArray[Any]:
@@ -135,7 +135,9 @@ def test_page_shows_the_errors_of_the_json(full_comparison):
         own = [cells[error["layer"], expert] for expert in range(8)]
         assert own[error["worst_expert"]] == format_percent(error["worst_relative_error"])
         assert max(own, key=lambda text: float(text.split(" ")[0])) == own[error["worst_expert"]]
-    assert len(rows) == 2 and len(facts["errors"]) == 6 and found.cells == 2 * 8 * 3
+    assert len(rows) == 2
+    assert len(facts["errors"]) == 6
+    assert found.cells == 2 * 8 * 3
     worst = [[f"layer {w['layer']}, expert {w['expert']}, {w['projection']}", format_percent(w["relative_error"]),
               f"{w['cosine']:.5f}"] for w in facts["worst"]]  # fmt: skip
     assert [row[:3] for row in found.tables["Worst rows"][1:6]] == worst
@@ -146,7 +148,8 @@ def test_worst_rows_are_those_of_the_numpy_definition(output, example, full_comp
     found, _ = full_comparison
     source, packed = read_folder(example), read_folder(output)
     head, *rows = found.tables["Worst rows"]
-    assert head[3:] == ["NUMA slice", "worst row", "its error"] and len(rows) == 12
+    assert head[3:] == ["NUMA slice", "worst row", "its error"]
+    assert len(rows) == 12
     for linear, _, _, part, row, error in rows[:4]:
         layer, expert, projection = re.fullmatch(r"layer (\d+), expert (\d+), (\w+)", linear).groups()  # type: ignore[union-attr]
         bits = numbers(source[f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"], "<u2")
@@ -165,7 +168,8 @@ def test_worst_rows_are_those_of_the_numpy_definition(output, example, full_comp
 
 def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
     found, facts = report(output, tmp_path / "r.html", "--statistics", statistics)
-    assert "Error against the source" not in found.words and facts["errors"] == []
+    assert "Error against the source" not in found.words
+    assert facts["errors"] == []
     stored = read_folder(output)
     for expert in range(8):
         for projection in PROJECTIONS:
@@ -187,7 +191,8 @@ def test_page_shows_scales_without_a_source(output, statistics, tmp_path):
 def test_page_shows_each_format(method, options, example, tmp_path):
     invoke(cpu, "-i", example, "-o", tmp_path / "out", "--quant-method", method, *options)
     found, _ = report(tmp_path / "out", tmp_path / "r.html", "--against", example)
-    assert ("highest bar" in found.words) == (method != "bf16") and len(found.tables["Worst rows"]) == 13
+    assert ("highest bar" in found.words) == (method != "bf16")
+    assert len(found.tables["Worst rows"]) == 13
     if method == "bf16":
         assert set(found.maps["Error against the source", "up"].values()) == {"0 %"}
 
@@ -195,11 +200,13 @@ def test_page_shows_each_format(method, options, example, tmp_path):
 def test_page_shows_gpu_and_dequantized_models(example, tmp_path):
     invoke(gpu, "-i", example, "-o", tmp_path / "gpu", "--quant-method", "RTN", "--quant-type", "W4A16")
     found, facts = report(tmp_path / "gpu", tmp_path / "r.html", "--against", example, "--no-load")
-    assert "NUMA slice" not in found.tables["Worst rows"][0] and f"{2 * 8 * 256 * 2:,} scales" in found.words
+    assert "NUMA slice" not in found.tables["Worst rows"][0]
+    assert f"{2 * 8 * 256 * 2:,} scales" in found.words
     assert found.tables["Error against the source"][1][1] == format_percent(facts["errors"][0]["relative_error"])
     invoke(dequantize, tmp_path / "gpu", tmp_path / "bf16")
     found, facts = report(tmp_path / "bf16", tmp_path / "r.html", "--against", tmp_path / "gpu")
-    assert len(found.tables["Checks"]) == 1 + len(facts["checks"]) and not found.maps
+    assert len(found.tables["Checks"]) == 1 + len(facts["checks"])
+    assert not found.maps
 
 
 def test_scale_values_bound_the_decoded_weights(random_experts):
@@ -222,9 +229,12 @@ def test_names_are_escaped_in_html(output, tmp_path):
     shutil.copytree(output, named)
     (named / "<img src=x onerror=alert(2)>.safetensors").touch()
     found, facts = report(named, tmp_path / "r.html", code=6)
-    assert f"{named.name}NOT verified" in found.words and str(named) in found.words
+    assert f"{named.name}NOT verified" in found.words
+    assert str(named) in found.words
     problems = [problem for problem in facts["checks"][0]["problems"] if "<img src=x onerror=alert(2)>" in problem]
-    assert problems and all(problem in found.words for problem in problems) and facts["message"] in found.words
+    assert problems
+    assert all(problem in found.words for problem in problems)
+    assert facts["message"] in found.words
 
 
 def test_invalid_scales_are_counted(output, example, tmp_path):
@@ -235,11 +245,13 @@ def test_invalid_scales_are_counted(output, example, tmp_path):
             shard.seek(start + header[f"blk.0.ffn_up_exps.{tensor}.scale"]["data_offsets"][0])
             shard.write(np.array(values, np.float32).tobytes())
     found, _ = report(damaged, tmp_path / "r.html", code=6)
-    assert "256 zeros, 2 that are negative or not finite" in found.words and "not a positive number" in found.words
+    assert "256 zeros, 2 that are negative or not finite" in found.words
+    assert "not a positive number" in found.words
     assert found.maps["Median scale of each expert", "up"][0, 5] == "nan"
     (damaged / FIRST).unlink()
     found, _ = report(damaged, tmp_path / "r.html", "--against", example, code=6)
-    assert f"{FIRST} is missing" in found.words and not found.maps
+    assert f"{FIRST} is missing" in found.words
+    assert not found.maps
 
 
 def test_refusals_come_before_any_work(output, statistics, tmp_path):
@@ -262,8 +274,10 @@ def test_refusals_come_before_any_work(output, statistics, tmp_path):
     other.mkdir()
     write_file(other / "counts.safetensors", {"counts": ("I64", np.ones((2, 4), np.int64))})
     sentence = refusal_message(InputError, *with_page, other)
-    assert "4 experts in 2 layers" in sentence and f"{output} has 8 experts in layers 0-1" in sentence
-    assert page.read_text() == old and {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
+    assert "4 experts in 2 layers" in sentence
+    assert f"{output} has 8 experts in layers 0-1" in sentence
+    assert page.read_text() == old
+    assert {p.name for p in tmp_path.iterdir()} == {"r.html", "folder.html", "other"}
 
 
 def test_page_is_written_completely_or_not_at_all(output, tmp_path):
@@ -272,9 +286,12 @@ def test_page_is_written_completely_or_not_at_all(output, tmp_path):
     old = f"an older page, {publish.MARK}"
     page.write_text(old)
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", "verify", str(output), "--report", str(page)]
-    done = subprocess.run(["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True)
-    assert done.returncode == 4 and str(page.parent) in done.stderr and "Traceback" not in done.stderr
-    assert page.read_text() == old and [p.name for p in tmp_path.iterdir()] == ["r.html"]
+    result = subprocess.run(["bash", "-c", 'ulimit -f 8; exec "$@"', "-", *command], capture_output=True, text=True)
+    assert result.returncode == 4
+    assert str(page.parent) in result.stderr
+    assert "Traceback" not in result.stderr
+    assert page.read_text() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["r.html"]
 
 
 def test_package_contains_the_templates(tmp_path):
@@ -303,7 +320,8 @@ def render_large(verify_report: Report) -> Made:
         counts = rng.integers(0, 5000, (3 + layers, experts))
         linears = [LinearScales(3, 0, "up", 0.001, 0.002, 0, 0)]
         measure = replace(verify_report.measure, shapes=dict.fromkeys(range(3, 3 + layers), (experts, 7168, 2048)))
-        assert verify_report.page_data is not None and verify_report.page_data.scales is not None
+        assert verify_report.page_data is not None
+        assert verify_report.page_data.scales is not None
         data = PageData((), Scales(linears, verify_report.page_data.scales.counts), counts)
         return render_page(replace(verify_report, measure=measure, errors=tuple(errors), page_data=data))
 
@@ -313,11 +331,15 @@ def render_large(verify_report: Report) -> Made:
 def test_pages_of_large_models_are_small(render_large):
     text = render_large(58, 256)
     found = Page(text)
-    assert len(text.encode()) < 2_300_000 and found.cells == 4 * 58 * 256
-    assert sum(map(len, found.maps.values())) == found.cells and "<tr title" not in text
+    assert len(text.encode()) < 2_300_000
+    assert found.cells == 4 * 58 * 256
+    assert sum(map(len, found.maps.values())) == found.cells
+    assert "<tr title" not in text
     text = render_large(60, 384)
-    assert len(text.encode()) < 1_300_000 and MOST_TITLES < 60 * 384 * 4
-    assert not re.search(r"<td[^>]*title", text) and text.count("<tr title") == 4 * 60
+    assert len(text.encode()) < 1_300_000
+    assert MOST_TITLES < 60 * 384 * 4
+    assert not re.search(r"<td[^>]*title", text)
+    assert text.count("<tr title") == 4 * 60
 
 
 def test_browser_shows_the_page_without_errors(output, example, statistics, render_large, tmp_path):
@@ -339,13 +361,16 @@ def test_browser_shows_the_page_without_errors(output, example, statistics, rend
             opened.on("pageerror", lambda error, console=console: console.append(str(error)))
             opened.on("request", lambda request, requested=requested: requested.append(request.url))
             opened.goto((tmp_path / f"{name}.html").as_uri())
-            assert console == [] and requested == [(tmp_path / f"{name}.html").as_uri()]
+            assert console == []
+            assert requested == [(tmp_path / f"{name}.html").as_uri()]
             assert opened.evaluate("document.documentElement.scrollWidth") == width
             assert name == "large" or opened.evaluate(LEGIBLE) == []
             backgrounds.add((scheme, opened.evaluate("getComputedStyle(document.body).backgroundColor")))
             cell = opened.locator(".heat td").first
             box = cell.bounding_box()
-            assert box["width"] >= 2.5 and box["height"] >= 6.5 and "/" in cell.get_attribute("title")
+            assert box["width"] >= 2.5
+            assert box["height"] >= 6.5
+            assert "/" in cell.get_attribute("title")
             context.close()
         assert len({color for _, color in backgrounds}) == len(backgrounds) == 2
         browser.close()

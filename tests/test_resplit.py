@@ -30,8 +30,8 @@ def cli(cli: Any) -> Any:
     """Return cli(*arguments, code=0), which runs the real command line and returns its output."""
 
     def run(*arguments: object, code: int = 0) -> str:
-        done = cli(*arguments, code=code)
-        return str(done.stdout + done.stderr)
+        result = cli(*arguments, code=code)
+        return str(result.stdout + result.stderr)
 
     return run
 
@@ -203,8 +203,8 @@ def test_plan_advises_to_convert_again_if_that_is_better(tmp_path, cli):
     )
     assert reported in last and "--scale" not in last
     assert f"converting again is better: ktconvert cpu -i {source} -o {tmp_path / 'new'} " in last
-    done = next(event for event in events if event["event"] == "done")
-    moved = done["stats"]["down_change"]["relative_error"]
+    result = next(event for event in events if event["event"] == "done")
+    moved = result["stats"]["down_change"]["relative_error"]
     assert f"this changes them by {moved:.4f} (relative, measured on 1 expert)" in first
     assert first in (tmp_path / "new" / "README.md").read_text()
 
@@ -350,9 +350,10 @@ def test_flipped_bit_of_the_input_is_refused(command: str, converted: Any, cli: 
     """The hashes of the input's manifest detect it; otherwise the output would seem correct."""
     loose = ("--no-merge-safetensor",) if command == "merge" else ()
     damaged = shutil.copytree(converted("int8", 2, *loose), tmp_path / "in")
+    # A code
     conversion.flip_bit(
         sorted(damaged.rglob("*quant_.kt" if loose else "*.safetensors"))[0], -1000 if loose else -50000
-    )  # a code
+    )
     out = tmp_path / "out"
     arguments = ("-i", damaged, "-o", out) if command == "merge" else (damaged, out, "--threadpool-count", 1)
     output = cli(command, *arguments, code=5)

@@ -104,8 +104,8 @@ def test_a_flipped_bit_in_the_store_is_repaired(bench, options):
     conversion.flip_bit(victim, keep_time=True)
     trusting = bench.base / "trusting" / "out"
     shutil.copytree(bench.work, trusting.with_name("out.work"))
-    done = bench.run("resume", bench.output)
-    assert f"warning: experts.layer-000 is converted again: the SHA-256 of {victim} has changed" in done.stderr
+    result = bench.run("resume", bench.output)
+    assert f"warning: experts.layer-000 is converted again: the SHA-256 of {victim} has changed" in result.stderr
     assert bench.count_written_units() == 2
     bench.check_output(expected)
     assert bench.run("resume", trusting, "--trust-store").returncode == 0
@@ -127,8 +127,8 @@ def test_a_damaged_plan_is_refused(bench, stopped, how, again):
     plan = bench.work / "plan.json"
     plan.write_bytes(DAMAGE[how](plan.read_bytes()))
     store = conversion.tree(bench.work / "store")
-    done = bench.run("resume", bench.output) if again == "resume" else bench.cpu()
-    conversion.check_refusal(done, 7, str(bench.work if how != "an unknown command" else bench.output))
+    result = bench.run("resume", bench.output) if again == "resume" else bench.cpu()
+    conversion.check_refusal(result, 7, str(bench.work if how != "an unknown command" else bench.output))
     assert conversion.tree(bench.work / "store") == store
 
 
@@ -154,8 +154,8 @@ def test_a_kill_during_assembly_is_reported(bench):
     last = next(n for n, c in enumerate(bench.calls(), 1) if c.name == "rename" and c.second == "out")
     shutil.rmtree(bench.output)
     assert bench.cpu(kill=last).returncode == killpoint.KILLED
-    done = bench.run("resume", bench.output)
-    assert "died in assemble; 3 of 3 units are finished" in done.stderr and bench.count_written_units() == 0
+    result = bench.run("resume", bench.output)
+    assert "died in assemble; 3 of 3 units are finished" in result.stderr and bench.count_written_units() == 0
     bench.check_output(expected)
 
 
@@ -269,8 +269,8 @@ def test_the_index_is_moved_last(bench, name):
 def test_resume_layer_is_ignored_with_a_journal(bench):
     expected = bench.convert_fresh("--no-merge-safetensor")
     bench.stop_after(1, "--no-merge-safetensor")  # layer 0 is done, 1 and 2 are missing
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
+    assert result.returncode == 0, result.stderr
     assert bench.count_written_units() == 2
     bench.check_output(expected)
     assert "nothing to do" in bench.cpu("--no-merge-safetensor", "--resume-layer", "2").stderr
@@ -300,8 +300,8 @@ def kt_files(tree: Any) -> Any:
 def test_resume_layer_keeps_complete_layers(bench, kt_layers):
     expected = kt_files(bench.convert_fresh("--no-merge-safetensor"))
     before = kt_layers(2)
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")
+    assert result.returncode == 0, result.stderr
     assert bench.count_written_units() == 1 and kt_files(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     assert before == {name: after[name] for name in before}  # also the same inodes and times
@@ -322,8 +322,8 @@ def test_files_beside_kept_layers_are_not_replaced(bench, kt_layers):
     )
     assert conversion.identity(bench.output) == before
     (bench.output / "README.md").unlink()
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # an equal tokenizer is allowed
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu("--no-merge-safetensor", "--resume-layer", "2")  # an equal tokenizer is allowed
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -334,8 +334,8 @@ def test_resume_layer_redoes_incomplete_layers(bench, kt_layers, layers):
     cut = next((bench.output / "_layer_0").rglob("*quant_.kt"))
     cut.write_bytes(cut.read_bytes()[:-1])
     next((bench.output / "_layer_0").rglob("*scale_.kt")).unlink()
-    done = bench.cpu("--no-merge-safetensor", "--resume-layer", str(layers))
-    assert done.returncode == 0, done.stderr
+    result = bench.cpu("--no-merge-safetensor", "--resume-layer", str(layers))
+    assert result.returncode == 0, result.stderr
     assert bench.count_written_units() == 4 - layers and kt_files(conversion.tree(bench.output)) == expected
     after = conversion.identity(bench.output)
     assert all(before[name] == after[name] for name in before if "_layer_1" in name)
@@ -354,8 +354,8 @@ def test_resume_layer_completes_after_a_kill(bench, kt_layers):
         assert bench.cpu(*command, kill=n).returncode == killpoint.KILLED
         died = killpoint.find_prevented_call(bench.log)
         by_name = n % 2 and (bench.output / ".ktconvert/plan.json").exists()
-        done = bench.run("resume", bench.output) if by_name else bench.cpu(*command)
-        assert done.returncode == 0, f"{died}: {done.stderr}"
+        result = bench.run("resume", bench.output) if by_name else bench.cpu(*command)
+        assert result.returncode == 0, f"{died}: {result.stderr}"
         assert conversion.find_differences(conversion.tree(bench.output), expected) == [], died
         assert conversion.names(bench.output.parent) == ["out"]
 
@@ -366,8 +366,8 @@ def test_resume_layer_without_layers_excludes_earlier_ones(bench, loose):
     assert dry.returncode == 0 and "layers 0 are skipped because of --layers or --resume-layer" in dry.stderr
     assert conversion.names(bench.output.parent) == []
     assert bench.cpu(*loose, "--resume-layer", "1", kill=40).returncode == killpoint.KILLED
-    done = bench.run("resume", bench.output)
-    assert done.returncode == 0, done.stderr
+    result = bench.run("resume", bench.output)
+    assert result.returncode == 0, result.stderr
     document = json.loads((bench.output / "manifest.json").read_text())
     assert document["model"]["layers"] == [1, 2]
     assert "nothing to do" in bench.cpu(*loose, "--resume-layer", "1").stderr

@@ -136,7 +136,7 @@ def models(example: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def test_every_command_refuses_a_rotated_model(
     how: str, models: dict[str, Path], example: Path, tmp_path: Path
 ) -> None:
-    """Also a command that only compares with it."""
+    """A command that only compares with such a model refuses it, too."""
     model, out, data = models[how], tmp_path / "out", Path("examples/heldout.txt").absolute()
     unrotated = tmp_path / "unrotated"
     assert run_in_process("dequantize", "-i", example, "-o", unrotated).exception is None

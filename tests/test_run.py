@@ -50,13 +50,13 @@ def test_run_continues_a_prompt(cli, example, weights):
     """
     prompt = "import os"
     options = (example, "--prompt", prompt, "--max-new-tokens", 12)
-    done = cli("run", *options, "--cpu-weights", weights, "--threads", 1)
-    assert done.stdout.startswith(prompt) and done.stdout.endswith("\n") and len(done.stdout) > len(prompt) + 20
-    speed = SPEED.fullmatch(done.stderr.strip())
-    assert speed is not None, done.stderr
+    result = cli("run", *options, "--cpu-weights", weights, "--threads", 1)
+    assert result.stdout.startswith(prompt) and result.stdout.endswith("\n") and len(result.stdout) > len(prompt) + 20
+    speed = SPEED.fullmatch(result.stderr.strip())
+    assert speed is not None, result.stderr
     assert (int(speed[1]), int(speed[2])) == (count_tokens(example, prompt), 11)
     with_own_experts = call(*options, "--threads", 1)
-    assert (with_own_experts.exit_code, with_own_experts.stdout) == (0, done.stdout)
+    assert (with_own_experts.exit_code, with_own_experts.stdout) == (0, result.stdout)
 
 
 @pytest.mark.parametrize("fault", ["truncated", "is missing"])
@@ -68,40 +68,40 @@ def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
     shard.unlink()
     if fault == "truncated":
         shard.write_bytes(data[:-4096])
-    done = call(example, "--cpu-weights", tmp_path / "out", "--prompt", "a")
-    assert isinstance(done.exception, InputError)
+    result = call(example, "--cpu-weights", tmp_path / "out", "--prompt", "a")
+    assert isinstance(result.exception, InputError)
     message = rf"out: layer 0 cannot be read \({shard.name}:? {fault}.*\); convert it again"
-    assert re.search(message, str(done.exception))
+    assert re.search(message, str(result.exception))
 
 
 def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
     """Without a template each message is a line. The model gets the whole conversation."""
-    done = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
-    assert done.exit_code == 0, done.exception
-    first, second = SPEED.findall(done.stderr)
-    assert int(first[0]) == count_tokens(example, "import os\n") and len(done.stdout.splitlines()) >= 2
+    result = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")
+    assert result.exit_code == 0, result.exception
+    first, second = SPEED.findall(result.stderr)
+    assert int(first[0]) == count_tokens(example, "import os\n") and len(result.stdout.splitlines()) >= 2
     assert int(second[0]) > count_tokens(example, "import os\nclass\n")
     model = copy_with_template(example, tmp_path / "model", TEMPLATE)
     options = ("--chat", "--max-new-tokens", 2, "--temperature", 0.7, "--exact")
-    done = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
-    assert done.exit_code == 0, done.exception
-    assert int(SPEED.findall(done.stderr)[0][0]) == count_tokens(example, "user says import os assistant says")
+    result = call(model, "--cpu-weights", weights, *options, stdin="import os\n")
+    assert result.exit_code == 0, result.exception
+    assert int(SPEED.findall(result.stderr)[0][0]) == count_tokens(example, "user says import os assistant says")
 
 
 def test_tiny_temperature_and_too_many_threads_are_clamped(example):
     """Logits divided by this temperature would overflow; `serve` clamps it as well."""
     options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
-    done = call(example, "--prompt", "import os", *options)
-    assert done.exit_code == 0, done.exception
-    assert "note: --threads 4000000000000000000 is capped at " in done.stderr
+    result = call(example, "--prompt", "import os", *options)
+    assert result.exit_code == 0, result.exception
+    assert "note: --threads 4000000000000000000 is capped at " in result.stderr
 
 
 @pytest.mark.parametrize("template", ["{{ messages }", "{{ raise_exception('not you') }}", "{# nothing #}"])
 def test_rejection_by_the_chat_template_is_an_input_error(example, tmp_path, template):
     error = call(copy_with_template(example, tmp_path / "model", template), "--chat", stdin="import os\n").exception
     assert isinstance(error, InputError) and "the model's chat template" in str(error)
-    done = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
-    assert isinstance(done.exception, InputError) and "is not UTF-8 text" in str(done.exception)
+    result = CliRunner().invoke(run, [str(example), "--chat"], input=b"import os\nimport \xff\n")
+    assert isinstance(result.exception, InputError) and "is not UTF-8 text" in str(result.exception)
 
 
 def test_run_loads_a_model_without_a_text_only_class(tmp_path):
@@ -191,9 +191,9 @@ def test_training_settings_in_a_config_do_not_change_the_text(file, settings, ex
     model = tmp_path / "model"
     shutil.copytree(example, model)
     (model / file).write_text(json.dumps({**json.loads((model / file).read_text()), **settings}))
-    done = call(model, *options)
-    assert done.exit_code == 0, done.exception
-    assert done.stdout == call(example, *options).stdout
+    result = call(model, *options)
+    assert result.exit_code == 0, result.exception
+    assert result.stdout == call(example, *options).stdout
     loaded, tokenizer = loading.load_model_and_tokenizer(loading.ModelChoice(str(model), cpu_weights=model, threads=1))
     loaded.generation_config.stop_strings = None
     ids = tokenizer(["import os", "def main(argv):"], return_tensors="pt", padding=True)
@@ -240,6 +240,6 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 @pytest.mark.parametrize(("arguments", "package", "feature", "extra"), MISSING, ids=lambda value: str(value)[:20])
 def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, example, tmp_path):
     paths = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
-    done = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
+    result = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
     message = f"ktconvert: {feature} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
-    assert done.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()
+    assert result.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()

@@ -164,12 +164,12 @@ def test_results_equal_separate_tokens_and_experts(case, tokens):
 @each_family
 def test_a_model_without_hot_experts_equals_the_converted_one(case):
     """Bit for bit, and no matter whether the rest comes from the packed model or the original."""
-    want = logits(load(case.packed, case.cold))
+    expected = logits(load(case.packed, case.cold))
     none = torch.zeros(LAYERS, EXPERTS, dtype=torch.bool)
     model = load(case.packed, case.cold, gpu_experts_mask=none)
     assert all(module.hot is None for module in experts_of(model).values())
-    assert torch.equal(logits(model), want)
-    assert torch.equal(logits(load(case.original, case.cold)), want)
+    assert torch.equal(logits(model), expected)
+    assert torch.equal(logits(load(case.original, case.cold)), expected)
 
 
 @mixtral
@@ -220,8 +220,8 @@ def test_cold_experts_of_the_packed_model_are_not_read(case, tmp_path):
     """NaN in all their scales and codes, and an impossible shape, change nothing."""
     spoilt = copied(case, tmp_path / "spoilt")
     assert overwrite(spoilt, r".*\.experts\.[3-7]\..*", 0x7FC0) == LAYERS * 5 * 3 * 3
-    want = logits(load(case.packed, case.cold, num_gpu_experts=3))
-    assert torch.equal(logits(load(spoilt, case.cold, num_gpu_experts=3)), want)
+    expected = logits(load(case.packed, case.cold, num_gpu_experts=3))
+    assert torch.equal(logits(load(spoilt, case.cold, num_gpu_experts=3)), expected)
     with pytest.raises(InputError, match=r"experts\.3\.gate_proj\.weight_shape' is .* download it again"):
         load(spoilt, case.cold, num_gpu_experts=4)
     assert overwrite(spoilt, r".*layers\.1\..*experts\.2\.down_proj\.weight_scale", 0x7FC0) == 1
@@ -255,10 +255,10 @@ def test_hot_and_cold_experts_generate_together(cli, trained_model, tmp_path, mo
     options = (trained_model["w4"], "--prompt", PROMPT, "--max-new-tokens", 12, "--threads", 1)
     cold = ("--cpu-weights", trained_model["int8"])
     missing = absent.hide_package("compressed_tensors", tmp_path)
-    done = cli("run", *options, *cold, "--gpu-experts-mask", trained_model["mask"], env=missing)
-    assert done.stdout.startswith(PROMPT) and len(done.stdout) > len(PROMPT) + 20
-    assert SPEED.fullmatch(done.stderr), done.stderr
-    assert call(*options, *cold, "--num-gpu-experts", 3).stdout == done.stdout
+    result = cli("run", *options, *cold, "--gpu-experts-mask", trained_model["mask"], env=missing)
+    assert result.stdout.startswith(PROMPT) and len(result.stdout) > len(PROMPT) + 20
+    assert SPEED.fullmatch(result.stderr), result.stderr
+    assert call(*options, *cold, "--num-gpu-experts", 3).stdout == result.stdout
     for alone in (call(*options, *cold), call(*options)):
         assert alone.exit_code == 0 and len(alone.stdout) > len(PROMPT) + 20, alone.exception
     monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "compressed_tensors" else True)

@@ -146,7 +146,7 @@ HARMS: list[tuple[Callable[[Path], object], str, str]] = [
 
 @pytest.mark.parametrize(("harm", "form", "sentence"), HARMS)
 def test_damage_is_reported_with_a_message(harm, form, sentence, outputs, tmp_path):
-    """And the other layer is whole."""
+    """The other layer can still be loaded."""
     out = shutil.copytree(outputs["int8", form], tmp_path / "out")
     (out / "manifest.json").unlink()
     harm(out)

@@ -36,8 +36,8 @@ OPTIONS = [word for word in WORKER if word != "--no-dashboard"]  # of every `das
 def expected(tmp_path_factory: pytest.TempPathFactory, example: Path) -> conversion.Tree:
     """Convert the bundled model with threads."""
     output = tmp_path_factory.mktemp("threads") / "out"
-    done = conversion.ktconvert("cpu", "-i", example, "-o", output, "--quant-method", "int8")
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("cpu", "-i", example, "-o", output, "--quant-method", "int8")
+    assert result.returncode == 0, result.stderr
     return conversion.tree(output)
 
 

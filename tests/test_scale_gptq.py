@@ -55,11 +55,11 @@ def outputs(converted: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, (source, options) in CASES.items():
             model = converted.root / "models" / source
             words = calibrated.scale_gptq_arguments(model, root / name, converted.dataset(), *options)
-            done = server.run(words, root / f"{name}.said")
-            assert done.returncode == 0, done.stderr
+            result = server.run(words, root / f"{name}.said")
+            assert result.returncode == 0, result.stderr
             if name in VERIFIED:
-                done = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
-                assert done.returncode == 0, done.stderr
+                result = server.run(["verify", root / name, "--against", model, "--full"], root / f"{name}.verified")
+                assert result.returncode == 0, result.stderr
 
     return calibrated.make_once(tmp_path_factory, "gptq-cpu", make)
 

@@ -53,9 +53,9 @@ def imatrix(source: Path) -> Path:
 
 
 def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
-    done = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", imatrix, *more)
-    assert done.exception is None, done.exception
-    return done
+    result = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", imatrix, *more)
+    assert result.exception is None, result.exception
+    return result
 
 
 def refused(done: Result, code: int, *words: str) -> None:
@@ -98,7 +98,7 @@ def test_backward_weights_equal_those_of_mse(source, imatrix, tmp_path):
 def test_the_statistics_are_recorded(source, imatrix, output, tmp_path):
     digest, path = hashlib.sha256(imatrix.read_bytes()).hexdigest(), tmp_path / "a"
     same = statistics(tmp_path / "same.gguf")  # the same content elsewhere: the same output
-    done = convert(source, path, same, "--quant-method", output.name)
+    result = convert(source, path, same, "--quant-method", output.name)
     assert conversion.tree(path) == conversion.tree(output)
     document = json.loads((path / "manifest.json").read_bytes())
     assert document["settings"]["imatrix_sha256"] == document["model"]["imatrix"] == digest
@@ -109,7 +109,7 @@ def test_the_statistics_are_recorded(source, imatrix, output, tmp_path):
         assert metadata_of(shard)["imatrix"] == digest and metadata_of(shard)["scale"] == "imatrix"
     card = (path / "README.md").read_text()
     assert digest in card and "layer 0: 1; layer 1: 1" in card
-    assert "no token reached these experts" in done.stderr and "layer 0: 1; layer 1: 1" in done.stderr
+    assert "no token reached these experts" in result.stderr and "layer 0: 1; layer 1: 1" in result.stderr
 
 
 def test_different_statistics_have_different_fingerprints(source, imatrix, tmp_path):
@@ -121,16 +121,18 @@ def test_different_statistics_have_different_fingerprints(source, imatrix, tmp_p
     fingerprints = [[unit["fingerprint"] for unit in plan["units"]] for plan in plans]
     assert not set(fingerprints[0]) & set(fingerprints[1])
     convert(source, output, imatrix)
-    done = run_in_process("cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", tmp_path / "other.gguf")
-    refused(done, 7, "--imatrix was ", str(output))
+    result = run_in_process(
+        "cpu", "-i", source, "-o", output, "--scale", "imatrix", "--imatrix", tmp_path / "other.gguf"
+    )
+    refused(result, 7, "--imatrix was ", str(output))
     again = convert(source, output, imatrix)
     assert "finished" in again.stderr
 
 
 def test_the_plan_counts_the_memory(source, imatrix, tmp_path):
     def planned(*how: object) -> int:
-        done = run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *how, "--dry-run", "--json")
-        return int(json.loads(done.stdout.splitlines()[-1])["peak_memory"])
+        result = run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *how, "--dry-run", "--json")
+        return int(json.loads(result.stdout.splitlines()[-1])["peak_memory"])
 
     assert planned("--scale", "imatrix", "--imatrix", imatrix) > planned("--scale", "mse")
 
@@ -139,14 +141,14 @@ def test_merge_and_resplit_keep_the_record(source, imatrix, tmp_path):
     loose, merged, four = (tmp_path / name for name in ("loose", "merged", "one"))
     convert(source, loose, imatrix, "--no-merge-safetensor")
     for command in (("merge", "-i", loose, "-o", merged), ("resplit", merged, four, "--threadpool-count", "1")):
-        done = run_in_process(*command)
-        assert done.exception is None, done.exception
+        result = run_in_process(*command)
+        assert result.exception is None, result.exception
     for path in (merged, four):
         model = json.loads((path / "manifest.json").read_bytes())["model"]
         assert (model["scale"], model["without_counts"]) == ("imatrix", ["layer 0: 1", "layer 1: 1"])
         assert model["imatrix"] in (path / "README.md").read_text()
-        done = run_in_process("verify", path, "--against", source, "--imatrix", imatrix)
-        assert done.exception is None, done.exception
+        result = run_in_process("verify", path, "--against", source, "--imatrix", imatrix)
+        assert result.exception is None, result.exception
     refused(
         run_in_process("resplit", merged, tmp_path / "x", "--threadpool-count", "1", "--against", source),
         3,
@@ -179,8 +181,8 @@ def test_contradicting_options_are_refused(source, imatrix, tmp_path):
         (("--scale", "imatrix", "--imatrix", imatrix, "--quant-method", "fp8"), "leave out --scale"),
     ):
         refused(run_in_process("cpu", "-i", source, "-o", output, *how), 2, words)
-    done = run_in_process("verify", source.parent / "none", "--imatrix", imatrix)
-    assert isinstance(done.exception, KtconvertError)
+    result = run_in_process("verify", source.parent / "none", "--imatrix", imatrix)
+    assert isinstance(result.exception, KtconvertError)
     assert not output.exists() and not list(tmp_path.glob("out*"))
 
 

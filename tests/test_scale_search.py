@@ -182,7 +182,7 @@ def test_second_moments_reduce_the_error_of_outputs(grid: str, most: float) -> N
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_encodings_are_decoded_a_few_rows_at_a_time(bits: int, kind: str) -> None:
-    """Also with contiguous columns, as in backward matrices."""
+    """Matrices with contiguous columns, such as backward matrices, are covered, too."""
     form, n, k = ROWS[bits], 384, 128
     for turn in (np.asarray, in_columns):
         values, about = make_source(kind, n, k, block=(48, 80))

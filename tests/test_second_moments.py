@@ -69,8 +69,8 @@ def test_bytes_equal_the_definition(method, source, statistics, tmp_path):
     """Each part of down has its own block of the matrix; without tokens it is searched without. What was read is
     recorded, and verify makes the output again with it alone.
     """
-    done = convert(source, tmp_path / "out", statistics, "--quant-method", method)
-    assert done.exception is None and "no token reached these experts" in done.stderr, done.exception
+    result = convert(source, tmp_path / "out", statistics, "--quant-method", method)
+    assert result.exception is None and "no token reached these experts" in result.stderr, result.exception
     moments, linears = (
         read_statistics(statistics).open_second_moments("it", SHAPES),
         ((0, "gate"), (0, "down"), (1, "down")),
@@ -147,8 +147,8 @@ def test_files_that_differ_from_their_description_are_refused(source, statistics
     refused(convert(source, tmp_path / "out", folder), 5, second_moments.file_name(1), "statistics.json")
     for layer in SHAPES:
         (folder / second_moments.file_name(layer)).unlink()
-    done = convert(source, tmp_path / "other", describe(folder, SHAPES))
-    refused(done, 5, "no second moments", "--second-moments")
+    result = convert(source, tmp_path / "other", describe(folder, SHAPES))
+    refused(result, 5, "no second moments", "--second-moments")
 
 
 @pytest.mark.skipif(
@@ -165,8 +165,8 @@ def test_calibrate_writes_second_moments(tmp_path):
     )
     command = calibrated.calibrate_arguments(model, tmp_path / "out", dataset, "--second-moments")
     plan = json.loads(conversion.ktconvert(*command, "--dry-run", "--json").stdout.splitlines()[-1])
-    done = conversion.ktconvert(*command)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert(*command)
+    assert result.returncode == 0, result.stderr
     shapes = dict.fromkeys(range(3), (4, 128, 128))
     statistics = read_statistics(tmp_path / "out")
     sizes = {unit["unit"]: unit["bytes_out"] for unit in plan["units"]}

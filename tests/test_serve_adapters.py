@@ -187,8 +187,8 @@ def test_serve_answers_like_run_with_an_adapter(example, int8, folders, tmp_path
         process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE) == 130 and "Traceback" not in log.read_text()
     asked = ("--prompt", prompt, "--max-new-tokens", ANSWER, "--threads", 1)
-    done = run_in_process("run", example, "--cpu-weights", int8, "--adapter", folders["experts"], *asked)
-    assert done.stdout == f"{prompt}{answer.choices[0].text}\n"
+    result = run_in_process("run", example, "--cpu-weights", int8, "--adapter", folders["experts"], *asked)
+    assert result.stdout == f"{prompt}{answer.choices[0].text}\n"
 
 
 def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_path):
@@ -206,11 +206,11 @@ def test_serve_rejects_invalid_names_of_adapters(example, int8, folders, tmp_pat
     ]
     for given, code, why in cases:
         adapters = [word for each in given for word in ("--adapter", each)]
-        done = run_in_process(
+        result = run_in_process(
             "serve", example, "--cpu-weights", int8, "--model-name", BASE, "--port", free_port(), *adapters
         )
-        said = str(done.exception) if done.exit_code == 1 else done.output
-        assert getattr(done.exception, "exit_code", done.exit_code) == code and why in said.replace("\n", " "), said
+        said = str(result.exception) if result.exit_code == 1 else result.output
+        assert getattr(result.exception, "exit_code", result.exit_code) == code and why in said.replace("\n", " "), said
 
 
 def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):

@@ -167,10 +167,10 @@ def test_a_seed_is_independent_of_other_requests(server):
     def draw(seed: int | None) -> list[int]:
         with request_options.register_options(f"seed-{seed}", request_options.RequestOptions(seed=seed)):
             inputs = server.scheduler.processor(WORDS, return_tensors="pt")
-            done = server.scheduler.generate_non_streaming(
+            result = server.scheduler.generate_non_streaming(
                 server.scheduler.model, server.scheduler.processor, inputs, config, f"seed-{seed}"
             )
-            return asyncio.run(done)[2]
+            return asyncio.run(result)[2]
 
     alone = draw(7)
     assert draw(8) != alone
@@ -263,7 +263,7 @@ def ended(response: Any) -> str:
 
 
 def test_an_answer_that_ends_with_the_last_permitted_token_is_complete(server, example, tmp_path):
-    """It ends with the model's own end token or a stop string. With one token less it is truncated."""
+    """The answer ends with the model's own end token or a stop string. With one token less it is truncated."""
     encoded = server.scheduler.processor(f"{WORDS}\n", return_tensors="pt")
     said = server.scheduler.model.generate(**encoded, max_new_tokens=3, do_sample=False)[0, -3:].tolist()
     stop = server.scheduler.processor.decode(said[-1:])

@@ -220,10 +220,13 @@ def test_invalid_requests_are_rejected(server, path, body, param):
     answer = post(server, path, body)
     error = answer.json()["error"]
     assert answer.status_code == 400, error
-    assert set(error) == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
-    assert error["message"] and "\n" not in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    assert "\n" not in error["message"]
     if param is not None:
-        assert error["param"] == param and error["message"].startswith(f"{param}: ")
+        assert error["param"] == param
+        assert error["message"].startswith(f"{param}: ")
     assert len(server.passes) == before
 
 
@@ -234,7 +237,8 @@ def test_parameters_without_effect_are_accepted(server, path):
     answers = [post(server, path, body) for body in (plain, plain | NO_EFFECT[path] | {"temperature": 0})]
     assert [answer.status_code for answer in answers] == [200, 200], answers[1].text
     without, noted = (answer.json() for answer in answers)
-    assert without.get("choices") == noted.get("choices") and without["usage"] == noted["usage"]
+    assert without.get("choices") == noted.get("choices")
+    assert without["usage"] == noted["usage"]
     if path == RESPONSES:
         assert [one["output"][0]["content"] for one in (without, noted)] == [without["output"][0]["content"]] * 2
 
@@ -259,7 +263,8 @@ def test_parsing_a_request_does_not_block_other_clients(server, monkeypatch):
 def test_a_large_body_is_rejected(server):
     """5 MB are not kept, parsed or tokenized, and the client gets the reason."""
     answer = post(server, CHAT, chat(messages=[{"role": "user", "content": "import os " * 500_000}]))
-    assert answer.status_code == 413 and str(1 << 20) in answer.json()["error"]["message"]
+    assert answer.status_code == 413
+    assert str(1 << 20) in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": SAID}), (TEXT, {"prompt": "import os"})])
@@ -268,38 +273,44 @@ def test_a_prompt_beyond_the_context_is_rejected(server, path, body):
     long = {"messages": [{"role": "user", "content": LONG}]} if path == CHAT else {"prompt": LONG}
     error = post(server, path, long).json()["error"]
     assert error["code"] == "context_length_exceeded"
-    assert f" {CONTEXT}," in error["message"] and any(int(n) > CONTEXT for n in re.findall(r"\d+", error["message"]))
+    assert f" {CONTEXT}," in error["message"]
+    assert any(int(n) > CONTEXT for n in re.findall(r"\d+", error["message"]))
     longer = json.loads(json.dumps(long).replace(r"import os\n", r"import os\n" * 30))
     error = post(server, path, longer).json()["error"]  # only the beginning is tokenized
-    assert f" more than {2 * CONTEXT} " in error["message"] and error["code"] == "context_length_exceeded"
+    assert f" more than {2 * CONTEXT} " in error["message"]
+    assert error["code"] == "context_length_exceeded"
     full = {"messages": [{"role": "user", "content": "import os\n" * 300}]} if path == CHAT else {"prompt": [5] * 1000}
     usage = post(server, path, {**full, "max_tokens": 1_000_000, "temperature": 0}).json()["usage"]
-    assert usage["total_tokens"] <= CONTEXT and usage["completion_tokens"] <= CONTEXT - usage["prompt_tokens"]
+    assert usage["total_tokens"] <= CONTEXT
+    assert usage["completion_tokens"] <= CONTEXT - usage["prompt_tokens"]
 
 
 def test_unknown_paths_and_methods_are_rejected(server):
     for path in ("/", "/v1", "/v1/embeddings", "/reset", "/docs", "/v1/audio/transcriptions"):
         answer = post(server, path, {})
-        assert answer.status_code == 404 and answer.json()["error"]["code"] == "unknown_url"
+        assert answer.status_code == 404
+        assert answer.json()["error"]["code"] == "unknown_url"
     answer = send(server.url + CHAT)
-    assert answer.status_code == 405 and answer.json()["error"]["code"] == "method_not_allowed"
+    assert answer.status_code == 405
+    assert answer.json()["error"]["code"] == "method_not_allowed"
     assert send(f"{server.url}/health").json() == {"status": "ok"}
 
 
 def test_the_model_has_one_name(server, client, example):
     """Replies have the listed id. Requests may have it, or no name."""
     (listed,) = client.models.list().data
-    assert listed.id == str(example) and client.models.retrieve(listed.id) == listed
+    assert listed.id == str(example)
+    assert client.models.retrieve(listed.id) == listed
     for path, body in ((CHAT, chat()), (TEXT, text()), (RESPONSES, reply())):
         for name in ({}, {"model": listed.id}):
             assert post(server, path, body | name).json()["model"] == listed.id
         wrong = post(server, path, {**body, "model": f"{listed.id}@main"})
-        assert wrong.status_code == 404 and wrong.json()["error"]["code"] == "model_not_found"
+        assert wrong.status_code == 404
+        assert wrong.json()["error"]["code"] == "model_not_found"
     with pytest.raises(openai.NotFoundError, match="answers only for"):
         client.models.retrieve("another")
-    assert (
-        '"ready"' in post(server, "/load_model", {"model": listed.id}).text
-    )  # the first request of `transformers chat`
+    # The first request of `transformers chat`
+    assert '"ready"' in post(server, "/load_model", {"model": listed.id}).text
 
 
 def said(client: Any, **more: Any) -> str:
@@ -332,7 +343,8 @@ def test_penalties_and_biases_change_the_text(server, client):
         assert said(client, max_tokens=60, **{penalty: 0}) == greedy
         assert said(client, max_tokens=60, **{penalty: 2}) != greedy
     forced = said(client, max_tokens=4, logit_bias={"100": 100})
-    assert len(forced) % 4 == 0 and forced == forced[: len(forced) // 4] * 4
+    assert len(forced) % 4 == 0
+    assert forced == forced[: len(forced) // 4] * 4
     assert said(client, max_tokens=4, logit_bias={"0": 100}) != forced
     for tokens in (1, 2):  # one token may come from the pass that computes its log probability
         body = text(max_tokens=tokens, logprobs=0, temperature=0, logit_bias={"100": 100})
@@ -366,11 +378,13 @@ def test_prompts_may_be_lists_and_token_ids(client, example):
         return client.completions.create(model=name, prompt=prompt, max_tokens=8, temperature=0, **more)
 
     alone = [complete(text).choices[0].text for text in texts]
-    assert len(set(alone)) == 3 and [complete(one).choices[0].text for one in ids] == alone
+    assert len(set(alone)) == 3
+    assert [complete(one).choices[0].text for one in ids] == alone
     for several in (texts, ids):
         answer = complete(several)
         assert [(c.index, c.text) for c in answer.choices] == list(enumerate(alone))
-        assert answer.usage.prompt_tokens == sum(map(len, ids)) and answer.usage.completion_tokens == 24
+        assert answer.usage.prompt_tokens == sum(map(len, ids))
+        assert answer.usage.completion_tokens == 24
         echoed = [c.text for c in complete(several, echo=True).choices]
         assert echoed == [text + more for text, more in zip(texts, alone, strict=True)]
     assert complete([5] * 4).usage.prompt_tokens == 4  # the ids are used as they are
@@ -393,14 +407,16 @@ def test_logprobs_are_those_of_the_model(server, client, new):
             logits = server.scheduler.model(input_ids=read).logits[0].float().log_softmax(-1)
         expected = [float(logits[n, token]) for n, token in enumerate(read[0, 1:].tolist())]
         reported, length = choice.logprobs, len(prompt) + new
-        assert reported.token_logprobs[0] is None and reported.top_logprobs[0] is None
+        assert reported.token_logprobs[0] is None
+        assert reported.top_logprobs[0] is None
         assert reported.token_logprobs[1:] == pytest.approx(expected[: length - 1], abs=0.05)
         assert len(reported.tokens) == len(reported.top_logprobs) == len(reported.text_offset) == length
         for n, (one, top) in enumerate(zip(reported.token_logprobs[1:], reported.top_logprobs[1:], strict=True)):
             assert sorted(top.values(), reverse=True) == pytest.approx(logits[n].topk(3).values.tolist(), abs=0.05)
             assert n < len(prompt) - 1 or one == max(top.values())  # greedy
         assert fresh.logprobs.token_logprobs == pytest.approx(expected[len(prompt) - 1 :], abs=0.05)
-        assert choice.text.startswith("".join(reported.tokens[:1])) and fresh.finish_reason == "length"
+        assert choice.text.startswith("".join(reported.tokens[:1]))
+        assert fresh.finish_reason == "length"
 
 
 def connect(server: RunningServer) -> socket.socket:
@@ -570,7 +586,8 @@ def test_serve_asks_for_the_api_key(example):
         for path in (CHAT, TEXT, RESPONSES, "/load_model", "/v1/models", "/nowhere"):
             for headers in (*wrong, {"authorization": f"Bearer {KEY}0"}, {"authorization": b"Bearer \xe9"}):
                 answer = post(running, path, {}, **headers)
-                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.status_code == 401
+                assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert KEY not in answer.text
         for path, headers, status in ((CHAT, {}, 401), ("/nowhere", good, 404), ("/v1/models", good, 405)):
             answer = post(running, path, chat(user="a" * (16 << 20)), **headers)

@@ -113,5 +113,5 @@ server.run()
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_server_with_a_blocked_event_loop(sig):
-    done = run_python(BLOCKED, free_port(), int(sig), timeout=60)
-    assert done.returncode == 128 + sig, done.stderr
+    result = run_python(BLOCKED, free_port(), int(sig), timeout=60)
+    assert result.returncode == 128 + sig, result.stderr

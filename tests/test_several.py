@@ -26,8 +26,8 @@ def single_outputs(source: Path, tmp_path_factory: pytest.TempPathFactory) -> di
     """Convert with each method separately."""
     base = tmp_path_factory.mktemp("alone")
     for method in METHODS:
-        done = conversion.run_in_process("cpu", "-i", source, "-o", base / method, "--quant-method", method, "-q")
-        assert done.exit_code == 0, done.output
+        result = conversion.run_in_process("cpu", "-i", source, "-o", base / method, "--quant-method", method, "-q")
+        assert result.exit_code == 0, result.output
     return {f"out-{method}": conversion.tree(base / method) for method in METHODS}
 
 
@@ -38,10 +38,10 @@ def require_equal(folder: Path, wanted: dict[str, conversion.Tree]) -> None:
 
 
 def test_outputs_equal_single_conversions_and_share_reads(source, single_outputs, tmp_path):
-    done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER, "--json")
+    assert result.returncode == 0, result.stderr
     require_equal(tmp_path, single_outputs)
-    said = conversion.parse_events(done.stdout)
+    said = conversion.parse_events(result.stdout)
     order = [(each["unit"], Path(each["output"]).name) for each in said if each["event"] == "start"]
     assert order == [(f"experts.layer-{layer:03d}", name) for layer in range(3) for name in single_outputs]
     finished = [each["output"] for each in said if each["event"] == "finished"]
@@ -51,12 +51,12 @@ def test_outputs_equal_single_conversions_and_share_reads(source, single_outputs
 
 
 def test_finished_outputs_stay_and_missing_ones_are_made(source, single_outputs, tmp_path):
-    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
-    assert done.exit_code == 0, done.output
+    result = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out-int8", "--quant-method", "int8", "-q")
+    assert result.exit_code == 0, result.output
     before = conversion.identity(tmp_path / "out-int8")
-    done = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
-    assert done.exit_code == 0, done.output
-    assert f"{tmp_path / 'out-int8'} is finished: nothing to do" in done.output
+    result = conversion.run_in_process("cpu", "-i", source, "-o", tmp_path / "out", *TOGETHER)
+    assert result.exit_code == 0, result.output
+    assert f"{tmp_path / 'out-int8'} is finished: nothing to do" in result.output
     assert conversion.identity(tmp_path / "out-int8") == before
     require_equal(tmp_path, single_outputs)
 
@@ -95,8 +95,8 @@ IMPOSSIBLE: dict[str, tuple[tuple[str, ...], int, tuple[str, ...]]] = {
 def test_one_impossible_output_prevents_all_writes(case, dry, source, tmp_path):
     options, code, words = IMPOSSIBLE[case]
     more = ["--dry-run"] if dry else []
-    done = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *options, *more)
-    conversion.check_refusal(done, code, *words)
+    result = conversion.ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *options, *more)
+    conversion.check_refusal(result, code, *words)
     assert conversion.names(tmp_path) == []
 
 
@@ -111,8 +111,8 @@ def linked(folder: Path, source: Path) -> None:
 
 def begun_with_other_options(folder: Path, source: Path) -> None:
     options = ("--quant-method", "int8", "--layers", "0-1", "--part", "0/2", "-q")
-    done = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out-int8", *options)
-    assert done.returncode == 0, done.stderr
+    result = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out-int8", *options)
+    assert result.returncode == 0, result.stderr
 
 
 def in_use(folder: Path, source: Path) -> None:
@@ -133,25 +133,25 @@ def test_one_existing_output_prevents_all_work(prepare, code, word, source, tmp_
     folder.mkdir()
     prepare(folder, source)
     before = conversion.tree(folder)
-    done = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out", *TOGETHER)
-    conversion.check_refusal(done, code, word)
+    result = conversion.ktconvert("cpu", "-i", source, "-o", folder / "out", *TOGETHER)
+    conversion.check_refusal(result, code, word)
     assert conversion.tree(folder) == before
 
 
 def test_disk_must_hold_all_outputs(source, tmp_path, monkeypatch):
     """There is room for each of them, and not for all."""
     command = ("cpu", "-i", source, "-o", tmp_path / "out")
-    done = conversion.run_in_process(*command, *TOGETHER, "--dry-run", "--json")
-    *plans, together = (each for each in conversion.parse_events(done.stdout) if each["event"] in ("plan", "plans"))
+    result = conversion.run_in_process(*command, *TOGETHER, "--dry-run", "--json")
+    *plans, together = (each for each in conversion.parse_events(result.stdout) if each["event"] in ("plan", "plans"))
     (disk,) = together["disks"]
     assert disk["outputs"] == together["outputs"] == [plan["output"] for plan in plans]
     assert disk["disk_needed"] == sum(plan["disk_needed"] for plan in plans)
     assert together["bytes_in"] == sum(plan["bytes_in"] for plan in plans)
     assert conversion.names(tmp_path) == []
     monkeypatch.setattr(machine, "disk_free", lambda path: disk["disk_needed"] - 1)
-    done = conversion.run_in_process(*command, *TOGETHER)
-    assert isinstance(done.exception, ResourceError)
-    assert re.search(r"out-int4\.work, .*out-int8\.work, .*out-rawint4\.work: ", str(done.exception))
+    result = conversion.run_in_process(*command, *TOGETHER)
+    assert isinstance(result.exception, ResourceError)
+    assert re.search(r"out-int4\.work, .*out-int8\.work, .*out-rawint4\.work: ", str(result.exception))
     assert conversion.names(tmp_path) == []
-    done = conversion.run_in_process(*command, "--quant-method", "int4")
-    assert done.exit_code == 0
+    result = conversion.run_in_process(*command, "--quant-method", "int4")
+    assert result.exit_code == 0

@@ -57,14 +57,16 @@ def test_a_sharded_directory_is_opened(sharded):
     assert (info.dtype, info.shape, info.file, info.nbytes) == ("F32", (2, 3), source.shards[1].name, 24)
     assert source.shards[1].path.read_bytes()[info.start : info.start + 24] == np.full(6, ord("c"), "<f4").tobytes()
     np.testing.assert_array_equal(source.array("c"), np.full((2, 3), ord("c"), np.float32))
-    assert source.shards[0].blob is None and source.ignored == ()
+    assert source.shards[0].blob is None
+    assert source.ignored == ()
 
 
 def test_single_files_and_missing_indexes_are_opened(sharded):
     (sharded / INDEX).unlink()
     assert sorted(open_checkpoint(sharded).tensors) == ["a", "b", "c"]
     alone = open_checkpoint(str(sharded / "model-00001-of-00002.safetensors"))
-    assert sorted(alone.tensors) == ["a", "b"] and alone.companions() == ["config.json"]
+    assert sorted(alone.tensors) == ["a", "b"]
+    assert alone.companions() == ["config.json"]
     (sharded / "config.json").unlink()
     (sharded / "private.txt").write_text("not the model's")
     assert alone.companions() == []
@@ -82,7 +84,9 @@ def test_every_dtype_is_viewed_correctly(tmp_path):
     seen |= {"F8_E4M3": np.uint8, "I8": np.uint8, "I32": np.int32}
     for dtype, kind in seen.items():
         values = source.array(dtype)
-        assert values.dtype == kind and values.shape == (4, 2) and not values.flags.writeable
+        assert values.dtype == kind
+        assert values.shape == (4, 2)
+        assert not values.flags.writeable
         start = header[dtype]["data_offsets"][0]
         assert values.tobytes() == data[start : start + values.nbytes]
     with pytest.raises(UnsupportedError, match="F6_E2M3"):
@@ -93,7 +97,8 @@ def test_scalars_and_empty_tensors_are_read(tmp_path):
     header = {"scalar": tensor([], 0, 4, "F32"), "none": tensor([0, 3], 4, 4, "F32")}
     (tmp_path / "model.safetensors").write_bytes(encode(header, struct.pack("<f", 1.5)))
     source = open_checkpoint(tmp_path)
-    assert source.array("scalar") == 1.5 and source.array("none").shape == (0, 3)
+    assert source.array("scalar") == 1.5
+    assert source.array("none").shape == (0, 3)
     source.release(source.tensors["none"])
 
 
@@ -147,14 +152,16 @@ def test_consolidated_weights_are_ignored_beside_shards(sharded):
     save(sharded / "original" / "model-00001-of-00002.safetensors", "a")
     for _ in range(2):
         source = open_checkpoint(sharded)
-        assert source.ignored == ("consolidated.safetensors",) and "other" not in source.tensors
+        assert source.ignored == ("consolidated.safetensors",)
+        assert "other" not in source.tensors
         assert len(source.shards) == 2
         (sharded / INDEX).unlink(missing_ok=True)
     for path in (shard(sharded, 1), shard(sharded, 2), sharded / "config.json"):
         path.unlink()
     (sharded / "params.json").write_text('{"dim": 8}')
     source = open_checkpoint(sharded)
-    assert list(source.tensors) == ["other"] and source.config == {"dim": 8}
+    assert list(source.tensors) == ["other"]
+    assert source.config == {"dim": 8}
 
 
 def shard(root: Path, number: int) -> Path:
@@ -234,7 +241,8 @@ def test_an_index_cannot_name_files_elsewhere(sharded, changed, words):
     edit_index(sharded, **changed)
     with pytest.raises(InputError) as failure:
         open_checkpoint(sharded)
-    assert words in str(failure.value) and str(sharded) in str(failure.value)
+    assert words in str(failure.value)
+    assert str(sharded) in str(failure.value)
 
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -253,8 +261,10 @@ def test_headers_override_a_different_index(sharded, changed, words):
     """All existing tensors are read, with a note, since loaders also follow the headers."""
     edit_index(sharded, **changed)
     source = open_checkpoint(sharded)
-    assert sorted(source.tensors) == ["a", "b", "c"] and source.tensors["a"].file == FIRST
-    assert list(source.notes) == [f"{INDEX} {words}"] * (words is not None) and source.conflict is None
+    assert sorted(source.tensors) == ["a", "b", "c"]
+    assert source.tensors["a"].file == FIRST
+    assert list(source.notes) == [f"{INDEX} {words}"] * (words is not None)
+    assert source.conflict is None
 
 
 @pytest.mark.parametrize("overlay", ["model-overlay.safetensors", "a-overlay.safetensors"])
@@ -264,7 +274,8 @@ def test_the_index_decides_among_copies(sharded, overlay):
     safetensors.numpy.save_file({"a": np.full((2, 3), 7, np.float32)}, sharded / overlay)
     edit_index(sharded, a=overlay)
     source = open_checkpoint(sharded)
-    assert source.array("a")[0, 0] == 7 and source.array("b")[0, 0] == ord("b")
+    assert source.array("a")[0, 0] == 7
+    assert source.array("b")[0, 0] == ord("b")
     chosen = f"chooses among copies of 1 tensor in several files: a is read from {overlay}, not from {FIRST}"
     assert source.notes[0] == f"{INDEX} {chosen}"
     merged: dict[str, Any] = {}
@@ -330,7 +341,8 @@ def test_the_same_files_are_read_as_by_transformers(name, sharded):
     change, expected, note = SETS[name]
     change(sharded)
     source = open_checkpoint(sharded)
-    assert [each.name for each in source.shards] == expected and source.conflict is None
+    assert [each.name for each in source.shards] == expected
+    assert source.conflict is None
     assert source.notes[:1] == () if not note else source.notes[0].startswith(note)
     named = source.config.get("transformers_weights") if name == "named by config.json" else None
     theirs, _ = modeling._get_resolved_checkpoint_files(str(sharded), None, None, None, None, False, named)
@@ -352,10 +364,10 @@ def test_weights_that_transformers_would_not_read_are_named(sharded):
 def test_a_file_without_permission_is_reported_as_such(name, sharded):
     (sharded / name).chmod(0)
     anyone = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
-    done = conversion.ktconvert("inspect", sharded, prefix=anyone)
-    assert done.returncode == 5 and "download" not in done.stderr, done.stderr
-    assert f"{sharded / name}: cannot be" in done.stderr
-    assert "(Permission denied); change its permissions, so that you can read it" in done.stderr
+    result = conversion.ktconvert("inspect", sharded, prefix=anyone)
+    assert result.returncode == 5 and "download" not in result.stderr, result.stderr
+    assert f"{sharded / name}: cannot be" in result.stderr
+    assert "(Permission denied); change its permissions, so that you can read it" in result.stderr
 
 
 @pytest.mark.parametrize("name", ["pytorch_model-00001-TP-00{}.safetensors", "model{}-mp2.safetensors"])
@@ -413,8 +425,11 @@ def test_false_headers_are_refused(tmp_path, words, data):
     with pytest.raises(InputError) as failure:
         read_header(file)
     message = str(failure.value)
-    assert words in message and str(file) in message and "download" in message
-    assert "\n" not in message and len(message) < 1000
+    assert words in message
+    assert str(file) in message
+    assert "download" in message
+    assert "\n" not in message
+    assert len(message) < 1000
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -443,8 +458,10 @@ def cache(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def test_a_cached_snapshot_is_opened(cache):
     source = open_checkpoint("org/name")
-    assert sorted(source.tensors) == ["a", "b", "c"] and source.config == {"hidden_size": 3}
-    assert source.shards[0].blob == f"{1:064x}" and source.array("b")[0, 0] == ord("b")
+    assert sorted(source.tensors) == ["a", "b", "c"]
+    assert source.config == {"hidden_size": 3}
+    assert source.shards[0].blob == f"{1:064x}"
+    assert source.array("b")[0, 0] == ord("b")
     assert source.companions() == ["config.json"]
     for revision in ("main", COMMIT):
         assert open_checkpoint("org/name", revision).root == source.root
@@ -514,11 +531,12 @@ def test_failed_downloads_are_explained(cache, monkeypatch, raised):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ResourceError if raised == "ENOSPC" else InputError) as failure:
         open_checkpoint("org/other", "v9")
-    assert FAILURES[raised] in str(failure.value) and "\n" not in str(failure.value)
+    assert FAILURES[raised] in str(failure.value)
+    assert "\n" not in str(failure.value)
 
 
 @pytest.mark.parametrize(("companions_only", "weights"), [(False, True), (True, False)])
-def test_what_is_downloaded(cache, monkeypatch, companions_only, weights):
+def test_only_needed_files_are_downloaded(cache, monkeypatch, companions_only, weights):
     """Companions always, weights where they are needed, GGUF files never: a repository may hold a terabyte of them."""
     huggingface_hub = pytest.importorskip("huggingface_hub")
     downloaded: list[str] = []

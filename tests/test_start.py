@@ -58,14 +58,14 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
     ("closed", "options"),
     [("<&-", ["--json"]), (">&-", []), ("2>&-", ["--json"]), ("<&- >&- 2>&-", []), ("<&- >&- 2>&-", ["--json"])],
 )
-def test_a_conversion_with_closed_streams(closed, options, output, tmp_path, example, read_tree):
+def test_conversion_succeeds_with_closed_streams(closed, options, output, tmp_path, example, read_tree):
     where = ["-i", example, "-o", tmp_path / "out", "--quant-method", "int8", "--threadpool-count", "1"]
     line = ["sh", "-c", f'exec "$@" {closed}', "sh", *conversion.KTCONVERT, "cpu", *where, *options]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=conversion.TIMEOUT)
-    assert done.returncode == 0, done
-    assert "Traceback" not in done.stderr
+    result = subprocess.run(line, capture_output=True, text=True, timeout=conversion.TIMEOUT)
+    assert result.returncode == 0, result
+    assert "Traceback" not in result.stderr
     if options:
-        assert all(json.loads(line) for line in done.stdout.splitlines())
+        assert all(json.loads(line) for line in result.stdout.splitlines())
     assert read_tree(tmp_path / "out") == read_tree(output)
 
 
@@ -77,8 +77,8 @@ def test_a_reader_that_is_gone_is_141(arguments, output, example, tmp_path):
     os.close(reading)
     command = [*conversion.KTCONVERT, *(a.format(**paths) for a in arguments)]
     with os.fdopen(writing, "wb") as pipe:
-        done = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=conversion.TIMEOUT)
-    assert (done.returncode, done.stderr.count("Traceback")) == (141, 0), done.stderr
+        result = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=conversion.TIMEOUT)
+    assert (result.returncode, result.stderr.count("Traceback")) == (141, 0), result.stderr
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -91,10 +91,10 @@ def test_a_failure_keeps_its_exit_code_where_it_cannot_be_printed(stream, reader
         writing = os.open("/dev/full", os.O_WRONLY)
     command = [*conversion.KTCONVERT, "inspect", str(tmp_path / "none"), "--json"]
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | {stream: writing}
-    done = subprocess.run(command, text=True, timeout=conversion.TIMEOUT, **streams)
+    result = subprocess.run(command, text=True, timeout=conversion.TIMEOUT, **streams)
     os.close(writing)
-    assert done.returncode == 5, done
+    assert result.returncode == 5, result
     if stream == "stdout":
-        assert done.stderr.startswith("ktconvert: ") and done.stderr.count("\n") == 1
+        assert result.stderr.startswith("ktconvert: ") and result.stderr.count("\n") == 1
     else:
-        assert json.loads(done.stdout)["exit_code"] == 5
+        assert json.loads(result.stdout)["exit_code"] == 5

@@ -17,9 +17,9 @@ from rig.bench import SHARD, Bench
 
 
 def status(bench: Bench, *options: str, code: int = 0) -> Any:
-    done = bench.run("status", bench.output, "--json", *options)
-    assert done.returncode == code, done.stderr
-    return json.loads(done.stderr) if code == 0 else done.stderr  # the rig joins both streams
+    result = bench.run("status", bench.output, "--json", *options)
+    assert result.returncode == code, result.stderr
+    return json.loads(result.stderr) if code == 0 else result.stderr  # the rig joins both streams
 
 
 def test_output_that_was_not_begun_is_refused(bench):

@@ -66,8 +66,10 @@ def test_verify_accepts_the_output(source, output, ktconvert):
 def test_formats_without_codes_are_refused(source, tmp_path, ktconvert):
     fp8 = ("--quant-method", "fp8", "--scale", "toy")
     for layout in ((), ("--layout", "kt")):
-        done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *fp8, *layout, code=2)
-        assert "--scale toy is for --quant-method int4, int8; " in done.stderr and "leave out --scale" in done.stderr
+        result = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", *fp8, *layout, code=2)
+        assert (
+            "--scale toy is for --quant-method int4, int8; " in result.stderr and "leave out --scale" in result.stderr
+        )
     assert not (tmp_path / "out").exists()
 
 
@@ -82,8 +84,8 @@ def test_the_choice_changes_bytes_and_settings(source, output, tmp_path, ktconve
 
 def test_the_plan_names_scales_that_lower_the_error(source, tmp_path, ktconvert):
     for words, said in ((("int4",), True), (("int8",), False), (("int4", "--scale", "mse"), False)):
-        done = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
-        assert ("--scale mse reduces the error in files of the same size" in done.stderr) is said
+        result = ktconvert("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", *words)
+        assert ("--scale mse reduces the error in files of the same size" in result.stderr) is said
 
 
 if __name__ == "__main__":

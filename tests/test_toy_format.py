@@ -171,8 +171,8 @@ def test_the_format_is_resumed(source, toys, tmp_path, ktconvert):
 
 
 def test_loose_files_and_computing_are_refused(source, toys, tmp_path, ktconvert):
-    done = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
-    assert "TOY8 has no loose files" in done.stderr
+    result = ktconvert("cpu", "-i", source, "-o", tmp_path / "loose", *OPTIONS, "--no-merge-safetensor", code=2)
+    assert "TOY8 has no loose files" in result.stderr
     assert "TOY8" in ktconvert("verify", toys, "--run", code=3).stderr
 
 

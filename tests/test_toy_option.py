@@ -39,8 +39,8 @@ def ktconvert(*words: object) -> Result:
 def test_help_lists_the_option_and_values_are_checked():
     shown = " ".join(ktconvert("--help").output.split())
     assert "--toy INTEGER RANGE Integer of toys. [default: 3; x>=1]" in shown
-    done = ktconvert("-i", "a", "-o", "b", "--toy", 0)
-    assert done.exit_code == 2 and "--toy" in done.output
+    result = ktconvert("-i", "a", "-o", "b", "--toy", 0)
+    assert result.exit_code == 2 and "--toy" in result.output
 
 
 def test_different_values_have_different_fingerprints(example, tmp_path):

@@ -87,7 +87,8 @@ def test_an_adapter_loads_into_the_converted_and_the_original_model(example, int
 
     folder, expected = trained
     stored = read_file(folder / "adapter_model.safetensors")
-    assert len(stored) == 2 * 2 * (2 + 8 * 3) and all(map(MATRIX.fullmatch, stored))
+    assert len(stored) == 2 * 2 * (2 + 8 * 3)
+    assert all(map(MATRIX.fullmatch, stored))
     config = json.loads((folder / "adapter_config.json").read_text())
     assert {"q_proj", "experts.gate_proj", "experts.down_proj"} < set(config["target_modules"])
     again = PeftModel.from_pretrained(model(example, int8), folder)
@@ -97,7 +98,8 @@ def test_an_adapter_loads_into_the_converted_and_the_original_model(example, int
     before = logits(plain, ids)
     there = logits(PeftModel.from_pretrained(plain, folder), ids)
     assert usual_error(before, there) > 0.1
-    assert usual_error(own, there) < 0.01 and usual_error(expected, there) < 0.02
+    assert usual_error(own, there) < 0.01
+    assert usual_error(expected, there) < 0.02
     assert not torch.equal(logits(again.base_model.model, ids), before)
     with again.disable_adapter():
         assert torch.equal(logits(again, ids), logits(model(example, int8), ids))
@@ -172,7 +174,8 @@ def test_adapters_of_different_modules_and_ranks_compute_as_in_peft(example, ids
         assert not loaded.unexpected_keys and state, name
     for name in (*targets, *reversed(targets)):
         ours.set_adapter(name)
-        assert ours.active_adapter == name and torch.equal(logits(ours, ids), alone[name])
+        assert ours.active_adapter == name
+        assert torch.equal(logits(ours, ids), alone[name])
         with ours.disable_adapter():
             assert torch.equal(logits(ours, ids), plain)
     ours.base_model.set_adapter(["attention", "experts"])
@@ -248,7 +251,8 @@ def test_trainer_resumes_with_the_same_losses(example, int8, tmp_path):
     whole.train()
     resumed = trainer(adapted(model(example, int8), **settings), tmp_path)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert losses(resumed) == losses(whole) and len(losses(whole)) == 4
+    assert losses(resumed) == losses(whole)
+    assert len(losses(whole)) == 4
     pairs = zip(whole.model.named_parameters(), resumed.model.named_parameters(), strict=True)
     assert all(torch.equal(a, b) for (_, a), (_, b) in pairs)
     assert whole.evaluate()["eval_loss"] == resumed.evaluate()["eval_loss"]
@@ -274,7 +278,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant, example, int
 
 def test_gradients_pass_through_experts_without_an_adapter(example, int8, ids):
     found = gradients(adapted(model(example, int8), target_modules=["q_proj"]), ids)
-    assert len(found) == 4 and all(gradient.abs().sum() > 0 for gradient in found.values())
+    assert len(found) == 4
+    assert all(gradient.abs().sum() > 0 for gradient in found.values())
 
 
 def test_trl_trains_the_experts(example, int8, tmp_path):
@@ -324,13 +329,15 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     dry = cli(*order, "--dry-run", "--json")
     memory = json.loads(dry.stdout)["bytes"]
     stored = 2 * 8 * 4 * 3 * (256 + 256) + 2 * 4 * (256 + 256 + 256 + 128 + 256 + 128 + 256 + 256)
-    assert memory["LoRA with gradients and AdamW"] == 16 * stored and not adapter.exists()
+    assert memory["LoRA with gradients and AdamW"] == 16 * stored
+    assert not adapter.exists()
     alone = cli(*order, "--json", env={"TQDM_DELAY": "1000000000"})  # a new process, not a fork
     events = [json.loads(line) for line in alone.stdout.splitlines()]
     steps = [event for event in events if event["event"] == "step"]
     assert [event["step"] for event in steps if "loss" in event] == [1, 2, 3, 4, 5, 6]
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
-    assert measured[-1] < measured[0] - 0.02 and events[-1]["event"] == "finished"
+    assert measured[-1] < measured[0] - 0.02
+    assert events[-1]["event"] == "finished"
     assert sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values()) == stored
     assert "evaluation loss" in (adapter / "README.md").read_text()
     assert events[0]["bytes"] == memory
@@ -368,8 +375,8 @@ def test_merged_weights_equal_those_of_peft(cli, example, trained, tmp_path):
     other = shutil.copytree(folder, tmp_path / "pissa")
     config = json.loads((other / "adapter_config.json").read_text())
     (other / "adapter_config.json").write_text(json.dumps(config | {"init_lora_weights": "pissa"}))
-    done = cli("merge-adapter", example, "--adapter", other, "-o", tmp_path / "refused", code=3)
-    assert "its init_lora_weights is 'pissa', which merge-adapter does not fold into weights" in done.stderr
+    result = cli("merge-adapter", example, "--adapter", other, "-o", tmp_path / "refused", code=3)
+    assert "its init_lora_weights is 'pissa', which merge-adapter does not fold into weights" in result.stderr
 
 
 def test_a_killed_training_resumes_to_the_same_adapter(servers, example, int8, text, tmp_path):
@@ -417,20 +424,21 @@ def test_resume_does_not_use_a_damaged_checkpoint(how, servers, begun, tmp_path)
         data = bytearray((checkpoint / "adapter_model.safetensors").read_bytes())
         data[-5] ^= 64
         (checkpoint / "adapter_model.safetensors").write_bytes(data)
-    done = servers.run(["resume", output, "-q"], tmp_path / "said")
-    assert done.returncode == 0 and re.search("has changed|files are missing", done.stderr), done.stderr
+    result = servers.run(["resume", output, "-q"], tmp_path / "said")
+    assert result.returncode == 0 and re.search("has changed|files are missing", result.stderr), result.stderr
     assert conversion.find_differences(tree(output), tree(whole)) == []
 
 
 @pytest.mark.parametrize("call", [1, 4, 12])
 def test_a_full_disk_is_reported_in_one_sentence(call, servers, begun, tmp_path):
-    """It is full from some call of a checkpoint on, in safetensors, torch or Python. Resuming gives the same adapter."""
+    """The disk is full from some call of a checkpoint on, in safetensors, torch or Python. Resuming gives the same adapter."""
     killed, whole, _ = begun
     output, _ = copy_of(killed, tmp_path)
     env = {"FULL_ROOT": f"{output}.work/partial/", "FULL_N": str(call)}
-    done = servers.run(["resume", output, "-q"], tmp_path / "said", env)
-    assert done.returncode == 4 and "No space left on device" in done.stderr, done.stderr
-    assert done.stderr.count("\n") == 1 and not output.exists()
+    result = servers.run(["resume", output, "-q"], tmp_path / "said", env)
+    assert result.returncode == 4 and "No space left on device" in result.stderr, result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not output.exists()
     if call == 4:
         assert servers.run(["resume", output, "-q"], tmp_path / "said").returncode == 0
         assert conversion.find_differences(tree(output), tree(whole)) == []
@@ -440,9 +448,8 @@ def test_status_tells_a_killed_training_from_a_running_one(begun, tmp_path):
     output, _ = copy_of(begun[0], tmp_path)
     stopped = read_status(output)
     assert (stopped["state"], stopped["done"], stopped["units"]) == ("stopped", 1, 3)
-    assert (
-        journal.find_killed_run(journal.read_records(locate(output).journal)) is not None
-    )  # the journal says that it runs
+    # The journal says that it runs
+    assert journal.find_killed_run(journal.read_records(locate(output).journal)) is not None
     with pytest.raises(OutputError, match="contains an unfinished training; see `ktconvert status`"):
         restore_options(output, read_plan(locate(output)))  # as `inspect` does
     with WorkDir(locate(output)) as work, record_run(work):
@@ -453,32 +460,35 @@ def test_resume_rejects_changed_data_and_other_commands(servers, example, begun,
     killed, _, data = begun
     output, checkpoint = copy_of(killed, tmp_path)
     convert = ("cpu", "-i", example, "-o", output, "--quant-method", "int8", "-q")
-    assert servers.run(convert, tmp_path / "said").returncode == OutputError.exit_code and checkpoint.exists()
+    assert servers.run(convert, tmp_path / "said").returncode == OutputError.exit_code
+    assert checkpoint.exists()
     before = data.read_text()
     try:
         data.write_text(before.upper())
-        done = servers.run(["resume", output, "-q"], tmp_path / "said")
+        result = servers.run(["resume", output, "-q"], tmp_path / "said")
     finally:
         data.write_text(before)
-    assert done.returncode == InputError.exit_code and f"the content of dataset/{data.name} was" in done.stderr
+    assert result.returncode == InputError.exit_code
+    assert f"the content of dataset/{data.name} was" in result.stderr
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
-    done = servers.run(["resume", output, "-q"], tmp_path / "said")
-    assert done.returncode == OutputError.exit_code and tree(output).keys() == {"thesis.txt"} and checkpoint.exists()
+    result = servers.run(["resume", output, "-q"], tmp_path / "said")
+    assert result.returncode == OutputError.exit_code
+    assert tree(output).keys() == {"thesis.txt"}
+    assert checkpoint.exists()
 
 
 def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example, int8, text, tmp_path):
     adapter = tmp_path / "adapter"
     words = ("train", example, "--cpu-weights", int8, "--dataset", text, *SHORT, "-o", adapter)
     failed = cli(*words, "--learning-rate", 1e30, code=6)
-    assert (
-        re.search("is not finite at step .*; start over with a smaller --learning-rate", failed.stderr)
-        and not adapter.exists()
-    )
+    assert re.search("is not finite at step .*; start over with a smaller --learning-rate", failed.stderr)
+    assert not adapter.exists()
     old = locate(adapter).store / "checkpoint.5"
     old.mkdir()
     cli(*words, "--max-steps", 1, "--overwrite")
-    assert (adapter / "adapter_model.safetensors").exists() and not old.exists()
+    assert (adapter / "adapter_model.safetensors").exists()
+    assert not old.exists()
 
 
 @pytest.mark.parametrize(
@@ -495,5 +505,6 @@ def test_train_rejects_invalid_options_and_data(options, code, why, cli, example
     (tmp_path / "short.txt").write_text("import os\n")
     shutil.copy(text, tmp_path)
     given = [tmp_path / option if str(option).endswith(".txt") else option for option in options]
-    done = cli("train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter", code=code)
-    assert re.search(why, done.stderr) and not (tmp_path / "adapter").exists()
+    result = cli("train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter", code=code)
+    assert re.search(why, result.stderr)
+    assert not (tmp_path / "adapter").exists()

@@ -1,5 +1,6 @@
-"""`ktconvert verify`, also with --run and on workers: correct outputs pass, and damage is named, in our outputs and in
-those of kt-kernel.
+"""`ktconvert verify` on outputs of ktconvert and kt-kernel: correct outputs pass, and messages name damage.
+
+--run and workers are covered, too.
 """
 
 import json
@@ -87,27 +88,35 @@ def test_conversion_matches_its_source(name, conversions, example):
         conversions[name], "--against", example, "--full", "--numa", 2, "--quant-method", name[:4]
     )
     assert (report["experts"], report["hidden"], report["intermediate"], report["numa"]) == (8, 256, 256, 2)
-    assert report["layers"] == [0, 1] and report["tensors"] == 2 * 8 * 3 * 2 * 2
-    assert report["method"] == formats_by_option("cpu")[name[:4]].name and report["arrangement"] == name[5:]
+    assert report["layers"] == [0, 1]
+    assert report["tensors"] == 2 * 8 * 3 * 2 * 2
+    assert report["method"] == formats_by_option("cpu")[name[:4]].name
+    assert report["arrangement"] == name[5:]
     errors = {(e["layer"], e["projection"]): e for e in report["errors"]}
     assert set(errors) == {(layer, p) for layer in (0, 1) for p in ("gate", "up", "down")}
     low, high = {"int4": (0.05, 0.2), "int8": (0.002, 0.015)}[name[:4]]
     for error in errors.values():
-        assert error["experts"] == 8 and low < error["relative_error"] <= error["worst_relative_error"] < high
+        assert error["experts"] == 8
+        assert low < error["relative_error"] <= error["worst_relative_error"] < high
         assert error["cosine"] == pytest.approx(1 - error["relative_error"] ** 2 / 2, abs=2e-3)
     assert report["worst"][0]["relative_error"] == max(e["worst_relative_error"] for e in errors.values())
 
 
 def test_json_report_is_one_object_and_damage_gives_exit_code_6(conversions, copy, example, cli):
     said = cli("verify", conversions["int4-merged"], "--against", example).stdout
-    assert "verified" in said and "quantized again, same bytes" in said and "worst experts" in said
+    assert "verified" in said
+    assert "quantized again, same bytes" in said
+    assert "worst experts" in said
     assert cli("verify", conversions["int4-merged"], "-q").stdout == ""
     output = copy("int4-merged")
     flip_bit(output / FIRST, -1)
-    done = cli("verify", output, "--json", code=6)
-    assert json.loads(done.stdout)["ok"] is False and FIRST in done.stderr  # one object: loads() refuses a second line
-    done = cli("verify", output, code=6)
-    assert "NOT verified" in done.stdout and FIRST in done.stderr
+    result = cli("verify", output, "--json", code=6)
+    assert (
+        json.loads(result.stdout)["ok"] is False and FIRST in result.stderr
+    )  # one object: loads() refuses a second line
+    result = cli("verify", output, code=6)
+    assert "NOT verified" in result.stdout
+    assert FIRST in result.stderr
 
 
 @pytest.mark.parametrize("options", [["--save-backward-weights"], ["--max-shard-size", "100KB", "--non-experts", "copy"], ["--layers", "1"],
@@ -125,12 +134,16 @@ def test_flipped_byte_in_a_shard_is_found(name, at, what, copy, example, convers
     at += data_start(output / FIRST) if at > 0 else 0
     flip_bit(output / FIRST, at)
     report = run_verify(output)
-    assert FIRST in report["message"] and failed_checks(report) == ["hashes"]
+    assert FIRST in report["message"]
+    assert failed_checks(report) == ["hashes"]
     (problem,) = problems(run_verify(output, "--against", example), "source")
     where = f"NUMA slice {0 if at > 0 else 1}, {what}: byte "
-    assert where in problem and "1 byte differs" in problem and FIRST in problem
+    assert where in problem
+    assert "1 byte differs" in problem
+    assert FIRST in problem
     (problem,) = problems(run_verify(output, "--against", conversions[name]), "other")
-    assert problem.startswith("blk.0.ffn_") and "differs: byte " in problem
+    assert problem.startswith("blk.0.ffn_")
+    assert "differs: byte " in problem
     require_refused(conversions[name], "--against", output)
     require_accepted(without_manifest(output))  # by structure alone it cannot be seen
     require_refused(output, "--against", example)
@@ -138,17 +151,19 @@ def test_flipped_byte_in_a_shard_is_found(name, at, what, copy, example, convers
 
 MISNAMED = "blk.0.ffn_gate_exps.3.numa.1.weight"
 OTHER_NAME = MISNAMED.replace(".3.", ".03.")
-LOST = "blk.0.ffn_down_exps.7.numa.1.scale"
+REMOVED_TENSOR = "blk.0.ffn_down_exps.7.numa.1.scale"
 
 
-def _cut(path: Path) -> None:
+def _truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def _lose_tensor(output: Path) -> None:
+def _remove_tensor(output: Path) -> None:
     """Remove a matrix from a shard and the index: kt-kernel's loader would crash."""
-    edit_file(output / FIRST, lambda tensors: tensors.pop(LOST))
-    edit_json(output / INDEX, lambda index: (index["weight_map"].pop(LOST), index["metadata"].update(total_size=0)))
+    edit_file(output / FIRST, lambda tensors: tensors.pop(REMOVED_TENSOR))
+    edit_json(
+        output / INDEX, lambda index: (index["weight_map"].pop(REMOVED_TENSOR), index["metadata"].update(total_size=0))
+    )
 
 
 def _rename_all(output: Path, pattern: str, old: str, new: str) -> None:
@@ -174,14 +189,14 @@ def _map(output: Path, **change: Any) -> None:
 # Damage -> the output, a function that damages it, and words of the message if there is no manifest.
 IN_LAYER_1 = "blk.1.ffn_up_exps.2.numa.0.weight"
 DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
-    "a loose file cut off": ("int8-loose", lambda o: _cut(weight_file(o)), "but its name states"),
+    "a loose file cut off": ("int8-loose", lambda o: _truncate(weight_file(o)), "but its name states"),
     "a shard cut off": ("int8-merged", lambda o: rewrite(o / FIRST, (o / FIRST).read_bytes()[:400_000]), FIRST),
     "a shard cut off in its header": ("int8-merged", lambda o: rewrite(o / FIRST, b"short"), FIRST),
     "another name": ("int4-merged", lambda o: ((o / INDEX).unlink(), edit_header(o / FIRST, lambda h: h.update({OTHER_NAME: h.pop(MISNAMED)}))), "kt-kernel does not read this name"),
     "no shard": ("int4-merged", lambda o: (o / FIRST).unlink(), f"{INDEX} names {FIRST}, which is missing"),
     "no loose file": ("int4-loose", lambda o: weight_file(o, "INT4_gate_7_*_scale_.kt").unlink(), "layer 1, expert 7, gate_proj, NUMA slice 1, scale"),
     "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 contains no .kt files"),
-    "no tensor": ("int4-merged", _lose_tensor, f"{LOST} is missing (layer 0, expert 7, down_proj, NUMA slice 1, scale)"),
+    "no tensor": ("int4-merged", _remove_tensor, f"{REMOVED_TENSOR} is missing (layer 0, expert 7, down_proj, NUMA slice 1, scale)"),
     # kt-kernel's merge script writes F32 if "scale" is in its path
     "another dtype": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="F32", shape=[128 * 256 // 8]), f"{MISNAMED} in {FIRST} is F32"),
     "another type of bytes": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="U8", shape=[128 * 256 // 2]), f"{MISNAMED} in {FIRST} is U8"),
@@ -217,7 +232,8 @@ def test_inspect_reports_the_same_codes_as_verify(copy, cli):
     assert "all from -7 to 7" in cli("inspect", without_manifest(output)).stdout
     damage(output)
     found = json.loads(cli("inspect", output, "--json").stdout)
-    assert found["complete"] and found["codes"] == problems(run_verify(output), "codes")
+    assert found["complete"]
+    assert found["codes"] == problems(run_verify(output), "codes")
     assert words in cli("inspect", output).stdout
 
 
@@ -225,12 +241,11 @@ def test_inspect_reports_the_same_codes_as_verify(copy, cli):
 def test_wrong_numa_or_method_is_refused(name, conversions):
     output, ours = conversions[name], formats_by_option("cpu")[name[:4]].name
     sentence = require_refused(output, "--numa", 1)
-    assert (
-        "--numa 1 was given, but the weights are for 2 NUMA slices" in sentence
-        and "--kt-threadpool-count 2" in sentence
-    )
+    assert "--numa 1 was given, but the weights are for 2 NUMA slices" in sentence
+    assert "--kt-threadpool-count 2" in sentence
     sentence = require_refused(output, "--quant-method", {"int4": "int8", "int8": "AMXINT4"}[name[:4]])
-    assert f"the weights have the sizes of {ours}" in sentence and f"--kt-method {ours}" in sentence
+    assert f"the weights have the sizes of {ours}" in sentence
+    assert f"--kt-method {ours}" in sentence
 
 
 def test_changed_config_is_found(copy):
@@ -259,7 +274,8 @@ def test_manifest_that_contradicts_the_tensors_is_refused(change, copy, example)
     output = copy("int4-merged")
     edit_json(output / manifest.NAME, lambda whole: (whole if "tool" in change else whole["model"]).update(change))
     report = run_verify(output, "--against", example)
-    assert report["message"] and (change not in LIES or problems(report, "tensors"))
+    assert report["message"]
+    assert change not in LIES or problems(report, "tensors")
 
 
 def test_changed_manifest_is_found(copy):
@@ -322,7 +338,9 @@ def test_flipped_byte_in_a_copied_tensor_is_found(tmp_path, example):
     shard = output / "model-00003-of-00003.safetensors"
     flip_bit(shard, data_start(shard) + 1)
     (problem,) = problems(run_verify(output, "--against", example), "source")
-    assert shard.name in problem and "differs from" in problem and "at byte 1" in problem
+    assert shard.name in problem
+    assert "differs from" in problem
+    assert "at byte 1" in problem
 
 
 def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_experts):
@@ -332,7 +350,8 @@ def test_wrong_source_is_reported(conversions, tmp_path, write_qwen, random_expe
 
     report = against("same shape", 8, 256, 2)
     sentence = report["message"]
-    assert "layer 0, expert 0, gate_proj, NUMA slice 0, weight: byte 0 is" in sentence and "(and 191 more)" in sentence
+    assert "layer 0, expert 0, gate_proj, NUMA slice 0, weight: byte 0 is" in sentence
+    assert "(and 191 more)" in sentence
     assert any("differ from the source in the manifest" in note for note in report["notes"])
     assert report["errors"][0]["relative_error"] > 0.5
     sentence = against("other shape", 4, 512, 2)["message"]
@@ -351,10 +370,13 @@ def test_damaged_source_is_bad_input(conversions, tmp_path, example):
 
     edit_file(path, spoil)
     report = run_verify(conversions["int4-merged"], "--against", source)
-    assert report["code"] == 5 and name in report["message"] and "row 7, column 200" in report["message"]
+    assert report["code"] == 5
+    assert name in report["message"]
+    assert "row 7, column 200" in report["message"]
     path.write_bytes(path.read_bytes()[:-100])
     report = run_verify(conversions["int4-merged"], "--against", source)
-    assert report["code"] == 5 and path.name in report["message"]
+    assert report["code"] == 5
+    assert path.name in report["message"]
 
 
 def test_differences_from_a_second_output_are_named(conversions, copy, tmp_path, example):
@@ -367,13 +389,15 @@ def test_differences_from_a_second_output_are_named(conversions, copy, tmp_path,
     damaged = copy("int4-merged")
     (damaged / FIRST).write_bytes(b"")
     report = run_verify(conversions["int4-merged"], "--against", damaged)
-    assert report["code"] == 5 and FIRST in report["message"]
+    assert report["code"] == 5
+    assert FIRST in report["message"]
 
 
 def test_directory_without_an_output_is_refused(tmp_path, example):
     for path, code in ((example, 3), (tmp_path, 3), (example / "config.json", 3), (tmp_path / "nothing", 5)):
         report = run_verify(path)
-        assert report["code"] == code and str(path) in report["message"]
+        assert report["code"] == code
+        assert str(path) in report["message"]
 
 
 def test_unfinished_output_is_refused(tmp_path):
@@ -436,7 +460,8 @@ def test_huge_scale_is_found(name, projection, scale, words, copy):
         file.write(np.array([scale], "<f4").tobytes())
     report = run_verify(output, "--run")
     assert report["code"] == 6 and failed_checks(report) == ["run"], "nothing else finds it"
-    assert words in find_check(report, "run")["problems"][0] and "expert 5" in find_check(report, "run")["problems"][0]
+    assert words in find_check(report, "run")["problems"][0]
+    assert "expert 5" in find_check(report, "run")["problems"][0]
     assert "convert it again" in report["message"]
 
 
@@ -467,7 +492,8 @@ def test_wrong_runtime_is_found(wrong, conversions, monkeypatch):
     problems = smoke.smoke(conversions["int8-merged"], 0, 3, get_shared_pool(1)).problems
     words = {"expert": "expert 4", "panel": "panel 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
     assert any(words in problem for problem in problems), problems
-    assert any("exact" in problem for problem in problems) and any("default" in problem for problem in problems)
+    assert any("exact" in problem for problem in problems)
+    assert any("default" in problem for problem in problems)
 
 
 OUTPUTS = {
@@ -526,7 +552,8 @@ def test_worker_with_different_files_is_refused(source, workers, tmp_path, cli):
     order = item_checks.WorkerTask(opened.options, "run", "0.0.0", opened.identity, 1)
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert isinstance(failure, OutputError)
-    assert f"host {os.uname().nodename}: ktconvert " in str(failure) and "0.0.0" in str(failure)
+    assert f"host {os.uname().nodename}: ktconvert " in str(failure)
+    assert "0.0.0" in str(failure)
     (mine / "model-00001-of-00003.safetensors").unlink()
     order = replace(order, version=item_checks.tool_version())
     check = lambda _: None  # noqa: E731  # not a function of a module: it cannot travel

@@ -55,7 +55,8 @@ def test_output_without_its_manifest_is_refused(copy):
     output = copy("W4A16")
     (output / "manifest.json").unlink()
     report = run_verify(output)
-    assert report["code"] == 3 and "is packed by compressed-tensors, but has no manifest.json; " in report["message"]
+    assert report["code"] == 3
+    assert "is packed by compressed-tensors, but has no manifest.json; " in report["message"]
 
 
 def rewrite(output: Path, change: Callable[[Tensors], None], **facts: Any) -> Path:
@@ -111,7 +112,8 @@ def test_rounded_outputs_verify_and_predict_like_their_source(kind, converted, e
     assert find_check(report, "source")["result"].startswith("144 tensors quantized again, same bytes; 21 non-expert")
     predictions = report["predictions"]
     low, high = {"W4A16": (1e-3, 0.02), "W8A16": (1e-5, 1e-3)}[kind]
-    assert low < predictions["kl"] < high and predictions["tokens"] == 4 * 127
+    assert low < predictions["kl"] < high
+    assert predictions["tokens"] == 4 * 127
     assert predictions["top1_agreement"] > {"W4A16": 0.9, "W8A16": 0.98}[kind]
     assert 3 * predictions["kl"] < predictions["bound"] < {"W4A16": 0.2, "W8A16": 0.005}[kind]
     assert f"KL divergence {predictions['kl']:.3g} nats" in find_check(report, "predictions")["result"]
@@ -120,10 +122,12 @@ def test_rounded_outputs_verify_and_predict_like_their_source(kind, converted, e
 @loads
 def test_only_names_are_loaded_without_a_source(converted):
     report = run_verify(converted["W4A16"])
-    assert report["ok"] and report["predictions"] is None
+    assert report["ok"]
+    assert report["predictions"] is None
     assert [check["name"] for check in report["checks"]][-2:] == ["hashes", "reload"]
     report = run_verify(converted["W4A16"], "--no-load")
-    assert report["ok"] and report["checks"][-1]["name"] == "hashes"
+    assert report["ok"]
+    assert report["checks"][-1]["name"] == "hashes"
 
 
 @loads
@@ -131,10 +135,12 @@ def test_predictions_are_compared_on_a_given_text(converted, example, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("x = 1\n" * 60)
     predictions = run_verify(converted["W8A16"], "--against", example, "--text", text)["predictions"]
-    assert predictions["tokens"] == 127 * (predictions["tokens"] // 127) and predictions["kl"] < predictions["bound"]
+    assert predictions["tokens"] == 127 * (predictions["tokens"] // 127)
+    assert predictions["kl"] < predictions["bound"]
     text.write_text("too short")
     report = run_verify(converted["W8A16"], "--against", example, "--text", text)
-    assert report["code"] == 5 and "128 are required" in report["message"]
+    assert report["code"] == 5
+    assert "128 are required" in report["message"]
     assert run_verify(converted["W8A16"], "--against", example, "--text", tmp_path / "none")["code"] == 5
 
 
@@ -143,25 +149,30 @@ def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monk
     output = copy("W4A16")
     edit_json(output / "config.json", lambda config: config.update(model_type="of_tomorrow", architectures=["X"]))
     report = run_verify(rewrite(output, lambda _: None))
-    assert report["ok"] and any("not loaded: transformers cannot build it: " in note for note in report["notes"])
+    assert report["ok"]
+    assert any("not loaded: transformers cannot build it: " in note for note in report["notes"])
     monkeypatch.setattr(machine, "memory_available", lambda: 1 << 30)
     report = run_verify(converted["W4A16"], "--against", example)
-    assert report["ok"] and report["predictions"] is None
+    assert report["ok"]
+    assert report["predictions"] is None
     each = "predictions were not compared: each of the two models needs 1.0 GiB of memory, but 1.0 GiB are free"
     assert [note[: len(each)] for note in report["notes"]] == [each]
     monkeypatch.setattr("ktconvert.pipeline.verify.reload.find_spec", lambda name: None)
     report = run_verify(converted["W4A16"], "--against", example)
-    assert report["ok"] and find_check(report, "reload")["result"] == "not checked"
+    assert report["ok"]
+    assert find_check(report, "reload")["result"] == "not checked"
     assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
 
 
 def test_wrong_method_or_numa_is_refused(converted):
     report = run_verify(converted["W4A16"], "--quant-method", "W8A16", "--no-load")
     said = "--quant-method w8a16 was given, but the weights have the sizes of W4A16"
-    assert report["code"] == 6 and said in report["message"]
+    assert report["code"] == 6
+    assert said in report["message"]
     assert run_verify(converted["W4A16"], "--quant-method", "int4", "--no-load")["code"] == 6
     report = run_verify(converted["W4A16"], "--numa", 1)
-    assert report["code"] == 2 and "has no NUMA slices" in report["message"]
+    assert report["code"] == 2
+    assert "has no NUMA slices" in report["message"]
 
 
 def nudge_all(tensors: Tensors) -> None:
@@ -207,7 +218,9 @@ def test_wrong_gptq_expert_is_found(expert, suffix, change, words, copy, example
     assert run_verify(output, "--no-load")["ok"]
     report = run_verify(output, "--against", example, "--no-load")
     (problem,) = problems(report, "source")
-    assert report["code"] == 6 and name in problem and words in problem
+    assert report["code"] == 6
+    assert name in problem
+    assert words in problem
 
 
 def test_64_rows_suffice_to_find_a_wrong_expert(tmp_path, write_qwen, random_experts):
@@ -275,7 +288,8 @@ def test_fp8_without_scales_is_found(copy):
             tensors[name] = Tensor("F8_E4M3", (256, 256), tensors[name].data[::2])
 
     (problem,) = problems(run_verify(rewrite(copy("W4A16"), half)), "quantization")
-    assert problem.startswith(name) and "ignore its scales" in problem
+    assert problem.startswith(name)
+    assert "ignore its scales" in problem
 
 
 def test_ignore_list_that_matches_experts_is_found(copy):
@@ -293,9 +307,11 @@ def test_incomplete_source_gives_notes(tmp_path, write_qwen, random_experts):
     """The source lacks attention: no fault of the conversion."""
     source = write_qwen(tmp_path / "source", {0: random_experts(2, 128, 128)}, vocab_size=16)
     report = run_verify(convert(source, tmp_path / "out", "W4A16"), "--against", source)
-    assert report["ok"] and report["predictions"] is None
+    assert report["ok"]
+    assert report["predictions"] is None
     lacks = [note for note in report["notes"] if "transformers finds no tensor for " in note]
-    assert lacks and "the source has the same problem" in lacks[0]
+    assert lacks
+    assert "the source has the same problem" in lacks[0]
     assert "predictions were not compared: the output cannot be loaded completely" in report["notes"]
 
 

@@ -67,9 +67,9 @@ def wheel() -> Path:
 
 def run(command: list[str | Path], **more: Any) -> str:
     """Run a command and return its output; a failure shows everything that it printed."""
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, **more)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    result = subprocess.run(list(map(str, command)), capture_output=True, text=True, **more)
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +162,12 @@ def test_the_installed_package_has_types(environment: Any, tmp_path: Path) -> No
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     options = ["--python-executable", venv / "bin" / "python", "--cache-dir", tmp_path / "cache"]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "mypy", *options, program], capture_output=True, text=True, cwd=tmp_path
     )
-    assert 'Revealed type is "list[pathlib.Path]"' in done.stdout, done.stdout + done.stderr
-    assert 'Revealed type is "def (layer_idx: int, ' in done.stdout, done.stdout
-    assert 'Argument 1 to "plan" has incompatible type "int"; expected "str"' in done.stdout
+    assert 'Revealed type is "list[pathlib.Path]"' in result.stdout, result.stdout + result.stderr
+    assert 'Revealed type is "def (layer_idx: int, ' in result.stdout, result.stdout
+    assert 'Argument 1 to "plan" has incompatible type "int"; expected "str"' in result.stdout
 
 
 def test_the_wheel_runs_on_a_plain_x86_64_cpu(environment: Any, tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
-"""KTMoEWrapper on a CPU: kt-kernel's signature, the bits of Experts, the meaning of deferred
-experts, and what is refused."""
+"""KTMoEWrapper on a CPU: kt-kernel's signature, bits as of Experts, deferred experts, and refused calls."""
 
 import inspect
 import os
@@ -75,24 +74,24 @@ def test_forward_gives_the_bits_of_experts(packed_example, method, parts):
         experts = Experts.load(path, layer)
         for tokens in (0, 1, 40):
             batch = make_inputs(tokens)
-            want = by_experts(experts, *batch)
-            assert equal_bits(wrapper.forward(*batch, None), want)
+            expected = by_experts(experts, *batch)
+            assert equal_bits(wrapper.forward(*batch, None), expected)
             wrapper.submit_forward(*batch, None)
-            assert equal_bits(wrapper.sync_forward(batch[0], None), want)
+            assert equal_bits(wrapper.sync_forward(batch[0], None), expected)
 
 
 def test_any_dtype_shape_and_stride_computes(packed_example):
     wrapper = load(packed_example("int8", 1))
     hidden, ids, weights = make_inputs(12)
-    want = wrapper.forward(hidden, ids, weights)
+    expected = wrapper.forward(hidden, ids, weights)
     cube = wrapper.forward(hidden.view(3, 4, HIDDEN), ids.view(3, 4, TOPK), weights.view(3, 4, TOPK))
-    assert equal_bits(cube, want.view(3, 4, HIDDEN))
+    assert equal_bits(cube, expected.view(3, 4, HIDDEN))
     for dtype in (torch.float32, torch.float64):
         out = wrapper.forward(hidden.to(dtype), ids.int(), weights.double())
-        assert out.dtype == dtype and torch.equal(out, want.to(dtype))
+        assert out.dtype == dtype and torch.equal(out, expected.to(dtype))
     wide = torch.zeros(12, 2 * HIDDEN, dtype=torch.bfloat16)
     wide[:, ::2] = hidden
-    assert equal_bits(wrapper.forward(wide[:, ::2], ids.T.contiguous().T, weights), want)
+    assert equal_bits(wrapper.forward(wide[:, ::2], ids.T.contiguous().T, weights), expected)
 
 
 def test_outputs_are_new_tensors(packed_example):
@@ -143,10 +142,10 @@ def test_packed_tensors_equal_converted_files(tmp_path, packed_example, stacked,
     for layer in (0, 1):
         online = make(tmp_path, layer_idx=layer, method=name, threadpool_count=parts, cpu_save=True)
         online.load_weights_from_tensors(*stacked[layer], torch.arange(EXPERTS))
-        want = load(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*batch)
-        assert equal_bits(online.forward(*batch), want)
+        expected = load(loose, layer_idx=layer, method=name, threadpool_count=parts).forward(*batch)
+        assert equal_bits(online.forward(*batch), expected)
         saved = load(tmp_path, layer_idx=layer, method=name, threadpool_count=parts)
-        assert equal_bits(saved.forward(*batch), want)
+        assert equal_bits(saved.forward(*batch), expected)
     ours, theirs = ({p.relative_to(f): p.read_bytes() for p in f.rglob("*.kt")} for f in (tmp_path, loose))
     assert ours == theirs and len(ours) == 2 * EXPERTS * 3 * parts * 2
 
@@ -154,16 +153,16 @@ def test_packed_tensors_equal_converted_files(tmp_path, packed_example, stacked,
 def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, stacked):
     order = torch.tensor([3, 1, 0, 7, 6, 5, 2, 4])
     hidden, ids, weights = make_inputs(20)
-    want = load(packed_example("int8", 1)).forward(hidden, order[ids], weights)
+    expected = load(packed_example("int8", 1)).forward(hidden, order[ids], weights)
     mapped = make(packed_example("int8", 1))
     mapped.load_weights(order)
-    assert equal_bits(mapped.forward(hidden, ids, weights), want)
+    assert equal_bits(mapped.forward(hidden, ids, weights), expected)
     make(tmp_path / "new").load_weights_from_tensors(*stacked[0], order)
     assert list(tmp_path.iterdir()) == []  # without cpu_save nothing is written
     online = make(tmp_path, cpu_save=True)
     online.load_weights_from_tensors(*stacked[0], order)
-    assert equal_bits(online.forward(hidden, ids, weights), want)
-    assert equal_bits(load(tmp_path).forward(hidden, order[ids], weights), want)  # files hold logical experts
+    assert equal_bits(online.forward(hidden, ids, weights), expected)
+    assert equal_bits(load(tmp_path).forward(hidden, order[ids], weights), expected)  # files hold logical experts
     with pytest.raises(ValueError, match="order must name"):
         mapped.load_weights(torch.arange(EXPERTS - 1))
 
@@ -217,13 +216,13 @@ def test_deferred_experts_reach_the_next_layer(packed_example, way, defer, token
         hidden, ids, weights = make_inputs(tokens, seed=10 * turn + tokens, topk=3)
         ids[0, turn] = -1 if turn else EXPERTS  # is no expert
         for layer, wrapper in enumerate(layers):
-            want = plain(layer, defer if layer == 0 else 0, hidden, ids, weights)
+            expected = plain(layer, defer if layer == 0 else 0, hidden, ids, weights)
             if way == "submit" or (way == "turns" and (turn + layer) % 2):
                 wrapper.submit_forward(hidden, ids, weights, None)
                 out = wrapper.sync_forward(hidden, None)
             else:
                 out = wrapper.forward(hidden, ids, weights, None)
-            assert equal_bits(out, want), (turn, layer)
+            assert equal_bits(out, expected), (turn, layer)
             hidden, ids = out, ids.flip(0)
         plain.left = [None, None]
 
@@ -249,10 +248,10 @@ def test_models_do_not_mix(packed_example, way, order):
     path = packed_example("int8", 1)
     layers = [{"layer_idx": 0, "max_deferred_experts_per_token": 1}, {"layer_idx": 1}]
     batches = [make_inputs(4, seed) for seed in (0, 1)]
-    want = []
+    expected = []
     for hidden, ids, weights in batches:
         alone = [load(path, **layer) for layer in layers]
-        want.append([hidden := wrapper.forward(hidden, ids, weights) for wrapper in alone])
+        expected.append([hidden := wrapper.forward(hidden, ids, weights) for wrapper in alone])
     del alone
     unused = [load(path, **layers[0])] if order == "after an unused layer" else []
     if order == "layer by layer":
@@ -267,7 +266,7 @@ def test_models_do_not_mix(packed_example, way, order):
             else:
                 model[layer].submit_forward(outs[number], ids, weights)
                 outs[number] = model[layer].sync_forward(outs[number])
-        assert all(equal_bits(got, each[layer]) for got, each in zip(outs, want, strict=True))
+        assert all(equal_bits(got, each[layer]) for got, each in zip(outs, expected, strict=True))
     del unused
 
 
@@ -276,19 +275,19 @@ def test_a_new_wrapper_replaces_one_of_its_layer(packed_example):
     first, second = load(path, max_deferred_experts_per_token=1), load(path, layer_idx=1)
     alone = second.forward(*batch)
     first.forward(*batch)
-    want = second.forward(*batch)
+    expected = second.forward(*batch)
     first.forward(*batch)
     del first
     first = load(path, max_deferred_experts_per_token=1)  # has left nothing yet
     first.forward(*batch)
-    assert equal_bits(second.forward(*batch), want) and not equal_bits(want, alone)
+    assert equal_bits(second.forward(*batch), expected) and not equal_bits(expected, alone)
     first.max_deferred_experts_per_token = 0  # may change at any time, as in kt-kernel
     first.forward(*batch)
     assert equal_bits(second.forward(*batch), alone)
 
 
 def test_the_next_layer_must_get_the_same_tokens(packed_example):
-    """And there must be one."""
+    """A layer that defers experts must have a next layer."""
     path = packed_example("int8", 1)
     last = load(path, layer_idx=1, max_deferred_experts_per_token=1)
     with pytest.warns(UserWarning, match=r"layer 1 of .* its model has no layer 2 .* max_deferred_experts_per_token=0"):
@@ -367,7 +366,7 @@ def python(program: str, **environment: str) -> programs.Done:
 
 
 def test_kt_kernel_can_be_imported_by_name():
-    done = python(
+    result = python(
         "import importlib.util, sys\n"
         "from ktconvert.native_quant import install_as_kt_kernel, KTMoEWrapper as ours\n"
         "assert 'kt_kernel' not in sys.modules\n"
@@ -381,8 +380,8 @@ def test_kt_kernel_can_be_imported_by_name():
         "try: import kt_kernel.utils\n"
         "except ImportError as error: print(error)\n"
     )
-    assert done.returncode == 0, done.stderr
-    first, second, third = done.stdout.splitlines()
+    assert result.returncode == 0, result.stderr
+    first, second, third = result.stdout.splitlines()
     version, variant, same_variant = first.split()
     variants = ("amx", "avx512_bf16", "avx512_vnni", "avx512_base", "avx2", "scalar")
     assert version[0].isdigit() and variant == same_variant in variants
@@ -408,7 +407,7 @@ def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         "from ktconvert.native_quant import install_as_kt_kernel\n\ninstall_as_kt_kernel()\n"
     )
-    done = python(
+    result = python(
         "import kt_kernel\n"
         "from kt_kernel.cli.main import main\n"
         "main()\n"
@@ -417,12 +416,12 @@ def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
         "print(kt_kernel.KTMoEWrapper is KTMoEWrapper, kt_kernel.__file__)\n",
         PYTHONPATH=str(tmp_path),
     )
-    assert done.stdout.splitlines() == ["kt", f"True {tmp_path / 'kt_kernel' / '__init__.py'}"], done.stderr
+    assert result.stdout.splitlines() == ["kt", f"True {tmp_path / 'kt_kernel' / '__init__.py'}"], result.stderr
 
 
 def test_names_are_imported_at_first_use():
-    """And the real kt_kernel is not replaced."""
-    done = python(
+    """The import does not replace the real kt_kernel."""
+    result = python(
         "import sys, types, ktconvert.native_quant as nq\n"
         "nq.Experts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
@@ -431,9 +430,9 @@ def test_names_are_imported_at_first_use():
         "sys.modules['kt_kernel'] = types.ModuleType('kt_kernel')\n"
         "nq.install_as_kt_kernel()\n"
     )
-    none, error = done.stdout.splitlines()
+    none, error = result.stdout.splitlines()
     assert none == "[]" and "has no attribute 'Nothing'" in error
-    assert "RuntimeError: the real kt_kernel is imported already" in done.stderr
+    assert "RuntimeError: the real kt_kernel is imported already" in result.stderr
 
 
 SHOW = "from ktconvert.native_quant import kernels; print(kernels.isa()); kernels.isa()"
@@ -442,8 +441,8 @@ SHOW = "from ktconvert.native_quant import kernels; print(kernels.isa()); kernel
 def test_the_environment_selects_the_instruction_set():
     unknown = "ValueError: KTCONVERT_ISA: 'sse9' is not a known instruction set"
     assert unknown in python(SHOW, KTCONVERT_ISA="sse9").stderr
-    done = python(SHOW, KTCONVERT_ISA="")
-    assert (done.stdout, done.stderr) == (f"{isas.default_isa()}\n", "")
+    result = python(SHOW, KTCONVERT_ISA="")
+    assert (result.stdout, result.stderr) == (f"{isas.default_isa()}\n", "")
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="avx2", KTCONVERT_ISA="scalar").stdout == "scalar\n"
     assert python(SHOW, KT_KERNEL_CPU_VARIANT="neon").stdout == f"{isas.default_isa()}\n"  # kt-kernel skips it too
     names = {"avx2": "avx2", "avx512_bf16": "avx512bf16", "avx512_vbmi": "avx512vnni", "avx512_base": "avx512"}
@@ -453,6 +452,6 @@ def test_the_environment_selects_the_instruction_set():
     if "amx" not in kernels.available_isas():
         refused = python(SHOW, KT_KERNEL_CPU_VARIANT="amx")
         assert "ValueError: KT_KERNEL_CPU_VARIANT: this machine does not support 'amx'" in refused.stderr
-    done = python(SHOW, KTCONVERT_DEBUG="1", KTCONVERT_ISA=" AVX2 ")
-    assert done.stdout == "avx2\n" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("ktconvert: computes with avx2 (KTCONVERT_ISA) of scalar, avx2")
+    result = python(SHOW, KTCONVERT_DEBUG="1", KTCONVERT_ISA=" AVX2 ")
+    assert result.stdout == "avx2\n" and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("ktconvert: computes with avx2 (KTCONVERT_ISA) of scalar, avx2")

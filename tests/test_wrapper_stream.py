@@ -102,8 +102,8 @@ def test_stream_gives_the_bits_of_the_cpu(folder, stream, defer):
     wrappers = model(folder, defer)
     for seed, tokens in enumerate((4, 1, 4, 4, 9)):
         batch = make_inputs(tokens, seed)
-        want = run(wrappers, batch)
-        assert all(map(equal_bits, stream.run(wrappers, batch), want))
+        expected = run(wrappers, batch)
+        assert all(map(equal_bits, stream.run(wrappers, batch), expected))
 
 
 def test_the_order_of_launches_is_fixed(folder, stream):
@@ -116,15 +116,15 @@ def test_the_order_of_launches_is_fixed(folder, stream):
 def test_layers_with_their_own_threads_wait_for_each_other(folder, stream):
     wrappers = model(folder, 1, threads=(1, 2))
     batch = make_inputs(5, 3)
-    want = run(wrappers, batch)
-    assert all(map(equal_bits, stream.run(wrappers, batch), want))
+    expected = run(wrappers, batch)
+    assert all(map(equal_bits, stream.run(wrappers, batch), expected))
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT, WAIT, SUBMIT, WAIT]
 
 
 def test_models_of_one_directory_do_not_mix_on_a_stream(folder, stream):
     """Layer by layer, both submitted before either result is taken."""
     models, batches = [model(folder, 1), model(folder, 1)], [make_inputs(5, 1), make_inputs(5, 2)]
-    want = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
+    expected = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
     hidden = [batch[0] for batch in batches]
     for layer in range(LAYERS):
         streams_of = [each[layer]._stream for each in models]
@@ -132,16 +132,16 @@ def test_models_of_one_directory_do_not_mix_on_a_stream(folder, stream):
             assert on is not None
             on.submit(x, ids, weights, 7)
         hidden = [on.sync(x, 7) for on, x in zip(streams_of, hidden, strict=True) if on is not None]
-        assert all(equal_bits(got, outs[layer]) for got, outs in zip(hidden, want, strict=True))
+        assert all(equal_bits(got, outs[layer]) for got, outs in zip(hidden, expected, strict=True))
 
 
 @pytest.mark.filterwarnings("ignore:layer 0 of .* defers experts")
 def test_a_deferred_job_without_a_next_layer_is_awaited(folder, stream):
     first = model(folder, 1)[:1]
     batch = make_inputs(5, 3)
-    want = run(first, batch)
+    expected = run(first, batch)
     for _ in range(3):
-        assert equal_bits(stream.run(first, batch)[0], want[0])
+        assert equal_bits(stream.run(first, batch)[0], expected[0])
     assert [f for f, _ in stream.log] == [SUBMIT, SUBMIT, WAIT] + 2 * [WAIT, SUBMIT, SUBMIT, WAIT]
 
 
@@ -155,7 +155,7 @@ def test_a_recorded_graph_can_be_replayed(folder, stream, defer):
     for seed in (1, 2):
         _, ids, weights = batch = make_inputs(4, seed)
         # A graph's copies: what comes in for both layers, here without one layer's output going into the next.
-        want = [wrappers_again[0].forward(*batch), wrappers_again[1].forward(*batch)]
+        expected = [wrappers_again[0].forward(*batch), wrappers_again[1].forward(*batch)]
         now, later = wrappers[0].select_deferred_experts(ids, weights, TOPK - defer)
         for place in range(LAYERS):
             buffers.hidden[place].copy_(batch[0])
@@ -165,7 +165,7 @@ def test_a_recorded_graph_can_be_replayed(folder, stream, defer):
         if later is not None:
             buffers.deferred_ids[0].copy_(later)
         stream.replay()
-        assert equal_bits(buffers.out[0], want[0]) and equal_bits(buffers.out[1], want[1])
+        assert equal_bits(buffers.out[0], expected[0]) and equal_bits(buffers.out[1], expected[1])
     stream.run(wrappers, make_inputs(9, 0))
     assert list(buffers_of(wrappers[1]).kept.values()) == [buffers]  # another size did not take their place
 
@@ -206,9 +206,9 @@ def test_gpu_tensors_compute(folder, defer):
     wrappers = model(folder, defer)
     for tokens in (1, 4, 40):
         batch = make_inputs(tokens, tokens)
-        want = run(wrappers, batch)
+        expected = run(wrappers, batch)
         outs = run(wrappers, on_gpu(batch))
-        assert all(out.is_cuda for out in outs) and all(map(equal_bits, outs, want))
+        assert all(out.is_cuda for out in outs) and all(map(equal_bits, outs, expected))
 
 
 @gpu
@@ -217,7 +217,7 @@ def test_forwards_keep_the_order_of_a_stream(folder, name):
     """Earlier work on the stream is visible, later work waits, although the host does not."""
     wrapper = model(folder, 0)[0]
     batch = make_inputs(16, 5)
-    want = wrapper.forward(*batch)
+    expected = wrapper.forward(*batch)
     own = torch.cuda.Stream()
     cuda_stream: Any = {"number": own.cuda_stream, "stream": own, "none": None}[name]
     source = on_gpu(batch)
@@ -231,7 +231,7 @@ def test_forwards_keep_the_order_of_a_stream(folder, name):
             late.zero_()
             out = wrapper.sync_forward(late, cuda_stream).clone()
         own.synchronize()
-        assert equal_bits(out, want)
+        assert equal_bits(out, expected)
 
 
 @gpu
@@ -248,9 +248,9 @@ def test_forwards_can_be_captured(folder, defer):
     run(wrappers, on_gpu(make_inputs(40, 9)))  # another size in between
     for seed in (1, 2, 3):
         batch = make_inputs(4, seed)
-        want = run(model(folder, defer), batch)
+        expected = run(model(folder, defer), batch)
         for place, value in zip((hidden, ids, weights), on_gpu(batch), strict=True):
             place.copy_(value)
         graph.replay()
         torch.cuda.synchronize()
-        assert all(map(equal_bits, outs, want))
+        assert all(map(equal_bits, outs, expected))

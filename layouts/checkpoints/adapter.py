@@ -24,7 +24,7 @@ from ktconvert.quantizers.reference import bf16_to_f32
 V = TypeVar("V")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-AGAIN = "save the adapter again"
+SAVE_AGAIN = "save the adapter again"
 MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
 OF_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<name>\w+)")  # a module of one expert
 # PEFT's module around a parameter of stacked experts, and around two of them: the inner one is the first.
@@ -198,9 +198,9 @@ def read_settings(folder: Path, use: str) -> Settings:
         config = documents.parse_json(file.read_bytes())
         documents.require_plain(config)
     except ValueError as error:
-        raise InputError(f"not a LoRA configuration ({error})", AGAIN, path=file) from error
+        raise InputError(f"not a LoRA configuration ({error})", SAVE_AGAIN, path=file) from error
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise InputError("not a LoRA configuration (it has no peft_type)", AGAIN, path=file)
+        raise InputError("not a LoRA configuration (it has no peft_type)", SAVE_AGAIN, path=file)
     if config.pop("peft_type") != "LORA":
         raise UnsupportedError("not a LoRA adapter", "give an adapter of PEFT's LoraConfig", path=file)
     for name, value in config.items():
@@ -208,25 +208,25 @@ def read_settings(folder: Path, use: str) -> Settings:
         if value is None or isinstance(setting, Harmless):
             continue
         if not setting.is_plain(value) and use not in setting.uses:
-            raise _refuse(name, value, use, setting).with_path(file)
+            raise _make_refusal(name, value, use, setting).with_path(file)
         if value == setting.default or not setting.uses:
             continue
         try:
             values[name] = documents.as_type(value, setting.kind)
         except msgspec.ValidationError as error:
-            raise InputError(f"its {name} is {_short(value)} ({error})", AGAIN, path=file) from error
+            raise InputError(f"its {name} is {_short(value)} ({error})", SAVE_AGAIN, path=file) from error
     for name in ("modules_to_save", "layers_pattern"):  # PEFT treats them as regular expressions
         given = values.get(name) or ()
         for text in [given] if isinstance(given, str) else given:
             if not re.fullmatch(r"[\w.]+", text):
-                raise InputError(f"its {name} has {_short(text)}, which is not a module name", AGAIN, path=file)
+                raise InputError(f"its {name} has {_short(text)}, which is not a module name", SAVE_AGAIN, path=file)
     return Settings(file, values)
 
 
 UNKNOWN = Setting(None, Any, NONE)
 
 
-def _refuse(name: str, value: Any, use: str, setting: Setting) -> UnsupportedError:
+def _make_refusal(name: str, value: Any, use: str, setting: Setting) -> UnsupportedError:
     if setting is UNKNOWN:
         problem = f"its {_short(name)} is {_short(value)}, which is a setting of a newer PEFT or a different program"
         return UnsupportedError(f"{problem} and may change the results", "save the adapter as plain LoRA")
@@ -309,14 +309,14 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
     for module, sides in found.items():
         if len(sides) < 2:
             missing = f"{module}.lora_{'B' if 'A' in sides else 'A'}.weight"
-            raise InputError(f"lacks tensor {missing!r} of a pair of matrices", AGAIN, path=file)
-        pairs[module] = Pair(sides["A"], sides["B"], _names(module, found, settings))
+            raise InputError(f"lacks tensor {missing!r} of a pair of matrices", SAVE_AGAIN, path=file)
+        pairs[module] = Pair(sides["A"], sides["B"], _find_names(module, found, settings))
         _require_rank(pairs[module], settings, file)
     _require_numbers(pairs, file)
     return pairs
 
 
-def _names(module: str, modules: Collection[str], settings: Settings) -> tuple[str, ...]:
+def _find_names(module: str, modules: Collection[str], settings: Settings) -> tuple[str, ...]:
     """Return the names that patterns may use for a module; for an expert, also its projection in all experts."""
     if match := OF_EXPERT.fullmatch(module):
         return module, f"{match['experts']}.{match['name']}"
@@ -335,7 +335,7 @@ def _require_rank(pair: Pair, settings: Settings, file: Path) -> None:
     stacked = OF_STACK.fullmatch(pair.names[0].rpartition(".")[0]) is not None
     if a != b or not a or (a % rank if stacked else a != rank):
         problem = f"and {pair.b.name} is {list(pair.b.shape)}, but their rank in {CONFIG} is {rank}"
-        raise InputError.from_tensor(pair.a.name, f"is {list(pair.a.shape)}, {problem}", AGAIN, file)
+        raise InputError.from_tensor(pair.a.name, f"is {list(pair.a.shape)}, {problem}", SAVE_AGAIN, file)
 
 
 def _require_numbers(pairs: Iterable[str], file: Path) -> None:
@@ -349,7 +349,7 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
             problem = (
                 f"has matrices of {name} for {len(found)} experts up to {max(found)}, but not for expert {missing}"
             )
-            raise InputError(problem, AGAIN, path=file)
+            raise InputError(problem, SAVE_AGAIN, path=file)
 
 
 def read_adapter(folder: Path) -> dict[str, Delta]:
@@ -361,7 +361,7 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
     deltas: dict[str, Delta] = {}
     for module, (a, b, names) in read_pairs(folder, settings).items():
         if not settings.name_module(module):
-            raise InputError.from_tensor(a.name, f"belongs to a module that {CONFIG} does not name", AGAIN, file)
+            raise InputError.from_tensor(a.name, f"belongs to a module that {CONFIG} does not name", SAVE_AGAIN, file)
         rank, scaling, rows = settings.rank(*names), settings.scale_factor(*names), b.shape[0]
         experts, _, parameter = names[0].rpartition(".")
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):
@@ -375,7 +375,7 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
             for name, own_rows in rows_by_name.items():
                 deltas[f"{experts}.{number}.{name}"] = Delta(file, a, b, scaling, rank, own_rows, number, count)
     if not deltas:
-        raise InputError("has no matrices", AGAIN, path=file)
+        raise InputError("has no matrices", SAVE_AGAIN, path=file)
     return deltas
 
 
@@ -385,7 +385,7 @@ def _read(file: Path, info: TensorInfo, rows: range) -> F32:
     start = info.start + rows.start * columns * dtype.itemsize
     data: Array = np.fromfile(file, dtype, len(rows) * columns, offset=start)
     if data.size < len(rows) * columns:
-        raise InputError("became shorter while it was read", AGAIN, path=file)
+        raise InputError("became shorter while it was read", SAVE_AGAIN, path=file)
     values = bf16_to_f32(data) if info.dtype == "BF16" else data.astype(np.float32)
     if not np.isfinite(values).all():
         raise InputError.from_tensor(info.name, "holds numbers that are not finite", "train again", file)

@@ -31,7 +31,7 @@ CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 
 
 def parse_arch(text: str) -> Arch:
-    """Return the row that a TOML text describes; it precedes ARCHS. Raise InputError naming a wrong key."""
+    """Return the row that a TOML text describes; it precedes ARCHS. Raises InputError naming a wrong key."""
     try:
         return _parse(text)
     except InputError as error:
@@ -39,6 +39,7 @@ def parse_arch(text: str) -> Arch:
 
 
 def _parse(text: str) -> Arch:
+    """Return the row that a TOML text describes; raise InputError for unknown keys and wrong values."""
     try:
         tree = tomllib.loads(text)
     except (ValueError, RecursionError) as e:

@@ -98,13 +98,15 @@ def find_contradiction(config: Config, header_config: Config, arch: Arch) -> str
         return f"config.json has {limit[0]} = {limit[1]}, but {header}"
     for name, keys in EQUIVALENT_KEYS.items():
         number = header_config.get(name)
-        config_values = {
-            key: n[1] for key in keys if (n := cfg.find_value(config, (key,))) is not None and type(n[1]) is int
+        values = {
+            key: found[1]
+            for key in keys
+            if (found := cfg.find_value(config, (key,))) is not None and type(found[1]) is int
         }
-        if type(number) is int and config_values and number not in config_values.values():
-            key = next(iter(config_values))
+        if type(number) is int and values and number not in values.values():
+            key = next(iter(values))
             header = f"the header of the weights has {KEYS[name]} = {number}"
-            return f"config.json has {key} = {config_values[key]}, but {header}"
+            return f"config.json has {key} = {values[key]}, but {header}"
     acts = [cfg.find_value(each, HIDDEN_ACT) for each in (config, header_config)]
     if acts[0] and acts[1]:
         one, two = ({*HIDDEN_ACTS.get(str(act[1]).lower(), (act[1],))} for act in acts if act)
@@ -139,10 +141,10 @@ def find_size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[
     """Yield a sentence for each number of experts, hidden size and expert width that contradicts the config."""
     for layer, shape in shapes.items():
         claims = find_sizes(config, layer)
-        for problem, size in zip(claims, shape, strict=True):
-            claim = claims[problem]
+        for label, size in zip(claims, shape, strict=True):
+            claim = claims[label]
             if claim is not None and size and claim[1] != size:
-                yield f"config.json has {claim[0]} = {claim[1]}, but layer {layer} has {problem} {size}"
+                yield f"config.json has {claim[0]} = {claim[1]}, but layer {layer} has {label} {size}"
 
 
 def find_sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:

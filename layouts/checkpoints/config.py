@@ -155,7 +155,7 @@ WIDEST = 8  # bits of integer codes; layers of more bits are not quantized
 
 def parse_quantization(config: dict[str, Any]) -> Quantization:
     """Read how weights are quantized from a config; unusable values are ignored."""
-    method, words, weights, sizes, mxint = "", "", [], [], False
+    method, packing, weights, sizes, mxint = "", "", [], [], False
     for scope in iterate_scopes(config):
         for key in QUANTIZATIONS:
             if isinstance(quant := scope.get(key), dict):
@@ -163,15 +163,15 @@ def parse_quantization(config: dict[str, Any]) -> Quantization:
                 method = method or named_method
                 mxint = mxint or _has_mxint(quant)
                 groups = quant.get("config_groups")
-                named = groups.values() if isinstance(groups, dict) else ()
-                inner = [group.get("weights") for group in named if isinstance(group, dict)]
+                group_list = groups.values() if isinstance(groups, dict) else ()
+                inner = [group.get("weights") for group in group_list if isinstance(group, dict)]
                 schemes = [scheme for scheme in inner if isinstance(scheme, dict)]
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
                     formats = layout, *map(quant.get, ("checkpoint_format", "format", "version"))
                     format_name = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
-                    words = words or str(format_name).lower()
+                    packing = packing or str(format_name).lower()
                     weights += _list_schemes(quant)
     blocks = [
         (s[0], s[1]) for s in sizes if isinstance(s, list) and len(s) == 2 and all(type(n) is int and n > 0 for n in s)
@@ -183,7 +183,7 @@ def parse_quantization(config: dict[str, Any]) -> Quantization:
 
     return Quantization(
         method,
-        words,
+        packing,
         tuple(dict.fromkeys(blocks)),
         tuple(n for n in each("num_bits", int) if n > 0),
         tuple(n for n in each("group_size", int) if n > 0),
@@ -200,13 +200,16 @@ def merge_quantization_files(declared: Quantization, other_file: dict[str, Any])
     """
     if not other_file.keys() & KEYS.values():
         return declared
-    declared = parse_quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
+    other = parse_quantization({"quantization_config": {"quant_method": declared.method or "gptq", **other_file}})
     for name, key in KEYS.items():
-        one, other = getattr(declared, name), getattr(declared, name)
-        if one and other and one != other:
-            two = [each if isinstance(each, str) else " and ".join(map(json.dumps, each)) for each in (other, one)]
-            raise ValueError(f"has {key} {two[0]}, but config.json has {two[1]}")
-    return replace(declared, **{name: getattr(declared, name) or getattr(declared, name) for name in KEYS})
+        declared_value, file_value = getattr(declared, name), getattr(other, name)
+        if declared_value and file_value and declared_value != file_value:
+            file_text, declared_text = (
+                value if isinstance(value, str) else " and ".join(map(json.dumps, value))
+                for value in (file_value, declared_value)
+            )
+            raise ValueError(f"has {key} {file_text}, but config.json has {declared_text}")
+    return replace(declared, **{name: getattr(declared, name) or getattr(other, name) for name in KEYS})
 
 
 def _parse_method(quant: dict[str, Any]) -> tuple[str, str]:
@@ -228,17 +231,24 @@ def _layer_overrides(quant: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _has_mxint(quant: dict[str, Any]) -> bool:
     groups = quant.get("config_groups")
-    named = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    declared = (
-        str(each.get(key)) for each in (quant, *_layer_overrides(quant), *named) for key in ("data_type", "format")
+    group_list = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
+    texts = (
+        str(settings.get(key))
+        for settings in (quant, *_layer_overrides(quant), *group_list)
+        for key in ("data_type", "format")
     )
-    return any("mxint" in text.replace("_", "").lower() for text in declared)
+    return any("mxint" in text.replace("_", "").lower() for text in texts)
 
 
 def _list_schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a config of GPTQ or AWQ as compressed-tensors' schemes: the default, then the overrides."""
-    named = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
-    each = [
-        {key: other.get(its, quant.get(its)) for key, its in named.items()} for other in ({}, *_layer_overrides(quant))
+    key_names = {"num_bits": "bits", "group_size": "group_size", "symmetric": "sym", "ordered": "desc_act"}
+    schemes = [
+        {key: settings.get(quant_key, quant.get(quant_key)) for key, quant_key in key_names.items()}
+        for settings in ({}, *_layer_overrides(quant))
     ]
-    return [{"type": "int"} | one for one in each if not (type(one["num_bits"]) is int and one["num_bits"] > WIDEST)]
+    return [
+        {"type": "int"} | scheme
+        for scheme in schemes
+        if not (type(scheme["num_bits"]) is int and scheme["num_bits"] > WIDEST)
+    ]

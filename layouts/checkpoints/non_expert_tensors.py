@@ -28,7 +28,7 @@ from ktconvert.native_quant.matrix import Matrix
 from ktconvert.quantizers import differences
 from ktconvert.quantizers.reference import bf16_to_f32, f32_to_bf16
 
-COPIED = 16 << 20  # bytes of a copied tensor that are prefetched and released together
+SPAN_BYTES = 16 << 20  # bytes of a copied tensor that are prefetched and released together
 
 Bytes = npt.NDArray[np.uint8]
 Read = Callable[[int, int], Bytes]  # (start, stop) -> the bytes from start to stop - 1
@@ -82,10 +82,12 @@ def find_non_expert_tensors(
     for name, failure in failed.items():
         if name not in dropped:
             raise failure
-    for info, problem in find_unread_formats(source.tensors, (name for name in names if name not in dropped)):
+    for info, description in find_unread_formats(source.tensors, (name for name in names if name not in dropped)):
         where = ", and stands outside the routed experts" if expert_names else ""
         path, remedy = source.path(info), "use the model's BF16 or FP8 (E4M3) release."
-        raise UnsupportedError(f"{path}: tensor {info.name!r} is {problem}{where}; that is not an input yet: {remedy}")
+        raise UnsupportedError(
+            f"{path}: tensor {info.name!r} is {description}{where}; that is not an input yet: {remedy}"
+        )
     tensors: dict[str, TensorInfo | Weight] = {}
     for name in names:
         if name not in dropped or name in decoded:
@@ -215,8 +217,8 @@ def split_into_spans(source: TensorSource, tensor: OutputTensor) -> Iterator[Spa
             open_stored = functools.partial(_open_decoded, source, stored, expert)
             yield Span(2 * math.prod(stored.shape[-2:]), reads, open_stored, tensor.deltas)
         return
-    for start in range(0, stored.nbytes, COPIED):
-        nbytes = min(COPIED, stored.nbytes - start)
+    for start in range(0, stored.nbytes, SPAN_BYTES):
+        nbytes = min(SPAN_BYTES, stored.nbytes - start)
         info = replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
         yield Span(nbytes, (info,), functools.partial(_open_mapped, source, info), tensor.deltas, start)
 

@@ -19,14 +19,21 @@ from ktconvert.layouts.tensors import TensorInfo
 # Keys, and names of methods: GPTQModel and Quark (rotation), AutoRound (rotation_config, spinquant_config), FP-Quant
 # and HIGGS (hadamard_size), compressed-tensors (transform_config), QuIP#.
 ROTATION = re.compile("rotat|hadamard|spinquant|quarot|quip|^transform_config$", re.IGNORECASE)
-METHODS = ("qtip", "exl3", "higgs", "fp_quant")
+ROTATION_METHODS = ("qtip", "exl3", "higgs", "fp_quant")
 METHOD_KEYS = ("quant_method", "name", "algorithm")  # keys whose value names a method
-TOP = (*QUANTIZATIONS, "quip_params", "transform_config", "rotation_config", "spinquant_config")  # of config.json
-# Of SpinQuant, as AutoRound and Quark record it: R1 and R2 are folded into the weights, unless R1 is online.
-FOLDS, ONLINE = "online_r1_rotation", ("online_r1_rotation", "r3", "r4")
+CONFIG_KEYS = (
+    *QUANTIZATIONS,
+    "quip_params",
+    "transform_config",
+    "rotation_config",
+    "spinquant_config",
+)  # of config.json
+# Keys of SpinQuant in AutoRound and Quark: R1 and R2 are folded into the weights, unless R1 is online.
+FOLDED_KEY = "online_r1_rotation"
+ONLINE_KEYS = ("online_r1_rotation", "r3", "r4")
 OFFLINE = ("weight_input", "weight_output")  # locations of compressed-tensors' transforms that change only weights
 
-# What names of rotations' own tensors end with.
+# Suffixes of the names of rotations' own tensors
 ROTATION_SUFFIXES = (
     *("_input.weight", "_output.weight"),  # compressed-tensors, below a linear
     *(".SU", ".SV", ".suh", ".svh"),  # QuIP#, QTIP, EXL3
@@ -47,9 +54,9 @@ class RotatedError(UnsupportedError, exit_code=UnsupportedError.exit_code):
 
 
 def refuse_config(path: Path | str, config: dict[str, Any]) -> None:
-    """Raise RotatedError if a config says that the model rotates while it computes."""
+    """Raise RotatedError if a config states that the model rotates while it computes."""
     for scope in iterate_scopes(config):
-        settings = {key: scope[key] for key in TOP if key in scope}
+        settings = {key: scope[key] for key in CONFIG_KEYS if key in scope}
         if (key := next(_find_rotations(settings), None)) is not None:
             raise RotatedError(f"by its {key}", path=path)
 
@@ -62,7 +69,10 @@ def refuse_tensors(root: Path, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _is_rotation(name: str, names: Collection[str]) -> bool:
-    """Return whether a tensor with one of ENDS belongs to a rotation; compressed-tensors puts those below a linear."""
+    """Return whether a tensor with one of ROTATION_SUFFIXES belongs to a rotation.
+
+    Those of compressed-tensors are below a linear.
+    """
     linear = name.removesuffix(".weight").rpartition(".")[0]
     return not name.endswith(".weight") or any(f"{linear}{suffix}" in names for suffix in LINEARS)
 
@@ -71,11 +81,11 @@ def _find_rotations(settings: Any) -> Iterator[str]:
     if isinstance(settings, list):
         for each in settings:
             yield from _find_rotations(each)
-    if not isinstance(settings, dict) or (FOLDS in settings and not any(settings.get(key) for key in ONLINE)):
+    if not isinstance(settings, dict) or (FOLDED_KEY in settings and not any(settings.get(key) for key in ONLINE_KEYS)):
         return
     for key, value in settings.items():
         method = value.lower() if key in METHOD_KEYS and isinstance(value, str) else ""
-        if method and (ROTATION.search(method) or method in METHODS):
+        if method and (ROTATION.search(method) or method in ROTATION_METHODS):
             yield f"{key} {value!r}"
         elif value and "." not in key and ROTATION.search(key):
             if _is_online(value):
@@ -88,8 +98,8 @@ def _is_online(value: Any) -> bool:
     """Return whether a rotation's config value may mean that inputs or outputs are rotated; unknown values may."""
     if not isinstance(value, dict):
         return True
-    if FOLDS in value:
-        return any(value.get(key) for key in ONLINE)
+    if FOLDED_KEY in value:
+        return any(value.get(key) for key in ONLINE_KEYS)
     try:
         locations = [args["location"] for scheme in value["config_groups"].values() for args in scheme["apply"]]
     except (KeyError, TypeError, AttributeError):

@@ -148,7 +148,7 @@ class TensorSource:
         return self._maps.map(shard.path, shard.size)
 
 
-def open_checkpoint(where: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
+def open_checkpoint(location: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
     """Open a directory, a file of weights, or a model of the Hugging Face hub; read headers only.
 
     config  directory or hub model that provides config.json and other companions for a GGUF; UsageError for any other
@@ -156,25 +156,25 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
 
     Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
-    path = hub.resolve(where, revision)
+    path = hub.resolve(location, revision)
     is_single_file = not path.is_dir()
     root = path.parent if is_single_file else path
-    container, chosen = _select_file(path) if is_single_file else _select_files(path)
+    container, selection = _select_file(path) if is_single_file else _select_files(path)
     if config is not None and not container.experts_only:
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
-    headers = read_headers(root, chosen.names, container)
+    headers = read_headers(root, selection.names, container)
     shards: list[Shard] = []
     copies: dict[str, list[TensorInfo]] = {}
     for name, header in headers.items():
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob_name(root / name)))
         for info in header.entries:
             copies.setdefault(info.name, []).append(info)
-    tensors = {name: _choose_copy(root, chosen, infos) for name, infos in copies.items()}
-    notes = [note for note in (chosen.note, *_describe_disagreements(chosen, copies)) if note]
-    conflict = None if is_single_file or container.experts_only else _find_conflict(root, chosen, copies, tensors)
+    tensors = {name: _choose_copy(root, selection, infos) for name, infos in copies.items()}
+    notes = [note for note in (selection.note, *_describe_disagreements(selection, copies)) if note]
+    conflict = None if is_single_file or container.experts_only else _find_conflict(root, selection, copies, tensors)
     if conflict is not None:
         notes.append(conflict.problem)
-    container.check(root, chosen.names, tuple(headers.values()))
+    container.check(root, selection.names, tuple(headers.values()))
     rotation.refuse_tensors(root, tensors)
     header_config = next((header.config for header in headers.values() if header.config), {})
     companion_root = root if config is None else hub.resolve(config, companions_only=True)
@@ -183,7 +183,9 @@ def open_checkpoint(where: str | Path, revision: str | None = None, config: str 
         raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
     own = read_config(companion_root) or header_config
     shown = own, tuple(shards), tensors, companion_root, read_quantization(companion_root, own)
-    return TensorSource(root, *shown, chosen.ignored, is_single_file, container, header_config, tuple(notes), conflict)
+    return TensorSource(
+        root, *shown, selection.ignored, is_single_file, container, header_config, tuple(notes), conflict
+    )
 
 
 def read_headers(
@@ -218,11 +220,11 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
     except OSError as e:
         raise InputError(f"{root}: cannot be listed ({e.strerror}); check its permissions") from None
     named = _weights_file_in_config(root)
-    if named is not None and (chosen := safetensors.select(root, files, named)) is not None:
-        return SAFETENSORS, chosen
+    if named is not None and (selection := safetensors.select(root, files, named)) is not None:
+        return SAFETENSORS, selection
     for container in CONTAINERS:
-        if (chosen := container.select(root, files)) is not None:
-            return container, chosen
+        if (selection := container.select(root, files)) is not None:
+            return container, selection
     for suffix in (".bin", ".pth", ".pt"):
         if any(f.endswith(suffix) for f in files):
             problem = f"holds PyTorch {suffix} weights only, which are not an input"
@@ -242,12 +244,12 @@ def _weights_file_in_config(root: Path) -> str | None:
     return None
 
 
-def _choose_copy(root: Path, chosen: Selection, infos: Sequence[TensorInfo]) -> TensorInfo:
+def _choose_copy(root: Path, selection: Selection, infos: Sequence[TensorInfo]) -> TensorInfo:
     """Return the copy of a tensor that the index names, or its only one.
 
     Raises InputError for several copies of which the index names none.
     """
-    shard = (chosen.index or {}).get(infos[0].name)
+    shard = (selection.index or {}).get(infos[0].name)
     for info in infos:
         if info.file == shard or len(infos) == 1:
             return info
@@ -256,25 +258,25 @@ def _choose_copy(root: Path, chosen: Selection, infos: Sequence[TensorInfo]) -> 
     raise InputError.from_tensor(infos[0].name, problem, remedy, root)
 
 
-def _describe_disagreements(chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
+def _describe_disagreements(selection: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
     """Yield a sentence for each way in which an index and the headers of its files differ."""
-    if chosen.index is None:
+    if selection.index is None:
         return
-    index, files = chosen.index, {name: [info.file for info in infos] for name, infos in copies.items()}
-    kinds = {
+    index, files = selection.index, {name: [info.file for info in infos] for name, infos in copies.items()}
+    names_by_description = {
         "that no file holds": [name for name in index if name not in files],
         "in other files than those that hold them": [n for n, f in files.items() if n in index and index[n] not in f],
     }
-    for where, names in kinds.items():
+    for location, names in names_by_description.items():
         if names:
-            yield f"{chosen.decider} names {_tensor_count(names)} {where}, such as {names[0]} ({index[names[0]]})"
+            yield f"{selection.decider} names {_tensor_count(names)} {location}, such as {names[0]} ({index[names[0]]})"
     if unnamed := [name for name in files if name not in index]:
-        yield f"{chosen.decider} does not name {_tensor_count(unnamed)} of its files, such as {unnamed[0]}"
-    if several := [name for name, held in files.items() if len(held) > 1]:
+        yield f"{selection.decider} does not name {_tensor_count(unnamed)} of its files, such as {unnamed[0]}"
+    if several := [name for name, files_with_tensor in files.items() if len(files_with_tensor) > 1]:
         kept = index[several[0]]
         others = ", ".join(file for file in files[several[0]] if file != kept)
         problem = f"{_tensor_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
-        yield f"{chosen.decider} chooses among copies of {problem}"
+        yield f"{selection.decider} chooses among copies of {problem}"
 
 
 def _tensor_count(names: Sequence[str]) -> str:
@@ -282,24 +284,25 @@ def _tensor_count(names: Sequence[str]) -> str:
 
 
 def _find_conflict(
-    root: Path, chosen: Selection, copies: Mapping[str, Sequence[TensorInfo]], tensors: Mapping[str, TensorInfo]
+    root: Path, selection: Selection, copies: Mapping[str, Sequence[TensorInfo]], tensors: Mapping[str, TensorInfo]
 ) -> InputError | None:
     """Return an error if transformers would read other weights than these, else None.
 
     If files contain several copies of a tensor, it takes the one in the last file by name, whatever an index says.
     """
-    if not chosen.decider or chosen.decider not in (SINGLE, INDEX, _weights_file_in_config(root)):
+    if not selection.decider or selection.decider not in (SINGLE, INDEX, _weights_file_in_config(root)):
         other = next((name for name in PYTORCH if (root / name).is_file()), None)
         if other is None:
             return None
-        problem = f"{chosen.names[0]} is read here, and transformers would read {other}"
+        problem = f"{selection.names[0]} is read here, and transformers would read {other}"
         return InputError(problem, "give a directory that holds only one of them", path=root)
-    theirs = (SINGLE,) if SINGLE in chosen.names else chosen.names
+    transformers_files = (SINGLE,) if SINGLE in selection.names else selection.names
     for name, infos in copies.items():
-        last = [info.file for info in infos if info.file in theirs][-1:]
-        if len(infos) > 1 and last and last[0] != (ours := tensors[name].file):
+        last = [info.file for info in infos if info.file in transformers_files][-1:]
+        if len(infos) > 1 and last and last[0] != (our_file := tensors[name].file):
             problem = (
-                f"is read from {ours}, as {chosen.decider} says, and transformers would read its copy in {last[0]}"
+                f"is read from {our_file}, as {selection.decider} says, "
+                f"and transformers would read its copy in {last[0]}"
             )
             remedy = f"`ktconvert dequantize {root} OUT` writes a model with one copy of each tensor"
             return InputError.from_tensor(name, problem, remedy, root)

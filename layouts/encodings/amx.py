@@ -19,6 +19,7 @@ from ktconvert.quantizers import MOE_GRIDS, ROW_GRIDS, Matrix
 
 
 def _make_encoding(name: str, grid_name: str) -> Encoding:
+    """Return kt-kernel's AMX encoding of a grid: panels of codes, and float32 scales for each row."""
     grid = ROW_GRIDS[grid_name]
     bits = grid.bits
     block_rows = kernels.GEOMETRIES[bits].block_rows

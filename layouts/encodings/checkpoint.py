@@ -149,7 +149,7 @@ class Weight:
         return (scale_bytes + bf16_bytes) // experts + 10 * DECODED_COLUMNS * (kind.number is None)
 
     def read_linear(self, source: TensorSource, expert: int, input_major: bool = False) -> Matrix:
-        """Return one linear as it is stored: [k, n] if it is input-major. Raise InputError for wrong contents."""
+        """Return one linear as it is stored: [k, n] if it is input-major. Raises InputError for wrong contents."""
         return self.encoding.make_matrix(source, self.linear_tensors(expert), self.quantization, input_major)
 
 
@@ -160,7 +160,7 @@ def read_aligned(source: TensorSource, info: TensorInfo) -> Array:
 
 
 def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int]) -> F32:
-    """Return scales as float32 of this shape. Raise InputError, naming the place, for one that is not finite."""
+    """Return scales as float32 of this shape. Raises InputError, naming the place, for one that is not finite."""
     raw = source.view(scale)
     if scale.dtype in E8M0:
         values = e8m0_to_f32(raw)
@@ -174,7 +174,7 @@ def read_scales(source: TensorSource, scale: TensorInfo, shape: tuple[int, int])
 
 
 def require_finite_scales(source: TensorSource, scale: TensorInfo, values: F32) -> F32:
-    """Return the scales. Raise InputError, naming the place, for one that is not finite."""
+    """Return the scales. Raises InputError, naming the place, for one that is not finite."""
     if not np.isfinite(values).all():
         row, column = np.argwhere(~np.isfinite(values))[0]
         problem = f": scale [{row}, {column}] is {values[row, column]}"

@@ -172,7 +172,7 @@ def read_two_scales(source: TensorSource, tensors: Tensors) -> tuple[Bytes, F32]
 
 
 def _read_nvfp4_scales(source: TensorSource, tensors: Tensors) -> F32:
-    """Return the scales of the groups, float32 [n, groups]. Raise InputError as read_scales does."""
+    """Return the scales of the groups, float32 [n, groups]. Raises InputError as read_scales does."""
     group_scales, whole_scales = read_two_scales(source, tensors)
     divides = DIVISOR in tensors
     if divides and not whole_scales.all():

@@ -327,6 +327,8 @@ def find_bad_code(read: TensorReader, n: int, k: int) -> str:
 
 
 def _make_scale_check(row_group: int) -> DefectCheck:
+    """Return a check of the scales of blocks; the codes of `row_group` rows are stored together."""
+
     def find_bad_scale(read: TensorReader, n: int, k: int) -> str:
         """Check that every scale is finite and positive, and its products with the codes are finite in BF16."""
         scales = read(1).view("<f4")

@@ -23,6 +23,7 @@ DEQUANTIZED = (
 
 
 def _make_row(ggml_type: GgmlType) -> CheckpointEncoding:
+    """Return the row that reads a ggml type: its blocks as UINT8 rows, decoded by our kernels or by gguf-py."""
     name = ggml_type.name
     kind = GGML.get(name) or Kind(
         name.lower(),

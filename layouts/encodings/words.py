@@ -28,7 +28,7 @@ from ktconvert.quantizers import packed
 PACKER = "compressed-tensors"
 GPTQ = "gptq"
 AWQ = "awq"
-FORMATS = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
+ZERO_POINTS_LESS_ONE = {"gptq": True, "gptq_v2": False}  # checkpoint_format -> whether zero points are stored less one
 GEMM = ("", "gemm", "exllama", "ipex")  # versions of AWQ in config.json with the order of GEMM
 NAMES = {"qweight": ("{s}.qweight",), "scales": ("{s}.scales",), "qzeros": ("{s}.qzeros",), "g_idx": ("{s}.g_idx",)}
 REMEDY = "use the model's BF16 or FP8 (E4M3) release, or one in 4-bit GPTQ or AWQ (GEMM)"
@@ -96,6 +96,11 @@ WIDTHS = ((4, INT4), (8, INT8))
 
 
 def _make_pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
+    """Return the row that reads compressed-tensors' pack-quantized weights of `bits` bits.
+
+    Their tensors are words of codes, scales, and optional zero points and g_idx.
+    """
+
     def accepts(tensors: Tensors, quantization: Quantization) -> bool:
         """Compare `bits` with the config's width of codes, or with 4 if it names none or several."""
         if quantization.method not in ("", PACKER, QUANT_METHOD):
@@ -200,6 +205,8 @@ def _find_packed_group(tensors: Tensors, n: int, k: int, quantization: Quantizat
 
 
 def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
+    """Return the row that reads GPTQ weights of `bits` bits: qweight, qzeros, scales and g_idx."""
+
     def accepts(tensors: Tensors, quantization: Quantization) -> bool:
         """Accept all widths but 8 in the row of 4 bits, which has the messages for other widths and formats."""
         if quantization.method not in ("", GPTQ):
@@ -209,7 +216,7 @@ def _make_gptq(bits: int, kind: Kind) -> CheckpointEncoding:
     def infer_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes = tensors["qweight"]
         width = _find_width(tensors, quantization)
-        if quantization.format and quantization.format not in FORMATS:
+        if quantization.format and quantization.format not in ZERO_POINTS_LESS_ONE:
             problem = f": checkpoint_format {quantization.format!r} of GPTQ is unsupported; {REMEDY}"
             raise UnsupportedError.from_tensor(codes.name, problem)
         _require_word_matrix(codes)
@@ -276,8 +283,8 @@ def _read_transposed(source: TensorSource, tensors: Tensors, kind: Kind, shape: 
 
 def _read_zeros(source: TensorSource, stored: TensorInfo, bits: int, n: int, quantization: Quantization) -> F32:
     """Return zero points as codes, float32 [n, groups]. If no config names their format, all must be 2^(bits-1)."""
-    for name in [quantization.format] if quantization.format else FORMATS:
-        points = packed.unpack_gptq_zeros(bits, source.view(stored), FORMATS[name])[:, :n]
+    for name in [quantization.format] if quantization.format else ZERO_POINTS_LESS_ONE:
+        points = packed.unpack_gptq_zeros(bits, source.view(stored), ZERO_POINTS_LESS_ONE[name])[:, :n]
         if quantization.format or (points == 1 << (bits - 1)).all():
             return np.ascontiguousarray(points.T, np.float32)
     raise InputError(f"{source.path(stored)}: {_explain_unknown_format(stored)}")

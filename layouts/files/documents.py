@@ -17,7 +17,7 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1 << 40)]  # time since the epo
 
 
 def decode_document(data: bytes, kind: type[DocumentType]) -> DocumentType:
-    """Decode a document of this type. Raise ValueError, naming the field, for any other document."""
+    """Decode a document of this type. Raises ValueError, naming the field, for any other document."""
     try:
         document: DocumentType = _make_decoder(kind).decode(data)  # type: ignore[arg-type]
         return document
@@ -51,7 +51,7 @@ def _make_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
 
 
 def parse_json(data: bytes) -> Any:
-    """Decode a JSON value. Raise ValueError for any malformed document."""
+    """Decode a JSON value. Raises ValueError for any malformed document."""
     try:
         return json.loads(data)
     except RecursionError:

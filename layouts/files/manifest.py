@@ -17,7 +17,7 @@ from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.files.facts import CheckedFacts, OutputFacts
 
 NAME = "manifest.json"
-FORMAT = 1
+MANIFEST_VERSION = 1
 LONGEST_NAME = 255  # limit of Linux for a file name, in bytes
 
 
@@ -47,7 +47,7 @@ class OutputFile(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=
 
 class ManifestFormat(Struct, frozen=True):
     name: Literal["ktconvert-manifest"] = "ktconvert-manifest"
-    version: Number = FORMAT
+    version: Number = MANIFEST_VERSION
 
 
 class WrittenBy(Struct, frozen=True):
@@ -154,7 +154,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         if documents.decode_document(data, _AnyHeader).format.name != ManifestFormat().name:
             return None
         header = documents.decode_document(data, _Header)
-        if header.format.version > FORMAT:
+        if header.format.version > MANIFEST_VERSION:
             raise VerificationError(f"{path}: written by a newer ktconvert ({header.tool.version}); update this one.")
         documents.decode_document(data, CheckedManifest)
         manifest = documents.decode_document(data, Manifest)

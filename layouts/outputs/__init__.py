@@ -24,8 +24,8 @@ UNTESTED_NOTE = (
     "wheel has no MOE methods"
 )
 MOE_SIZES_NOTE = (
-    f"{UNTESTED_NOTE}. That build requires hidden sizes in multiples of 1024, and widths per NUMA slice in multiples "
-    "of 256"
+    f"{UNTESTED_NOTE}. That build requires hidden sizes in multiples of 1024, "
+    "and widths per NUMA slice in multiples of 256"
 )
 BACKWARD_NOTE = (
     "only the backward matrices are written; kt-kernel takes the BF16 experts themselves from the checkpoint, and "

@@ -160,6 +160,7 @@ def _sizes_from_products(
 
 
 def _count_fitting(fmt: Format, kinds: Mapping[TensorKind, int], sizes: Mapping[int, tuple[int, int]]) -> int:
+    """Return how many tensors have the name and the size that the format's encoding gives them."""
 
     def is_fitting(kind: TensorKind) -> bool:
         weight = fmt.encoding.tensors(*slice_shape(kind.projection, *sizes[kind.layer], 1))[0]

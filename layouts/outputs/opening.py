@@ -199,6 +199,7 @@ def _require_trusted(root: Path, record: Manifest) -> None:
 
 
 def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
+    """Add the tensors, stray files and damaged files of per-layer folders to an output."""
     for layer, folder in folders.items():
         count_before = len(output.tensors)
         for path in _list_layer_files(folder):

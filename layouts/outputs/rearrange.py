@@ -25,7 +25,7 @@ def requires_rounding(encoding: Encoding, old: int, new: int) -> bool:
 
 
 def rearrange_linear(encoding: Encoding, old: Sequence[Stored], new: Sequence[Stored]) -> None:
-    """Fill the slices `new` of a linear (or its transpose) from its slices `old`. Raise ValueError for a bad code."""
+    """Fill the slices `new` of a linear (or its transpose) from its slices `old`. Raises ValueError for a bad code."""
     if encoding.without_bias is not None:
         _rearrange_biases(old, new)
         old, new = ([(numa_slice, stored[:-1]) for numa_slice, stored in side] for side in (old, new))

@@ -105,8 +105,8 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
             if hidden % 128 or width // ranks % multiple:
                 notes[
                     "Marlin, the fast kernel of vLLM and SGLang, needs a hidden size in multiples of 128 and an expert "
-                    f"width per rank in multiples of {multiple}; for {hidden} and {width // ranks}, they use a "
-                    "slower one."
+                    f"width per rank in multiples of {multiple}; for {hidden} and {width // ranks}, "
+                    "they use a slower one."
                 ] = None
         notes[f"Experts {width} wide in groups of {group} can be loaded with tensor parallelism {legal_ranks}."] = None
     if not model.is_plain:

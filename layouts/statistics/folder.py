@@ -31,7 +31,7 @@ EXPECTED = f"expected a tensor {COUNTS_KEY!r}, int64 [decoder layers, experts], 
 
 
 def read_counts(path: Path) -> I64:
-    """Read token counts, int64 [decoder layers, experts]. Raise InputError for a damaged or different file."""
+    """Read token counts, int64 [decoder layers, experts]. Raises InputError for a damaged or different file."""
     counts: I64 = read_matrix(path, COUNTS_KEY, "I64", EXPECTED)
     if (counts < 0).any() or not counts.any():
         defect = "negative numbers" if (counts < 0).any() else "only zeros"
@@ -41,7 +41,7 @@ def read_counts(path: Path) -> I64:
 
 IMATRIX = "imatrix.gguf"
 DOCUMENT = "statistics.json"
-FORMAT = 1
+FOLDER_VERSION = 1
 REMEDY = "write it again with `ktconvert calibrate`"
 
 
@@ -155,7 +155,7 @@ def read_statistics(folder: Path) -> Statistics:
     path = folder / DOCUMENT
     try:
         data = path.read_bytes()
-        if documents.decode_document(data, _Listing).format.version > FORMAT:
+        if documents.decode_document(data, _Listing).format.version > FOLDER_VERSION:
             raise InputError(f"{path}: written by a newer ktconvert; update this one.")
         document = documents.decode_document(data, Document)
         recorded = {file.name: file for file in document.files}
@@ -205,7 +205,7 @@ def encode_document(entries: Mapping[str, Any], files: Sequence[Mapping[str, Any
 
     It has no time stamps and no paths: the same input and options give the same bytes.
     """
-    header = {"name": "ktconvert-statistics", "version": FORMAT}
+    header = {"name": "ktconvert-statistics", "version": FOLDER_VERSION}
     document = {"format": header, "tool": {"name": "ktconvert", "version": version}, **entries, "files": list(files)}
     return (json.dumps(document, indent=2) + "\n").encode()
 
@@ -221,7 +221,7 @@ def _describe(decoder_layers: int | None, layers: Sequence[int], *sizes: Sequenc
 
 
 def open_model_imatrix(path: Path, model: MoeModel) -> Imatrix:
-    """Open an importance matrix of a model. Raise InputError if it is damaged or belongs to a different model."""
+    """Open an importance matrix of a model. Raises InputError if it is damaged or belongs to a different model."""
     return open_checked_imatrix(path, str(model.source.root), _shapes(model), model.mtp_layers)
 
 

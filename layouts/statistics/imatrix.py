@@ -104,7 +104,7 @@ class Imatrix:
         return self._read_values(int(sums.starts[expert]), sums.columns) / count if count else None
 
     def read(self, layer: int, projection: str) -> F32:
-        """Read the sums of all experts, float32 [experts, columns]. Raise InputError if the file changed."""
+        """Read the sums of all experts, float32 [experts, columns]. Raises InputError if the file changed."""
         sums = self.sums[layer, projection]
         return np.stack([self._read_values(int(start), sums.columns) for start in sums.starts])
 
@@ -227,6 +227,7 @@ def _read_bytes(fd: int, start: int, count: int, path: Path) -> bytes:
 
 
 def _read_gguf_records(path: Path) -> dict[str, Record]:
+    """Return the records of an importance matrix in GGUF by the names of their weights."""
     entries = {entry.name: entry for entry in gguf.read_header(path).entries}
     records = {}
     for name in entries:
@@ -249,17 +250,17 @@ def _read_gguf_records(path: Path) -> dict[str, Record]:
 
 
 def _read_binary_records(fd: int, size: int, path: Path) -> Iterator[Record]:
-    """Yield the records of the old format. Raise InputError unless they end at the end of the file."""
+    """Yield the records of the old format. Raises InputError unless they end at the end of the file."""
     offset = 0
 
-    def read_number(problem: str, least: int, most: int) -> int:
+    def read_number(label: str, least: int, most: int) -> int:
         nonlocal offset
         data = read_at(fd, offset, 4, path)
         if len(data) < 4:
-            raise bad_file(path, f"neither GGUF nor an imatrix .dat: ends before {problem}, at byte {size}")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: ends before {label}, at byte {size}")
         value = int(struct.unpack("<i", data)[0])
         if not least <= value <= most:
-            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {problem} would be {value} (at byte {offset})")
+            raise bad_file(path, f"neither GGUF nor an imatrix .dat: {label} would be {value} (at byte {offset})")
         offset += 4
         return value
 

@@ -93,7 +93,7 @@ class LayerFile:
 
     @cached_property
     def counts(self) -> I64:
-        """Return the tokens of each expert, int64 [experts]. Raise InputError if the file changed."""
+        """Return the tokens of each expert, int64 [experts]. Raises InputError if the file changed."""
         return np.frombuffer(self.read(self.starts["counts"], 8 * self.shape[0]), "<i8").astype(np.int64)
 
     def read_matrix(self, name: str, number: int, k: int) -> F32:
@@ -107,24 +107,22 @@ class LayerFile:
         nbytes = 4 * triangle_size(k)
         values = np.frombuffer(self.read(self.starts[name] + nbytes * number, nbytes), "<f4")
         matrix = unpack_triangle(values, k)
-        problem = f"{self.path}: {name}" + (f" of expert {number}" if name == "down" else "")
+        label = f"{self.path}: {name}" + (f" of expert {number}" if name == "down" else "")
         if not np.isfinite(values).all():
-            raise InputError(f"{problem} has a value that is not finite; {REMEDY}")
+            raise InputError(f"{label} has a value that is not finite; {REMEDY}")
         diagonal = np.diagonal(matrix)
         if (diagonal < 0).any():
             column = int(np.argmax(diagonal < 0))
-            raise InputError(f"{problem} has {diagonal[column]} as the sum of squares of column {column}; {REMEDY}")
+            raise InputError(f"{label} has {diagonal[column]} as the sum of squares of column {column}; {REMEDY}")
         roots = np.sqrt(diagonal)
         for row, root in enumerate(roots):
             if (np.abs(matrix[row]) > TOLERANCE * root * roots).any():
-                raise InputError(
-                    f"{problem} is not a sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}"
-                )
+                raise InputError(f"{label} is not a sum of x xT: row {row} exceeds the bound of its diagonal; {REMEDY}")
         matrix[np.diag_indices(k)] += np.float32(DAMPING * math.fsum(diagonal.tolist()) / k)
         return matrix
 
     def read(self, start: int, count: int) -> bytes:
-        """Read bytes of the file. Raise InputError if it changed."""
+        """Read bytes of the file. Raises InputError if it changed."""
         return read_unchanged(self.path, ".safetensors", start, count, self.size, self.mtime_ns)
 
 

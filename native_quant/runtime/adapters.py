@@ -34,9 +34,8 @@ class Projection(torch.nn.Module):
     def __init__(self, experts: int, in_features: int, out_features: int) -> None:
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
-        self.weight = torch.empty(
-            0, dtype=torch.bfloat16, device=CPU
-        )  # PEFT creates its tensors on this device, with this dtype
+        # PEFT creates its tensors on this device, with this dtype
+        self.weight = torch.empty(0, dtype=torch.bfloat16, device=CPU)
 
     def extra_repr(self) -> str:
         return f"{self.experts} x [{self.out_features}, {self.in_features}]"

@@ -316,6 +316,7 @@ class StreamForward:
         return out
 
     def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+        """Launch on a stream the copies of the inputs to the CPU and the jobs of immediate and deferred experts."""
         layer = self._layer
         own_set = self._set
         next_set = (self._set + 1) % DEPTH

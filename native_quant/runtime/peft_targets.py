@@ -91,9 +91,8 @@ def resolve_patterns(config: Any, model: Any) -> None:
     parameters = [name for name, _ in model.named_parameters()]
     names = [name for name, _ in model.named_modules() if name] + parameters
     stacks = {name.rpartition(".")[0] for name in parameters if name.split(".")[-1] == GATE_UP}
-    old_names = {
-        f"{path}.{name}" for path in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")
-    }  # names of transformers 4
+    # Names of transformers 4
+    old_names = {f"{path}.{name}" for path in stacks for name in (*DEFAULT_NAMES, "w1", "w2", "w3")}
     if isinstance(config.target_modules, str) and config.target_modules.lower() != "all-linear":
         matches = _match_names(config.target_modules, {*names, *old_names}, {})
         if not matches:

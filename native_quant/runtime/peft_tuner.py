@@ -292,8 +292,8 @@ def _split(
     is_a = side == "lora_A"
     if tensor.shape[0 if is_a else 1] % experts:
         raise InputError(
-            f"the adapter does not fit this model: {path}.{side} is {list(tensor.shape)}, for a different number of "
-            "experts"
+            f"the adapter does not fit this model: {path}.{side} is {list(tensor.shape)}, "
+            "for a different number of experts"
         )
     if is_a:
         by_expert = tensor.reshape(experts, -1, tensor.shape[-1])

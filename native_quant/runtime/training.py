@@ -36,8 +36,8 @@ class SavedForward(NamedTuple):
     gate: torch.Tensor  # [T * k, I]
     up: torch.Tensor  # [T * k, I]
     act: torch.Tensor  # [T * k, I]
-    down: torch.Tensor  # [parts, T * k, H]
-    rank_rows: torch.Tensor  # [2 + parts, T * k, 2 * columns]; empty without LoRA
+    down: torch.Tensor  # [slices, T * k, H]
+    rank_rows: torch.Tensor  # [2 + slices, T * k, 2 * columns]; empty without LoRA
 
 
 class Gradients(NamedTuple):
@@ -136,7 +136,7 @@ class TrainingPass:
     ) -> Gradients:
         """Return the gradients for the gradient of the output [T, H].
 
-        Those of LoRA are multiplied by `scale` and written to `into`, if given.
+        Those of LoRA are multiplied by `scale` and written to `buffers`, if given.
         """
         gradient = gradient.to(CPU, torch.bfloat16).contiguous()
         lora = buffers

@@ -125,12 +125,12 @@ def verify(
     """
     from pathlib import Path
 
-    from ktconvert.pipeline.options.queries import METHODS, VerifyOptions
+    from ktconvert.pipeline.options.queries import FORMAT_BY_WORD, VerifyOptions
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
-    if quant_method is not None and quant_method not in METHODS:
-        raise ValueError(f"unknown method {quant_method!r}; choose one of {', '.join(METHODS)}")
+    if quant_method is not None and quant_method not in FORMAT_BY_WORD:
+        raise ValueError(f"unknown method {quant_method!r}; choose one of {', '.join(FORMAT_BY_WORD)}")
     options = VerifyOptions(
         output=Path(output).expanduser().absolute(),
         against=None if against is None else str(against),

@@ -171,7 +171,7 @@ def _find_layer_tensors(chain: Chain, layer: int) -> list[OutputTensor]:
 def run_unit(
     run_layer: Callable[[Unit[Any], Path, Context], Result], unit: Unit[Any], partial: Path, context: Context
 ) -> Result:
-    """Run a unit of a chain: the samples here, others by run_layer. Raise ResourceError if memory runs out."""
+    """Run a unit of a chain: the samples here, others by run_layer. Raises ResourceError if memory runs out."""
     chain: Chain = unit.work if isinstance(unit.work, Chain) else unit.work.chain
     with _prepare_run(unit.key, chain):
         return _write_samples(chain, partial, context) if chain is unit.work else run_layer(unit, partial, context)
@@ -180,7 +180,7 @@ def run_unit(
 def run_portion(
     visit: Callable[[Unit[Any], Portion, Path], Result], unit: Unit[Any], portion: Portion, partial: Path
 ) -> Result:
-    """Run a portion of a layer's unit. Raise ResourceError if memory runs out."""
+    """Run a portion of a layer's unit. Raises ResourceError if memory runs out."""
     with _prepare_run(portion.key, unit.work.chain):
         return visit(unit, portion, partial)
 
@@ -257,7 +257,7 @@ def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:
 
 
 def read_samples(path: Path) -> list[Ids]:
-    """Read the samples of a chain, each int64 [T]. Raise InputError for a damaged file."""
+    """Read the samples of a chain, each int64 [T]. Raises InputError for a damaged file."""
     ids, lengths = read_arrays(path, "input_ids", "lengths")
     return np.split(ids, np.cumsum(lengths)[:-1])
 
@@ -281,7 +281,7 @@ def append_arrays(file: DirectFile, arrays: Iterable[npt.NDArray[Any]]) -> None:
 
 
 def read_arrays(path: Path, *names: str) -> list[npt.NDArray[Any]]:
-    """Read the tensors with these names. Raise InputError for a damaged file."""
+    """Read the tensors with these names. Raises InputError for a damaged file."""
     try:
         entries = {entry.name: entry for entry in read_header(path).entries}
         if missing := [name for name in names if name not in entries or entries[name].dtype not in DTYPES]:

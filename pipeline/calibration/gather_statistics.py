@@ -171,7 +171,7 @@ class LayerStatistics:
         return chain.write_arrays(path, tensors, {}), len(tensors)
 
     def make_tensors(self) -> dict[str, Any]:
-        """Return the layer's arrays. Raise VerificationError for sums that are not finite in float32."""
+        """Return the layer's arrays. Raises VerificationError for sums that are not finite in float32."""
         with np.errstate(over="ignore"):
             inputs, middle = (x.astype("<f4") for x in (self.importance.inputs, self.importance.middle))
         for values in (inputs, middle):
@@ -233,7 +233,7 @@ def make_closing_units(
             Unit(
                 stage=unit_chain.name,
                 key=key,
-                versions=(VERSION, folder.FORMAT),
+                versions=(VERSION, folder.FOLDER_VERSION),
                 params=(("after", previous.fingerprint), ("about", json.dumps(document, sort_keys=True))),
                 final=name,
                 bytes_out=nbytes,
@@ -335,6 +335,7 @@ def make_stage(
 
 
 def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
+    """Run a layer on the data set and write its statistics or second moments, or write the file of a closing unit."""
     if isinstance(unit.work, ClosingWork):
         return unit.work.write_file(unit.work, partial, context.chain_paths)
     work: CalibrateWork = unit.work

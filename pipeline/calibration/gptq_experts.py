@@ -172,6 +172,7 @@ class GptqVisitor:
     def _compensate(
         self, group: ExpertGroup, expert: int, projections: Sequence[str]
     ) -> dict[str, tuple[PackedSlices, torch.Tensor]]:
+        """Quantize an expert's matrices with GPTQ; return codes, scales and values by projection."""
         import torch
 
         items = [(expert, projection) for projection in projections]

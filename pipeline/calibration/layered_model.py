@@ -131,7 +131,7 @@ class LayeredModel:
         return int(self.hf_model.config.get_text_config(decoder=True).hidden_size)
 
     def tokenizer(self) -> Any:
-        """Return the checkpoint's tokenizer. Raise InputError if it has none."""
+        """Return the checkpoint's tokenizer. Raises InputError if it has none."""
         return pretrained.read_tokenizer(str(self.source.root), trust_remote_code=self._trusted)
 
     def _explain_errors(self, action: str) -> AbstractContextManager[None]:
@@ -151,6 +151,7 @@ class LayeredModel:
 
     @contextmanager
     def _load_weights(self, prefix: str) -> Iterator[None]:
+        """Hold the weights below a prefix on the device inside the block; raise InputError if any is missing."""
         import torch
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig

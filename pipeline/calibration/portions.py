@@ -124,7 +124,7 @@ def save_tensors(path: Path, tensors: TensorTree) -> Written:
 
 
 def load_tensors(path: Path, sha256: str, device: Any) -> TensorTree:
-    """Read a file of `save_tensors`. Raise ResourceError if its hash differs."""
+    """Read a file of `save_tensors`. Raises ResourceError if its hash differs."""
     import torch
 
     if publish.sha256(data := path.read_bytes()) != sha256:

@@ -58,7 +58,7 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def require_libraries(purpose: str = "--quant-method GPTQ", modules: Sequence[str] = GPTQ_MODULES) -> None:
-    """Configure libraries. Raise KtconvertError, with a remedy, if one is missing or too old."""
+    """Configure libraries. Raises KtconvertError, with a remedy, if one is missing or too old."""
     from ktconvert.pipeline.models.loading import require_packages, set_environment
 
     require_packages(purpose, modules, "gpu")

@@ -107,7 +107,7 @@ def _import_numpy() -> None:
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
-        from ktconvert.pipeline.cli.version import version_lines
+        from ktconvert.pipeline.report.versions import version_lines
 
         click.echo("\n".join(version_lines()))
         ctx.exit()

@@ -53,8 +53,7 @@ class MultiValueCommand(Command):
     """A command whose repeatable options take several values after one flag, like argparse's nargs="*"."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        from ktconvert.pipeline.cli import normalize_token
-
+        normalize = ctx.token_normalize_func or str
         repeatable = {
             option_field.flag for option_field in option_fields(self.settings) if option_field.value_type is tuple
         }
@@ -62,7 +61,7 @@ class MultiValueCommand(Command):
         flag: str | None = None
         for word in args:
             if word.startswith("-"):
-                flag = normalize_token(word) if normalize_token(word) in repeatable else None
+                flag = normalize(word) if normalize(word) in repeatable else None
                 expanded += [] if flag else [word]
             else:
                 expanded += [flag, word] if flag else [word]

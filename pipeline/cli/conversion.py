@@ -16,8 +16,8 @@ from ktconvert.pipeline.engine.backends import THREADS, open_backend, require_ba
 from ktconvert.pipeline.engine.execute import execute_plans, remove_work_directory
 from ktconvert.pipeline.engine.existing import read_plan, report_nothing_to_do
 from ktconvert.pipeline.engine.job_share import make_share, parse_share, require_all_shares
-from ktconvert.pipeline.engine.lock import JobShare, unlock
-from ktconvert.pipeline.engine.paths import Paths, locate
+from ktconvert.pipeline.engine.lock import JobShare
+from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan, SavedPlan, require_independent_units
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,
@@ -192,7 +192,7 @@ def convert(options: ConversionOptions) -> None:
         return
     if options.existing.force_unlock:
         for plan in plans:
-            remove_lock(plan.locate(), reporter, share)
+            preconditions.remove_lock(plan.locate(), reporter, share)
     run_plans(plans, reporter, options.workers, worker_threads, share, trust_store=options.existing.trust_store)
 
 
@@ -201,7 +201,7 @@ def resume_conversion(options: ResumeOptions) -> None:
     reporter = options.reporting.reporter
     paths = locate(options.output)
     if options.earlier_run.force_unlock and not options.dry_run:
-        remove_lock(paths, reporter)
+        preconditions.remove_lock(paths, reporter)
     if (saved := read_plan(paths)) is None:
         if options.output.is_dir() and manifest.read_manifest(options.output) is not None:
             if not options.dry_run:
@@ -268,12 +268,6 @@ def _make_option_notes(options: ConversionOptions) -> Iterator[str]:
             yield f"{option_field.flag} {IGNORED}: {option_field.declaration.ignored}"
         elif option_field.name in unused:
             yield f"{option_field.flag} {unused[option_field.name]}"
-
-
-def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None) -> None:
-    """Remove a stale lock (--force-unlock), and report the process that held it."""
-    for removed in unlock(paths.root, paths.output, share):
-        reporter.note(f"--force-unlock removed {removed}")
 
 
 def uses_workers(workers: Workers) -> bool:

@@ -17,9 +17,9 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.cli.version import package_version
 from ktconvert.pipeline.options.queries import DoctorOptions
 from ktconvert.pipeline.report.text import format_table, size
+from ktconvert.pipeline.report.versions import package_version
 
 PACKAGES = ("ktconvert", "numpy", "safetensors", "torch", "kt-kernel")
 # Features by which ktconvert and kt-kernel choose their code, with the names of /proc/cpuinfo
@@ -221,8 +221,8 @@ def find_problems(report: MachineReport) -> Iterator[str]:
         )
     if report.cpu_quota is not None and report.cpu_quota < report.logical_cpus:
         yield (
-            f"The cgroup limits this process to {report.cpu_quota:.4g} CPUs' worth of time, on {report.logical_cpus} "
-            "CPUs."
+            f"The cgroup limits this process to {report.cpu_quota:.4g} CPUs' worth of time, "
+            f"on {report.logical_cpus} CPUs."
         )
     if len(report.numa_nodes) < len(report.machine_numa_nodes):
         nodes = len(report.machine_numa_nodes)

@@ -21,7 +21,7 @@ from ktconvert.pipeline.engine.threads import fit_threads
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.report.text import join_values, plural, size
 
-LISTED = 12  # units to show at either end of a long list
+MAX_LISTED = 12  # units to show at either end of a long list
 
 
 def show_plans(plans: Sequence[Plan], *, as_json: bool, overwrite: bool = False, with_workers: bool = False) -> None:
@@ -109,10 +109,10 @@ def _format_stage(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) 
     needs = " + ".join(stage["needs"])
     sizes = f"{size(stage['bytes_in'])} in, {size(stage['bytes_out'])} out"
     lines = [f"  {needs} -> {stage['name']}: {stage['title']}; {count}, {sizes}"]
-    hidden = max(0, len(units) - 2 * LISTED)
+    hidden = max(0, len(units) - 2 * MAX_LISTED)
     for number, unit in enumerate(units):
-        if hidden and LISTED <= number < LISTED + hidden:
-            if number == LISTED:
+        if hidden and MAX_LISTED <= number < MAX_LISTED + hidden:
+            if number == MAX_LISTED:
                 lines.append(f"      ... {hidden} more")
             continue
         verb = "skip" if unit["done"] else "run "

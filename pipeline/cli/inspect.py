@@ -73,6 +73,7 @@ def _checkpoint_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _expert_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the table of a checkpoint's experts and possible conversions: (label, text) rows."""
     dense_layers = document["dense_layers"]
     mtp_layers = document["mtp_layers"]
     skipped_tensors = document["mtp_left_out_tensors"]

@@ -1,4 +1,4 @@
-"""Checks of a command before any work: threads, files to write, kernels, packages."""
+"""Checks of a command before any work: threads, files to write, kernels, packages, locks."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural
 
 if TYPE_CHECKING:
+    from ktconvert.pipeline.engine.lock import JobShare
+    from ktconvert.pipeline.engine.paths import Paths
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
@@ -66,9 +68,9 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
 
 def check_plot(path: Path | None) -> None:
     """Raise KtconvertError if no plot could be drawn and written to this file."""
-    from ktconvert.pipeline.report.plots import FORMATS, require_matplotlib
+    from ktconvert.pipeline.report.plots import PLOT_SUFFIXES, require_matplotlib
 
-    check_file("--plot", path, FORMATS)
+    check_file("--plot", path, PLOT_SUFFIXES)
     if path is not None:
         require_matplotlib()
 
@@ -106,3 +108,11 @@ def make_model_choice(command: str, options: Options, reporter: Reporter, extra:
     values["threads"] = limit_optional_threads(values["threads"], reporter)
     names = [field.name for field in fields(ModelChoice)]
     return ModelChoice(**{name: values[name] for name in names if name in values})
+
+
+def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None) -> None:
+    """Remove a stale lock (--force-unlock), and report the process that held it."""
+    from ktconvert.pipeline.engine.lock import unlock
+
+    for removed in unlock(paths.root, paths.output, share):
+        reporter.note(f"--force-unlock removed {removed}")

@@ -28,7 +28,7 @@ from ktconvert.pipeline.options.queries import StatusOptions
 from ktconvert.pipeline.report.terminal import raw_stream
 from ktconvert.pipeline.report.text import duration, format_table, plural, size
 
-LISTED = 12  # units to list
+MAX_LISTED = 12  # units to list
 FINISHED, RUNNING, STOPPED = "finished", "running", "stopped"
 INTERVAL = 2.0  # seconds between two reads with --watch
 
@@ -204,5 +204,5 @@ def _format_section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a title and the first rows, indented; nothing if there are no rows."""
     if not rows:
         return []
-    more = [f"  ... {len(rows) - LISTED} more"] if len(rows) > LISTED else []
-    return [*([title] if title else []), *format_table(rows[:LISTED], "  "), *more]
+    more = [f"  ... {len(rows) - MAX_LISTED} more"] if len(rows) > MAX_LISTED else []
+    return [*([title] if title else []), *format_table(rows[:MAX_LISTED], "  "), *more]

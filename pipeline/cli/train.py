@@ -6,7 +6,6 @@ import click
 
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.cli.conversion import remove_lock
 from ktconvert.pipeline.engine.execute import remove_work_directory
 from ktconvert.pipeline.engine.existing import (
     is_finished,
@@ -63,7 +62,7 @@ def start(options: TrainOptions) -> None:
             click.echo("\n".join(format_table(rows)))
         return
     if existing.force_unlock:
-        remove_lock(plan.locate(), reporter)
+        preconditions.remove_lock(plan.locate(), reporter)
     reporter.say(f"memory besides the converted experts: {', '.join(map(' '.join, rows))}")
     if not fine_tuning.train(plan, options, choice, reporter, trainer.adapter_bytes(memory)):
         return report_nothing_to_do(options.output, reporter)

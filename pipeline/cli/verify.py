@@ -86,9 +86,8 @@ def run_check(report: Report, threads: int) -> Check:
     measure = report.measure
     if output.methods and (not output.has_all_weights or not measure.shapes):
         return Check("run", "", ("not computed: weight files are missing or damaged",))
-    computable = (
-        COMPUTED if measure.fmt is not None else ()
-    )  # without a known format, the order of the codes is unknown
+    # Without a known format, the order of the codes is unknown
+    computable = COMPUTED if measure.fmt is not None else ()
     unknown = sorted({measure.layer_method(layer) for layer in measure.shapes} - {"unknown", *computable})
     if unknown and not is_checkpoint(output.root):
         raise UnsupportedError(

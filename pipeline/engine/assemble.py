@@ -154,10 +154,10 @@ def _move_files_in(paths: Paths, names: list[str], may_replace: bool) -> None:
 
 
 # The side output, a second folder that a plan may fill, appears before the output: a finished output has its own.
-Finished = Mapping[str, Done]  # the journal's records of finished units, by fingerprint
+FinishedUnits = Mapping[str, Done]  # the journal's records of finished units, by fingerprint
 
 
-def require_free_side_output(plan: Plan, finished: Finished, may_replace: bool) -> None:
+def require_free_side_output(plan: Plan, finished: FinishedUnits, may_replace: bool) -> None:
     """Raise UsageError if the side output and the output overlap, OutputError if its folder has foreign files."""
     if (side_output := plan.side_output) is None:
         return
@@ -208,7 +208,7 @@ def publish_side_output(plan: Plan, workdir: WorkDir) -> None:
         publish.publish_path(partial, side_output.folder)
 
 
-def _has_side_output(plan: Plan, finished: Finished) -> bool:
+def _has_side_output(plan: Plan, finished: FinishedUnits) -> bool:
     side_output = plan.side_output
     assert side_output is not None
     for unit in plan.side_units:

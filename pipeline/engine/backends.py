@@ -30,8 +30,9 @@ class Backend:
 def open_backend(name: str, note: Callable[[str], None], timeout: float | None = None) -> Iterator[Backend]:
     """Open the backend that --executor names, and close it on exit.
 
-    note, timeout (None: TIMEOUT): as for dask_executor.connect. Raise UsageError for an unknown name, KtconvertError if
-    the backend is not available.
+    note, timeout (None: TIMEOUT): as for dask_executor.connect.
+
+    Raises UsageError for an unknown name, KtconvertError if the backend is not available.
     """
     require_backend(name)
     kind, _, argument = name.partition(":")

@@ -50,27 +50,27 @@ class DaskExecutor(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call fn(*args, **kwargs) on a worker that offers a unit, once, even if it raises."""
-        ours: Future[Any] = Future()
+        future: Future[Any] = Future()
         packed = pickle.dumps((fn, args, kwargs))
-        theirs = self._client.submit(_make_unpickler(), packed, pure=False, resources=UNIT, retries=0)
-        self._pending[ours] = theirs
+        dask_future = self._client.submit(_make_unpickler(), packed, pure=False, resources=UNIT, retries=0)
+        self._pending[future] = dask_future
 
-        def settle(theirs: Any) -> None:
+        def settle(dask_future: Any) -> None:
             try:
-                result, error = theirs.result(), None
+                result, error = dask_future.result(), None
             except BaseException as caught:
                 result, error = None, _explain(caught)
-            theirs.release()
-            if self._pending.pop(ours, None) and ours.set_running_or_notify_cancel():
-                ours.set_result(result) if error is None else ours.set_exception(error)
+            dask_future.release()
+            if self._pending.pop(future, None) and future.set_running_or_notify_cancel():
+                future.set_result(result) if error is None else future.set_exception(error)
 
-        def cancel(ours: Future[Any]) -> None:
-            if ours.cancelled():
-                theirs.cancel()
+        def cancel(future: Future[Any]) -> None:
+            if future.cancelled():
+                dask_future.cancel()
 
-        theirs.add_done_callback(settle)
-        ours.add_done_callback(cancel)
-        return ours
+        dask_future.add_done_callback(settle)
+        future.add_done_callback(cancel)
+        return future
 
     def update_heartbeat(self) -> None:
         workers = self._client.scheduler_info(n_workers=-1)["workers"].values()
@@ -81,9 +81,9 @@ class DaskExecutor(Executor):
 
     def fail_all(self, error: Exception) -> None:
         """Fail all pending tasks with this error; Dask forgets them when the client is closed."""
-        for ours in list(self._pending):
-            if self._pending.pop(ours, None) and ours.set_running_or_notify_cancel():
-                ours.set_exception(error)
+        for future in list(self._pending):
+            if self._pending.pop(future, None) and future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 def _make_unpickler() -> Callable[[bytes], Any]:
@@ -122,7 +122,7 @@ def connect(address: str, note: Callable[[str], None], timeout: float = TIMEOUT)
     note     is called with sentences about missing workers
     timeout  seconds after which tasks fail with TimeoutError if there are no workers
 
-    Raise KtconvertError if Dask is missing or no scheduler answers, UsageError for any other place.
+    Raises KtconvertError if Dask is missing or no scheduler answers, UsageError for any other place.
     """
     if find_spec("distributed") is None:
         raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
@@ -211,7 +211,7 @@ def _block_ctrl_c() -> Iterator[None]:
 
 
 def count_local_workers(address: str) -> int | None:
-    """Return the number of workers of `local[:N]`, None for any other address. Raise UsageError for a wrong number."""
+    """Return the number of workers of `local[:N]`, None for any other address. Raises UsageError for a wrong number."""
     name, _, count = address.partition(":")
     if name != LOCAL:
         return None

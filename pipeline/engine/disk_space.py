@@ -62,7 +62,7 @@ def require_disk(remaining: Sequence[OutputUnits], *, with_workers: bool = False
     for system in find_file_systems(remaining, with_workers=with_workers):
         if sum(system.needed.values()) > system.free:
             roots = ", ".join(map(str, system.roots))
-            raise ResourceError(f"{roots}: {system}; free some space or choose another --output.")
+            raise ResourceError(f"{roots}: {system}; free some space or choose a different --output.")
     limit = machine.file_size_limit()
     for plan, paths, units in remaining:
         if limit is not None:

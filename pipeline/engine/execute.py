@@ -206,7 +206,7 @@ def _finish_output(plan: Plan, workdir: WorkDir, reporter: Reporter) -> None:
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
-    """Return whether there is nothing to do. Raise KtconvertError if the output, or its side output, is refused."""
+    """Return whether there is nothing to do. Raises KtconvertError if the output, or its side output, is refused."""
     existing.require_writable_output(plan, overwrite)
     finished = existing.is_finished(plan, overwrite)
     if finished:
@@ -286,10 +286,11 @@ def adopt_units(plan: Plan, workdir: WorkDir, reporter: Reporter, *, trusted: bo
 
 
 # A finished unit to adopt: its name, its files, and a function to discard it.
-_Finished = tuple[str, Sequence[FileRecord], Callable[[], None]]
+_StoredItem = tuple[str, Sequence[FileRecord], Callable[[], None]]
 
 
-def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Reporter) -> None:
+def _discard_damaged(finished: Sequence[_StoredItem], threads: int, reporter: Reporter) -> None:
+    """Hash the files of finished units with threads, and discard units whose files have changed."""
     total = sum(nbytes for _, files, _ in finished for _, nbytes, _ in files)
     if not any(files for _, files, _ in finished):
         return
@@ -312,10 +313,10 @@ def _discard_damaged(finished: Sequence[_Finished], threads: int, reporter: Repo
             discard()
 
 
-def _list_store(plan: Plan, workdir: WorkDir) -> list[_Finished]:
+def _list_store(plan: Plan, workdir: WorkDir) -> list[_StoredItem]:
     """Return the finished units in the store, with the files that exist there."""
     store = workdir.paths.store
-    finished: list[_Finished] = []
+    finished: list[_StoredItem] = []
     for unit in plan.units:
         if (record := workdir.finished.get(unit.fingerprint)) is None:
             continue

@@ -20,14 +20,14 @@ from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import Paths, has_size, locate
-from ktconvert.pipeline.engine.plan import CARD, CONFIG, FORMAT, Plan, SavedPlan
+from ktconvert.pipeline.engine.plan import CARD, CONFIG, PLAN_VERSION, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
 from ktconvert.pipeline.engine.workdir import why_finished
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
-IGNORED = {WORK_FOLDER, "lost+found"}
-NAMED = 5  # files to name in a message
+IGNORED_NAMES = {WORK_FOLDER, "lost+found"}
+MAX_NAMED = 5  # files to name in a message
 
 
 class _Header(msgspec.Struct):
@@ -36,11 +36,11 @@ class _Header(msgspec.Struct):
 
 
 def read_plan(paths: Paths) -> SavedPlan | None:
-    """Read plan.json; None if no conversion was begun. Raise OutputError if it cannot be read."""
+    """Read plan.json; None if no conversion was begun. Raises OutputError if it cannot be read."""
     try:
         data = paths.plan.read_bytes()
         header = documents.decode_document(data, _Header)
-        if header.version != FORMAT:
+        if header.version != PLAN_VERSION:
             raise OutputError(
                 f"{paths.plan}: written by a different ktconvert ({header.tool_version}); finish it with that version."
             )
@@ -137,7 +137,7 @@ def require_writable_output(plan: Plan, overwrite: bool) -> None:
                 f"{output} is finished, but {damaged[0]} is missing or has a different size; {remedy}."
             )
         return
-    foreign = [path.name for path in output.iterdir() if path.name not in IGNORED]
+    foreign = [path.name for path in output.iterdir() if path.name not in IGNORED_NAMES]
     if foreign and not plan.extends_output and not (paths.inside and saved is not None):
         remedy = "choose a different --output, or replace it with --overwrite --delete-others"
         raise OutputError(f"{output} contains {foreign[0]} and is not an output of ktconvert; {remedy}.")
@@ -185,7 +185,7 @@ def find_replaced_folders(plan: Plan) -> list[ReplacedFolder]:
     side_output = plan.side_output
     kept: set[str] = set()
     if locate(output).inside:
-        kept = {*IGNORED, *(folder.name for folder in plan.kept_folders or ())}
+        kept = {*IGNORED_NAMES, *(folder.name for folder in plan.kept_folders or ())}
     folders = []
     if output.is_dir():
         folders.append(list_files(output, kept))
@@ -245,8 +245,8 @@ def require_safe_inputs(plan: Plan) -> None:
                 is_real = real_folder in (input_path, input_path.parent)
                 real_place = "" if is_real else f", really in {real_folder},"
                 raise UsageError(
-                    f"{input_path}{real_place} is an input inside {path}, which this run would write to; choose a "
-                    "different output."
+                    f"{input_path}{real_place} is an input inside {path}, which this run would write to; "
+                    "choose a different output."
                 )
 
 
@@ -281,7 +281,7 @@ def _is_in(path: Path, folder: Path) -> bool:
 def compare_plans(plan: Plan, saved: SavedPlan, may_drop: bool) -> tuple[bool, list[str]]:
     """Compare a plan with the saved plan of an unfinished conversion.
 
-    Return whether the old conversion is dropped, and the files that were touched since. Raise OutputError or
+    Return whether the old conversion is dropped, and the files that were touched since. Raises OutputError or
     InputError, with both values, if options or input differ.
     """
     new = plan.document()
@@ -375,7 +375,7 @@ class ReplacedFolder:
         return f"{self.folder}: {', and '.join(parts)}"
 
     def describe_others(self) -> str:
-        names = [*self.others][:NAMED]
+        names = [*self.others][:MAX_NAMED]
         more = f", and {len(self.others) - len(names)} more" if len(self.others) > len(names) else ""
         total = size(sum(self.others.values()))
         return f"{plural(len(self.others), 'file')} ({total}) missing from its manifest: {', '.join(names)}{more}"
@@ -386,7 +386,11 @@ class ReplacedFolder:
             "folder": str(self.folder),
             "text": str(self),
             "listed": {"files": self.listed[0], "bytes": self.listed[1]},
-            "others": {"files": len(self.others), "bytes": sum(self.others.values()), "names": [*self.others][:NAMED]},
+            "others": {
+                "files": len(self.others),
+                "bytes": sum(self.others.values()),
+                "names": [*self.others][:MAX_NAMED],
+            },
         }
 
 

@@ -36,11 +36,11 @@ ENVIRONMENT = (
     ("RANK", "WORLD_SIZE", None, None),
     ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_STEP"),
 )
-NAMED = 6  # units to name in a message
+MAX_NAMED = 6  # units to name in a message
 
 
 def parse_share(text: str, environ: Mapping[str, str]) -> JobShare:
-    """Parse the value of --part, R/N or `env`. Raise UsageError for any other."""
+    """Parse the value of --part, R/N or `env`. Raises UsageError for any other."""
     given = _read_environment(environ) if text == "env" else tuple(text.split("/"))
     if len(given) != 2 or not all(number.isdecimal() and len(number) < 10 for number in given):
         raise UsageError(f"--part {text}: give R/N, from 0/N to N-1/N, or env.")
@@ -69,7 +69,7 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bool = False) -> None:
-    """Make every N-th unit that is missing. Raise UsageError for a plan with a chain."""
+    """Make every N-th unit that is missing. Raises UsageError for a plan with a chain."""
     require_independent_units(plan)
     require_writable_output(plan, overwrite)
     if is_finished(plan, overwrite):
@@ -97,8 +97,8 @@ def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bo
         reporter.event("part", part=str(share), made=len(our_units), there=finished, units=units)
         next_step = "" if remaining else f"; run `ktconvert resume {paths.output}` to assemble the output"
         reporter.say(
-            f"job share {share}: {len(our_units)} units made; {finished} of {units} units of all job shares are "
-            f"finished{next_step}"
+            f"job share {share}: {len(our_units)} units made; "
+            f"{finished} of {units} units of all job shares are finished{next_step}"
         )
     finally:
         share_lock.release()
@@ -116,7 +116,7 @@ def require_all_shares(plan: Plan, paths: Paths) -> None:
         return
     count = parse_share(text, {}).count
     numbers = sorted({number % count for number, unit in enumerate(plan.units) if unit in set(missing)})
-    names = ", ".join(unit.key for unit in missing[:NAMED]) + (", ..." if len(missing) > NAMED else "")
+    names = ", ".join(unit.key for unit in missing[:MAX_NAMED]) + (", ..." if len(missing) > MAX_NAMED else "")
     parts = ", ".join(f"{number}/{count}" for number in numbers)
     problem = f"{len(missing)} of {len(plan.units)} units are missing ({names}), from --part {parts}"
     remedy = f"finish these, or make them here with `ktconvert resume {paths.output} --executor threads`"

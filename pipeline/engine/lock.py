@@ -26,13 +26,13 @@ from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.paths import ELSEWHERE, FOLDERS, make_private_folder, refuse_owner
 
-OURS = {"token", "plan.json", "journal.jsonl", *FOLDERS}
+WORK_NAMES = {"token", "plan.json", "journal.jsonl", *FOLDERS}
 NAMES = re.compile(r"lock(\.part-\d+-of-\d+|\.held(\.part-\d+-of-\d+)?(\.(after-)?[0-9a-f]+)*)?")
 SHARE_NAME = re.compile(r"lock(\.held)?\.part-(\d+)-of-(\d+)")
 NO_LOCKS = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 PATIENCE = 1.0  # seconds that a single process needs to see our job share and yield
-NAMED = 4  # processes to name in a message
-LONGEST = 1024  # bytes to read of a lock file
+MAX_NAMED = 4  # processes to name in a message
+MAX_LOCK_BYTES = 1024  # bytes to read of a lock file
 UNNAMED = {"localhost", "localhost.localdomain", "(none)"}  # host names that several machines may share
 
 Holders = list[tuple[Path, bytes]]  # locks, each with its content
@@ -141,7 +141,7 @@ class Lock:
 
 
 def acquire(root: Path, output: Path, share: JobShare | None = None) -> Lock:
-    """Make a work directory, and lock it. Raise OutputError if it is in use, or is not ours."""
+    """Make a work directory, and lock it. Raises OutputError if it is in use, or is not ours."""
     while True:
         lock = Lock(root)
         try:
@@ -166,7 +166,7 @@ def require_ours(root: Path) -> None:
     except PermissionError:
         raise refuse_owner(root) from None
     locks = {name for name in names if NAMES.fullmatch(name)}
-    foreign = [name for name in names - OURS - locks if not name.startswith(".nfs")]
+    foreign = [name for name in names - WORK_NAMES - locks if not name.startswith(".nfs")]
     if foreign or (names and not locks) or (root.exists() and not root.is_dir()):
         remedy = "move it away or choose a different --output"
         raise OutputError(f"{root}: not a work folder of ktconvert, which uses this name; {remedy}.")
@@ -175,7 +175,7 @@ def require_ours(root: Path) -> None:
 def unlock(root: Path, output: Path, share: JobShare | None = None) -> list[str]:
     """Remove lock files that block us and may belong to processes that have ended; return a description of each.
 
-    Raise OutputError if the file system itself holds a lock.
+    Raises OutputError if the file system itself holds a lock.
     """
     if not root.is_dir():
         return []
@@ -233,7 +233,7 @@ def _take_locks(lock: Lock, output: Path, share: JobShare | None) -> None:
 
 
 def _take_flocks(lock: Lock, share: JobShare | None) -> bool:
-    """Take flocks; return False if the file system has none. Raise BlockingIOError with the file's name."""
+    """Take flocks; return False if the file system has none. Raises BlockingIOError with the file's name."""
     if share is None:
         return lock.lock_file(lock.root / "lock", fcntl.LOCK_EX)
     share_lock = lock.root / f"lock.{share.name}"
@@ -280,7 +280,7 @@ def read_lock(path: Path) -> bytes | None:
     """Read a lock file; None if it does not exist."""
     try:
         with path.open("rb") as file:
-            return file.read(LONGEST)
+            return file.read(MAX_LOCK_BYTES)
     except FileNotFoundError:
         return None
 
@@ -362,7 +362,7 @@ def _replacement_lock_path(path: Path, content: bytes) -> Path:
 def _describe_holder(path: Path, content: bytes) -> str:
     name = str(_parse_holder(content) or "another process")
     match = SHARE_NAME.fullmatch(path.name)
-    return f"part {match[2]}/{match[3]} ({name})" if match else name
+    return f"job share {match[2]}/{match[3]} ({name})" if match else name
 
 
 def _format_lock_time(path: Path) -> str:
@@ -371,8 +371,8 @@ def _format_lock_time(path: Path) -> str:
 
 def _busy_sentence(output: Path, holders: Holders) -> str:
     names = [_describe_holder(path, content) for path, content in holders]
-    if len(names) > NAMED:
-        names[NAMED:] = [f"{len(names) - NAMED} more"]
+    if len(names) > MAX_NAMED:
+        names[MAX_NAMED:] = [f"{len(names) - MAX_NAMED} more"]
     if len(names) == 1:
         return f"{output}: {names[0]} is converting into it; wait for it or stop it."
     return f"{output}: {', '.join(names[:-1])} and {names[-1]} are converting into it; wait for them or stop them."

@@ -38,9 +38,7 @@ class Interrupted(Exception):
 
     def __init__(self, number: int, outputs: Sequence[Path]) -> None:
         commands = " and ".join(f"`ktconvert resume {output}`" for output in outputs)
-        super().__init__(
-            f"stopped by {signal.Signals(number).name}; {commands} {'goes' if len(outputs) == 1 else 'go'} on"
-        )
+        super().__init__(f"stopped by {signal.Signals(number).name}; run {commands} to continue")
         self.exit_code = 128 + number
 
 
@@ -52,10 +50,10 @@ class StopFlag:
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         if self.number:
-            os.write(2, b"\nstopped at once; `ktconvert resume` goes on from the last finished layer\n")
+            os.write(2, b"\nstopped at once; run `ktconvert resume` to continue from the last finished layer\n")
             os._exit(128 + number)
         self.number = number
-        os.write(2, b"\nfinishing the layers in flight; once more to stop at once\n")
+        os.write(2, b"\nfinishing the layers in flight; press Ctrl-C again to stop at once\n")
 
     @contextlib.contextmanager
     def handle_signals(self) -> Iterator[StopFlag]:

@@ -105,7 +105,7 @@ def has_content(path: Path, nbytes: int, sha256: str) -> bool:
 def make_private_folder(root: Path) -> None:
     """Make a work directory that only its user can enter, or accept one that this user made.
 
-    Raise OutputError for a folder of a different user, who could put links where we write and remove.
+    Raises OutputError for a folder of a different user, who could put links where we write and remove.
     """
     publish.make_folder(root.parent)
     with contextlib.suppress(FileExistsError):

@@ -22,9 +22,9 @@ from ktconvert.pipeline.engine.units import Stage, Unit
 if TYPE_CHECKING:
     from ktconvert.pipeline.options.option_groups import OutputOptions
 
-Stats = Sequence[Mapping[str, Any]]  # the figures of units (Result.stats)
+UnitStats = Sequence[Mapping[str, Any]]  # the figures of units (Result.stats)
 
-FORMAT = 1
+PLAN_VERSION = 1
 CONFIG = "config.json"
 CARD = "README.md"
 
@@ -106,8 +106,8 @@ class Hooks:
     """
 
     peak_memory: Callable[[int], int]
-    render_card: Callable[[Stats], bytes]
-    measured_facts: Callable[[Stats], OutputFacts] = lambda stats: {}
+    render_card: Callable[[UnitStats], bytes]
+    measured_facts: Callable[[UnitStats], OutputFacts] = lambda stats: {}
     require_ready: Callable[[], None] = lambda: None
     check: Callable[[Path], object] = lambda assembled: None
 
@@ -184,7 +184,7 @@ class Plan:
 
     def document(self, overwrite: bool = False) -> SavedPlan:
         return SavedPlan(
-            version=FORMAT,
+            version=PLAN_VERSION,
             tool_version=tool_version(),
             command=self.options.command,
             input=self.options.input,
@@ -221,7 +221,7 @@ def require_independent_units(plan: Plan) -> None:
     """Raise UsageError for a plan with a chain: processes of --part do not wait for units of each other."""
     if any(stage.chain for stage in plan.stages):
         problem = (
-            "each layer's calibration needs the results of the previous layer, so the work cannot be divided into "
-            "job shares"
+            "each layer's calibration needs the results of the previous layer, "
+            "so the work cannot be divided into job shares"
         )
         raise UsageError(f"{plan.options.command}: {problem}; use --executor instead of --part.")

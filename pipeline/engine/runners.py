@@ -36,7 +36,7 @@ from ktconvert.pipeline.engine.units import (
     Written,
 )
 from ktconvert.pipeline.engine.workdir import WorkDir
-from ktconvert.pipeline.engine.worker import DEATHS, Conversion, Reopen, Task, run_task
+from ktconvert.pipeline.engine.worker import MAX_DEATHS, Conversion, Reopen, Task, run_task
 from ktconvert.pipeline.report.progress import Reporter
 
 Result = TypeVar("Result")
@@ -121,6 +121,7 @@ def open_thread_runners(
 
 
 def _make_unit(workdir: WorkDir, context: Context, prefix: str, stage: Stage[Any], unit: Unit[Any]) -> FinishedUnit:
+    """Run the stage of a unit in this process, after a record of its start; hash the files that a chain leaves."""
     start_time = time.monotonic()
     chain = _make_chain_paths(workdir, stage, unit) if stage.chain else None
     workdir.journal.append(Start(unit=unit.name))
@@ -238,7 +239,7 @@ class ExecutorRunner(Runner):
             attempt: Attempt = unwrap_result(future, item.name, f"`ktconvert resume {self._workdir.paths.output}`")
         except WorkerLostError as error:
             by_executor = future.exception() is not None  # otherwise a worker has counted the deaths
-            if by_executor and self._retries[item.fingerprint] < DEATHS:
+            if by_executor and self._retries[item.fingerprint] < MAX_DEATHS:
                 self._retries[item.fingerprint] += 1
                 return None
             self._mark_lost(item)
@@ -259,6 +260,7 @@ class ExecutorRunner(Runner):
             self._read_attempts()
 
     def _read_attempts(self) -> None:
+        """Record starts and failures of this run's attempts that are new since the last call."""
         with self._polling:
             self._polled = time.monotonic()
             for attempt in attempts.read_attempts(self._workdir.paths, known=self._ended):
@@ -306,8 +308,8 @@ def unwrap_result(future: Future[Result | KtconvertError], task: str, remedy: st
         raise error
     if error is not None:
         raise KtconvertError(
-            f"{task}: lost by the executor ({type(error).__name__}: {error}); check its workers and scheduler, then "
-            f"{remedy}."
+            f"{task}: lost by the executor ({type(error).__name__}: {error}); "
+            f"check its workers and scheduler, then {remedy}."
         ) from error
     result = future.result()
     if isinstance(result, KtconvertError):
@@ -316,7 +318,7 @@ def unwrap_result(future: Future[Result | KtconvertError], task: str, remedy: st
 
 
 def as_finished_unit(paths: Paths, attempt: Attempt) -> FinishedUnit:
-    """Return a finished attempt as a unit to be published. Raise ResourceError if its files are not visible here."""
+    """Return a finished attempt as a unit to be published. Raises ResourceError if its files are not visible here."""
     if not attempt.is_whole(paths):
         raise ResourceError(
             f"{paths.partial / attempt.name}: written by {attempt.worker}, but incomplete here; mount the same file "

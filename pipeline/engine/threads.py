@@ -42,7 +42,7 @@ class Pools:
 
 @contextlib.contextmanager
 def open_pools(threads: int, units: int) -> Iterator[Pools]:
-    """Start the threads for this number of units. Raise RuntimeError if the system gives no threads."""
+    """Start the threads for this number of units. Raises RuntimeError if the system gives no threads."""
     count = max(1, min(UNITS_AT_ONCE, threads, units))
     with make_packing_pool(threads) as packing, ThreadPoolExecutor(count, "unit", unbind_thread) as pool:
         start_threads(pool, count)
@@ -50,7 +50,7 @@ def open_pools(threads: int, units: int) -> Iterator[Pools]:
 
 
 def make_packing_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool that keeps this many threads busy. Raise RuntimeError if the system gives none."""
+    """Return a pool that keeps this many threads busy. Raises RuntimeError if the system gives none."""
     pool = ThreadPoolExecutor(threads + WAITING, thread_name_prefix="pack", initializer=unbind_thread)
     start_threads(pool, threads + WAITING)
     return pool
@@ -72,7 +72,7 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
 
 
 def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:
-    """Return the number of threads asked for, or as many as fit into memory. Raise ResourceError if none fits."""
+    """Return the number of threads asked for, or as many as fit into memory. Raises ResourceError if none fits."""
 
     def peak_memory(count: int) -> int:
         # Outputs that are made together have no more units in flight than a single output.

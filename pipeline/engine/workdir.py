@@ -120,7 +120,7 @@ def remove_locked_folder(paths: Paths, folder_lock: lock.Lock) -> None:
         publish.remove_tree(paths.old)
         if path.is_dir():  # a worker that seemed dead may still write to it
             path.rename(paths.old)
-    for name in sorted(lock.OURS):
+    for name in sorted(lock.WORK_NAMES):
         publish.remove_tree(paths.root / name)
     folder_lock.remove()
     # Another process may be waiting for the lock, and NFS keeps open files.

@@ -26,7 +26,7 @@ from ktconvert.pipeline.engine.threads import fit_threads, make_packing_pool, wi
 from ktconvert.pipeline.engine.units import Context, Portion, Stage, Unit
 from ktconvert.pipeline.report.progress import Reporter
 
-DEATHS = 3  # deaths of attempts at a unit until the run fails
+MAX_DEATHS = 3  # deaths of attempts at a unit until the run fails
 
 # (output, tuning of this machine) -> the output's saved plan, built again. It is a module-level function, so that any
 # executor can pickle it.
@@ -101,7 +101,7 @@ class OpenPlan:
     window: int
 
     def find_unit(self, task: Task) -> tuple[Stage[Any], Unit[Any]]:
-        """Return the unit of a task and its stage. Raise OutputError if this host has a different unit there."""
+        """Return the unit of a task and its stage. Raises OutputError if this host has a different unit there."""
         for stage in self.plan.stages:
             for unit in stage.units:
                 if (stage.name, unit.key, unit.fingerprint) == (task.stage, task.key, task.fingerprint):
@@ -121,8 +121,8 @@ def require_same_version(version: str) -> None:
     """Raise OutputError if the coordinator's ktconvert differs, UsageError for a KTCONVERT_ISA that this host lacks."""
     if version != tool_version():
         raise OutputError(
-            f"ktconvert {tool_version()} is installed here, but {version} on the host of the command; install the "
-            "same version."
+            f"ktconvert {tool_version()} is installed here, but {version} on the host of the command; "
+            "install the same version."
         )
     try:
         kernels.isa()
@@ -130,12 +130,12 @@ def require_same_version(version: str) -> None:
         raise UsageError(str(error)) from error
 
 
-OPEN = 4  # open plans of a worker: outputs that are made together take turns
+MAX_OPEN_PLANS = 4  # open plans of a worker: outputs that are made together take turns
 
 _opening = threading.Lock()
 
 
-@functools.lru_cache(OPEN)
+@functools.lru_cache(MAX_OPEN_PLANS)
 def _open_plan(conversion: Conversion) -> OpenPlan:
     """Open the plan of a conversion, once per process.
 
@@ -173,7 +173,7 @@ def make_attempt(
 ) -> Attempt | KtconvertError:
     """Make a unit, or a portion of it, and return the ended attempt; an earlier one if that finished it.
 
-    Raise WorkerLostError if too many attempts of this run died.
+    Raises WorkerLostError if too many attempts of this run died.
     """
     paths = opened.paths
     item = unit if portion is None else portion
@@ -184,11 +184,11 @@ def make_attempt(
                 return attempt
             attempts.remove_attempt(paths, attempt)
             reporter.warn(
-                f"{item.name} is converted again: {attempt.name} changed after {attempt.worker} wrote it; check the "
-                "disk."
+                f"{item.name} is converted again: {attempt.name} changed after {attempt.worker} wrote it; "
+                "check the disk."
             )
     dead = [attempt for attempt in earlier if attempt.run == run and attempt.ended is None]
-    if len(dead) >= DEATHS:
+    if len(dead) >= MAX_DEATHS:
         raise WorkerLostError(
             f"{item.name}: {len(dead)} processes ended or stopped answering while they made it, the last one on "
             f"{dead[-1].worker}: {attempts.explain_death(paths, dead[-1])}."

@@ -27,7 +27,7 @@ from ktconvert.pipeline.engine.assemble import assemble_output
 from ktconvert.pipeline.engine.execute import require_possible, resume_work
 from ktconvert.pipeline.engine.existing import is_finished, require_writable_output
 from ktconvert.pipeline.engine.loop import publish_unit, record_run
-from ktconvert.pipeline.engine.plan import Needs, Plan, Stats, require_unchanged, tool_version
+from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_unchanged, tool_version
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
@@ -245,8 +245,8 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     model, _ = loading.load_model_and_tokenizer(training.choice)
     if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
         raise UnsupportedError(
-            f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; use a smaller "
-            "number."
+            f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; "
+            "use a smaller number."
         )
     model.config.use_cache = False
     require_unchanged(plan)  # now that all of it is in memory
@@ -312,7 +312,7 @@ def write_adapter(options: TrainOptions, checkpoint: Path, folder: Path) -> dict
     return {"losses": [losses[0], losses[-1]], "eval_losses": [eval_losses[0], eval_losses[-1]] if eval_losses else []}
 
 
-def adapter_card(options: TrainOptions, stats: Stats) -> bytes:
+def adapter_card(options: TrainOptions, stats: UnitStats) -> bytes:
     """Return the adapter's README.md.
 
     stats  the figures of the units; the last ones are the result of write_adapter

@@ -54,8 +54,8 @@ def read_sequences(options: TrainOptions, tokenizer: Any, dataset: str, note: Ca
     ids = np.concatenate([array for sample in samples for array in (sample, *separator)])
     if len(ids) < length:
         raise InputError(
-            f"{dataset}: has {len(ids)} tokens, less than one sequence of {length}; give more text, or a smaller "
-            "--sequence-length"
+            f"{dataset}: has {len(ids)} tokens, less than one sequence of {length}; give more text, "
+            "or a smaller --sequence-length"
         )
     count = len(ids) // length
     rows = torch.from_numpy(ids[: count * length].reshape(count, length))

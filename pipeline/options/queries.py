@@ -22,7 +22,7 @@ from ktconvert.pipeline.options.option_groups import (
 from ktconvert.pipeline.options.types import FilePath, Integer, OutputPath, PathOrHubId, TokenCountList
 
 # Values of --quant-method of verify (options and names of formats) -> name of the format
-METHODS = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
+FORMAT_BY_WORD = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
 
 
 class BenchOptions(Options):
@@ -88,7 +88,7 @@ class VerifyOptions(Options):
     )
     revision: str | None = option("Branch, tag or commit, if --against is a hub id.")
     numa: int | None = option("Required number of NUMA slices.", Integer(min=1))
-    quant_method: str | None = option("Required format; kt-kernel does not notice a wrong one.", choice(METHODS))
+    quant_method: str | None = option("Required format; kt-kernel does not notice a wrong one.", choice(FORMAT_BY_WORD))
     arch: ArchFile = ArchFile()
     full: bool = option("Measure the error of every expert, not only of 8 per layer.", default=False)
     load: bool = option(
@@ -110,7 +110,7 @@ class VerifyOptions(Options):
     @property
     def method(self) -> str | None:
         """The name of the required format."""
-        return None if self.quant_method is None else METHODS[self.quant_method]
+        return None if self.quant_method is None else FORMAT_BY_WORD[self.quant_method]
 
     @property
     def threads(self) -> int:

@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FORMATS = {
+# File suffix -> metadata key of the program
+PLOT_SUFFIXES = {
     ".png": "Software",
     ".svg": "Creator",
     ".pdf": "Creator",
-}  # file suffix -> metadata key of the program
+}
 MEASURED, REFERENCE = "#1f5fa8", "#b5452c"  # colours
 
 
@@ -133,5 +134,5 @@ def _make_figure(title: str) -> Figure:
 def _save_figure(figure: Figure, path: Path) -> None:
     kind = path.suffix.lower()
     data = io.BytesIO()
-    figure.savefig(data, format=kind[1:], metadata={FORMATS[kind]: publish.MARK})
+    figure.savefig(data, format=kind[1:], metadata={PLOT_SUFFIXES[kind]: publish.MARK})
     publish.write_marked_file(path, data.getvalue())

@@ -36,7 +36,7 @@ from ktconvert.quantizers.reference import bf16_to_f32
 
 # quant_method of the manifest -> whether the codes were calibrated. Calibrated codes are judged by their errors; only
 # their shapes and scales must be the same.
-METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
+QUANTIZED_METHODS: Mapping[str | None, bool] = {None: False, "RTN": False, "GPTQ": True}
 
 # Error of calibrated codes over the error of rounding to nearest. GPTQ gives 1.0 to 1.3 at the usual dampening, 1.8 at
 # a thousandth of that. The codes of a wrong expert give 13 (W4A16) to 200 (W8A16).
@@ -139,11 +139,11 @@ def create_comparison(inputs: Inputs) -> Comparison:
         raise UnsupportedError(
             f"{root}: {inputs.measure.method} weights cannot be made again; verify them without --against SOURCE."
         )
-    if method not in METHODS or scale not in QUANTIZERS:
-        unknown = method if method not in METHODS else scale
+    if method not in QUANTIZED_METHODS or scale not in QUANTIZERS:
+        unknown = method if method not in QUANTIZED_METHODS else scale
         raise UnsupportedError(f"{root}: {unknown} weights cannot be compared with a source; leave out --against.")
     quantizer = QUANTIZERS[scale]
-    calibrated = METHODS[method] or quantizer.calibrated
+    calibrated = QUANTIZED_METHODS[method] or quantizer.calibrated
     same_scales = not quantizer.calibrated
     return Comparison(inputs, model, fmt, quantizer if same_scales else ABSMAX, calibrated, same_scales)
 
@@ -285,16 +285,16 @@ def judge_calibrated(
     if problem := _find_out_of_range(encoding, stored, n, k):
         return np.zeros(4), CalibratedLinear(np.inf, False, False), problem
     x = bf16_to_f32(kernels.decode(matrix)[rows])
-    ours, theirs = ((measured or encoding).decode(tensors, n, k, rows) for tensors in (stored, rounded))
-    unused = np.asarray(theirs.any(axis=0) & ~ours.any(axis=0))
+    actual, expected = ((measured or encoding).decode(tensors, n, k, rows) for tensors in (stored, rounded))
+    unused = np.asarray(expected.any(axis=0) & ~actual.any(axis=0))
     if unused.mean() > MOST_UNUSED:
         problem = f"has zeros in {int(unused.sum())} of {unused.size} columns: calibration saw hardly any of its inputs"
         return np.zeros(4), CalibratedLinear(np.inf, False, True), problem
-    is_rounded = bool(np.array_equal(ours, theirs))
-    x[:, unused] = theirs[:, unused] = 0  # ours are zeros already
-    sums = sum_products(x, ours)
+    is_rounded = bool(np.array_equal(actual, expected))
+    x[:, unused] = expected[:, unused] = 0  # actual has zeros there already
+    sums = sum_products(x, actual)
     error = error_figures(sums)["relative_error"]
-    rounding_error = error_figures(sum_products(x, theirs))["relative_error"]
+    rounding_error = error_figures(sum_products(x, expected))["relative_error"]
     ratio = error / rounding_error if rounding_error else 1.0 if error == 0 else np.inf
     linear = CalibratedLinear(ratio, is_rounded, bool(unused.any()))
     if ratio <= WORST_RATIO:

@@ -113,20 +113,20 @@ def check_safetensors(output: Output, _measure: Measure) -> Check | None:
 
 
 def _compare_readers(output: Output, shard: str, header: Header) -> Iterator[str]:
-    ours: Tensors = {entry.name: (entry.dtype, entry.shape) for entry in header.entries}
+    entries: Tensors = {entry.name: (entry.dtype, entry.shape) for entry in header.entries}
     try:
-        theirs = read_header_with_package(output.root / shard)
+        reported = read_header_with_package(output.root / shard)
     except (SafetensorError, OSError) as error:
         yield f"{shard}: the safetensors package cannot read it ({first_line(error)})"
         return
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in theirs:
+    for name in sorted(entries.keys() | reported.keys()):
+        if name not in reported:
             yield f"{shard}: the safetensors package does not find {name}"
-        elif name not in ours:
+        elif name not in entries:
             yield f"{shard}: the safetensors package finds {name}, but ktconvert does not"
-        elif ours[name] != theirs[name]:
-            their_text, our_text = (f"{dtype} {list(shape)}" for dtype, shape in (theirs[name], ours[name]))
-            yield f"{shard}: the safetensors package reads {name} as {their_text}, but ktconvert as {our_text}"
+        elif entries[name] != reported[name]:
+            reported_text, own_text = (f"{dtype} {list(shape)}" for dtype, shape in (reported[name], entries[name]))
+            yield f"{shard}: the safetensors package reads {name} as {reported_text}, but ktconvert as {own_text}"
 
 
 def read_header_with_package(path: Path) -> Tensors:
@@ -147,8 +147,8 @@ def check_hashes(listing: Manifest, files: list[OutputFile], check_items: CheckI
     problems = {file.name: problem for file, problem in findings if problem is not None}
     if (actual := manifest.compute_actual_digest(listing)) != listing.sha256:
         problems[manifest.NAME] = (
-            f"{manifest.NAME} was changed: the sha256 of its contents is {actual[:12]}, but it states "
-            f"{listing.sha256[:12]}"
+            f"{manifest.NAME} was changed: the sha256 of its contents is {actual[:12]}, "
+            f"but it states {listing.sha256[:12]}"
         )
     result = f"{plural(len(files), 'file')} and {manifest.NAME} match"
     return Check("hashes", result, tuple(problems[name] for name in sorted(problems)))

@@ -21,7 +21,7 @@ from ktconvert.pipeline.verify.page_data import LOWEST, STEPS, LinearScales, Sca
 from ktconvert.pipeline.verify.verify import Report, output_rows, report_document
 
 TEMPLATES = Path(__file__).parent
-SHOWN = 100  # problems per check; --json has all
+MAX_SHOWN = 100  # problems per check; --json has all
 LARGEST = 12  # rows of the table of the largest scales
 MOST_BARS = 64
 COLOURS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to the largest
@@ -80,7 +80,7 @@ def _make_page_values(report: Report) -> dict[str, Any]:
         "name": Path(document["output"]).name,
         "verdict": "verified" if document["ok"] else "NOT verified",
         "generator": MARK,
-        "shown": SHOWN,
+        "shown": MAX_SHOWN,
         "parts": parts,
         "maker": f"{document['made_by']} {document['command']}"
         if document["made_by"]
@@ -289,6 +289,7 @@ def make_heat_maps(maps: Mapping[str, Cells], scale: ColourScale, titles: bool) 
     any_not_shown = any(not scale.is_shown(value) for cells in maps.values() for value in cells.values())
 
     def build_map(name: str, cells: Cells) -> dict[str, Any]:
+        """Return the heat map of one column of values: its range and rows of cells by layer."""
         shown = [value for value in cells.values() if scale.is_shown(value)]
         low, high = (min(shown), max(max(shown), LEAST_RANGE * min(shown))) if shown else (1.0, 1.0)
 

@@ -275,8 +275,8 @@ def read_samples(root: Path, config: Any, text: str | None) -> npt.NDArray[np.in
         return ids[: count * length].reshape(count, length)
     if text is not None:
         raise InputError(
-            f"--text: has {len(ids)} tokens for {root}, but {length} are required; give a longer text, or leave out "
-            "--text."
+            f"--text: has {len(ids)} tokens for {root}, but {length} are required; give a longer text, "
+            "or leave out --text."
         )
     return np.random.default_rng(0).integers(0, config.vocab_size, (SAMPLES, length))
 

@@ -29,7 +29,7 @@ from ktconvert.pipeline.verify.page_data import PageData, collect_page_data, rea
 from ktconvert.pipeline.verify.reload import Predictions, check_predictions, check_reload, skip_predictions
 
 CHECKPOINT = "checkpoint"  # an unconverted checkpoint
-SHOWN = 10  # problems per check; --json has all
+MAX_SHOWN = 10  # problems per check; --json has all
 ARRANGEMENTS = {
     "merged": "{shards} safetensors shards",
     "native": "{shards} safetensors shards for kt-kernel's native methods",
@@ -287,9 +287,9 @@ def report_lines(report: Report) -> list[str]:
     out += ["", *format_table([("check", "result"), *results])]
     for check in report.checks:
         if check.problems:
-            out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:SHOWN])]
-            if len(check.problems) > SHOWN:
-                out.append(f"  ... and {len(check.problems) - SHOWN} more (--json lists all)")
+            out += ["", f"{check.name}:", *(f"  {problem}" for problem in check.problems[:MAX_SHOWN])]
+            if len(check.problems) > MAX_SHOWN:
+                out.append(f"  ... and {len(check.problems) - MAX_SHOWN} more (--json lists all)")
     if report.errors:
         rows: list[tuple[str, ...]] = [("layer", "projection", "relative error", "cosine", "worst expert")]
         for e in report.errors:

@@ -44,9 +44,9 @@ def ktconvert(*arguments: object, gpu: bool = True) -> str:
     """Run the command in a new process, with or without the GPU, and return its standard output."""
     env = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     command = [sys.executable, "-m", "ktconvert.pipeline.cli", *map(str, arguments)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{' '.join(command[3:])}: exit code {done.returncode}: {done.stderr[-600:]}"
-    return done.stdout
+    result = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{' '.join(command[3:])}: exit code {result.returncode}: {result.stderr[-600:]}"
+    return result.stdout
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

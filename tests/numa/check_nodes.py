@@ -18,9 +18,9 @@ SHM = Path("/dev/shm")
 
 
 def doctor(**restrictions: Any) -> dict[str, Any]:
-    done = run("ktconvert", "doctor", "--json", "--disk", SHM, **restrictions)
-    assert done.returncode == 0, done.stderr
-    document: dict[str, Any] = json.loads(done.stdout)
+    result = run("ktconvert", "doctor", "--json", "--disk", SHM, **restrictions)
+    assert result.returncode == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
     return document
 
 
@@ -105,7 +105,7 @@ def test_a_conversion_on_tmpfs_works_without_direct_io():
     finally:
         assert probe.exists()  # open creates the file even if it then fails
         probe.unlink()
-    done = run("ktconvert", "cpu", "-i", EXAMPLE, "-o", SHM / "out", "--quant-method", "int4", "-q")
-    assert (done.returncode, done.stderr) == (0, "")
-    done = run("ktconvert", "verify", SHM / "out", "--against", EXAMPLE, "--full", "-q")
-    assert done.returncode == 0, done.stderr
+    result = run("ktconvert", "cpu", "-i", EXAMPLE, "-o", SHM / "out", "--quant-method", "int4", "-q")
+    assert (result.returncode, result.stderr) == (0, "")
+    result = run("ktconvert", "verify", SHM / "out", "--against", EXAMPLE, "--full", "-q")
+    assert result.returncode == 0, result.stderr

@@ -88,9 +88,9 @@ def install(package: str) -> None:
     if not shutil.which("apt-get") or os.geteuid() != 0:
         raise Unavailable(f"{package} is not installed, and installing it needs root and apt-get")
     command = ["apt-get", "install", "-y", "--no-install-recommends", package]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise Unavailable(f"apt-get cannot install {package} ({last_line(done.stderr)})")
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise Unavailable(f"apt-get cannot install {package} ({last_line(result.stderr)})")
 
 
 def kernel_package() -> str:
@@ -107,9 +107,9 @@ def kernel_package() -> str:
 def download(names: list[str], target: Path) -> None:
     """Unpack Debian packages without installing them."""
     with tempfile.TemporaryDirectory(dir=STATE) as folder:
-        done = subprocess.run(["apt-get", "download", *names], cwd=folder, capture_output=True, text=True)
-        if done.returncode:
-            raise Unavailable(f"apt-get cannot download {' and '.join(names)} ({last_line(done.stderr)})")
+        result = subprocess.run(["apt-get", "download", *names], cwd=folder, capture_output=True, text=True)
+        if result.returncode:
+            raise Unavailable(f"apt-get cannot download {' and '.join(names)} ({last_line(result.stderr)})")
         for package in sorted(Path(folder).glob("*.deb")):
             subprocess.run(["dpkg-deb", "-x", package, target], check=True)
 

@@ -114,6 +114,6 @@ def report(**facts):
 
 def run_program(code: str, **restrictions: Any) -> Any:
     """Run a Python program after PRELUDE, as `run` does; return the values that it passes to `report`, once."""
-    done = run(sys.executable, "-W", "always", "-c", PRELUDE + textwrap.dedent(code), **restrictions)
-    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stdout}\n{done.stderr}"
-    return json.loads(done.stdout.splitlines()[-1])
+    result = run(sys.executable, "-W", "always", "-c", PRELUDE + textwrap.dedent(code), **restrictions)
+    assert result.returncode == 0, f"exit status {result.returncode}\n{result.stdout}\n{result.stderr}"
+    return json.loads(result.stdout.splitlines()[-1])

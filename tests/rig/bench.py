@@ -46,8 +46,8 @@ class Bench:
         """Run `ktconvert`; kill it before the n-th call that changes the output or its work directory."""
         self.log.unlink(missing_ok=True)
         env = {"KILLPOINT_ROOT": str(self.output), "KILLPOINT_N": str(kill), "KILLPOINT_LOG": str(self.log)}
-        done: Done = self.servers.run(arguments, self.base / "printed", env)
-        return done
+        result: Done = self.servers.run(arguments, self.base / "printed", env)
+        return result
 
     def cpu(self, *options: str, kill: int = 0, output: Path | None = None, source: Path | None = None) -> Done:
         """Run `ktconvert cpu` with one thread, so that the order of calls is fixed."""

@@ -82,8 +82,8 @@ def write_sources(folder: Path) -> dict[str, Path]:
 
     models["qwen3_moe FP8"] = stored.model(models["qwen3_moe"], folder / "qwen3_moe FP8", "FP8")
     models["qwen3_moe decoded"] = folder / "qwen3_moe decoded"
-    done = conversion.run_in_process("dequantize", models["qwen3_moe FP8"], models["qwen3_moe decoded"])
-    assert done.exception is None, done.exception
+    result = conversion.run_in_process("dequantize", models["qwen3_moe FP8"], models["qwen3_moe decoded"])
+    assert result.exception is None, result.exception
     models["bundled scrambled"] = Path(shutil.copytree(EXAMPLE, folder / "bundled scrambled"))
     path = models["bundled scrambled"] / "model.safetensors"
     save_file(scramble(load_file(path)), path, metadata={"format": "pt"})
@@ -307,6 +307,6 @@ def load_without_experts(path: Path) -> Any:
 
 def run_python(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a program in its own process, and require that it succeeds."""
-    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done
+    result = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result

@@ -54,9 +54,8 @@ class Cluster(contextlib.AbstractContextManager[Any]):
     def _end(self, names: list[str]) -> None:
         for name in names:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(
-                    self._processes[name].pid, signal.SIGKILL
-                )  # also ends stopped processes, and those of a nanny
+                # Also ends stopped processes, and those of a nanny
+                os.killpg(self._processes[name].pid, signal.SIGKILL)
         for name in names:
             self._processes.pop(name).wait()
             print(f"--- {name}: {self.log(name)}")

@@ -12,6 +12,5 @@ def fix_draws() -> None:
     settings.load_profile("same everywhere")
     # Hypothesis also draws constants from those modules of this project that are loaded, which depend on the tests
     # that ran before in the process. No setting switches this off.
-    providers._get_local_constants = lambda: (
-        providers._local_constants
-    )  # empty, since only the replaced function fills it
+    # Empty, since only the replaced function fills it
+    providers._get_local_constants = lambda: providers._local_constants

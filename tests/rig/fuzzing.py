@@ -43,10 +43,10 @@ def fuzz(name: str, inputs: Inputs, count: int) -> dict[str, Any]:
     path, results = document.make(inputs), inputs.root / "results"
     failures: list[str] = []
     total = {"accepted": 0, "refused": 0, "seconds": 0.0}
-    done = 0
-    while done < count and len(failures) < MAX_FAILURES:
+    result = 0
+    while result < count and len(failures) < MAX_FAILURES:
         results.unlink(missing_ok=True)
-        arguments = [str(inputs.root), name, str(path), str(done), str(count), str(results)]
+        arguments = [str(inputs.root), name, str(path), str(result), str(count), str(results)]
         with restore_file(path):
             ended = conversion.fork(f"{PROGRAM}damage_many", *arguments, models=document.models)
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
@@ -59,7 +59,7 @@ def fuzz(name: str, inputs: Inputs, count: int) -> dict[str, Any]:
         at = int((inputs.root / "at").read_text())
         seed = next(itertools.islice(seeds(), at, None))
         failures.append(describe(name, seed, f"the process ended with {ended.returncode}: {ended.stderr[-1500:]}"))
-        done = at + 1
+        result = at + 1
     assert not failures, "\n\n".join([f"{name}: {len(failures)} failures", *failures])
     return total
 

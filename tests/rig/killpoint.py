@@ -133,8 +133,8 @@ def check_resume(
             return run(convert(output), output, n, shim, log)
         return servers.run(convert(output), folder / "said", shim_settings(output, n, log))
 
-    done = start(undisturbed, 0)
-    assert done.returncode == 0, done.stderr
+    result = start(undisturbed, 0)
+    assert result.returncode == 0, result.stderr
     calls = count_calls(log)
     for number, fraction in enumerate(fractions):
         killed = folder / f"killed{number}"

@@ -47,8 +47,8 @@ def run(jobs: Sequence[Job], threads: int = 1) -> list[dict[str, Any]]:
     path = jobs[0].out.with_suffix(".jobs")
     path.write_text(json.dumps(documents))
     log, env = path.with_suffix(".log"), {"CUDA_VISIBLE_DEVICES": ""}
-    done = model_server().run([path, str(threads)], log, env, program="rig.oneshot:do_jobs")
-    assert done.returncode == 0, done.stderr[-4000:]
+    result = model_server().run([path, str(threads)], log, env, program="rig.oneshot:do_jobs")
+    assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads(report_path(job.out).read_text()) for job in jobs]
 
 

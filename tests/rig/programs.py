@@ -23,6 +23,6 @@ def python_output(
     program: str, *arguments: object, preload: Path | None = None, timeout: float = 300, **env: str
 ) -> str:
     """Run a program, require that it succeeds, and return its output."""
-    done = run_python(program, *arguments, preload=preload, timeout=timeout, **env)
-    assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
-    return done.stdout
+    result = run_python(program, *arguments, preload=preload, timeout=timeout, **env)
+    assert result.returncode == 0, f"{result.returncode}: {result.stdout}{result.stderr}"
+    return result.stdout

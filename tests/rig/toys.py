@@ -25,10 +25,10 @@ class Toy(contextlib.AbstractContextManager[Any]):
         self._forks.__exit__()
 
     def __call__(self, *arguments: object, code: int = 0) -> subprocess.CompletedProcess[str]:
-        done = self._forks.run([*map(str, arguments)], self.folder / "log", printed=self.folder / "printed")
-        assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
-        assert "Traceback" not in done.stderr
-        return done
+        result = self._forks.run([*map(str, arguments)], self.folder / "log", printed=self.folder / "printed")
+        assert result.returncode == code, f"{result.returncode}\n{result.stdout}\n{result.stderr}"
+        assert "Traceback" not in result.stderr
+        return result
 
     def check_resume(self, folder: Path, *arguments: object) -> None:
         """Assert that a conversion that is killed twice and resumed gives the same bytes."""

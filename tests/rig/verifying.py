@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 def invoke(command: click.Command, *arguments: object) -> None:
     """Run a command and require that it succeeds."""
-    done = CliRunner().invoke(command, [*map(str, arguments), "-q"])
-    assert done.exception is None, done.output
+    result = CliRunner().invoke(command, [*map(str, arguments), "-q"])
+    assert result.exception is None, result.output
 
 
 def example_outputs(packed_example: Callable[..., Path], names: Sequence[str]) -> dict[str, Path]:
@@ -25,14 +25,14 @@ def run_verify(output: Path, *options: object) -> dict[str, Any]:
     """Return the JSON report, or {"message"} of an error before the report, with the exit code."""
     from ktconvert.pipeline.cli.verify import verify
 
-    done = CliRunner().invoke(verify, [str(output), "--json", *map(str, options)])
-    code = getattr(done.exception, "exit_code", done.exit_code)
-    if isinstance(done.exception, Exception) and not hasattr(done.exception, "exit_code"):
-        raise done.exception  # what a user would see as a traceback
-    if not done.stdout:
-        return {"message": str(done.exception), "code": code}
-    report: dict[str, Any] = json.loads(done.stdout)
-    assert report["message"] is None or report["message"] in done.stderr
+    result = CliRunner().invoke(verify, [str(output), "--json", *map(str, options)])
+    code = getattr(result.exception, "exit_code", result.exit_code)
+    if isinstance(result.exception, Exception) and not hasattr(result.exception, "exit_code"):
+        raise result.exception  # what a user would see as a traceback
+    if not result.stdout:
+        return {"message": str(result.exception), "code": code}
+    report: dict[str, Any] = json.loads(result.stdout)
+    assert report["message"] is None or report["message"] in result.stderr
     return report | {"code": code}
 
 

@@ -97,7 +97,7 @@ def open_regular_file(path: Path, suffix: str) -> Iterator[tuple[int, os.stat_re
 
 
 def read_unchanged(path: Path, suffix: str, start: int, count: int, size: int, mtime_ns: int) -> bytes:
-    """Read bytes of a file that had this size and time of change. Raise InputError if it changed."""
+    """Read bytes of a file that had this size and time of change. Raises InputError if it changed."""
     with open_regular_file(path, suffix) as (fd, status):
         data = read_at(fd, start, count, path)
         if (status.st_size, status.st_mtime_ns) != (size, mtime_ns) or len(data) != count:
@@ -106,7 +106,7 @@ def read_unchanged(path: Path, suffix: str, start: int, count: int, size: int, m
 
 
 def read_at(fd: int, start: int, count: int, path: Path) -> bytes:
-    """Read bytes start .. start+count-1, fewer at the end of the file. Raise InputError if they cannot be read."""
+    """Read bytes start .. start+count-1, fewer at the end of the file. Raises InputError if they cannot be read."""
     chunks: list[bytes] = []
     try:
         while count > 0 and (chunk := os.pread(fd, count, start)):

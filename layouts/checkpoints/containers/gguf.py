@@ -150,21 +150,21 @@ class _Cursor:
         """Read the next number, by its code in the struct module."""
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
 
-    def length(self, problem: str, most: int, each: int = 1) -> int:
+    def length(self, label: str, most: int, each: int = 1) -> int:
         """Read the next number, a count of things of at least `each` bytes.
 
         Raises InputError if it is above `most`, or beyond the file.
         """
         count: int = self.number("Q")
         if count > most or count * each > self.size - self.position:
-            raise self.fault(f"the header claims {count} {problem}, too many for a file of {self.size} bytes")
+            raise self.fault(f"the header claims {count} {label}, too many for a file of {self.size} bytes")
         return count
 
     def skip(self, count: int) -> None:
         self._at += count
 
     def skip_texts(self, count: int) -> None:
-        """Skip texts, each after its length. Raise InputError if one exceeds the file."""
+        """Skip texts, each after its length. Raises InputError if one exceeds the file."""
         chunk, at, length = self._chunk, self._at, LENGTH.unpack_from
         for _ in range(count):
             if at + LENGTH.size > len(chunk):
@@ -207,12 +207,12 @@ def _read_counts(cursor: _Cursor) -> tuple[int, int]:
     return cursor.length("tensors", 1 << 32, 24), cursor.length("key-value pairs", 1 << 32, 13)
 
 
-def _read_text(cursor: _Cursor, problem: str, most: int) -> str:
-    raw = cursor.take(cursor.length(f"bytes in {problem}", most))
+def _read_text(cursor: _Cursor, label: str, most: int) -> str:
+    raw = cursor.take(cursor.length(f"bytes in {label}", most))
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise cursor.fault(f"{problem} {raw[:80]!r} is not UTF-8 text") from None
+        raise cursor.fault(f"{label} {raw[:80]!r} is not UTF-8 text") from None
 
 
 def _read_metadata(cursor: _Cursor, pairs: int) -> dict[str, Any]:
@@ -267,7 +267,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _place_tensors(
     infos: list[tuple[str, tuple[int, ...], int, int]], first: int, alignment: int, cursor: _Cursor, file: str
 ) -> Iterator[TensorInfo]:
-    """Yield the tensors in file order, each with its bytes. Raise InputError if they overlap or exceed the file."""
+    """Yield the tensors in file order, each with its bytes. Raises InputError if they overlap or exceed the file."""
     seen: set[str] = set()
     at, before = 0, ""
     ordered = sorted(infos, key=lambda info: info[3])
@@ -323,7 +323,7 @@ def select(root: Path, files: list[str]) -> Selection | None:
 
 
 def select_file(path: Path) -> Selection:
-    """Select the file and the others of its split. Raise InputError if one is missing."""
+    """Select the file and the others of its split. Raises InputError if one is missing."""
     names = split_names(path.name)
     _require_complete(path.parent, names)
     return Selection(names)

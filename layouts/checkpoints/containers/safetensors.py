@@ -45,7 +45,7 @@ INTEGERS = {"BOOL": "u1", "I64": "<i8"}
 
 
 def read_header(path: Path, file: str = "") -> Header:
-    """Read and check a file's header, without weights; `file` is the file name of its tensors. Raise InputError."""
+    """Read and check a file's header, without weights; `file` is the file name of its tensors. Raises InputError."""
     with open_regular_file(path, ".safetensors") as (fd, status):
         head = read_at(fd, 0, 8, path)
         if len(head) < 8:
@@ -92,14 +92,14 @@ def parse_header(
         text = raw.decode("utf-8")
         if not text.startswith("{"):
             raise ValueError("it does not begin with '{'")
-        tree = json.loads(text, object_pairs_hook=_unique, parse_constant=_no_constant)
+        tree = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise bad_file(where, f"header is not valid JSON ({_short(e)})") from None
     metadata = tree.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise bad_file(where, "__metadata__ in the header must map strings to strings")
     entries = sorted(
-        (_entry(n, v, data_start, where, file) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes)
+        (_parse_entry(n, v, data_start, where, file) for n, v in tree.items()), key=lambda t: (t.start, t.nbytes)
     )
     at = data_start
     for entry in entries:
@@ -113,7 +113,8 @@ def parse_header(
     return tuple(entries), metadata
 
 
-def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> TensorInfo:
+def _parse_entry(name: str, value: Any, data_start: int, where: str, file: str) -> TensorInfo:
+    """Return the tensor of a header entry; raise InputError if its dtype, shape and offsets contradict each other."""
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -137,16 +138,16 @@ def _entry(name: str, value: Any, data_start: int, where: str, file: str) -> Ten
     start, stop = offsets
     total = bits * math.prod(shape)
     if stop < start or total != (stop - start) * 8:
-        raise fail(f"{dtype} of shape {str(shape)[:100]} needs {_bytes(total)}, data_offsets give {stop - start}")
+        raise fail(f"{dtype} of shape {str(shape)[:100]} needs {_format_bits(total)}, data_offsets give {stop - start}")
     return TensorInfo(name, dtype, tuple(shape), stop - start, file, data_start + start)
 
 
-def _bytes(bits: int) -> str:
+def _format_bits(bits: int) -> str:
     whole, rest = divmod(bits, 8)
     return f"{whole} bytes" + (f" and {rest} bits" if rest else "") if bits < 1 << 66 else "2^63 bytes or more"
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     tree = dict(pairs)
     if len(tree) != len(pairs):
         (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -154,7 +155,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return tree
 
 
-def _no_constant(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -198,28 +199,28 @@ def select(root: Path, files: list[str], named: str | None = None) -> Selection 
             if not (root / name).exists():
                 remedy = "download the missing file, or the index of the files that are here"
                 raise bad_file(root / decider, f"names {name}, which is missing", remedy)
-        return _selection(names, decider, [f for f in present if f not in names], index)
+        return _make_selection(names, decider, [f for f in present if f not in names], index)
     if decider:
-        return _selection([decider], decider, [f for f in (*present, *indexes) if f != decider])
+        return _make_selection([decider], decider, [f for f in (*present, *indexes) if f != decider])
     if not present:
         return None
     # Mistral releases contain the same weights twice, as model-* and as consolidated*.
     main = [f for f in present if not f.startswith("consolidated")] or present
     _require_all_shards(root, main)
-    return _selection(main, "", [f for f in present if f not in main])
+    return _make_selection(main, "", [f for f in present if f not in main])
 
 
-def _selection(
+def _make_selection(
     names: list[str], decider: str, ignored: Sequence[str], index: dict[str, str] | None = None
 ) -> Selection:
     note = ""
     if ignored:
         by = f", following {decider}" if index is not None else ", as in transformers" if decider else ""
-        note = f"{_and_more(names)} is read{by}; {_and_more(ignored)} is ignored"
+        note = f"{_shorten_names(names)} is read{by}; {_shorten_names(ignored)} is ignored"
     return Selection(names, index, tuple(ignored), decider, note)
 
 
-def _and_more(names: Sequence[str]) -> str:
+def _shorten_names(names: Sequence[str]) -> str:
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 
@@ -231,7 +232,7 @@ def _index_names_shard(index: Path, shard: str) -> bool:
 
 
 def read_index(path: Path) -> tuple[dict[str, str], int | None]:
-    """Return (tensor name -> shard in the index's directory, total_size or None) of an index. Raise InputError."""
+    """Return (tensor name -> shard in the index's directory, total_size or None) of an index. Raises InputError."""
     try:
         data = path.read_bytes()
         if data.startswith(LFS_MAGIC):

@@ -245,6 +245,7 @@ class Application:
         await self._answer(call, request, await self.prompts.encode_chat(messages, tools, {}, param="input"))
 
     async def _create_completion(self, call: Call) -> None:
+        """Answer /v1/completions; the texts of several prompts are generated one after another."""
         request: schemas.Completion = await self._read_request(call, schemas.Completion)
         prompts = [await self.prompts.encode(prompt) for prompt in request.prompt]
         if request.stream:

@@ -71,6 +71,7 @@ class TemplateProcess:
         return await self._run(job)
 
     async def _run(self, job: bytes, mode: bytes = IN_FORK) -> str:
+        """Send a job to a child of the template process, and return its text; raise TemplateError if it fails."""
         ours, theirs = socket.socketpair()
         with theirs:
             self._send_socket(theirs, mode)
