@@ -7,7 +7,7 @@ activation = "silu"               # whatever config.json calls it; optional, as 
 
 [[stored]]
 style = "separate"                # or "fused" (gate_up, down) or "stacked" (gate, up, down in 3-D)
-gate = "{prefix}layers.{layer}.mlp.experts.{expert}.gate_proj.weight"
+gate = "{prefix}layers.{layer}.mlp.experts.{expert}.gate_proj.weight"  # false: experts have no gate
 up   = "{prefix}layers.{layer}.mlp.experts.{expert}.up_proj.weight"
 down = "{prefix}layers.{layer}.mlp.experts.{expert}.down_proj.weight"
 """
@@ -79,7 +79,12 @@ def _style(table: Any) -> Style:
     flags = [field.name for field in fields(kind) if field.type == "bool"]
     matrices = [field.name for field in fields(kind) if field.type != "bool"]
     _require_known_keys(table, ["style", *matrices, *flags], "stored.")
-    values: dict[str, Any] = {matrix: _template(matrix, table.get(matrix), kind is Separate) for matrix in matrices}
+    values: dict[str, Any] = {
+        matrix: None
+        if matrix == "gate" and table.get(matrix) is False
+        else _template(matrix, table.get(matrix), kind is Separate)
+        for matrix in matrices
+    }
     for flag in flags:
         if flag in table:
             if not isinstance(table[flag], bool):

@@ -139,10 +139,6 @@ class KTConvertQuantizer(HfQuantizer):
             model._keys_to_ignore_on_load_unexpected.add(ACTIVATION_SCALES)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Return the model's own conversions; transformers passes the model since 5.21."""
-        return weight_conversions
-
     def _open_hot_weights(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
         """Open the checkpoint of the hot experts, which must have the model's layers and sizes."""
         gpu_experts = self.quantization_config.gpu_experts
@@ -240,8 +236,12 @@ class ConvertedQuantizer(KTConvertQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Return the model's own conversions, after the renaming to the original names."""
-        return [*self._renamings, *super().update_weight_conversions(weight_conversions, *model)]
+        """Return the model's own conversions, after the renaming to the original names.
+
+        transformers passes the model since 5.21.
+        """
+        quantizer: Any = super()
+        return [*self._renamings, *quantizer.update_weight_conversions(weight_conversions, *model)]
 
 
 hf_non_experts.keep_router_dtypes()

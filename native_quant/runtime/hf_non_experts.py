@@ -6,6 +6,7 @@ checkpoints store them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Iterable, Sequence
@@ -152,7 +153,7 @@ def keep_router_dtypes() -> None:
 def get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
     """Return transformers' plan (part of a name -> dtype), with None (the stored dtype) for biases and such routers."""
     plan: dict[str, Any] = _get_dtype_plan(self, dtype)
-    routers = {name: type(module) for name, module in self.named_modules() if ROUTER.search(name)}
+    routers: dict[str, Any] = {name: type(module) for name, module in self.named_modules() if ROUTER.search(name)}
     casting = {kind for kind in {*routers.values()} if _matches(CASTS, kind)}
     names = {re.sub(r"\d+", "*", f"{name}.weight") for name, kind in routers.items() if kind in casting}
     names = {name for name in names if not any(pattern in name for pattern in plan)}
@@ -163,13 +164,14 @@ def get_dtype_plan(self: Any, dtype: Any) -> dict[str, Any]:
 
 
 # Matches the code of a norm that returns the dtype of its weight. In DeepSeek-V4, transformers keeps these weights in
-# float32, and linears in BF16 cannot read the results (issue 47486 of transformers).
+# float32, and linears in BF16 cannot read the results (pull request 47486 of transformers).
 NORM = re.compile(r"return self\.weight \* hidden_states\.to\(input_dtype\)")
 
 
 def keep_activation_dtype(module: torch.nn.Module) -> None:
     """Let a norm return the dtype of its input."""
-    if _matches(NORM, type(module)) and _cast_to_input not in module._forward_hooks.values():
+    kind: Any = type(module)
+    if _matches(NORM, kind) and _cast_to_input not in module._forward_hooks.values():
         module.register_forward_hook(_cast_to_input)
 
 
@@ -177,6 +179,7 @@ def _cast_to_input(module: torch.nn.Module, inputs: tuple[torch.Tensor], output:
     return output.to(inputs[0].dtype)
 
 
+@functools.cache  # reading the source of a class takes time
 def _matches(code: re.Pattern[str], kind: type) -> bool:
     """Return whether the source code of a class matches."""
     try:

@@ -215,7 +215,10 @@ class _LoraFunction(torch.autograd.Function):
 
 
 def check_lora(experts: Experts, lora: Lora) -> None:
-    """Raise ValueError if the tensors of LoRA do not match the experts."""
+    """Raise ValueError if the tensors of LoRA do not match the experts, UnsupportedError for experts without a gate."""
+    if not experts.function.gated:
+        problem = f"layer {experts.layer}: adapters of experts without a gate are unsupported"
+        raise UnsupportedError(f"{problem}; train other modules, such as attention.")
     e, h, i = experts.num_experts, experts.hidden, experts.intermediate
     rank = lora.rank if lora.gate_a.ndim == 3 else 0
     limit = min(h, i, lib.KTQ_MAX_RANK)
