@@ -126,9 +126,7 @@ class Soak:
             self.statuses[status] += 1
             if sum(self.statuses.values()) % MEASURED == 0:
                 self.sizes.append(self.size())
-                print(
-                    f"{sum(self.statuses.values())} requests: {self.measured[-1]:.1f} MiB", file=sys.stderr, flush=True
-                )
+                print(f"{sum(self.statuses.values())} requests: {self.sizes[-1]:.1f} MiB", file=sys.stderr, flush=True)
 
     def _finish(self, path: str, content: bytes) -> str:
         answer = httpx.post(self.url + path, content=content, headers=JSON, timeout=PATIENCE)

@@ -240,14 +240,21 @@ def test_a_wrong_value_is_reported_with_its_file(file, key, value, message, mode
         assert isinstance(error, InputError) and str(error).startswith(f"{model}"), error
 
 
-def test_a_huge_token_id_is_reported(model, example, packed_example, text):
-    """For 2^31, tokenizers would allocate 4 GiB."""
-    apply_change(model, example, "tokenizer.json", ("model", "vocab", "a"), 1 << 31)
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (("vocab", "a"), 1 << 31, "token 'a' has the id 2147483648, and no model has so many;"),
+        (("continuing_subword_prefix",), "x", r"merge .* gives no token with the continuing_subword_prefix 'x';"),
+    ],
+)
+def test_values_with_which_a_tokenizer_would_abort_are_reported(
+    key, value, message, model, example, packed_example, text
+):
+    """For the id 2^31, the library allocates 4 GiB; with a wrong prefix, it ends the process."""
+    apply_change(model, example, "tokenizer.json", ("model", *key), value)
     error = conversion.run_in_process(*commands(model, packed_example("int8"), text, model.parent)["run"]).exception
-    assert isinstance(error, InputError)
-    assert str(error).startswith(
-        f"{model / 'tokenizer.json'}: token 'a' has the id 2147483648, and no model has so many;"
-    )
+    with pytest.raises(InputError, match=rf"tokenizer\.json: {message}"):
+        raise error
 
 
 def test_load_names_tensors_with_wrong_shapes(model, example):

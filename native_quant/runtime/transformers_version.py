@@ -10,7 +10,7 @@ from ktconvert.layouts.errors import KtconvertError
 
 # (major, minor), both included: the versions that the tests cover (`make test`, `make compat`). The extras [run] and
 # [serve] in pyproject.toml have the same bounds.
-OLDEST, NEWEST = (5, 17), (5, 23)
+OLDEST, NEWEST = (5, 17), (5, 24)
 BOUNDS = f">={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}"
 TESTED = " to ".join(f"{major}.{minor}" for major, minor in (OLDEST, NEWEST))
 REMEDY = f"pip install 'transformers{BOUNDS}'"

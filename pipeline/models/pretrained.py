@@ -182,7 +182,7 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
 
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, options.get("revision"))
     if root is not None:
-        _require_small_ids(root / TOKENIZER)
+        _require_safe_tokenizer(root / TOKENIZER)
     with explain_errors(model, TOKENIZER):
         loaded = getattr(transformers, class_name).from_pretrained(model, **options)
         tokenizer = getattr(loaded, "tokenizer", loaded)
@@ -196,16 +196,27 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
     return loaded
 
 
-def _require_small_ids(path: Path) -> None:
-    """Raise InputError for a token with a huge id, since the tokenizer allocates memory for all smaller ids."""
+def _require_safe_tokenizer(path: Path) -> None:
+    """Raise InputError for values with which the library `tokenizers` would end the process.
+
+    It allocates memory for all ids below the largest, and cuts the prefix of continuing tokens off without a check.
+    """
     try:
         document = msgspec.json.decode(path.read_bytes())
-        ids = {token["content"]: token["id"] for token in document["added_tokens"]} | dict(document["model"]["vocab"])
+        model = document["model"]
+        vocabulary = dict(model["vocab"])
+        ids = {token["content"]: token["id"] for token in document["added_tokens"]} | vocabulary
+        prefix = model.get("continuing_subword_prefix") or ""
+        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]] if prefix else []
+        wrong_merge = next((f"{a} {b}" for a, b in merges if a + b.removeprefix(prefix) not in vocabulary), None)
     except (OSError, msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError):
         return  # transformers explains what it cannot read
     for token, number in ids.items():
         if type(number) is int and number >= MOST_TOKENS:
             raise InputError(f"token {token!r:.100} has the id {number}, and no model has so many", COMPARE, path=path)
+    if wrong_merge is not None:
+        problem = f"merge {wrong_merge!r:.100} gives no token with the continuing_subword_prefix {prefix!r:.100}"
+        raise InputError(problem, COMPARE, path=path)
 
 
 def read_generation_config(model: str, **options: Any) -> Any:
