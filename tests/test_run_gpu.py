@@ -110,7 +110,8 @@ def compute_separately(case: Case, module: Any, hidden: Any, ids: Any, weights: 
     for token, row in enumerate(hidden):
         for expert, weight in zip(ids[token].tolist(), weights[token].float(), strict=True):
             if expert in module.hot.weights:
-                gate_up, down = (matrix.float() for matrix in module.hot.weights[expert])
+                hot = module.hot.weights[expert]
+                gate_up, down = hot.gate_up.float(), hot.down.float()
                 gate, up = (gate_up @ row.float()).chunk(2)
                 out[token] += weight * (down @ (torch.nn.functional.silu(gate) * up))
             else:

@@ -163,7 +163,8 @@ def _find_style(
         return known or Arch(family_names, ()), scan
     if not names_activation(source.config):
         problem = f"{family_names} is not in the table of architectures, and no configuration names its activation"
-        raise UnsupportedError(f"{problem}; {CHOOSE_ACTIVATION}")
+        remedy = CHOOSE_ACTIVATION if source.has_config else "put the model's config.json beside its weights"
+        raise UnsupportedError(f"{problem}; {remedy}")
     notes.append(
         f"{family_names} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are "
         "taken to compute what the configuration says, with routing weights on the output."

@@ -34,8 +34,7 @@ class Native:
     def write(self, folder: Path, tensors: Any = None, **config: Any) -> Path:
         """Write the layer as a checkpoint. tensors: replacements of its own."""
         folder.mkdir(parents=True, exist_ok=True)
-        if config:
-            (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps({"hidden_act": "silu", **config}))
         write_file(folder / "model.safetensors", self.tensors if tensors is None else tensors)
         return folder
 
