@@ -13,6 +13,7 @@ import ktconvert.native_quant
 from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFunction
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
+from ktconvert.native_quant.runtime.hot_experts import compute_activation
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import isas
 from rig.floats import from_bits, to_bits
@@ -166,3 +167,14 @@ def test_outputs_are_normalized_before_they_are_weighted(method: str, parts: int
         np.testing.assert_allclose(each[j], z, rtol=0.005, atol=1e-6)
         expected += weights[:, [j]] * z
     np.testing.assert_allclose(from_bits(results[0]), expected, rtol=0.005, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_computes_the_definition(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    function, (gate, up) = FUNCTIONS[name], samples(4)
+    inputs = (gate, up) if function.gated else (gate,)
+    expected = function.compute(*(values.astype(np.float64) for values in inputs))
+    first, second = torch.from_numpy(gate), torch.from_numpy(up) if function.gated else None
+    value = compute_activation(function, first, second).numpy()
+    assert (np.abs(value - expected) <= 1e-5 * np.abs(expected) + 2e-6 * np.abs(gate) * (np.abs(up) + 1) + 1e-30).all()
