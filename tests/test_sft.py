@@ -42,8 +42,6 @@ CLOSE = 2e-3
 def wrapper(method: str, width: int = 256, experts: int = 4, parts: int = 1, **more: Any) -> Any:
     sizes = {"num_experts": experts, "num_experts_per_tok": 2, "hidden_size": 256, "moe_intermediate_size": width}
     how = {"gpu_experts_mask": None, "cpuinfer_threads": 2, "threadpool_count": parts, "numa_nodes": None}
-    if parts > 1:  # this machine may have one node
-        how["numa_nodes"] = None
     named = {"layer_idx": 0, "weight_path": "", "chunked_prefill_size": 64, "mode": "sft", "method": method}
     lora = {"lora_rank": 8, "lora_alpha": 16.0}
     return KTMoEWrapper(**{**sizes, **how, **named, **lora, **more})

@@ -30,12 +30,12 @@ SUFFIXES = {
     **dict.fromkeys((".weight_scale_2", ".weight_global_scale"), "NVFP4"),
     **dict.fromkeys((".qweight", ".qzeros"), "packed like GPTQ or AWQ, but no weight of theirs by config.json"),
     ".Qidxs": "QuIP#",
-    ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it is another",
+    ".pre_quant_scale": "a scale of inputs (modelopt's AWQ), without which the weight beside it has other values",
 }
 # Among the experts: what else changes what they compute.
 CHANGING_TENSORS = {
-    r"[._]input\.weight": "a matrix that inputs are multiplied by, without which the weight beside it is another",
-    r"\.lora_\w+(\.\w+)*": "of a LoRA adapter that was not merged, without which the weight beside it is another",
+    r"[._]input\.weight": "a matrix that inputs are multiplied by, without which the weight beside it has other values",
+    r"\.lora_\w+(\.\w+)*": "of a LoRA adapter that was not merged, without which the weight beside it has other values",
     r"\.\w*norm\w*(\.weight)?": "a norm, without which the experts compute something else",
 }
 FLOATS = ("F6_E2M3", "F6_E3M2", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
@@ -90,7 +90,9 @@ def unread_format_error(name: str, problem: str) -> UnsupportedError:
     )
 
 
-BIAS, UNUSED = "bias", "aside"  # roles of tensors that are no part of a weight
+# Roles of tensors that are no part of a weight.
+BIAS = "bias"
+UNUSED = "unused"
 
 NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 # Accumulators of gate and up, and those of down, by expert.
 Accumulators = tuple[dict[int, Accumulator], dict[int, Accumulator]]
-STATISTICS, WEIGHTS = "evidence", "weights"  # entries of a worker's result (visit_portion)
+STATISTICS, WEIGHTS = "statistics", "weights"  # entries of a worker's result (visit_portion)
 
 
 class GatheredGroup(NamedTuple):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 EXPERTS = 4  # experts of a portion: few, so that many workers get one; several, because each portion reads all rows
 # Files in the layer's folder: the experts' inputs, and everything else that workers need.
-ROWS_FILE, SETTINGS_FILE = "inputs", "given"
+ROWS_FILE, SETTINGS_FILE = "inputs", "settings"
 TensorTree = Mapping[str, Any]  # tensors, numbers and strings, nested in lists, tuples and mappings
 
 

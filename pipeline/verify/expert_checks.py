@@ -274,7 +274,7 @@ def judge_calibrated(
 
     stored    tensors of the linear
     rounded   its tensors as rounding to nearest makes them
-    whole     whether to look at all rows, or at ROWS of them
+    all_rows  whether to look at all rows, or at ROWS of them
     measured  encoding to measure the error with; None: encoding
 
     Columns that are all zeros, though rounding has codes there, were never seen in calibration: they do not count.
