@@ -1,4 +1,4 @@
-"""Rearrangement of a linear for a different number of NUMA slices (bytes.md, section "A different number of slices")."""
+"""Rearrangement of a linear for a different number of NUMA slices (bytes.md, "A different number of slices")."""
 
 from __future__ import annotations
 
