@@ -569,11 +569,11 @@ def test_unknown_families_are_read_if_their_form_is_known(tmp_path: Path) -> Non
     none = Model(arch, Separate(*(f"blocks.{{layer}}.experts.{{expert}}.{p}" for p in "abc")))
     # Other families have the names of Inkling's tensors, w13 and w2, with gate before up.
     mixed = Model(replace(ROWS["Inkling"], matches=("unheard_of",)), ROWS["Inkling"].stored[0])
-    unnamed = "is not in the table of architectures, and no configuration names its activation; give --arch-file with"
+    unnamed = "is not in the table of architectures, and no configuration names its activation; "
     for number, (model, message) in enumerate(
         [
             *((two, "several forms"), (none, "--arch-file"), (mixed, r"not stored as any.*w13_weight")),
-            *((silent, f"unheard_of {unnamed}"), (bare, f"a model without a config {unnamed}")),
+            *((silent, f"unheard_of {unnamed}give --arch-file"), (bare, f"{unnamed}put the model's config.json")),
         ]
     ):
         with pytest.raises(UnsupportedError, match=message):

@@ -12,7 +12,7 @@ import pytest
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.pipeline.cli import COMMANDS, CONVERSIONS
 from ktconvert.pipeline.engine.paths import locate
-from ktconvert.pipeline.engine.plan import FORMAT, SavedPlan, tool_version
+from ktconvert.pipeline.engine.plan import PLAN_VERSION, SavedPlan, tool_version
 from ktconvert.pipeline.engine.units import FinishedUnit, Result, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.options.declare import option_fields
@@ -103,7 +103,13 @@ def test_foreign_files_inputs_and_begun_work_are_kept(command, servers, inputs_f
 
     begun = tmp_path / "begun"
     other = "train" if command != "train" else "cpu"
-    plan_fields = {"version": FORMAT, "tool_version": tool_version(), "command": other, "input": "model", "units": 2}
+    plan_fields = {
+        "version": PLAN_VERSION,
+        "tool_version": tool_version(),
+        "command": other,
+        "input": "model",
+        "units": 2,
+    }
     with WorkDir(locate(begun)) as work:
         save_plan(work.paths, SavedPlan(settings={}, tuning={}, source=(), **plan_fields))
         unit = Unit("checkpoint", "2", (1,), 0, None, folder=True)
