@@ -163,7 +163,7 @@ def _find_style(
         return known or Arch(family_names, ()), scan
     if not names_activation(source.config):
         problem = f"{family_names} is not in the table of architectures, and no configuration names its activation"
-        remedy = CHOOSE_ACTIVATION if source.has_config else "put the model's config.json beside its weights"
+        remedy = CHOOSE_ACTIVATION if source.config else "put the model's config.json beside its weights"
         raise UnsupportedError(f"{problem}; {remedy}")
     notes.append(
         f"{family_names} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are "
