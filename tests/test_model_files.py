@@ -205,7 +205,7 @@ def is_refused(arguments: tuple[object, ...], model: Path) -> bool:
     if result.exit_code == 0:
         return False
     assert isinstance(result.exception, KtconvertError), (arguments[0], result.exception)
-    assert result.exception.exit_code in (2, 3, 5) and str(result.exception)
+    assert result.exception.exit_code in (2, 3, 5, 6) and str(result.exception)
     return True
 
 
@@ -219,6 +219,7 @@ WRONG_VALUES: list[tuple[str, str, Any, str]] = [
     ("config.json", "head_dim", 0, "transformers cannot build the model that it describes: "),
     ("config.json", "head_dim", 32, "transformers cannot compute with the model that it describes: "),
     ("config.json", "num_key_value_heads", 0, "transformers cannot build the model that it describes: "),
+    ("config.json", "attention_dropout", 1.5, "attention_dropout must be at least 0 and below 1, not 1.5; "),
     ("config.json", "rms_norm_eps", float("nan"), "with its settings, or with damaged weights, the model computes"),
     ("generation_config.json", "eos_token_id", "x", "transformers cannot "),
     ("tokenizer.json", "model", 5, "transformers cannot load it: "),
@@ -262,6 +263,11 @@ def test_load_names_tensors_with_wrong_shapes(model, example):
     message = r"config.json: makes model.layers.0.self_attn.k_norm.weight \[32\], and the stored tensor is \[64\] \(and 11 more"
     with pytest.raises(InputError, match=message):
         loading.load_model_and_tokenizer(loading.ModelChoice(str(model)))
+
+
+def test_train_applies_dropout_of_attention(model, example, packed_example, text, tmp_path):
+    apply_change(model, example, "config.json", ("attention_dropout",), 0.1)
+    assert conversion.run_in_process(*commands(model, packed_example("int8"), text, tmp_path)["train"]).exit_code == 0
 
 
 def test_an_unknown_model_type_is_unsupported(model, example, packed_example, text):

@@ -148,13 +148,17 @@ def disable_other_outputs(config: Any) -> None:
 def require_plausible(config: Any, model: str, revision: str | None = None) -> None:
     """Raise InputError for a config whose numbers cannot be right.
 
-    That is more experts per token than the model has, or sizes with which building the model would take forever.
+    That is more experts per token than the model has, a dropout that is no fraction, or sizes with which building the
+    model would take forever.
     """
     text_config = config.get_text_config(decoder=True).to_dict()
     config_path = _locate(model, CONFIG)
     experts = cfg.find_number(text_config, NUM_EXPERTS)
     if experts is not None and (problem := cfg.explain_experts_per_token(text_config, experts[1])) is not None:
         raise InputError(f"{config_path}: {problem}")
+    dropout = text_config.get("attention_dropout")
+    if isinstance(dropout, (int, float)) and not 0 <= dropout < 1:
+        raise InputError(f"{config_path}: attention_dropout must be at least 0 and below 1, not {dropout}; {COMPARE}")
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, revision)
     if root is not None and (large := cfg.find_large_sizes(config.to_dict())):
         tensors: dict[str, TensorInfo] = {}
