@@ -213,7 +213,7 @@ def _require_safe_tokenizer(path: Path) -> None:
         prefix = model.get("continuing_subword_prefix") or ""
         merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]] if prefix else []
         wrong_merge = next((f"{a} {b}" for a, b in merges if a + b.removeprefix(prefix) not in vocabulary), None)
-    except (OSError, msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError):
+    except (OSError, RecursionError, msgspec.DecodeError, AttributeError, KeyError, TypeError, ValueError):
         return  # transformers explains what it cannot read
     for token, number in ids.items():
         if type(number) is int and number >= MOST_TOKENS:
