@@ -189,6 +189,24 @@ def test_rows_name_each_family_once() -> None:
         assert arch.function.weights_on in ("output", "input")
 
 
+def test_a_lost_expert_for_images_does_not_change_the_experts_for_text(tmp_path: Path) -> None:
+    row = ROWS["ERNIE-4.5-VL"]
+    model = Model(row, row.stored[0])
+    for layer in (1, 2):
+        for part in row.stored[0].matrices:
+            del model.non_experts[model.name(part, layer, 2 * E - 1)]
+    for number, count in enumerate((E, [E, E])):
+        model.config["n_routed_experts"] = count
+        check(model, model.read(tmp_path / str(number)))
+    for part in row.stored[0].matrices:
+        del model.experts[model.name(part, 2, E - 1)]
+    with pytest.raises(InputError, match=f"is of a layer with {E - 1} experts for text, but config.json says"):
+        model.read(tmp_path / "lost")
+    del model.config["n_routed_experts"]
+    with pytest.raises(InputError, match="no number of experts for text"):
+        model.read(tmp_path / "silent")
+
+
 def test_every_gguf_architecture_with_experts_has_a_row() -> None:
     """In llama.cpp, Deci has names for experts, but its graph and its models are dense."""
     constants = pytest.importorskip("gguf").constants

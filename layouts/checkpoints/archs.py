@@ -29,8 +29,8 @@ MOST_LAYERS, MOST_EXPERTS = 10_000, 1 << 16
 
 
 @dataclass(frozen=True)
-class Separate:
-    """Three 2-D tensors per expert: gate and up [I, H], down [H, I]; without a gate (None) two."""
+class _Projections:
+    """Names of tensors of gate, up and down; without a gate (None) of two."""
 
     gate: str | None
     up: str
@@ -43,6 +43,11 @@ class Separate:
     @property
     def gated(self) -> bool:
         return self.gate is not None
+
+
+@dataclass(frozen=True)
+class Separate(_Projections):
+    """Three 2-D tensors per expert: gate and up [I, H], down [H, I]; without a gate two."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +65,19 @@ class Fused:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class Stacked(_Projections):
     """Three 3-D tensors per layer: gate and up [E, I, H], down [E, H, I], or all transposed; the config decides.
 
-    Without a gate (None), there are two.
+    Without a gate, there are two.
 
     output_major  what holds where I = H, so that the config cannot decide.
     fixed         it always holds, whatever the config says.
     flat          all three are 2-D, [E * I, H], with one expert below the other and down transposed; the config has E.
     """
 
-    gate: str | None
-    up: str
-    down: str
     output_major: bool = True
     fixed: bool = False
     flat: bool = False
-
-    @property
-    def matrices(self) -> tuple[str, ...]:
-        return list_projections(self.gated)
-
-    @property
-    def gated(self) -> bool:
-        return self.gate is not None
 
 
 Style = Separate | Fused | Stacked

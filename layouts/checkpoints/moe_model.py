@@ -12,9 +12,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Style
 from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.checkpoints.match import (
-    expand_template,
-)
+from ktconvert.layouts.checkpoints.match import expand_template
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight

@@ -5,6 +5,7 @@ The tensors decide; the config is compared with them, and a checkpoint whose con
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -84,7 +85,7 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         _drop_router_scales(scan)
     stored = {n: scan.layers[prefix, n] for n in layers}
     if arch.text_first:
-        notes.append(_drop_image_experts(stored))
+        notes.append(_drop_image_experts(stored, arch, source.config))
     if arch.function.output_norm:
         scan.strays = [name for name in scan.strays if not OUTPUT_NORM.search(name)]
     _refuse_strays(scan, prefix, mtp)
@@ -194,15 +195,25 @@ def _select_layers(scan: NameScan, limit: tuple[str, int] | None) -> tuple[str, 
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
-def _drop_image_experts(stored: Mapping[int, StoredLayer]) -> str:
-    """Remove the second half of each layer's experts, which becomes non-expert tensors. Return the note about it."""
-    experts = 0
+def _drop_image_experts(stored: Mapping[int, StoredLayer], arch: Arch, config: dict[str, Any]) -> str:
+    """Remove the experts for images, which become non-expert tensors. Return the note about it.
+
+    config.json has the number of those for text, or a list that begins with it; a count of tensors would be wrong if
+    one was lost. Raises InputError if it has none, or if a layer has another number.
+    """
+    key, value = cfg.find_value(config, arch.experts) or ("", None)
+    experts = value[0] if isinstance(value, list) and value else value
+    if type(experts) is not int or experts < 1:
+        raise InputError("config.json has no number of experts for text; use the config.json of the model's release")
     for layer in stored.values():
-        experts = (1 + max(expert for _, expert in layer.tensors)) // 2
-        for key in [key for key in layer.tensors if key[1] >= experts > 0]:
-            del layer.tensors[key]
+        for index in [index for index in layer.tensors if index[1] >= experts]:
+            del layer.tensors[index]
+        if (count := 1 + max((expert for _, expert in layer.tensors), default=-1)) != experts:
+            name = layer.names[0] if layer.tensors else key
+            problem = f"is of a layer with {count} experts for text, but config.json says {key} = {json.dumps(value)}"
+            raise InputError.from_tensor(name, problem, "they are not of one model")
     return (
-        f"Each layer has {experts} experts for text and {experts} for images. Only those for text are converted; the "
+        f"Each layer has {experts} experts for text, and others for images. Only those for text are converted; the "
         "others stay as they are, among the non-expert weights."
     )
 

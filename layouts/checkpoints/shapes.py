@@ -58,8 +58,9 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     for a weight that no encoding reads.
     """
     style = stored.style
+    expert_keys = () if arch.text_first else arch.experts  # a list has the experts for text, then those for images
     experts, hidden, width = (
-        cfg.find_number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width)
+        cfg.find_number(source.config, keys, n) for keys in (expert_keys, arch.hidden, arch.width)
     )
     if isinstance(style, Stacked) and style.flat:
         stored = _divide_stacks(stored, experts)

@@ -237,8 +237,7 @@ def _has_biases(module: torch.nn.Module) -> bool:
 
 # Conditions under which our experts cannot replace a module, and the reasons for the message.
 REFUSALS: tuple[tuple[Callable[[torch.nn.Module, ExpertFunction], bool], str], ...] = (
-    (lambda module, function: not function.biases and _has_biases(module), "has biases"),
-    (lambda module, function: function.biases and not _has_biases(module), "has no biases"),
+    (lambda module, function: function.biases != _has_biases(module), "has biases or lacks them"),
     (lambda module, function: function.gated != (GATED[0] in module._parameters), "differs in its gate"),
     (
         lambda module, function: list(inspect.signature(type(module).forward).parameters)[1:] not in SIGNATURES,

@@ -243,6 +243,8 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     schedule = options.schedule_options
     checkpoints = plan.stages[0].units
     model, _ = loading.load_model_and_tokenizer(training.choice)
+    if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0) and model.device.type == "cpu":
+        model.set_attn_implementation("eager")  # torch's fused attention has no dropout on a CPU
     if (limit := loading.context_length(model.config)) is not None and schedule.sequence_length > limit:
         raise UnsupportedError(
             f"--sequence-length {schedule.sequence_length}: the context of the model is {limit} tokens; "

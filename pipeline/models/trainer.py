@@ -79,8 +79,6 @@ def add_adapter(options: TrainOptions, model: Any) -> Any:
     """
     import peft
 
-    if getattr(model.config.get_text_config(decoder=True), "attention_dropout", 0) and model.device.type == "cpu":
-        model.set_attn_implementation("eager")  # torch's fused attention has no dropout on a CPU
     lora = options.lora
     config = peft.LoraConfig(
         r=lora.rank,
