@@ -55,8 +55,8 @@ def oneshot(method: str, model: str, out: str, scheme: str, *data: str) -> None:
 def our_ignore_list(model: str) -> list[str]:
     """Return the ignore list that ktconvert writes to quantization_config."""
     from ktconvert.layouts.checkpoints.recognition import recognize
-    from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import make_ignore_list
+    from ktconvert.layouts.sources.source import open_checkpoint
 
     return list(make_ignore_list(recognize(open_checkpoint(model))))
 

@@ -31,7 +31,8 @@ _MODULES = {
     "generate_gpu_experts_masks": "install",
     "install_as_kt_kernel": "install",
 }
-__all__ = [*_MODULES, "__cpu_variant__", "__version__"]
+_FUNCTIONS = {"__version__": "package_version", "__cpu_variant__": "cpu_variant"}  # of install, as kt_kernel has them
+__all__ = [*_MODULES, *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
@@ -39,13 +40,12 @@ def __getattr__(name: str) -> Any:
         from ktconvert.native_quant.runtime import transformers_version
 
         transformers_version.check_version(functools.partial(warnings.warn, stacklevel=3))
+    if name in _FUNCTIONS:
+        from ktconvert.native_quant.runtime import install
+
+        return getattr(install, _FUNCTIONS[name])()
     if name in _MODULES:
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
-    if name == "__version__":  # ktconvert's version, not kt-kernel's
-        return str(importlib.import_module("importlib.metadata").version("ktconvert"))
-    if name == "__cpu_variant__":  # kt-kernel's name of the instruction set
-        instruction_sets = importlib.import_module("ktconvert.native_quant.instruction_sets")
-        return instruction_sets.VARIANTS.get(instruction_sets.isa(), instruction_sets.isa())
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

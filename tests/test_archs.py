@@ -21,8 +21,8 @@ from ktconvert.layouts.checkpoints.expert_function import (
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
 from rig.safetensors import write_file
 

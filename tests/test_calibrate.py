@@ -13,11 +13,11 @@ import pytest
 if any(find_spec(name) is None for name in ("llmcompressor", "transformers", "datasets", "accelerate")):
     pytest.skip("llmcompressor is not installed", allow_module_level=True)
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, VerificationError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.sources.containers.safetensors import read_header
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import Statistics, read_statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
 from ktconvert.native_quant.runtime import hot_experts

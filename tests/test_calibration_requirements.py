@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.calibration.requirements import (
     CARDS,
     GPTQ_REMEDIES,

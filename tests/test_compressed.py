@@ -11,13 +11,13 @@ from test_archs import Model
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import pack_quantized
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.outputs import FORMATS, ignore, linear_names
 from ktconvert.layouts.outputs.slices import NumaSlice, allocate_slices
 from ktconvert.layouts.outputs.whole_model import notes_on_loading, quantization_config
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import Matrix
 from rig import stored
 

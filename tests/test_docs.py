@@ -23,10 +23,10 @@ from ktconvert.layouts import errors
 from ktconvert.layouts.checkpoints import archs
 from ktconvert.layouts.checkpoints.arch_file import NO_KEYS, parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Style
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, PLAIN
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import FORMATS, Format, formats_by_option
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, click_parameters

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.checkpoints.config import parse_quantization
-from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.sources.config import parse_quantization
+from ktconvert.layouts.sources.containers.safetensors import DTYPE_BITS
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from rig.encodings import ENCODINGS, PROJECTIONS, write

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from ktconvert.layouts.checkpoints import moe_model
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.pipeline.stages.quantize_experts import make_importance_reader

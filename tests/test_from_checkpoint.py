@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.pool import Pool

@@ -12,12 +12,12 @@ import gguf as library
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, read_header, split_names
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.containers.gguf import GGML_TYPES, read_header, split_names
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.quantizers import reference

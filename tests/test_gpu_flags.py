@@ -14,7 +14,7 @@ from typing import Any
 import click
 import pytest
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.pipeline.cli import group
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from rig import hf, reference, stored
 from rig.families import COMMON, EXPERTS, HIDDEN, LAYERS, MLA, VOCABULARY, WIDTH, WIDTHS, make, make_config
 from rig.hf import experts_of, load_complete, logits, record_experts, row_distances

@@ -18,11 +18,11 @@ import torch
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings.encoding import Encoding
 from ktconvert.layouts.files.direct_file import RowFile
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, ExpertWeights, StatisticsSpec

@@ -97,7 +97,7 @@ def load_layered(root: Path) -> Any:
     """Load a model as the calibration run does."""
     from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
     from ktconvert.layouts.checkpoints.recognition import recognize
-    from ktconvert.layouts.checkpoints.source import open_checkpoint
+    from ktconvert.layouts.sources.source import open_checkpoint
     from ktconvert.pipeline.calibration.layered_model import LayeredModel
 
     source = open_checkpoint(root)

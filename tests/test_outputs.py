@@ -17,7 +17,6 @@ import pytest
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import fp4
 from ktconvert.layouts.encodings.encoding import is_zero
 from ktconvert.layouts.errors import InputError, UnsupportedError
@@ -25,6 +24,7 @@ from ktconvert.layouts.outputs import FORMATS, kt_kernel
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import Matrix
 from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.quantizers import packed

@@ -10,7 +10,7 @@ import pytest
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.calibration.layered_model import LayeredModel
 from ktconvert.quantizers import ROW_GRIDS, descent, gptq, predictions
 from rig import families

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.cli.eval import eval as evaluate
 from ktconvert.pipeline.cli.run import run

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.rotation import RotatedError
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.sources.rotation import RotatedError
+from ktconvert.layouts.sources.source import open_checkpoint
 from rig.conversion import run_in_process
 from rig.encodings import write
 from rig.safetensors import edit_file

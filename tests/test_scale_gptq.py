@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import Slicing, join_slices
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.tensors import format_ranges
 from rig import calibrated, gguf
 from rig.model_server import model_server

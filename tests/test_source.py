@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.containers.safetensors import DTYPE_BITS, INDEX, read_header
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.containers.safetensors import DTYPE_BITS, INDEX, read_header
+from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
 from rig.safetensors import encode
 

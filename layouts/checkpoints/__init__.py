@@ -1,1 +1,1 @@
-"""Checkpoints as they are published (input), and the experts in them."""
+"""Models in the files of a checkpoint: families, functions of experts, and which tensors are experts."""

@@ -14,9 +14,9 @@ import msgspec
 import numpy as np
 
 from ktconvert.layouts import patterns
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import documents
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.quantizers.reference import bf16_to_f32

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ktconvert.layouts.checkpoints import archs
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import Arch
-from ktconvert.layouts.checkpoints.containers.gguf import KEYS, PREFIX
 from ktconvert.layouts.checkpoints.expert_function import HIDDEN_ACT, HIDDEN_ACTS
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.containers.gguf import KEYS, PREFIX
 
 Config = dict[str, Any]
 Shape = tuple[int, int, int]  # experts, hidden size, expert width; 0 is unknown

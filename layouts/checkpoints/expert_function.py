@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.containers.gguf import KEYS, PREFIX
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.containers.gguf import KEYS, PREFIX
 from ktconvert.layouts.tensors import format_ranges
 
 Floats = NDArray[np.float32] | NDArray[np.float64]

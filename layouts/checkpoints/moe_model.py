@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Style
-from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.match import expand_template
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import bad_tensor
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, list_projections
 from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import BF16, Matrix, decode

@@ -16,12 +16,12 @@ import numpy.typing as npt
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.adapter import Delta
-from ktconvert.layouts.checkpoints.config import Quantization
 from ktconvert.layouts.checkpoints.match import UNUSED_PATTERNS, find_unread_formats, is_mtp_tensor
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight, fp8
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import Matrix

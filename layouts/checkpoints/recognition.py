@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import (
     ARCHS,
     GGUF_STYLES,
@@ -42,8 +41,9 @@ from ktconvert.layouts.checkpoints.match import (
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.source import TensorSource
 
 MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")

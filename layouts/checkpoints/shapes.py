@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ktconvert.layouts import encodings
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.match import (
     BIAS_PATTERNS,
@@ -15,9 +14,10 @@ from ktconvert.layouts.checkpoints.match import (
     expand_template,
     unread_format_error,
 )
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import CheckpointEncoding, Weight
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, bad_tensor
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 
 Recorded = tuple[str, int] | None  # a config key and its value, if the config has it

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.encodings import fp4, fp8, ggml, plain, words
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding as CheckpointEncoding
 from ktconvert.layouts.encodings.checkpoint import Tensors as Tensors
 from ktconvert.layouts.encodings.checkpoint import Weight as Weight
 from ktconvert.layouts.encodings.words import narrow_to_weight as narrow_to_weight
 from ktconvert.layouts.errors import INCOMPLETE, InputError, bad_tensor
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.containers import CONTAINERS
 from ktconvert.layouts.tensors import TensorInfo
 
 CHECKPOINT_ENCODINGS: tuple[CheckpointEncoding, ...] = (

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, bad_tensor
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, Array
 from ktconvert.native_quant.matrix import DECODED_COLUMNS, Kind, Matrix

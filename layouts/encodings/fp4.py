@@ -16,8 +16,6 @@ from math import prod
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import (
     E8M0,
     FLOATS,
@@ -37,6 +35,8 @@ from ktconvert.layouts.encodings.encoding import (
     select_rows,
 )
 from ktconvert.layouts.errors import UnsupportedError, bad_tensor
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.arrays import F32, I8, Array, Bytes

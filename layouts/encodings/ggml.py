@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.containers.gguf import GGML_TYPES, GgmlType
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
 from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.containers.gguf import GGML_TYPES, GgmlType
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.native_quant.arrays import F32
 from ktconvert.native_quant.matrix import GGML, Kind, Matrix
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.config import Quantization
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors, read_aligned
 from ktconvert.layouts.encodings.encoding import Encoding, RowSelection, SourceExperts, TensorReader, select_rows
+from ktconvert.layouts.sources.config import Quantization
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as kinds

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, absent_tensor, read_scales
 from ktconvert.layouts.errors import InputError, UnsupportedError, bad_tensor
+from ktconvert.layouts.sources.config import QUANT_METHOD, QUANTIZE_CONFIG, Quantization
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I32
 from ktconvert.native_quant.matrix import INT4, INT4_AWQ, INT4_WORDS, INT8, INT8_WORDS, Kind, Matrix

@@ -6,10 +6,10 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Card, Description, Format
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.sources.config import QUANT_METHOD
 
 # Places in which checkpoints declare their quantization: keys of config.json, and other files that loaders look for.
 CONFIG_KEYS = ("quantization_config", "compression_config")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_quantization
+from ktconvert.layouts.sources import config as cfg
 
 COMMAND = "dequantize"
 COMMANDS = (COMMAND, "merge-adapter")

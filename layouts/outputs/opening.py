@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header, read_index
-from ktconvert.layouts.checkpoints.source import read_config, read_headers
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
@@ -19,6 +17,8 @@ from ktconvert.layouts.outputs import FORMATS, Format, dequantized, find_format,
 from ktconvert.layouts.outputs.linear_names import LinearNames
 from ktconvert.layouts.outputs.output import CONVERT_AGAIN, Output
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
+from ktconvert.layouts.sources.containers.safetensors import INDEX, read_header, read_index
+from ktconvert.layouts.sources.source import read_config, read_headers
 from ktconvert.layouts.tensors import TensorInfo
 
 PACKER = "compressed-tensors"  # quant_method in config.json of an output for the GPU

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.container import Header
 from ktconvert.layouts.encodings.encoding import TensorReader
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.slices import SliceId, TensorNames
+from ktconvert.layouts.sources.containers.container import Header
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Bytes
 

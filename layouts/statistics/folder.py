@@ -14,12 +14,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.layouts.sources.containers.safetensors import read_matrix
 from ktconvert.layouts.statistics.imatrix import Imatrix, Shapes, open_imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
 from ktconvert.layouts.tensors import format_ranges

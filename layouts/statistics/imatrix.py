@@ -24,11 +24,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers import gguf
-from ktconvert.layouts.checkpoints.containers.container import open_regular_file, read_at, read_unchanged
 from ktconvert.layouts.errors import REMEDY, InputError, bad_file, bad_tensor
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.layouts.sources.containers import gguf
+from ktconvert.layouts.sources.containers.container import open_regular_file, read_at, read_unchanged
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.native_quant.arrays import F32, I64
 

@@ -22,10 +22,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.container import read_unchanged
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.layouts.sources.containers.container import read_unchanged
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.statistics.imatrix import Shapes
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, I64

@@ -12,12 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers import CONTAINERS, GGUF
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, states_constants
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.encodings.encoding import explain_size
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError, bad_tensor
@@ -28,6 +26,8 @@ from ktconvert.layouts.outputs.linear_names import NATIVE, is_rawint4
 from ktconvert.layouts.outputs.opening import is_output
 from ktconvert.layouts.outputs.output import CONVERT_AGAIN
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
+from ktconvert.layouts.sources.containers import CONTAINERS, GGUF
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import format_ranges, list_projections
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, Bytes

@@ -21,8 +21,8 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.errors import UnsupportedError, UsageError
+from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks

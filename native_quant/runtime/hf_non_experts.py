@@ -18,12 +18,12 @@ from transformers import modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from ktconvert.layouts.checkpoints.config import QUANT_METHOD
-from ktconvert.layouts.checkpoints.containers import SAFETENSORS
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
-from ktconvert.layouts.checkpoints.source import open_checkpoint, read_quantization
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
+from ktconvert.layouts.sources.config import QUANT_METHOD
+from ktconvert.layouts.sources.containers import SAFETENSORS
+from ktconvert.layouts.sources.containers.safetensors import read_header
+from ktconvert.layouts.sources.source import open_checkpoint, read_quantization
 from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
 from ktconvert.native_quant.runtime.stored_tensors import FLOATS, UNQUANTIZED, StoredTensor, find_stored_tensors
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.safetensors import read_matrix
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.sources.containers.safetensors import read_matrix
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, F64, I64, Array, Bool

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.native_quant import kernels
+from ktconvert.native_quant import instruction_sets, kernels
 
 if TYPE_CHECKING:
     import torch
@@ -31,14 +33,35 @@ def generate_gpu_experts_masks(activation_freq: torch.Tensor, num_gpu_experts: i
     return masks
 
 
-# Modules that ktconvert provides: their names, and the message for any other name.
-PROVIDED = {
+def package_version() -> str:
+    """Return ktconvert's version, not kt-kernel's."""
+    return metadata.version("ktconvert")
+
+
+def cpu_variant() -> str:
+    """Return kt-kernel's name of the instruction set that the kernels use."""
+    return instruction_sets.VARIANTS.get(instruction_sets.isa(), instruction_sets.isa())
+
+
+def _import_wrapper() -> type:
+    from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
+
+    return KTMoEWrapper
+
+
+# Modules that ktconvert provides: functions that return their names' values, and the message for any other name.
+PROVIDED: dict[str, tuple[dict[str, Callable[[], Any]], str]] = {
     "kt_kernel": (
-        ("KTMoEWrapper", "generate_gpu_experts_masks", "__version__", "__cpu_variant__"),
+        {
+            "KTMoEWrapper": _import_wrapper,
+            "generate_gpu_experts_masks": lambda: generate_gpu_experts_masks,
+            "__version__": package_version,
+            "__cpu_variant__": cpu_variant,
+        },
         "kt_kernel is provided by ktconvert and has no {!r} (docs/how-to/replace-kt-kernel.md lists its names)",
     ),
     EXTENSION: (
-        ("__cpu_variant__",),
+        {"__cpu_variant__": cpu_variant},
         "kt_kernel is provided by ktconvert, without a C++ extension with {!r}; use KTMoEWrapper",
     ),
 }
@@ -48,11 +71,9 @@ class _Provided(ModuleType):
     ktconvert = True
 
     def __getattr__(self, name: str) -> Any:
-        from ktconvert import native_quant
-
-        names, refusal = PROVIDED[self.__name__]
-        if name in names:
-            return getattr(native_quant, name)
+        values, refusal = PROVIDED[self.__name__]
+        if name in values:
+            return values[name]()
         if f"{self.__name__}.{name}" == EXTENSION and self.__path__:
             return _load_real_extension(self)
         raise AttributeError(refusal.format(name))

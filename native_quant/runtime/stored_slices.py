@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Tensors, fp4, fp8
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import Array, Bytes

@@ -13,9 +13,9 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.sources.source import TensorSource
 
 if TYPE_CHECKING:
     import torch

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError
 from ktconvert.layouts.files.direct_file import DirectFile, RowFile
 from ktconvert.layouts.files.shards import plan_shard
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.calibration.expert_visitors import ExpertVisitor
 from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_dense_layer, run_expert_layer

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.native_quant.runtime.stored_tensors import read_tensor
 from ktconvert.pipeline.calibration.requirements import TOKENS_AT_ONCE
 from ktconvert.pipeline.models import pretrained

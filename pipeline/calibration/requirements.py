@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.sources import config as cfg
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.options.option_groups import Hardware, Samples
 from ktconvert.pipeline.report.text import size

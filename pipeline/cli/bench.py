@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.checkpoints.config import find_experts_per_token
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command

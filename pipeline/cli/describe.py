@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS, MOST_LAYERS, Arch
 from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, formats_by_option
@@ -25,6 +23,8 @@ from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import find_unit_states, read_plan

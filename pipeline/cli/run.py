@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from ktconvert.layouts.checkpoints.rotation import RotatedError
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.sources.rotation import RotatedError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.model_options import RunOptions

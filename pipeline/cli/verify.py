@@ -7,9 +7,9 @@ import sys
 
 import click
 
-from ktconvert.layouts.checkpoints.config import find_experts_per_token
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint
 from ktconvert.native_quant.runtime.experts import open_experts

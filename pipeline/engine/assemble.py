@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, read_header
 from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.layouts.files import manifest, publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.files.manifest import OutputFile
 from ktconvert.layouts.files.shards import index_json
+from ktconvert.layouts.sources.containers.safetensors import INDEX, read_header
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import require_replaceable
 from ktconvert.pipeline.engine.journal import Done

@@ -19,8 +19,8 @@ from ktconvert.layouts.checkpoints.adapter import (
     read_settings,
     require_adapter,
 )
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.sources.containers.safetensors import read_header
 
 LACKS_TENSORS = "it lacks tensors for modules that it names"
 # Attributes of PEFT's layers that select the adapters to compute with.

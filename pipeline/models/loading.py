@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints import hub, rotation
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources import hub, rotation
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.experts import open_experts

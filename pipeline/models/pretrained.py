@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ktconvert.layouts import patterns
-from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints import hub
 from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.hot_experts import REMEDY
 from ktconvert.pipeline.report.text import first_line

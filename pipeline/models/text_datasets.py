@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.hub import HUB_ID, cache_root
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.layouts.files.facts import DatasetFacts
+from ktconvert.layouts.sources.hub import HUB_ID, cache_root
 from ktconvert.pipeline.models.generating import PLAIN_TEMPLATE
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.report.text import first_line

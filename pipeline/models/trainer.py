@@ -10,10 +10,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.config import find_experts_per_token
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
+from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.options.model_options import TrainOptions

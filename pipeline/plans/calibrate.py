@@ -8,7 +8,7 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.pipeline.calibration import chain, gather_statistics, requirements
 from ktconvert.pipeline.engine.plan import Hooks, Plan, tool_version

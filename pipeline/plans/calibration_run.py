@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.outputs import Format
+from ktconvert.layouts.sources import config as cfg
 from ktconvert.pipeline.calibration import chain, requirements
 from ktconvert.pipeline.engine.plan import Needs
 from ktconvert.pipeline.engine.units import Stage

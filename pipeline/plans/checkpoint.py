@@ -12,11 +12,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
-from ktconvert.layouts.checkpoints.companions import require_copyable
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX
 from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError, UsageError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
@@ -24,6 +21,9 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import collapse_equal
+from ktconvert.layouts.sources.companions import require_copyable
+from ktconvert.layouts.sources.containers.safetensors import INDEX
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.existing import read_settings
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat

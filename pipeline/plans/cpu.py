@@ -8,7 +8,6 @@ from typing import Any
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import (
@@ -22,6 +21,7 @@ from ktconvert.layouts.outputs import (
 )
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import Slicing
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions

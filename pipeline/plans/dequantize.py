@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import cards, configs, dequantized
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint

@@ -11,7 +11,6 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import (
     find_non_expert_tensors,
 )
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import open_checkpoint
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
@@ -20,6 +19,7 @@ from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, make_ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, make_name_templates
 from ktconvert.layouts.outputs.whole_model import notes_on_loading
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import GpuOptions
 from ktconvert.pipeline.plans import checkpoint, expert_plan

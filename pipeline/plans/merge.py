@@ -12,9 +12,7 @@ import msgspec
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
-from ktconvert.layouts.checkpoints.companions import companion_files
 from ktconvert.layouts.checkpoints.expert_function import read_functions
-from ktconvert.layouts.checkpoints.source import read_config
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.facts import OutputFacts
@@ -25,6 +23,8 @@ from ktconvert.layouts.outputs.numa import NumaNames
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId
+from ktconvert.layouts.sources.companions import companion_files
+from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo, format_ranges
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import MergeOptions

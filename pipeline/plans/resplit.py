@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.config import QUANT_METHOD
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.encodings.encoding import error_sums
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import manifest
@@ -26,6 +23,9 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.rearrange import requires_rounding
 from ktconvert.layouts.outputs.slices import PackedSlices, Slicing
+from ktconvert.layouts.sources.companions import companion_files
+from ktconvert.layouts.sources.config import QUANT_METHOD
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.engine.threads import WAITING

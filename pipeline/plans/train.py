@@ -8,12 +8,12 @@ from pathlib import Path
 
 from msgspec import structs
 
-from ktconvert.layouts.checkpoints import hub
-from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.containers import CONTAINERS
 from ktconvert.layouts.errors import bad_file
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import sha256_file
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.companions import companion_files
+from ktconvert.layouts.sources.containers import CONTAINERS
 from ktconvert.pipeline.engine.plan import Hooks, Plan, identify_by_stat
 from ktconvert.pipeline.models.fine_tuning import adapter_card
 from ktconvert.pipeline.models.text_datasets import local_files, select_split

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import Bytes, OutputTensor, Read, Span, split_into_spans
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES, DirectFile, allocate_aligned
 from ktconvert.layouts.files.shards import ALIGNMENT, group_by_limit, plan_shard
 from ktconvert.layouts.outputs import numa
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
 from ktconvert.pipeline.engine.units import Context, Result, Stage, Unit, Written
 from ktconvert.pipeline.stages.expert_files import read_ahead

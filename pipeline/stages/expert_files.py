@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings.encoding import Bytes, is_zero
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile, allocate_aligned
@@ -21,6 +20,7 @@ from ktconvert.layouts.files.shards import ALIGNMENT, ShardPlan, group_by_limit,
 from ktconvert.layouts.outputs import Format, loose
 from ktconvert.layouts.outputs.format import expert_bytes
 from ktconvert.layouts.outputs.slices import LinearId, NumaSlice, PackedSlices, SliceTensors, Slicing, TensorNames
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.pipeline.engine.threads import UNITS_AT_ONCE, run_in_order
 from ktconvert.pipeline.engine.units import Context, Result, Unit, Written

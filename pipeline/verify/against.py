@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
-from ktconvert.layouts.checkpoints.source import TensorSource
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.text import plural
 from ktconvert.pipeline.stages.quantize_experts import error_figures

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from ktconvert.layouts.checkpoints.containers.container import Header
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, PART
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.manifest import Manifest, OutputFile
 from ktconvert.layouts.outputs.measuring import Measure
 from ktconvert.layouts.outputs.output import Output, list_files
+from ktconvert.layouts.sources.containers.container import Header
+from ktconvert.layouts.sources.containers.safetensors import INDEX, PART
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import first_line, plural
 from ktconvert.pipeline.verify.checks import CHUNK_BYTES, Check, CheckItems

@@ -11,12 +11,12 @@ from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
 from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, is_whole_model, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.statistics.folder import InputStatistics, open_model_imatrix, open_model_moments
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments

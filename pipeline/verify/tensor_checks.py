@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
-from ktconvert.layouts.checkpoints import config as cfg
 from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.match import find_unread_formats
 from ktconvert.layouts.encodings.encoding import tensor_suffixes
@@ -18,6 +17,7 @@ from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId, Slicing, slice_shape
+from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.tensors import TensorInfo, format_ranges
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural

@@ -22,17 +22,18 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints import adapter, hub
+from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
-from ktconvert.layouts.checkpoints.config import find_experts_per_token, parse_quantization
-from ktconvert.layouts.checkpoints.containers.safetensors import read_header
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.checkpoints.source import TensorSource, open_checkpoint, read_config, read_quantization
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.config import find_experts_per_token, parse_quantization
+from ktconvert.layouts.sources.containers.safetensors import read_header
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint, read_config, read_quantization
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
 from ktconvert.layouts.statistics.second_moments import file_name, open_second_moments, tensor_entries

@@ -60,8 +60,8 @@ def report_path(out: Path) -> Path:
 def ignored_linears(model: Path) -> list[str]:
     """Return the linears that `ktconvert gpu` ignores, so that both quantize the same linears."""
     from ktconvert.layouts.checkpoints.recognition import recognize
-    from ktconvert.layouts.checkpoints.source import open_checkpoint
     from ktconvert.layouts.outputs.ignore import make_ignore_list
+    from ktconvert.layouts.sources.source import open_checkpoint
 
     return list(make_ignore_list(recognize(open_checkpoint(str(model)))))
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.containers.container import Header, Selection, open_regular_file, read_at
 from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file
+from ktconvert.layouts.sources.containers.container import Header, Selection, open_regular_file, read_at
 from ktconvert.layouts.tensors import TensorInfo
 
 # Prefix of llama.cpp's names (general.architecture) in model_type and in the table of architectures.

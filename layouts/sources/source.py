@@ -11,15 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints import config as cfg
-from ktconvert.layouts.checkpoints import hub, rotation
-from ktconvert.layouts.checkpoints.companions import companion_files
-from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS, safetensors
-from ktconvert.layouts.checkpoints.containers.container import Container, Header, Selection
-from ktconvert.layouts.checkpoints.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, bad_file, unreadable_file
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.mapped import MappedFiles
+from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources import hub, rotation
+from ktconvert.layouts.sources.companions import companion_files
+from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS, safetensors
+from ktconvert.layouts.sources.containers.container import Container, Header, Selection
+from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 

@@ -5,8 +5,8 @@ To add one, write its module in this package and list it here. A container knows
 
 from __future__ import annotations
 
-from ktconvert.layouts.checkpoints.containers import gguf, safetensors
-from ktconvert.layouts.checkpoints.containers.container import Container
+from ktconvert.layouts.sources.containers import gguf, safetensors
+from ktconvert.layouts.sources.containers.container import Container
 
 SAFETENSORS = Container("safetensors", ".safetensors", safetensors.read_header, safetensors.select)
 GGUF = Container(

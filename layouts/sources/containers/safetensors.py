@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ktconvert.layouts.checkpoints.containers.container import (
+from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file, bad_tensor, unreadable_file
+from ktconvert.layouts.files.manifest import LONGEST_NAME
+from ktconvert.layouts.sources.containers.container import (
     LFS_MAGIC,
     LFS_REMEDY,
     Header,
@@ -22,8 +24,6 @@ from ktconvert.layouts.checkpoints.containers.container import (
     open_regular_file,
     read_at,
 )
-from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file, bad_tensor, unreadable_file
-from ktconvert.layouts.files.manifest import LONGEST_NAME
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 

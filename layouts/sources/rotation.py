@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.checkpoints.config import QUANTIZATIONS, iterate_scopes
 from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.sources.config import QUANTIZATIONS, iterate_scopes
 from ktconvert.layouts.tensors import TensorInfo
 
 # Keys, and names of methods: GPTQModel and Quark (rotation), AutoRound (rotation_config, spinquant_config), FP-Quant

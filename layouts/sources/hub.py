@@ -9,9 +9,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
-from ktconvert.layouts.checkpoints.containers import CONTAINERS, SAFETENSORS
-from ktconvert.layouts.checkpoints.containers.gguf import split_names
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
+from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
+from ktconvert.layouts.sources.containers.gguf import split_names
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
