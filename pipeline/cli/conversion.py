@@ -295,18 +295,20 @@ def run_plans(
 ) -> None:
     """Run the plans, or one job share of a single plan, on the backend of --executor.
 
-    threads  threads of each worker; None for the number of the backend
+    threads  threads of each worker, if there are workers; None for the number of the backend
     """
     require_compatible(plans, workers, share)
     overwrite = plans[0].options.existing.overwrite
     with open_backend(workers.executor, reporter.note, workers.executor_timeout) as backend:
-        if backend.executor is None and backend.threads is not None:
-            limited = preconditions.limit_threads("--executor threads", backend.threads, reporter)
-            # Not part of the plan: a calibration run records --cpuinfer-threads, which its sums depend on.
-            plans = [replace(plan, options=with_values(plan.options, cpuinfer_threads=limited)) for plan in plans]
+        if backend.executor is not None:
+            threads = threads or backend.threads
+        elif backend.threads is not None:
+            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter)
+        else:
+            threads = None
         if share is not None:
             (plan,) = plans
-            make_share(plan, share, reporter, overwrite=overwrite)
+            make_share(plan, share, reporter, overwrite=overwrite, threads=threads)
             return
         execute_plans(
             plans,
@@ -315,5 +317,5 @@ def run_plans(
             trust_store=trust_store,
             executor=backend.executor,
             reopen=commands.reopen_plan,
-            threads=threads or backend.threads,
+            threads=threads,
         )

@@ -58,7 +58,8 @@ def execute_plans(
     trust_store  check files of earlier runs only by their sizes, without hashing them
     executor     its workers make units, and portions of units of a chain; None: threads of this process make all units
     reopen       opens a plan in a worker; required with an executor
-    threads      packing threads of each worker; None: the CPUs that the worker may use
+    threads      packing threads of each worker (None: the CPUs that it may use), or without an executor of this
+                 process (None: the number that the plans name)
     """
     finished = [_is_finished(plan, overwrite) for plan in plans]
     unfinished = [plan for plan, done in zip(plans, finished, strict=True) if not done]
@@ -68,7 +69,7 @@ def execute_plans(
     if len(unfinished) > 1:
         require_possible(unfinished, overwrite, with_workers=with_workers)
         if executor is None:
-            fit_threads(unfinished)
+            fit_threads(unfinished, requested=threads)
     for plan, done in zip(plans, finished, strict=True):
         if done:
             remove_work_directory(plan.locate())
@@ -91,7 +92,7 @@ def execute_plans(
         ]
         require_disk(remaining, with_workers=with_workers)
         if executor is None:
-            threads = fit_threads([plan for plan, _ in workdirs], reporter)
+            threads = fit_threads([plan for plan, _ in workdirs], reporter, threads)
         stop = StopFlag()
         resources.enter_context(stop.handle_signals())
         for _, workdir in workdirs:

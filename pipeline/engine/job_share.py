@@ -68,8 +68,13 @@ def _read_environment(environ: Mapping[str, str]) -> tuple[str, ...]:
     raise UsageError(f"--part env: neither {names} is set; give R/N.")
 
 
-def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bool = False) -> None:
-    """Make every N-th unit that is missing. Raises UsageError for a plan with a chain."""
+def make_share(
+    plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bool = False, threads: int | None = None
+) -> None:
+    """Make every N-th unit that is missing. Raises UsageError for a plan with a chain.
+
+    threads  packing threads; None: the number that the plan names
+    """
     require_independent_units(plan)
     require_writable_output(plan, overwrite)
     if is_finished(plan, overwrite):
@@ -88,7 +93,7 @@ def make_share(plan: Plan, share: JobShare, reporter: Reporter, *, overwrite: bo
         attempts.remove_dead_files(paths)
         require_disk([(plan, paths, [unit for _, (unit,) in our_units])])
         stop = StopFlag()
-        with stop.handle_signals(), _open_runner(plan, paths, reporter, len(our_units)) as runner:
+        with stop.handle_signals(), _open_runner(plan, paths, reporter, len(our_units), threads) as runner:
             report = partial(report_finished, plan.options.output, reporter)
             run_units([OutputSchedule(plan, our_units, runner, report)], reporter, stop)
         remaining = find_missing_units(plan, paths)
@@ -152,9 +157,11 @@ def _agree_on_plan(plan: Plan, paths: Paths, overwrite: bool) -> None:
 
 
 @contextlib.contextmanager
-def _open_runner(plan: Plan, paths: Paths, reporter: Reporter, units: int) -> Iterator[ThreadRunner]:
+def _open_runner(
+    plan: Plan, paths: Paths, reporter: Reporter, units: int, threads: int | None
+) -> Iterator[ThreadRunner]:
     """Start threads of this process that leave finished attempts."""
-    with open_pools(fit_threads([plan], reporter), units) as pools:
+    with open_pools(fit_threads([plan], reporter, threads), units) as pools:
         open_plan = OpenPlan(plan, paths, pools.packing, pools.window)
         run = secrets.token_hex(8)
 

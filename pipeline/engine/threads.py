@@ -71,15 +71,20 @@ def start_threads(pool: ThreadPoolExecutor, count: int) -> None:
         ready.set()
 
 
-def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None) -> int:
-    """Return the number of threads asked for, or as many as fit into memory. Raises ResourceError if none fits."""
+def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None, requested: int | None = None) -> int:
+    """Return the number of threads asked for, or as many as fit into memory.
+
+    requested  None: the number that the options of the plans name
+
+    Raises ResourceError if not even one fits.
+    """
 
     def peak_memory(count: int) -> int:
         # Outputs that are made together have no more units in flight than a single output.
         return max(plan.hooks.peak_memory(count) for plan in plans)
 
     execution = plans[0].options.execution
-    requested = execution.threads
+    requested = requested or execution.threads
     budget = execution.max_memory or machine.memory_available()
     threads = requested
     while threads > 1 and peak_memory(threads) > budget:

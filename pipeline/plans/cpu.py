@@ -71,31 +71,30 @@ def plan_cpu(options: CpuOptions) -> Plan:
     }
     code_facts = (name for name in checkpoint.CODE_FACTS if name in facts)
     metadata = checkpoint.shard_metadata(facts, source, (*METADATA, *code_facts))
-    return expert_plan.build_expert_plan(
-        options,
-        model,
+    conversion = expert_plan.ExpertConversion(
         fmt,
         layers,
-        copy_tensors.select_non_experts(model, options.non_experts),
-        facts,
-        metadata,
-        quantizer=quantizer,
-        numa=numa,
+        quantizer,
+        numa,
         backward=options.save_backward_weights,
         statistics=statistics,
-        card_notes=[
-            *_make_notes(model, layers, options),
-            *kt_kernel.note_on_support(facts),
-            *expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_format_notes(model, layer_fmt, options)),
-            *fmt.notes,
-            *expert_plan.mix_notes(fmt, layers, quantizer),
-            *expert_plan.notes_on_unreached(facts),
-        ],
-        notes=_make_scale_notes(fmt, quantizer),
-        non_experts=options.non_experts,
         loose_files=options.no_merge_safetensor,
+    )
+    rest = expert_plan.RestOfModel(
+        copy_tensors.select_non_experts(model, options.non_experts),
+        options.non_experts,
         kept_layers=options.kept_layers,
     )
+    card_notes = [
+        *_make_notes(model, layers, options),
+        *kt_kernel.note_on_support(facts),
+        *expert_plan.notes_by_format(fmt, lambda layer_fmt: _make_format_notes(model, layer_fmt, options)),
+        *fmt.notes,
+        *expert_plan.mix_notes(fmt, layers, quantizer),
+        *expert_plan.notes_on_unreached(facts),
+    ]
+    notes = _make_scale_notes(fmt, quantizer)
+    return expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
 
 
 def _require_calibration_possible(source: TensorSource, options: CpuOptions, has_all_layers: bool) -> None:

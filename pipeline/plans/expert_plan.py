@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,46 +59,67 @@ def prepare_options(options: Q) -> Q:
     return calibration_run.record_machine(options, with_statistics=options.gptq.saves_statistics)
 
 
+@dataclass(frozen=True)
+class ExpertConversion:
+    """How the experts of a plan are converted.
+
+    fmt          their format, which may differ by layer
+    layers       layers to convert
+    quantizer    how codes are chosen
+    numa         number of NUMA slices
+    backward     whether to make the matrices for fine-tuning, too
+    statistics   statistics of the experts' inputs, if the quantizer needs them
+    loose_files  whether to write loose files instead of shards
+    """
+
+    fmt: Format
+    layers: Sequence[int]
+    quantizer: Quantizer = ABSMAX
+    numa: int = 1
+    backward: bool = False
+    statistics: InputStatistics | None = None
+    loose_files: bool = False
+
+
+@dataclass(frozen=True)
+class RestOfModel:
+    """What an output holds beside converted experts.
+
+    tensors        non-expert tensors to copy
+    choice         the choice of --non-experts, for the model card
+    ignore         patterns of modules that are not quantized
+    dropped_files  companion files of the checkpoint that are not copied
+    kept_layers    loose layers that the output already has and keeps; None without --resume-layer
+    """
+
+    tensors: Sequence[OutputTensor]
+    choice: str = "keep"
+    ignore: Sequence[str] = ()
+    dropped_files: Sequence[str] = ()
+    kept_layers: tuple[int, ...] | None = None
+
+
 def build_expert_plan(
     options: QuantizationOptions,
     model: MoeModel,
-    fmt: Format,
-    layers: Sequence[int],
-    others: Sequence[OutputTensor],
+    conversion: ExpertConversion,
+    rest: RestOfModel,
     facts: OutputFacts,
     metadata: Mapping[str, str],
-    *,
-    quantizer: Quantizer = ABSMAX,
-    numa: int = 1,
-    backward: bool = False,
-    statistics: InputStatistics | None = None,
-    card_notes: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    ignore: Sequence[str] = (),
-    dropped_files: Sequence[str] = (),
-    non_experts: str = "keep",
-    loose_files: bool = False,
-    kept_layers: tuple[int, ...] | None = None,
+    card_notes: Sequence[str],
+    notes: Sequence[str],
 ) -> Plan:
     """Return the plan that quantizes experts, by rounding or in a calibration run, and copies other tensors.
 
-    fmt            format of the experts, which may differ by layer
-    layers         layers to convert
-    others         non-expert tensors to copy
-    facts          facts for the manifest that are known before the run
-    metadata       metadata of all shards
-    quantizer      how codes are chosen
-    numa           number of NUMA slices
-    backward       whether to make the matrices for fine-tuning, too
-    statistics     statistics of the experts' inputs, if the quantizer needs them
-    card_notes     sentences for the plan and the model card
-    notes          sentences only for the plan
-    ignore         patterns of modules that are not quantized
-    dropped_files  companion files of the checkpoint that are not copied
-    non_experts    the choice of --non-experts, for the model card
-    loose_files    whether to write loose files instead of shards
-    kept_layers    loose layers that the output already has and keeps; None without --resume-layer
+    facts       facts for the manifest that are known before the run
+    metadata    metadata of all shards
+    card_notes  sentences for the plan and the model card
+    notes       sentences only for the plan
     """
+    fmt = conversion.fmt
+    statistics = conversion.statistics
+    loose_files = conversion.loose_files
+    kept_layers = rest.kept_layers
     source = model.source
     side_output = None
     run = None
@@ -106,7 +128,13 @@ def build_expert_plan(
         from ktconvert.pipeline.plans import calibration_run
 
         stage: Stage[Any] = calibration_run.make_gptq_stage(
-            options, model, fmt, metadata, quantizer=quantizer, numa=numa, loose_files=loose_files
+            options,
+            model,
+            fmt,
+            metadata,
+            quantizer=conversion.quantizer,
+            numa=conversion.numa,
+            loose_files=loose_files,
         )
         run = calibration_run.plan_gptq_run(options, model, fmt)
         if options.gptq.save_statistics is not None:
@@ -115,10 +143,10 @@ def build_expert_plan(
         stage = quantize_experts.make_stage(
             model,
             fmt,
-            layers,
-            quantizer=quantizer,
-            numa=numa,
-            backward=backward,
+            conversion.layers,
+            quantizer=conversion.quantizer,
+            numa=conversion.numa,
+            backward=conversion.backward,
             loose_files=loose_files,
             max_shard_size=options.max_shard_size,
             metadata=metadata,
@@ -128,16 +156,16 @@ def build_expert_plan(
     if model.equalized:
         facts = {**facts, EQUALIZED: []}
     stages = [stage]
-    if others:
-        stages.append(copy_tensors.make_stage(source, others, options.max_shard_size, metadata))
-    entries = fmt.description.config_entries(fmt, facts, ignore, tool_version())
+    if rest.tensors:
+        stages.append(copy_tensors.make_stage(source, rest.tensors, options.max_shard_size, metadata))
+    entries = fmt.description.config_entries(fmt, facts, rest.ignore, tool_version())
     config = (
         configs.config_json(source.config, entries, is_whole_model=fmt.arrangement.is_whole_model)
         if source.has_config
         else None
     )
-    copied = [name for name in source.companions() if name not in dropped_files]
-    copying_bytes = copy_tensors.peak_memory(others) if others else 0
+    copied = [name for name in source.companions() if name not in rest.dropped_files]
+    copying_bytes = copy_tensors.peak_memory(rest.tensors) if rest.tensors else 0
 
     def peak_memory(threads: int) -> int:
         """Return the size of the buffers of all packing threads, which do not grow with the model."""
@@ -159,7 +187,7 @@ def build_expert_plan(
             stats,
             tool_version(),
             loose=loose_files,
-            non_experts=non_experts,
+            non_experts=rest.choice,
         )
 
     return Plan(

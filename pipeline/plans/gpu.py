@@ -52,15 +52,12 @@ def plan_gpu(options: GpuOptions) -> Plan:
     return expert_plan.build_expert_plan(
         options,
         model,
-        fmt,
-        model.layers,
-        non_experts.output_tensors(),
+        expert_plan.ExpertConversion(fmt, model.layers),
+        expert_plan.RestOfModel(non_experts.output_tensors(), ignore=ignore, dropped_files=dropped_files),
         facts,
         checkpoint.shard_metadata(facts, source, METADATA),
-        card_notes=_make_notes(model, non_experts, dropped_files, loading),
-        notes=notes,
-        ignore=ignore,
-        dropped_files=dropped_files,
+        _make_notes(model, non_experts, dropped_files, loading),
+        notes,
     )
 
 
