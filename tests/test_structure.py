@@ -322,6 +322,12 @@ def test_every_module_has_a_docstring():
     )
 
 
+def test_the_readme_of_tests_lists_every_file():
+    rows = [line.split("|") for line in (ROOT / "tests/README.md").read_text().splitlines() if line.startswith("| ")]
+    listed = sorted(name.strip() for row in rows[1:] for name in row[2].split(","))
+    assert listed == sorted(path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py"))
+
+
 # Where the result of a removal is known: files of a work directory, which are made again; a pattern of an option.
 MAY_REMOVE = {"pipeline/engine/job_share.py", "pipeline/engine/existing.py", "layouts/files/direct_file.py"}
 MAY_REMOVE |= {"layouts/outputs/ignore.py"}
