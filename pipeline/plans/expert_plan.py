@@ -61,7 +61,7 @@ def prepare_options(options: Q) -> Q:
 
 @dataclass(frozen=True)
 class ExpertConversion:
-    """How the experts of a plan are converted.
+    """Settings by which the experts of a plan are converted.
 
     fmt          their format, which may differ by layer
     layers       layers to convert
@@ -83,7 +83,7 @@ class ExpertConversion:
 
 @dataclass(frozen=True)
 class RestOfModel:
-    """What an output holds beside converted experts.
+    """Content of an output beside converted experts.
 
     tensors        non-expert tensors to copy
     choice         the choice of --non-experts, for the model card
