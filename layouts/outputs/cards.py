@@ -8,15 +8,15 @@ from typing import Any
 
 from ktconvert.layouts.checkpoints.expert_function import describe_record, read_functions
 from ktconvert.layouts.files.facts import OutputFacts
-from ktconvert.layouts.outputs import kt_kernel
+from ktconvert.layouts.outputs import kt_kernel, launch
 from ktconvert.layouts.outputs.format import Card
+from ktconvert.layouts.outputs.launch import FOLDER, ORIGINAL
 from ktconvert.layouts.outputs.linear_names import explain_not_rawint4
+from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
 
 Stats = Mapping[str, Any]  # measured figures of a unit
 Rows = tuple[tuple[str, str], ...]
-FOLDER = "/path/to/this/folder"
-ORIGINAL = "/path/to/the/original/checkpoint"
 
 
 def make_model_card(
@@ -29,8 +29,12 @@ def make_model_card(
     *,
     loose: bool = False,
     non_experts: str = "skip",
+    has_counts: bool = False,
 ) -> bytes:
-    """Return README.md: front matter for the hub, contents of the folder, how to load it, errors of its weights."""
+    """Return README.md: front matter for the hub, contents of the folder, how to load it, errors of its weights.
+
+    has_counts  whether the folder has the tokens of each expert (expert_counts.py)
+    """
     functions = read_functions(facts.get("functions", {})).values()
     if card.slices and any(function.biases or not function.gated for function in functions):  # not for kt-kernel
         card = replace(MXFP4, numbers=card.numbers)
@@ -50,6 +54,7 @@ def make_model_card(
     lines += [f"| {name} | {value} |" for name, value in rows]
     make_usage = _make_ktconvert_usage if kt_kernel.INSTEAD in support else card.make_usage
     lines += ["", "## Use", "", *make_usage(named_facts, base_model, non_experts)]
+    lines += COUNTS.splitlines() if has_counts else []
     lines += _make_error_lines(stats)
     if facts.keys() & {"scale", "methods"}:
         lines += _make_layer_lines(stats)
@@ -146,38 +151,29 @@ def equalize_rows(equalized: Sequence[str] | None) -> list[tuple[str, str]]:
     return [] if equalized is None else [("equalized", "; ".join(equalized) or "no expert")]
 
 
+COUNTS = f"""
+`{expert_counts.NAME}` has the number of tokens that were routed to each expert. `ktconvert experts` chooses the \
+experts
+for the GPU with it:
+
+```bash
+ktconvert experts {FOLDER} --format sglang --output experts.json --num-gpu-experts N
+ktconvert experts {FOLDER} --format sglang-kt --output experts.pt --num-gpu-experts N
+```"""
+
 # --- how to load an output ------------------------------------------------------------------------
 
 
-def launch_lines(model: str, method: str, numa: str, folder: str = FOLDER) -> tuple[str, ...]:
-    """Return the command that starts SGLang with these experts."""
-    return (
-        *("```bash", "python -m sglang.launch_server \\"),
-        f"  --model {model} \\",
-        f"  --kt-weight-path {folder} \\",
-        f"  --kt-method {method} \\",
-        f"  --kt-threadpool-count {numa} \\",
-        "  --kt-cpuinfer PHYSICAL_CORES \\",
-        "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU",
-        *("```", "", "`ktconvert doctor` prints the two machine values."),
-    )
-
-
-def make_launch_lines(facts: OutputFacts, folder: str = FOLDER) -> tuple[str, ...]:
-    """Return the command that starts SGLang with the output as the model, with its own or other experts on the CPU."""
-    if explain_not_rawint4(facts) is None:
-        return launch_lines(folder, "RAWINT4", "NUMA_NODES", folder)
-    options = (f"--model {folder}", "--kt-weight-path /path/to/the/cpu/experts", "--kt-method AMXINT4")
-    last_option = "  --kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU"
-    return "```bash", "python -m sglang.launch_server \\", *(f"  {option} \\" for option in options), last_option, "```"
-
-
 def _make_kt_kernel_usage(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
-    return launch_lines(base_model or ORIGINAL, facts["method"], str(facts["numa"]))
+    return _explain_launch(launch.serve_cpu_experts(facts, FOLDER, base_model or ORIGINAL, sliced=True))
 
 
 def _make_native_usage(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
-    return launch_lines(base_model or ORIGINAL, facts["method"], "NUMA_NODES")
+    return _explain_launch(launch.serve_cpu_experts(facts, FOLDER, base_model or ORIGINAL, sliced=False))
+
+
+def _explain_launch(options: Sequence[str]) -> tuple[str, ...]:
+    return *launch.fence_command(options), "", "`ktconvert doctor` prints the values of the machine."
 
 
 def _make_ktconvert_usage(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
@@ -199,7 +195,7 @@ def _make_whole_model_usage(facts: OutputFacts, base_model: str | None, non_expe
     on_the_gpu = "As the GPU half beside CPU experts that `ktconvert cpu` made:"
     return (
         on_the_cpu if explain_not_rawint4(facts) is None else on_the_gpu,
-        *("", *make_launch_lines(facts), ""),
+        *("", *launch.fence_command(launch.serve_whole_model(facts, FOLDER)), ""),
         f'Or without kt-kernel: `AutoModelForCausalLM.from_pretrained("{FOLDER}")`, with compressed-tensors installed.',
     )
 

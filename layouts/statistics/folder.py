@@ -20,6 +20,7 @@ from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.documents import Count, Number
 from ktconvert.layouts.files.publish import sha256_file
 from ktconvert.layouts.sources.containers.safetensors import read_matrix
+from ktconvert.layouts.statistics.expert_counts import require_tokens
 from ktconvert.layouts.statistics.imatrix import Imatrix, Shapes, open_imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments, open_second_moments
 from ktconvert.layouts.tensors import format_ranges
@@ -33,9 +34,7 @@ EXPECTED = f"expected a tensor {COUNTS_KEY!r}, int64 [decoder layers, experts], 
 def read_counts(path: Path) -> I64:
     """Read token counts, int64 [decoder layers, experts]. Raises InputError for a damaged or different file."""
     counts: I64 = read_matrix(path, COUNTS_KEY, "I64", EXPECTED)
-    if (counts < 0).any() or not counts.any():
-        defect = "negative numbers" if (counts < 0).any() else "only zeros"
-        raise InputError(f"{path}: {COUNTS_KEY!r} has {defect}; {EXPECTED}")
+    require_tokens(path, counts, EXPECTED)
     return counts
 
 
@@ -177,6 +176,13 @@ def read_statistics(folder: Path) -> Statistics:
         raise InputError(f"{error.filename or path}: cannot be read ({error.strerror}); {remedy}") from error
     except ValueError as error:
         raise InputError(f"{path}: invalid statistics ({error}); {REMEDY}") from error
+
+
+def read_related_counts(inputs: InputStatistics | None) -> I64 | None:
+    """Return the counts in the folder of an importance matrix or of second moments; None if there are none."""
+    if inputs is None or inputs.path.name not in (IMATRIX, DOCUMENT) or not inputs.path.with_name(DOCUMENT).exists():
+        return None
+    return read_statistics(inputs.path.parent).counts
 
 
 def list_files(folder: Path) -> set[str]:

@@ -19,6 +19,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
+from ktconvert.layouts.statistics.expert_counts import arrange_counts
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
 from ktconvert.pipeline.calibration import chain, portions
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, StatisticsSpec, TokenCounts
@@ -261,11 +262,8 @@ def _write_imatrix(work: ClosingWork, partial: Path, paths: ChainPaths) -> Resul
 def _write_counts(work: ClosingWork, partial: Path, paths: ChainPaths) -> Result:
     description = work.document["model"]
     model = work.chain.model
-    experts = max(model.shape(layer)[0] for layer in model.layers)
-    counts = np.zeros((description["decoder_layers"], experts), "<i8")
-    for layer in model.layers:
-        layer_counts = work.read_layer(paths, layer).counts
-        counts[layer, : len(layer_counts)] = layer_counts
+    rows = {layer: work.read_layer(paths, layer).counts for layer in model.layers}
+    counts = arrange_counts(description["decoder_layers"], rows).astype("<i8")
     metadata = {key: str(description[key]) for key in ("architecture", "name", "source")}
     return Result((chain.write_arrays(partial, {folder.COUNTS_KEY: counts}, {"format": "pt", **metadata}),), 1)
 

@@ -37,11 +37,11 @@ def limit_optional_threads(requested: int | None, reporter: Reporter) -> int | N
     return None if requested is None else limit_threads("--threads", requested, reporter)
 
 
-def check_file(option: str, path: Path | None, endings: Collection[str] = ()) -> None:
+def check_file(option: str, path: Path | None, endings: Collection[str] = (), *, replace: bool = True) -> None:
     """Raise an error if the file that an option names cannot or must not be written.
 
     Raises UsageError for a wrong name or folder, and for a file that the command reads or writes under a different
-    option. Raises OutputError for a file that ktconvert did not write.
+    option. Raises OutputError for a file that ktconvert did not write, unless the caller checks that (not `replace`).
     """
     if path is None:
         return
@@ -63,7 +63,8 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = ()) ->
         ):
             name = parameter.opts[0] if isinstance(parameter, click.Option) else parameter.human_readable_name
             raise UsageError(f"{option} {path}: {name} is the same file; choose a different path.")
-    publish.require_replaceable(real_path)
+    if replace:
+        publish.require_replaceable(real_path)
 
 
 def check_plot(path: Path | None) -> None:

@@ -65,6 +65,7 @@ def fill_output_folder(target: Path, plan: Plan, units: list[Unit[Any]], workdir
     finished = (workdir.finished.get(unit.fingerprint) for unit in plan.units)
     stats = [record.result.stats for record in finished if record is not None and record.result.stats]
     files.append(_write_file(target, CARD, plan.hooks.render_card(stats)))
+    files += [_write_file(target, name, data) for name, data in plan.hooks.extra_files(stats).items()]
     if plan.has_index:
         shards = []
         for unit in units:

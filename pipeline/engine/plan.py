@@ -101,6 +101,7 @@ class Hooks:
     peak_memory     packing threads -> bytes of memory that a run with that many may need
     render_card     figures of the units -> README.md of the output
     measured_facts  figures of the units -> facts for the manifest that are known only once the units are finished
+    extra_files     figures of the units -> name of a small file of the output -> its content
     require_ready   raises KtconvertError if this machine must not run the remaining units
     check           checks the complete folder before it appears; raises VerificationError
     """
@@ -108,6 +109,7 @@ class Hooks:
     peak_memory: Callable[[int], int]
     render_card: Callable[[UnitStats], bytes]
     measured_facts: Callable[[UnitStats], OutputFacts] = lambda stats: {}
+    extra_files: Callable[[UnitStats], Mapping[str, bytes]] = lambda stats: {}
     require_ready: Callable[[], None] = lambda: None
     check: Callable[[Path], object] = lambda assembled: None
 

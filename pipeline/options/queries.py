@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import click
+
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.conversion_options import choice
@@ -46,11 +48,27 @@ class DoctorOptions(Options):
 
 
 class ExpertsOptions(Options):
-    dir: Path = option("Folder written by `calibrate`.", FilePath(), argument="dir", default=REQUIRED)
-    output: Path = option("Safetensors file to write, for --gpu-experts-mask.", OutputPath(), default=REQUIRED)
+    counts: Path = option(
+        "Folder of `calibrate`, output with expert_counts.json, or recording of SGLang (.pt).",
+        FilePath(),
+        argument="counts",
+        default=REQUIRED,
+    )
+    output: Path = option("File to write.", OutputPath(), default=REQUIRED)
+    format: str = option(
+        "Form of the file: mask (for --gpu-experts-mask), sglang (.json), or sglang-kt (.pt).",
+        click.Choice(["mask", "sglang", "sglang-kt"]),
+        default="mask",
+    )
     num_gpu_experts: int | None = option("Number of hot experts per layer (or use --total).", Integer(min=0))
     total: int | None = option(
         "Number of hot experts of all layers together, chosen as kt-kernel does.", Integer(min=0)
+    )
+    model: str | None = option(
+        "Checkpoint (directory or hub id) for SGLang's --model; it must have these experts.", PathOrHubId()
+    )
+    cpu_weights: Path | None = option(
+        "Output of `cpu` for SGLang's --kt-weight-path; it must have these experts.", FilePath(), unset="COUNTS"
     )
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)

@@ -10,7 +10,6 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.errors import OutputError
 from ktconvert.layouts.outputs import Format
-from ktconvert.layouts.sources import config as cfg
 from ktconvert.pipeline.calibration import chain, requirements
 from ktconvert.pipeline.engine.plan import Needs
 from ktconvert.pipeline.engine.units import Stage
@@ -162,7 +161,6 @@ def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKA
 
 def describe_run(model: MoeModel, options: QuantizationOptions | CalibrateOptions) -> dict[str, Any]:
     """Return the entries of layouts.statistics.folder.STATISTICS that are known before the run."""
-    layer_count = cfg.find_number(dict(model.source.config), model.arch.layers)
     facts = checkpoint.shape_facts(model, model.layers)
     settings = {key: value for key, value in options.settings.items() if key not in LEFT_OUT}
     return {
@@ -171,7 +169,7 @@ def describe_run(model: MoeModel, options: QuantizationOptions | CalibrateOption
             "architecture": model.arch.name,
             "name": checkpoint.base_model(model.source),
             "source": checkpoint.source_identity(model.source),
-            "decoder_layers": layer_count[1] if layer_count else model.layers[-1] + 1,
+            "decoder_layers": checkpoint.count_decoder_layers(model),
             "layers": facts["layers"],
             "experts": facts["experts"],
             "hidden": facts["hidden"],

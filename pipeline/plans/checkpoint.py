@@ -21,6 +21,7 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import collapse_equal
+from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.companions import require_copyable
 from ktconvert.layouts.sources.containers.safetensors import INDEX
 from ktconvert.layouts.sources.source import TensorSource
@@ -127,6 +128,12 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
         "functions": record_functions({layer: model.functions[layer] for layer in layers}),
         "dtypes": sorted(model.dtypes),
     }
+
+
+def count_decoder_layers(model: MoeModel) -> int:
+    """Return the number of a model's decoder layers, with and without experts; MTP layers do not count."""
+    layer_count = cfg.find_number(dict(model.source.config), model.arch.layers)
+    return layer_count[1] if layer_count else model.layers[-1] + 1
 
 
 def source_identity(source: TensorSource) -> str:

@@ -16,6 +16,7 @@ from ktconvert.layouts.outputs import (
     formats_by_option,
     has_all_loose_files,
     kt_kernel,
+    launch,
     loose,
     mixed,
 )
@@ -93,7 +94,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
         *expert_plan.mix_notes(fmt, layers, quantizer),
         *expert_plan.notes_on_unreached(facts),
     ]
-    notes = _make_scale_notes(fmt, quantizer)
+    notes = (*_make_scale_notes(fmt, quantizer), *_make_launch_notes(fmt, facts, model, options))
     return expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
 
 
@@ -240,6 +241,16 @@ def _make_scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
         "from 31 % to 20 % for rows with heavy tails; imatrix weights the error by the inputs, and gptq, which runs "
         "the model on text, halves the error of the outputs",
     )
+
+
+def _make_launch_notes(fmt: Format, facts: OutputFacts, model: MoeModel, options: CpuOptions) -> tuple[str, ...]:
+    """Return a note with the command that serves the output; none for a mix, and for files without the experts."""
+    if fmt.by_layer or not fmt.forward:
+        return ()
+    rest = options.config or launch.ORIGINAL if model.source.container.experts_only else options.input
+    command = launch.serve_cpu_experts(facts, str(options.output), rest, sliced=fmt.arrangement.sliced)
+    engine = "SGLang" if kt_kernel.KT_METHODS[facts["method"]] else "SGLang and ktconvert's KTMoEWrapper"
+    return (f"to serve it with {engine}: {launch.join_command(command)}",)
 
 
 def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:

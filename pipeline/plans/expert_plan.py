@@ -15,12 +15,14 @@ from ktconvert.layouts.files.facts import CalibrationFacts, OutputFacts
 from ktconvert.layouts.outputs import Format, cards, configs, formats_by_option, loose, mixed
 from ktconvert.layouts.outputs.format import explain_unheld_function
 from ktconvert.layouts.outputs.numa import NUMA
+from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.statistics.folder import (
     COUNTS,
     DOCUMENT,
     InputStatistics,
     open_model_imatrix,
     open_model_moments,
+    read_related_counts,
 )
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
@@ -164,7 +166,11 @@ def build_expert_plan(
         if source.has_config
         else None
     )
-    copied = [name for name in source.companions() if name not in rest.dropped_files]
+    known_counts = read_related_counts(statistics)
+    dropped_files = {*rest.dropped_files}
+    if known_counts is not None or (options.calibrated and options.engine == "stream"):
+        dropped_files.add(expert_counts.NAME)  # a new file replaces that of the source
+    copied = [name for name in source.companions() if name not in dropped_files]
     copying_bytes = copy_tensors.peak_memory(rest.tensors) if rest.tensors else 0
 
     def peak_memory(threads: int) -> int:
@@ -177,6 +183,14 @@ def build_expert_plan(
         needed = checkpoint.BASE_MEMORY + max(making_bytes, copying_bytes)
         return needed if run is None else run.peak_memory(needed)
 
+    def make_extra_files(stats: Sequence[Mapping[str, Any]]) -> dict[str, bytes]:
+        """Return the file with the tokens of each expert, if a calibration run has counted them."""
+        rows = {figures["layer"]: figures["expert_tokens"] for figures in stats if "expert_tokens" in figures}
+        counts = known_counts
+        if rows.keys() == {*model.layers}:  # a version of ktconvert that did not report them may have begun the run
+            counts = expert_counts.arrange_counts(checkpoint.count_decoder_layers(model), rows)
+        return {} if counts is None else {expert_counts.NAME: expert_counts.encode_counts(counts)}
+
     def render_card(stats: Sequence[Mapping[str, Any]]) -> bytes:
         all_facts: OutputFacts = {**facts, **make_measured_facts(stats)}
         return cards.make_model_card(
@@ -188,6 +202,7 @@ def build_expert_plan(
             tool_version(),
             loose=loose_files,
             non_experts=rest.choice,
+            has_counts=expert_counts.NAME in (*copied, *make_extra_files(stats)),
         )
 
     return Plan(
@@ -212,6 +227,7 @@ def build_expert_plan(
             peak_memory=peak_memory,
             render_card=render_card,
             measured_facts=make_measured_facts,
+            extra_files=make_extra_files,
             require_ready=(lambda: None) if run is None else run.require_ready,
             check=(
                 partial(_check_whole_model, calibrated=options.calibrated)

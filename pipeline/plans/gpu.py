@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
-from ktconvert.layouts.outputs import Format, cards, formats_by_option
+from ktconvert.layouts.outputs import Format, formats_by_option, launch
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, make_ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, make_name_templates
@@ -46,7 +46,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     non_experts = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _make_facts(model, fmt, options)
     dropped_files = [name for name in source.companions() if name in CONFIG_FILES]
-    notes = _make_rawint4_notes(facts, options.output)
+    notes = _make_launch_notes(facts, options.output)
     if options.max_shard_size and options.calibrated:
         notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
     return expert_plan.build_expert_plan(
@@ -71,16 +71,14 @@ def _require_supported(options: GpuOptions) -> None:
         raise UsageError(f"--save-statistics needs --quant-method GPTQ and --engine stream; {remedy}.")
 
 
-def _make_rawint4_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
-    """Return a note on experts in RAWINT4's format: the command that serves them on CPU and GPU, or why it cannot."""
-    if not is_rawint4(facts):
-        return ()
-    if reason := explain_not_rawint4(facts):
+def _make_launch_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
+    """Return a note with the command that serves the output; for experts that RAWINT4 should read and cannot, why."""
+    reason = explain_not_rawint4(facts)
+    if is_rawint4(facts) and reason is not None:
         problem = f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {reason}"
         return (f"{problem}; use `ktconvert cpu` for those",)
-    lines = cards.make_launch_lines(facts, str(output))
-    command = " ".join(line.rstrip("\\").strip() for line in lines[1 : lines.index("```")])
-    return (f"one directory for CPU and GPU: {command}",)
+    title = "one directory for CPU and GPU" if reason is None else "to serve it beside experts of `ktconvert cpu`"
+    return (f"{title}: {launch.join_command(launch.serve_whole_model(facts, str(output)))}",)
 
 
 def _make_facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:

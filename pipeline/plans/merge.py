@@ -25,6 +25,7 @@ from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.source import read_config
+from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo, format_ranges
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import MergeOptions
@@ -66,7 +67,10 @@ def plan_merge(options: MergeOptions) -> Plan:
     metadata = {**checkpoint.FORMAT_METADATA, "method": facts["method"], "numa": str(facts["numa"])}
     files = _sort_tensors(output)
     files_read = checkpoint.files_in(root, [file.file for file in files])
+    counts = [expert_counts.NAME] if (root / expert_counts.NAME).is_file() else []
+    files_read |= checkpoint.files_in(root, counts)
     if original:
+        names = [name for name in names if name not in counts]
         files_read |= checkpoint.files_in(original, names)
     return Plan(
         options=options,
@@ -75,11 +79,16 @@ def plan_merge(options: MergeOptions) -> Plan:
         stages=checkpoint.number_shards([merge_loose_files.make_stage(files, options.max_tensors, metadata, root)]),
         facts=facts,
         notes=(),
-        companions=checkpoint.companions(original, names) if original else (),
+        companions=(
+            *checkpoint.companions(root, counts),
+            *(checkpoint.companions(original, names) if original else ()),
+        ),
         config=None if source_config is None else configs.config_json(source_config, entries, is_whole_model=False),
         hooks=Hooks(
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + 4 * merge_loose_files.CHUNK,
-            render_card=lambda stats: cards.make_model_card(card, facts, None, (), stats, tool_version()),
+            render_card=lambda stats: cards.make_model_card(
+                card, facts, None, (), stats, tool_version(), has_counts=bool(counts)
+            ),
         ),
     )
 

@@ -26,6 +26,7 @@ from ktconvert.layouts.outputs.slices import PackedSlices, Slicing
 from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
+from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
@@ -134,6 +135,7 @@ def plan_resplit(options: ResplitOptions) -> Plan:
                 tool_version(),
                 loose=output.loose,
                 non_experts=non_experts,
+                has_counts=expert_counts.NAME in copied,
             ),
         ),
     )

@@ -337,6 +337,7 @@ def _report_layer(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, rep
     return {
         "layer": work.layer,
         "routed_tokens": gather_statistics.summarize_counts(counts),
+        "expert_tokens": counts.tolist(),
         "rounded_experts": visitor.too_few_tokens,
         "rounded_linears": not_factorized,
         **quantize_experts.report_equalized(work.model, work.layer, 0, len(counts)),
