@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.statistics import expert_counts
+from ktconvert.layouts.statistics.expert_counts import read_counts_file
 from ktconvert.layouts.statistics.folder import read_statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES
 from ktconvert.pipeline.engine import journal
@@ -255,6 +257,11 @@ def test_saving_statistics_does_not_change_weights(conversions, servers, tmp_pat
         np.testing.assert_array_equal(ours, theirs)
     assert not np.array_equal(*(each.open_imatrix("it", SHAPES).read(2, "gate") for each in (own, source)))
     np.testing.assert_array_equal(own.counts.sum(1), source.counts.sum(1))
+    for folder in (with_statistics / "out", without_statistics):  # the output has the counts in any case
+        np.testing.assert_array_equal(read_counts_file(folder / expert_counts.NAME), own.counts)
+        listed = json.loads((folder / "manifest.json").read_bytes())["files"]
+        assert expert_counts.NAME in [file["name"] for file in listed]
+        assert expert_counts.NAME in (folder / "README.md").read_text()
     assert own.document.settings["quant_type"] == "W4A16"
     assert conversion.names(with_statistics / "out.statistics") == [
         "counts.safetensors",

@@ -120,8 +120,8 @@ def test_total_and_json_report_the_chosen_experts(tmp_path: Path) -> None:
     output = tmp_path / "mask.safetensors"
     for _ in range(2):  # an existing mask is replaced
         result = run_in_process("experts", write_statistics(tmp_path / "s"), "--output", output, "--total", 2, "--json")
-    expected: dict[str, Any] = {"event": "chosen", "statistics": str(tmp_path / "s"), "output": str(output)}
-    expected |= {"experts": 4, "tokens": 30, "coverage": 16 / 30}
+    expected: dict[str, Any] = {"event": "chosen", "counts": str(tmp_path / "s"), "output": str(output)}
+    expected |= {"format": "mask", "command": None, "experts": 4, "tokens": 30, "coverage": 16 / 30}
     expected["layers"] = [{"layer": 1, "coverage": 0.45, "hot": [3]}, {"layer": 2, "coverage": 0.7, "hot": [2]}]
     assert json.loads(result.stdout) == expected
 
@@ -191,7 +191,7 @@ def test_only_a_mask_is_overwritten(tmp_path: Path) -> None:
         (COUNTS[0], "counts", "I64", "is I64 of shape [4]"),
         (-COUNTS, "counts", "I64", "negative numbers"),
         (0 * COUNTS, "counts", "I64", "only zeros"),
-        (COUNTS[:0], "counts", "I64", "only zeros"),
+        (COUNTS[:0], "counts", "I64", "has no experts"),
         *((COUNTS, "counts", size, "") for size in (0, 5, -1, None)),
     ],
 )

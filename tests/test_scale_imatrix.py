@@ -14,6 +14,8 @@ from click.testing import Result
 
 from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.outputs.opening import open_output
+from ktconvert.layouts.statistics import expert_counts
+from ktconvert.layouts.statistics.expert_counts import read_counts_file
 from ktconvert.layouts.statistics.imatrix import LayerSums, open_imatrix, write_imatrix
 from rig import conversion, killpoint
 from rig.conversion import HIDDEN, KTCONVERT, WIDTH, run_in_process
@@ -219,6 +221,11 @@ def test_a_folder_of_statistics_must_match_its_description(source, imatrix, tmp_
     ways = (("--statistics", folder), ("--imatrix", folder / "imatrix.gguf"))
     experts = ("experts", folder, "--output", tmp_path / "mask.safetensors", "--num-gpu-experts", 1)
     assert all(run_in_process(*words).exception is None for words in (*((*command, *way) for way in ways), experts))
+    for n, way in enumerate(ways):  # the output gets the counts of the folder
+        output = tmp_path / f"with-{n}"
+        assert run_in_process(*command[:4], output, *command[5:-1], *way).exception is None
+        assert read_counts_file(output / expert_counts.NAME).tolist() == counts.tolist()
+        assert expert_counts.NAME in (output / "README.md").read_text()
     before = conversion.identity(folder)
     for way in ways:
         refused(

@@ -40,7 +40,7 @@ def experts(options: ExpertsOptions) -> None:
       ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
       ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
     """
-    from ktconvert.native_quant.runtime import hot_experts, placement
+    from ktconvert.native_quant.runtime import expert_placement, hot_experts
     from ktconvert.pipeline.report.plots import plot_experts
     from ktconvert.pipeline.report.text import format_table
 
@@ -52,13 +52,13 @@ def experts(options: ExpertsOptions) -> None:
     preconditions.check_plot(options.plot)
     output = options.output.expanduser().absolute()
     path = options.counts.expanduser()
-    counts = placement.read_any_counts(path)
+    counts = expert_placement.read_any_counts(path)
     mask = _choose_experts(options, counts)
     launch_command = None if options.format == "mask" else _make_launch_command(options, path, output, counts, mask)
     if options.format == "sglang":
-        _write_new_file(output, placement.map_file(counts))
+        _write_new_file(output, expert_placement.map_file(counts))
     else:
-        data = hot_experts.mask_file(mask) if options.format == "mask" else placement.counts_file(counts)
+        data = hot_experts.mask_file(mask) if options.format == "mask" else expert_placement.counts_file(counts)
         publish.write_marked_file(output, data)
     covered = hot_experts.hot_fraction(counts, mask)
     document = {

@@ -179,8 +179,9 @@ def _sum_steps(path: Path, name: str, value: Any) -> I64:
         if tensor.is_floating_point() and not (torch.isfinite(steps).all() and (steps == steps.round()).all()):
             problem = "NaN or infinity" if not torch.isfinite(steps).all() else "fractions"
             raise InputError(f"{path}: {name!r} contains {problem}, not numbers of tokens; {RECORD_AGAIN}")
-        if steps.min() < 0 or steps.max() >= MOST_TOKENS:
-            problem = "negative numbers" if steps.min() < 0 else f"{int(steps.max())} tokens of one expert"
+        least, most = int(steps.min()), int(steps.max())  # a bound may be too large for the tensor's own type
+        if least < 0 or most >= MOST_TOKENS:
+            problem = "negative numbers" if least < 0 else f"{most} tokens of one expert"
             raise InputError(f"{path}: {name!r} contains {problem}; {RECORD_AGAIN}")
         total += steps.to(torch.int64).sum(0)
     return np.asarray(total.numpy())
