@@ -90,7 +90,7 @@ def plot_experts(path: Path, document: Mapping[str, Any]) -> None:
     layers = document["layers"]
     hot = sum(len(row["hot"]) for row in layers)
     figure = _make_figure(
-        f"{document['statistics']}: {hot} of {document['experts'] * len(layers)} experts are hot, "
+        f"{document['counts']}: {hot} of {document['experts'] * len(layers)} experts are hot, "
         f"{document['coverage']:.1%} of routed tokens"
     )
     coverage_axes, count_axes = figure.subplots(1, 2)
