@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 from ktconvert.layouts.errors import KtconvertError
@@ -22,6 +24,14 @@ def check_version(warn: Callable[[str], None]) -> None:
         raise KtconvertError(why)
     if caution := explain_too_new():
         warn(caution)
+
+
+@contextmanager
+def hide_renamings() -> Iterator[None]:
+    """Hide the warnings of new versions about names that old versions, and PEFT, know only under the old name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`\w*gradient_checkpointing\w*` is deprecated", FutureWarning)
+        yield
 
 
 def explain_too_old() -> str | None:

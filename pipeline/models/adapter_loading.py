@@ -21,6 +21,7 @@ from ktconvert.layouts.checkpoints.adapter import (
 )
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.containers.safetensors import read_header
+from ktconvert.native_quant.runtime.transformers_version import hide_renamings
 
 LACKS_TENSORS = "it lacks tensors for modules that it names"
 # Attributes of PEFT's layers that select the adapters to compute with.
@@ -127,7 +128,7 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
     read_pairs(folder, settings, others=True)
     if shared:
         _require_own_tensors(folder, settings)
-    with _explain_errors(folder, model_name), warnings.catch_warnings():
+    with _explain_errors(folder, model_name), hide_renamings():
         warnings.filterwarnings("ignore", message="The following .*_pattern keys did not match")
         config = peft.LoraConfig(**settings.values, inference_mode=True)
         if not any(isinstance(module, RoutedExperts) for module in model.modules()):

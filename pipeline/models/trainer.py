@@ -15,6 +15,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.transformers_version import hide_renamings
 from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.options.model_options import TrainOptions
 from ktconvert.pipeline.report.text import first_line
@@ -88,7 +89,8 @@ def add_adapter(options: TrainOptions, model: Any) -> Any:
         task_type="CAUSAL_LM",
     )
     try:
-        return peft.get_peft_model(model, config)
+        with hide_renamings():
+            return peft.get_peft_model(model, config)
     except ValueError as error:
         raise UnsupportedError(f"{options.input}: {first_line(error)}") from error
 
@@ -102,34 +104,35 @@ def make_trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool)
     import transformers
 
     schedule = options.schedule_options
-    return transformers.TrainingArguments(
-        output_dir=str(folder),
-        num_train_epochs=schedule.epochs,
-        max_steps=schedule.max_steps or -1,
-        per_device_train_batch_size=schedule.batch_size,
-        per_device_eval_batch_size=schedule.batch_size,
-        gradient_accumulation_steps=schedule.gradient_accumulation,
-        learning_rate=schedule.learning_rate,
-        lr_scheduler_type=schedule.schedule,
-        warmup_steps=schedule.warmup,  # below 1: a fraction of all steps
-        weight_decay=schedule.weight_decay,
-        max_grad_norm=schedule.max_grad_norm,
-        seed=schedule.seed,
-        gradient_checkpointing=schedule.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        save_steps=options.save_steps,
-        eval_strategy="steps" if evaluates else "no",
-        eval_steps=options.save_steps if evaluates else None,
-        eval_on_start=evaluates,
-        prediction_loss_only=True,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=not torch.cuda.is_available(),
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-    )
+    with hide_renamings():
+        return transformers.TrainingArguments(
+            output_dir=str(folder),
+            num_train_epochs=schedule.epochs,
+            max_steps=schedule.max_steps or -1,
+            per_device_train_batch_size=schedule.batch_size,
+            per_device_eval_batch_size=schedule.batch_size,
+            gradient_accumulation_steps=schedule.gradient_accumulation,
+            learning_rate=schedule.learning_rate,
+            lr_scheduler_type=schedule.schedule,
+            warmup_steps=schedule.warmup,  # below 1: a fraction of all steps
+            weight_decay=schedule.weight_decay,
+            max_grad_norm=schedule.max_grad_norm,
+            seed=schedule.seed,
+            gradient_checkpointing=schedule.gradient_checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            save_steps=options.save_steps,
+            eval_strategy="steps" if evaluates else "no",
+            eval_steps=options.save_steps if evaluates else None,
+            eval_on_start=evaluates,
+            prediction_loss_only=True,
+            logging_steps=1,
+            logging_nan_inf_filter=False,
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=not torch.cuda.is_available(),
+            dataloader_pin_memory=False,
+            remove_unused_columns=False,
+        )
 
 
 def build_trainer(
