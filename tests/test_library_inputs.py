@@ -201,12 +201,18 @@ def test_autoround_weights_may_have_different_bits(tmp_path: Path) -> None:
             {"data_type": "mx_int"},
             r"declares integers with E8M0 scales \(MXINT4\), which are unsupported",
         ),
+        (
+            "ct MXFP4",
+            "auto_round:llm_compressor_nvfp4_e5m3",
+            {"data_type": "nvfp4_v2"},
+            r"declares FP4 with E5M3 scales \(NVFP4_E5M3\), which are unsupported",
+        ),
     ],
 )
 def test_other_packings_of_autoround_are_refused(
     name: str, packing: str, more: Any, message: str, tmp_path: Path
 ) -> None:
-    """MXINT4 has the tensors of MXFP4, but different values."""
+    """MXINT4 and NVFP4_E5M3 have the tensors of MXFP4, but different values."""
     folder, _ = encodings.write(name, tmp_path, auto_round(packing, **more))
     with pytest.raises(KtconvertError, match=message):
         read_values(folder)

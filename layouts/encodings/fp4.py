@@ -101,8 +101,8 @@ def _make_row(
     def infer_shape(tensors: Tensors, quantization: Quantization) -> tuple[int, ...]:
         codes = tensors[role]
         required = "a matrix of bytes or a stack of such"
-        if quantization.mxint and not is_nvfp4:
-            problem = ": config.json declares integers with E8M0 scales (MXINT4), which are unsupported"
+        if quantization.lookalike and not is_nvfp4:
+            problem = f": config.json declares {quantization.lookalike}, which are unsupported"
             raise UnsupportedError.from_tensor(codes.name, problem, "use the model's BF16 or FP8 (E4M3) release")
         if role == "blocks":
             required = (

@@ -123,7 +123,7 @@ class Quantization:
     groups     numbers of columns that share a scale of such codes
     symmetric  False if such codes have zero points, True if they have none; both if the config has both
     ordered    True if g_idx assigns columns to scales, False if neighbours share one
-    mxint      True if codes with E8M0 scales may be integers (MXINT4), which look like MXFP4
+    lookalike  what codes with a byte of scale are, if they are not MXFP4; "" if the config declares nothing else
     """
 
     method: str = ""
@@ -133,7 +133,7 @@ class Quantization:
     groups: tuple[int, ...] = ()
     symmetric: tuple[bool, ...] = ()
     ordered: tuple[bool, ...] = ()
-    mxint: bool = False
+    lookalike: str = ""
 
 
 QUANT_METHOD = "kt_amx"  # in our own outputs for the CPU, of all formats
@@ -150,18 +150,20 @@ PACKINGS = {
     **dict.fromkeys(("auto_awq", "awq"), ("awq", "gemm")),
     **dict.fromkeys(("exllamav2", "tritonv2", "triton"), ("gptq", "")),  # early versions
 }
+# AutoRound's data_type, without underscores -> codes and scales whose tensors look like those of MXFP4.
+LOOKALIKES = {"mxint": "integers with E8M0 scales (MXINT4)", "nvfp4v2": "FP4 with E5M3 scales (NVFP4_E5M3)"}
 WIDEST = 8  # bits of integer codes; layers of more bits are not quantized
 
 
 def parse_quantization(config: dict[str, Any]) -> Quantization:
     """Read how weights are quantized from a config; unusable values are ignored."""
-    method, packing, weights, sizes, mxint = "", "", [], [], False
+    method, packing, weights, sizes, lookalike = "", "", [], [], ""
     for scope in iterate_scopes(config):
         for key in QUANTIZATIONS:
             if isinstance(quant := scope.get(key), dict):
                 named_method, layout = _parse_method(quant)
                 method = method or named_method
-                mxint = mxint or _has_mxint(quant)
+                lookalike = lookalike or _find_lookalike(quant)
                 groups = quant.get("config_groups")
                 group_list = groups.values() if isinstance(groups, dict) else ()
                 inner = [group.get("weights") for group in group_list if isinstance(group, dict)]
@@ -169,7 +171,7 @@ def parse_quantization(config: dict[str, Any]) -> Quantization:
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
-                    formats = layout, *map(quant.get, ("checkpoint_format", "format", "version"))
+                    formats = layout, *map(quant.get, ("checkpoint_format", "format", "version")), _default_format(quant)
                     format_name = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
                     packing = packing or str(format_name).lower()
                     weights += _list_schemes(quant)
@@ -189,7 +191,7 @@ def parse_quantization(config: dict[str, Any]) -> Quantization:
         tuple(n for n in each("group_size", int) if n > 0),
         tuple(each("symmetric", bool)),
         tuple(each("ordered", bool)),
-        mxint,
+        lookalike,
     )
 
 
@@ -223,21 +225,26 @@ def _parse_method(quant: dict[str, Any]) -> tuple[str, str]:
     return PACKINGS.get(kind, (method, "")) if first == AUTO_ROUND else (method, "")
 
 
+def _default_format(quant: dict[str, Any]) -> str:
+    """Return the format of GPTQ's words if the config has none: AutoRound's exporter leaves it out."""
+    return PACKINGS["auto_gptq"][1] if quant.get("provider") == "auto-round" else ""
+
+
 def _layer_overrides(quant: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the settings of individual weights: "dynamic" of GPTQModel, "extra_config" of AutoRound."""
     tables = (table for key in ("dynamic", "extra_config") if isinstance(table := quant.get(key), dict))
     return [other for table in tables for other in table.values() if isinstance(other, dict)]
 
 
-def _has_mxint(quant: dict[str, Any]) -> bool:
+def _find_lookalike(quant: dict[str, Any]) -> str:
     groups = quant.get("config_groups")
     group_list = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
-    texts = (
-        str(settings.get(key))
+    texts = [
+        str(settings.get(key)).replace("_", "").lower()
         for settings in (quant, *_layer_overrides(quant), *group_list)
         for key in ("data_type", "format")
-    )
-    return any("mxint" in text.replace("_", "").lower() for text in texts)
+    ]
+    return next((title for part, title in LOOKALIKES.items() if any(part in text for text in texts)), "")
 
 
 def _list_schemes(quant: dict[str, Any]) -> list[dict[str, Any]]:
