@@ -171,7 +171,11 @@ def parse_quantization(config: dict[str, Any]) -> Quantization:
                 sizes += [quant.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
                 weights += [{"symmetric": True, **s, "ordered": s.get("actorder") in ("group", True)} for s in schemes]
                 if method in ("gptq", "awq"):
-                    formats = layout, *map(quant.get, ("checkpoint_format", "format", "version")), _default_format(quant)
+                    formats = (
+                        layout,
+                        *map(quant.get, ("checkpoint_format", "format", "version")),
+                        _default_format(quant),
+                    )
                     format_name = "marlin" if quant.get("is_marlin_format") else next(filter(None, formats), "")
                     packing = packing or str(format_name).lower()
                     weights += _list_schemes(quant)
