@@ -67,18 +67,18 @@ test-long: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m long --timeout=3600
 	$(MAKE) numa
 
-# Tests that load models through transformers, with the newest transformers and the newest of all else that [run] and [serve]
-# name, in a venv of its own; compressed-tensors and matplotlib so that less is skipped. torch stays the one of
-# .ci/constraints.txt, of which pip can have a build for the CPU (--find-links): the index's newest brings gigabytes of
-# CUDA. For that one: make compat COMPAT_TORCH=torch
+# Tests that load or train models through transformers, with the newest transformers and the newest of all else that
+# [run], [serve] and [train] name, in a venv of its own; compressed-tensors and matplotlib so that less is skipped. torch
+# stays the one of .ci/constraints.txt, of which pip can have a build for the CPU (--find-links): the index's newest
+# brings gigabytes of CUDA. For that one: make compat COMPAT_TORCH=torch
 COMPAT_TORCH ?= $(shell grep '^torch==' .ci/constraints.txt)
 COMPAT_TESTS := $(wildcard tests/test_hf*.py tests/test_serve*.py) $(addprefix tests/,test_run.py test_run_gpu.py \
-	test_eval.py test_stored_experts.py test_verify_gpu.py test_transformers_version.py)
+	test_eval.py test_stored_experts.py test_verify_gpu.py test_transformers_version.py test_train.py test_adapters.py)
 
 compat:
 	test -x build/compat/bin/python || $(PYTHON) -m venv build/compat
 	build/compat/bin/pip install --quiet -c .ci/constraints.txt setuptools cffi pytest pytest-xdist pytest-timeout hypothesis httpx
-	build/compat/bin/pip install --quiet --upgrade --upgrade-strategy eager --no-build-isolation $(COMPAT_TORCH) -e '.[gguf,run,serve,plot]' compressed-tensors
+	build/compat/bin/pip install --quiet --upgrade --upgrade-strategy eager --no-build-isolation $(COMPAT_TORCH) -e '.[gguf,run,serve,train,plot]' compressed-tensors
 	build/compat/bin/pip check
 	build/compat/bin/pip list | grep -E '^(accelerate|compressed-tensors|fastapi|huggingface|numpy|openai|pydantic|safetensors|starlette|tokenizers|torch|transformers|uvicorn)'
 	build/compat/bin/python -m pytest -n 2 --dist worksteal $(COMPAT_TESTS)
