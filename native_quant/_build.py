@@ -19,6 +19,8 @@ from cffi import FFI
 
 CSRC = Path("native_quant/csrc")
 HEADER = CSRC / "ktq.h"
+# Python functions that C calls (runtime/experts.py)
+CALLBACKS = 'extern "Python" void ktq_load_experts(void *context, int64_t count, const int64_t *experts);'
 ARCHITECTURES = {"x86_64": "x86"}  # platform.machine() -> folder of csrc/arch/
 ARCH = CSRC / "arch" / (os.environ.get("KTCONVERT_ARCH") or ARCHITECTURES.get(platform.machine(), "generic"))
 
@@ -90,6 +92,7 @@ if (reason := explain_unsupported()) is not None:
     raise SystemExit(reason)
 ffibuilder = FFI()
 ffibuilder.cdef(read_declarations())
+ffibuilder.cdef(CALLBACKS)
 ffibuilder.set_source(
     "ktconvert.native_quant._ktq",
     '#include "ktq.h"',

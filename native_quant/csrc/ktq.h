@@ -322,6 +322,12 @@ typedef struct {
     int64_t experts, slices, hidden, width[KTQ_MAX_SLICES];
     const ktq_expert *expert;
     ktq_function function;
+    /* missing[expert]: 1 for an expert whose weights are not in memory yet; NULL if all are. Before a pass computes such
+       experts, it calls load(context, their number, the experts), which loads them and clears the marks; no other pass
+       runs on the pool meanwhile. */
+    const uint8_t *missing;
+    void (*load)(void *context, int64_t count, const int64_t *experts);
+    void *context;
     /* Packed transposes of all weights, in the same formats, for the backward; it then quantizes gradients as the
        forward quantizes activations. NULL: the backward transposes `expert` itself, and multiplies in BF16. */
     const ktq_expert *transposed;

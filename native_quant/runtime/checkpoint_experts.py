@@ -34,7 +34,13 @@ from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.matrix import FP8_E4M3, INT4, INT4_WORDS, decode
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.converted_experts import open_converted
-from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
+from ktconvert.native_quant.runtime.expert_source import (
+    ExpertSource,
+    FileStatus,
+    LoadedFiles,
+    Requirements,
+    directory_state,
+)
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
@@ -96,10 +102,11 @@ class CheckpointExperts(ExpertSource):
             required.check(self.path, layer, "tensors", (count, h, i))
             if _read_native_output(self.path) is not None:
                 open_converted(self.path).require_metadata(layer)
+            missing = required.find_missing(count)
             whole = Slicing(layer, h, i, gated=model.is_gated)
             slicing = _divide(self.path, rows, whole, required.slices, len(pool.nodes))
             slice_bytes = [0] * slicing.numa
-            for numa_slice in slicing.all_slices(range(count)):
+            for numa_slice in slicing.all_slices(set(range(count)) - missing):
                 tensors = rows[numa_slice.projection].tensors(numa_slice.n, numa_slice.k)
                 slice_bytes[numa_slice.node] += sum(tensor.nbytes for tensor in tensors) * len(model.layers)
             weights.warn_of_shortages(str(self.path), slice_bytes, pool.nodes, machine.node_memory_available())
@@ -121,11 +128,18 @@ class CheckpointExperts(ExpertSource):
 
                 return write
 
-            packed = weights.fill_layer(rows, slicing, count, make_writer, pool)
-            packed = replace(packed, biases=dict(self._read_biases(slicing, count)))
-            for info in model.layer_tensors(layer):
-                model.source.release(info)
-            return packed
+            files = LoadedFiles(layer, map(model.source.path, model.layer_tensors(layer)))
+
+            @contextlib.contextmanager
+            def open_files() -> Iterator[None]:
+                files.require_unchanged()
+                with _advise_conversion(self.path):
+                    yield
+                for info in model.layer_tensors(layer):
+                    model.source.release(info)
+
+            packed = weights.fill_layer(rows, slicing, count, make_writer, pool, missing, open_files)
+            return replace(packed, biases=dict(self._read_biases(slicing, count)))
 
     def _read_biases(self, slicing: Slicing, experts: int) -> Iterator[tuple[NumaSlice, F32]]:
         for expert, projection in itertools.product(range(experts), slicing.projections):

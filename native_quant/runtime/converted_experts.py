@@ -26,7 +26,13 @@ from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo, format_ranges
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.arrays import F32, Bytes
 from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.expert_source import ExpertSource, FileStatus, Requirements, directory_state
+from ktconvert.native_quant.runtime.expert_source import (
+    ExpertSource,
+    FileStatus,
+    LoadedFiles,
+    Requirements,
+    directory_state,
+)
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -39,8 +45,8 @@ class ConvertedExperts(ExpertSource):
     """A converted directory.
 
     slice_bytes     bytes of each NUMA slice, in all layers
-    fits_memory     whether all layers fitted into the available memory when the directory was opened
-    node_available  bytes of memory that were available on each NUMA node at that time
+    available       bytes of memory that were available when the directory was opened
+    node_available  the same for each NUMA node
     """
 
     path: Path
@@ -48,7 +54,7 @@ class ConvertedExperts(ExpertSource):
     measured: Measure
     files: MappedFiles
     slice_bytes: tuple[int, ...]
-    fits_memory: bool
+    available: int
     node_available: Mapping[int, int]
 
     @property
@@ -111,25 +117,41 @@ class ConvertedExperts(ExpertSource):
         slicing = Slicing(layer, h, i, measured.numa, transposed, gated=measured.gated)
         require_legal(fmt, h, i, measured.numa)
         weights.check_limits(fmt.name, slicing)
-        stored = dict(self._find_tensors(fmt, slicing, count))
-        memory = required.memory
-        if memory == "auto":
-            memory = "copy" if self.fits_memory or output.loose else "map"
-        if memory == "map" and not output.loose and METHODS[fmt.name].rearrange is None:
-            views = {key: self._map_tensor(tensor) for key, tensor in stored.items()}
-        else:  # one mapping per loose file would exceed the kernel's limit
-            weights.warn_of_shortages(str(self.path), self.slice_bytes, pool.nodes, self.node_available)
-            views = self._copy_tensors(stored, pool.nodes)
-        rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
-        # Tensors in the order of the encoding; their names depend on the format of the layer.
-        tensors = {s: fmt.encoding.tensors(s.n, s.k) for s, _ in views}
-        arrays = {s: tuple(views[s, tensor.name] for tensor in slice_tensors) for s, slice_tensors in tensors.items()}
-        weights.run_parallel(lambda item: self._arrange_slice(fmt, *item), arrays.items(), machine.physical_cores())
+        missing = required.find_missing(count)
+        needed = set(range(count)) - missing
+        tensors = dict(self._find_tensors(fmt, slicing, count))
         biases: dict[NumaSlice, F32] = {}
         if fmt.encoding.without_bias is not None:
-            biases = {s: stored[-1].view(np.float32) for s, stored in arrays.items()}
-            arrays = {s: stored[:-1] for s, stored in arrays.items()}
-        packed = weights.LayerWeights(rows, slicing, count, arrays, biases)
+            biases = {s: output.read(stored[-1]).view(np.float32) for s, stored in tensors.items()}
+            tensors = {s: stored[:-1] for s, stored in tensors.items()}
+        slice_bytes = [nbytes * len(needed) // count for nbytes in self.slice_bytes]
+        memory = required.memory
+        if memory == "auto":
+            memory = "copy" if sum(slice_bytes) < MAX_COPIED * self.available or output.loose else "map"
+        # One mapping per loose file would exceed the kernel's limit.
+        mapped = memory == "map" and not output.loose and METHODS[fmt.name].rearrange is None
+        files = LoadedFiles(layer, (output.root / tensor.file for stored in tensors.values() for tensor in stored))
+
+        def fill(arrays: weights.SliceTensors) -> None:
+            def fill_slice(item: tuple[NumaSlice, Sequence[Bytes]]) -> None:
+                numa_slice, views = item
+                if not mapped:
+                    for tensor, view in zip(tensors[numa_slice], views, strict=True):
+                        output.read(tensor, out=view)
+                self._arrange_slice(fmt, numa_slice, views, biases.get(numa_slice))
+
+            files.require_unchanged()
+            weights.run_parallel(fill_slice, arrays.items(), machine.physical_cores())
+
+        if mapped:
+            arrays = {s: tuple(map(self._map_tensor, stored)) for s, stored in tensors.items()}
+            fill(weights.select_experts(arrays, needed))
+        else:
+            weights.warn_of_shortages(str(self.path), slice_bytes, pool.nodes, self.node_available)
+            with weights.allocate_blocks(tensors, measured.numa, pool.nodes, missing) as arrays:
+                fill(weights.select_experts(arrays, needed))
+        rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
+        packed = weights.LayerWeights(rows, slicing, count, arrays, biases, missing, fill, mapped)
         packed.check_reads()
         return packed
 
@@ -156,10 +178,14 @@ class ConvertedExperts(ExpertSource):
 
     def _find_tensors(
         self, fmt: Format, slicing: Slicing, experts: int
-    ) -> Iterator[tuple[tuple[NumaSlice, str], TensorInfo]]:
-        """Yield every tensor that the layer must have. Raises InputError for missing ones and for wrong sizes."""
+    ) -> Iterator[tuple[NumaSlice, tuple[TensorInfo, ...]]]:
+        """Yield every slice that the layer must have, with its tensors in the files, in the order of the encoding.
+
+        Raises InputError for missing tensors and for wrong sizes.
+        """
         output = self.output
         for numa_slice in slicing.all_slices(range(experts)):
+            found = []
             for tensor in fmt.encoding.tensors(numa_slice.n, numa_slice.k):
                 role, size = tensor.name, tensor.nbytes
                 described = output.names.describe(numa_slice.id, role)
@@ -176,7 +202,8 @@ class ConvertedExperts(ExpertSource):
                 if len(tensor.shape) > 1 and (stored.dtype, stored.shape) != (tensor.dtype, tensor.shape):
                     actual, required = (f"{t.dtype} {list(t.shape)}" for t in (stored, tensor))
                     raise InputError(f"{location} is {actual}, must be {required}; {CONVERT_AGAIN}.")
-                yield (numa_slice, role), stored
+                found.append(stored)
+            yield numa_slice, tuple(found)
 
     def _map_tensor(self, stored: TensorInfo) -> Bytes:
         path = self.output.root / stored.file
@@ -187,22 +214,12 @@ class ConvertedExperts(ExpertSource):
             raise InputError(f"{path}: {stored.name} does not begin at a multiple of 4 bytes; {CONVERT_AGAIN}.")
         return np.ndarray((stored.nbytes,), np.uint8, buffer=mapped, offset=stored.start)
 
-    def _copy_tensors(
-        self, stored: dict[tuple[NumaSlice, str], TensorInfo], nodes: Sequence[int]
-    ) -> dict[tuple[NumaSlice, str], Bytes]:
-        def read(key: tuple[NumaSlice, str]) -> None:
-            self.output.read(stored[key], out=views[key])
-
-        sizes = {key: tensor.nbytes for key, tensor in stored.items()}
-        with weights.allocate_blocks(sizes, self.measured.numa, nodes) as views:
-            weights.run_parallel(read, views, machine.physical_cores())
-        return views
-
-    def _arrange_slice(self, fmt: Format, numa_slice: NumaSlice, stored: Sequence[Bytes]) -> None:
-        """Rearrange a slice to the order in memory. Raises InputError for invalid scales and codes."""
+    def _arrange_slice(self, fmt: Format, numa_slice: NumaSlice, stored: Sequence[Bytes], bias: F32 | None) -> None:
+        """Rearrange a slice to the order in memory. Raises InputError for invalid scales, codes and biases."""
+        complete = stored if bias is None else (*stored, bias.view(np.uint8))
 
         def read(tensor: int, start: int = 0, stop: int | None = None) -> Bytes:
-            return stored[tensor][start:stop]
+            return complete[tensor][start:stop]
 
         encoding = fmt.encoding
         rearrange = METHODS[fmt.name].rearrange
@@ -230,8 +247,8 @@ def _open(path: Path, state: frozenset[FileStatus]) -> ConvertedExperts:
     nbytes = [0] * (1 + max((slice_id.node for slice_id, _ in output.tensors), default=0))
     for (slice_id, _), stored in output.tensors.items():
         nbytes[slice_id.node] += stored.nbytes
-    memory = sum(nbytes) < MAX_COPIED * weights.memory_available(), machine.node_memory_available()
-    return ConvertedExperts(path, output, measure_output(output), MappedFiles(may_lose=True), tuple(nbytes), *memory)
+    available = weights.memory_available(), machine.node_memory_available()
+    return ConvertedExperts(path, output, measure_output(output), MappedFiles(may_lose=True), tuple(nbytes), *available)
 
 
 def open_converted(path: Path) -> ConvertedExperts:

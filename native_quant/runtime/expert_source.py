@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.arrays import F32
+from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.native_quant.arrays import F32, I64, U8, Bool
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 
 FileStatus = tuple[str, int, int, int]
+FileState = tuple[int, int, int] | None  # size, modification time (ns) and inode; None: there is no file
+Skip = Bool | U8 | None  # [E]: experts that add nothing to a forward
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,8 @@ class Requirements:
     """Requirements of a caller for a layer's experts; the fields are arguments of Experts.load. None: any value.
 
     function  what the experts compute, for files that do not record it; otherwise limit and alpha must agree
+    skip      experts that are loaded only when a forward needs them
+    order     the file's expert for each expert
     """
 
     method: str | None = None
@@ -33,6 +37,8 @@ class Requirements:
     memory: str = "auto"
     function: ExpertFunction | None = None
     transposed: bool | None = False
+    skip: Skip = None
+    order: I64 | None = None
 
     def check(
         self, path: Path, layer: int, evidence: str, shape: tuple[int, int, int], method: str | None = None
@@ -48,6 +54,19 @@ class Requirements:
             if value is not None and value != actual:
                 contents = f"layer {layer} has {name} {actual} according to its {evidence}, not {value}"
                 raise UnsupportedError(f"{path}: {contents}; use this model's directory, or {name}={actual}.")
+
+    def find_missing(self, experts: int) -> set[int]:
+        """Return the file's experts that need not be loaded now: each expert that computes with them is skipped.
+
+        Raises ValueError for a skip or an order of another length.
+        """
+        order = resolve_order(self.order, experts)
+        if self.skip is None:
+            return set()
+        if self.skip.shape != (experts,):
+            raise ValueError(f"skip must have shape ({experts},), not {self.skip.shape}")
+        needed = {expert for expert, skipped in zip(order, self.skip.tolist(), strict=True) if not skipped}
+        return set(range(experts)) - needed
 
     def choose_function(self, path: Path, layer: int, recorded: ExpertFunction | None) -> ExpertFunction:
         """Return the recorded function, or the required one if none is recorded; neither: a plain SwiGLU.
@@ -115,6 +134,39 @@ class ExpertSource(ABC):
     @abstractmethod
     def linears(self, packed: LayerWeights, expert: int) -> Iterator[tuple[F32, ...]]:
         """Yield the linears of an expert in float32, for each NUMA slice or as a whole."""
+
+
+def resolve_order(order: I64 | None, experts: int) -> list[int]:
+    """Return the file's expert for each expert; None: the file's order. Raises ValueError for an invalid order."""
+    if order is None:
+        return list(range(experts))
+    numbers = [int(number) for number in order]
+    if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
+        raise ValueError(f"order must name one of {experts} experts for each of {experts} numbers")
+    return numbers
+
+
+class LoadedFiles:
+    """The files from which a layer was loaded, to notice before a later read that one of them has changed."""
+
+    def __init__(self, layer: int, paths: Iterable[Path]) -> None:
+        self._layer = layer
+        self._states: Mapping[Path, FileState] = {path: _file_state(path) for path in set(paths)}
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if a file has changed since."""
+        for path, state in self._states.items():
+            if _file_state(path) != state:
+                problem = f"changed after experts of layer {self._layer} were loaded, and the others are needed now"
+                raise InputError(f"{path}: {problem}; load the model again.")
+
+
+def _file_state(path: Path) -> FileState:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ino
 
 
 def directory_state(path: Path) -> frozenset[FileStatus]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,15 +20,13 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.arrays import F32, I64, U8, U16, Array, Bool
+from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
-from ktconvert.native_quant.runtime.expert_source import ExpertSource, Requirements
+from ktconvert.native_quant.runtime.expert_source import ExpertSource, Requirements, Skip, resolve_order
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
-
-Skip = Bool | U8 | None
 
 _warned: set[tuple[str, int, int]] = set()
 
@@ -71,12 +69,12 @@ class Experts:
         self.hidden = slicing.hidden
         self.intermediate = slicing.intermediate
         self.parts = slicing.numa
-        self.nbytes = packed.nbytes
         self.function = function
         self.pool = pool or get_shared_pool()
         self.exact = exact
         self.source: Path | None = None  # directory or file of the weights
-        self.order = _resolve_order(order, packed.experts)  # expert -> expert in the file
+        self.order = resolve_order(order, packed.experts)  # expert -> expert in the file
+        missing = MissingExperts(packed, self.order)
         table = _address_table(packed, self.order)
         transposed = _address_table(packed, self.order, transposed=True) if slicing.backward else ffi.NULL
         if (function.biases, function.gated) != (bool(packed.biases), slicing.gated):
@@ -84,12 +82,11 @@ class Experts:
         first, up, down = (packed.methods[name].number for name in (slicing.projections[0], "up", "down"))
         formats = {"gate_format": first, "up_format": up, "down_format": down}
         sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
-        moe = ffi.new(
-            "ktq_moe *",
-            {**formats, **sizes, "expert": table, "transposed": transposed, "function": _c_function(function)},
-        )
+        tables = {"expert": table, "transposed": transposed, **missing.make_fields()}
+        moe = ffi.new("ktq_moe *", {**formats, **sizes, **tables, "function": _c_function(function)})
         # The memory that a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
-        self._memory: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, (table, transposed)
+        self._memory: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, tables
+        self._missing: MissingExperts | None = missing
 
     @classmethod
     def load(
@@ -110,6 +107,7 @@ class Experts:
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
         transposed: bool | None = False,
+        skip: Skip = None,
     ) -> Experts:
         """Load one layer of a converted directory, ours or kt-kernel's, or of a checkpoint in a native format.
 
@@ -128,6 +126,8 @@ class Experts:
                     they record it, both must agree or be 0
         transposed  whether gradients use the files of `cpu --save-backward-weights`; None: only if they exist. A
                     checkpoint has no such files, and gradients use its weights
+        skip        [E]: experts that are not loaded, as something else computes them. Each is loaded when a forward
+                    first needs it, or by load_missing, and then stays loaded
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
         if memory not in MEMORY:
@@ -135,7 +135,8 @@ class Experts:
         path = Path(path)
         pool = pool or get_shared_pool()
         function = swiglu_function(swiglu_limit, swiglu_alpha)
-        required = Requirements(method, num_experts, hidden, intermediate, parts, memory, function, transposed)
+        sizes = method, num_experts, hidden, intermediate, parts
+        required = Requirements(*sizes, memory, function, transposed, skip, order)
         source = open_experts(path)
         packed = source.load(layer, pool, required)
         if parts is not None and parts != packed.slicing.numa:
@@ -177,6 +178,20 @@ class Experts:
         pool = pool or get_shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
         return cls(packed, pool=pool, exact=exact, order=order, function=function)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the loaded experts. Raises ValueError after close()."""
+        return self.packed.nbytes
+
+    def load_missing(self, skip: Skip = None) -> None:
+        """Load the experts that are not loaded yet, except those that are marked in skip [E].
+
+        A forward does so for its experts, but without this call, a job whose arrays have changed or a CUDA graph
+        reports an error only when it has ended. Raises InputError if the files have changed or cannot be read.
+        """
+        if self._missing is not None:
+            self._missing.load_unskipped(skip)
 
     def forward(
         self,
@@ -259,6 +274,7 @@ class Experts:
 
         Raises UnsupportedError for a method that has no loose files.
         """
+        self.load_missing()
         packed = self.packed
         root = Path(folder)
         fmt = FORMATS.get(packed.method)
@@ -287,7 +303,7 @@ class Experts:
 
     def close(self) -> None:
         """Release the weights: no new forward can start. The last job that uses them frees them."""
-        self._memory = None
+        self._memory = self._missing = None
 
     def __copy__(self) -> Experts:
         """Return experts that share the read-only weights and threads, and are closed separately."""
@@ -346,7 +362,51 @@ class Experts:
             token, column = invalid[0].tolist()
             problem = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
             raise ValueError(f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}")
+        if self.packed.missing:
+            unused = np.ones(self.num_experts, np.bool_)
+            unused[ids[(ids >= 0) & (ids < self.num_experts)]] = False
+            self.load_missing(unused if skip is None else unused | (skip != 0))
         return self.make_call(tokens, ids.shape[1], *addresses)
+
+
+class MissingExperts:
+    """The experts of a layer that are not loaded, for C, which lets Python load them when a forward needs them."""
+
+    def __init__(self, packed: weights.LayerWeights, order: list[int]) -> None:
+        self._packed, self._order = packed, order
+        self._marks = np.array([expert in packed.missing for expert in order], np.uint8)
+
+    def make_fields(self) -> dict[str, Any]:
+        """Return fields of ktq_moe, which keep this object alive."""
+        if not self._packed.missing:
+            return {}
+        marks = ffi.from_buffer("uint8_t[]", self._marks)
+        return {"missing": marks, "load": lib.ktq_load_experts, "context": ffi.new_handle(self)}
+
+    def load(self, numbers: Sequence[int]) -> None:
+        """Load experts. Raises errors of LayerWeights.load."""
+        self._packed.load([self._order[number] for number in numbers])
+        self._marks[numbers] = 0  # last, because C reads the weights of an expert without a mark
+
+    def load_unskipped(self, skip: Skip) -> None:
+        """Load all experts except those that are marked in skip."""
+        if self._packed.missing:
+            needed = self._marks if skip is None else self._marks & (skip == 0)
+            if numbers := np.flatnonzero(needed).tolist():
+                self.load(numbers)
+
+    def load_for_c(self, numbers: Sequence[int]) -> None:
+        """Load experts for a forward that is running; keep an error for the caller of the forward."""
+        try:
+            self.load(numbers)
+        except BaseException as error:  # also an interrupt: C computes with zeros, so the caller must see it
+            self._packed.record_failure(error)
+
+
+@ffi.def_extern()  # type: ignore[untyped-decorator]
+def ktq_load_experts(context: Any, count: int, experts: Any) -> None:
+    """Load experts for C (ktq_moe)."""
+    ffi.from_handle(context).load_for_c(ffi.unpack(experts, count))
 
 
 def _address_table(packed: weights.LayerWeights, order: list[int], transposed: bool = False) -> Any:
@@ -396,16 +456,6 @@ def _c_function(function: ExpertFunction) -> dict[str, Any]:
         "ungated": not function.gated,
         "weights_on_input": function.weights_on == "input",
     }
-
-
-def _resolve_order(order: I64 | None, experts: int) -> list[int]:
-    """Return the file's expert for each expert; None: the file's order. Raises ValueError for an invalid order."""
-    if order is None:
-        return list(range(experts))
-    numbers = [int(number) for number in order]
-    if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
-        raise ValueError(f"order must name one of {experts} experts for each of {experts} numbers")
-    return numbers
 
 
 def open_experts(path: Path) -> ExpertSource:

@@ -23,7 +23,8 @@ Addresses = Sequence[Sequence[int]]  # addresses of each rank's memory, for each
 def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
     """Start to write an expert's weights, after all earlier jobs of its pool, and return the job.
 
-    Raises NotImplementedError for a method whose weights no GPU reads, ValueError for wrong arguments.
+    An expert that is not loaded is read from its file for this job only. Raises NotImplementedError for a method whose
+    weights no GPU reads, ValueError for wrong arguments, InputError for files that cannot be read.
     """
     if experts.function.biases or not experts.function.gated:
         kind = "biases" if experts.function.biases else "no gate"
@@ -46,17 +47,17 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
         if name.split("_")[1] in roles and (len(addresses) != ranks or not all(address > 0 for address in addresses)):
             raise ValueError(f"{name}_ptrs must be an address for each of {ranks} ranks, not {list(addresses)}")
     packed = experts.packed
+    arrays = packed.read_expert(experts.order[expert])
     rectangles: list[tuple[Any, ...]] = []
-    for numa_slice, stored in packed.arrays.items():
-        if numa_slice.expert == experts.order[expert]:
-            for index, (layout, data) in enumerate(zip(layouts, stored, strict=True)):
-                address = data.__array_interface__["data"][0]
-                targets = buffers[2 + index if numa_slice.projection == "down" else index]
-                rectangles += _make_rectangles(numa_slice, layout, address, targets, experts)
+    for numa_slice, stored in arrays.items():
+        for index, (layout, data) in enumerate(zip(layouts, stored, strict=True)):
+            address = data.__array_interface__["data"][0]
+            targets = buffers[2 + index if numa_slice.projection == "down" else index]
+            rectangles += _make_rectangles(numa_slice, layout, address, targets, experts)
     items = ffi.new("ktq_rectangle[]", rectangles)
     pointer = ffi.new("ktq_job **")
     check_error(lib.ktq_copy_job_new(experts.pool.pointer, len(rectangles), items, pointer))
-    job = Job(pointer[0], packed.check_reads, (experts.pool, packed, items))
+    job = Job(pointer[0], packed.check_reads, (experts.pool, packed, arrays, items))
     job.submit()
     return job
 

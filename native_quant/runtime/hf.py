@@ -11,6 +11,7 @@ import importlib
 import itertools
 import os
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import NORM, ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
-from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights
+from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights, Mask
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor
 
@@ -106,7 +107,7 @@ class KTConvertQuantizer(HfQuantizer):
         source = self._open_hot_weights(modules, folder) if masks else None
         if checkpoint_files and settings.quant_method == NAME:
             self.stored_tensors = hf_non_experts.find_decoded_tensors(checkpoint_files)
-        loaded = self._load_experts(root, type(model).__name__, modules)
+        loaded = self._load_experts(root, type(model).__name__, modules, masks)
         hot: dict[int, HotExperts] = {}
         if source is not None:
             if any(experts.function.output_norm for experts in loaded.values()):
@@ -150,8 +151,10 @@ class KTConvertQuantizer(HfQuantizer):
             source.require_layer(module.layer, (module.num_experts, module.hidden, module.intermediate))
         return source
 
-    def _load_experts(self, root: Path, model_class: str, modules: list[ExpertModule]) -> dict[int, Experts]:
-        """Load the experts of every layer, before the model is changed."""
+    def _load_experts(
+        self, root: Path, model_class: str, modules: list[ExpertModule], hot: Mapping[int, Mask]
+    ) -> dict[int, Experts]:
+        """Load the experts of every layer that are not hot, before the model is changed. hot: layer -> mask."""
         settings = self.quantization_config
         source = open_experts(root)
         missing = sorted({module.layer for module in modules}.difference(source.layers))
@@ -166,7 +169,7 @@ class KTConvertQuantizer(HfQuantizer):
         for module in modules:
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
             sizes |= {"intermediate": module.intermediate}
-            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options)
+            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options, skip=hot.get(module.layer))
         return loaded
 
     def is_serializable(self) -> bool:

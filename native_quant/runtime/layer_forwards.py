@@ -178,6 +178,10 @@ class WrappedLayer:
     topk: int
     max_deferred: int
 
+    def load_missing(self) -> None:
+        """Load the experts that the mask no longer skips. After this call, only a replayed CUDA graph finds some."""
+        self.experts.load_missing(self.mask.numpy())
+
     def split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split ids into those to compute now and those to defer to the next layer (None: none)."""
         if self.max_deferred < 1:
@@ -206,6 +210,7 @@ class CpuForward:
         """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
         hidden, ids, weights = self._prepare(hidden_states, topk_ids, topk_weights)
+        layer.load_missing()
         previous = layer.member.take_deferred(len(hidden), CPU) if layer.member.model.pending else None
         if previous is not None:
             previous.job.wait()
@@ -220,6 +225,7 @@ class CpuForward:
         """Start a forward in the background, with copies of the arguments."""
         layer = self._layer
         inputs = self._prepare(hidden_states, topk_ids, topk_weights)
+        layer.load_missing()
         hidden, ids, weights = (tensor.clone() for tensor in inputs)
         previous = layer.member.take_deferred(len(hidden), CPU)
         if previous is not None and previous.pool is not layer.experts.pool:
@@ -322,6 +328,7 @@ class StreamForward:
         next_set = (self._set + 1) % DEPTH
         check_shapes(layer, hidden, ids, weights)
         layer.experts.packed.check_reads()  # raises errors of earlier forwards without a wait
+        layer.load_missing()
         tokens = hidden.shape[:-1].numel()
         topk = ids.shape[-1]
         hidden, ids, weights = (tensor.reshape(tokens, tensor.shape[-1]) for tensor in (hidden, ids, weights))

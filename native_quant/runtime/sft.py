@@ -178,6 +178,7 @@ class SftMoEWrapper:
             pool=self._pool,
             order=_order(physical_to_logical_map_cpu),
             transposed=self._transposed,
+            skip=self._mask.numpy(),
         )
         self._install(experts)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import mmap
+import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
-from ktconvert.layouts.tensors import PROJECTIONS
+from ktconvert.layouts.tensors import PROJECTIONS, TensorInfo
 from ktconvert.native_quant import machine, placement, sigbus
 from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
@@ -32,6 +32,7 @@ from ktconvert.native_quant.runtime.pool import Pool
 
 Item = TypeVar("Item")
 WriteSlice = Callable[[NumaSlice, Sequence[Bytes]], None]  # writes the tensors of a slice
+SliceTensors = Mapping[NumaSlice, tuple[Bytes, ...]]  # the tensors of slices, without biases
 
 HUGE_PAGE = 2 << 20
 ALIGNMENT = 64  # a cache line; the kernels read aligned tensors fastest
@@ -45,6 +46,9 @@ class LayerWeights:
     arrays   NUMA slice -> its tensors: codes, and scales if there are any. They own their memory or keep it alive.
              Includes the transposes if a backward multiplies by them
     biases   NUMA slice -> a bias for each of its rows; {} if experts have none
+    missing  experts (numbers in the file) that are not loaded: their arrays are addresses without memory
+    fill     function that reads the tensors of slices from the files; needed only if experts may be missing
+    mapped   whether arrays are mapped files
     """
 
     methods: Mapping[str, Method]
@@ -52,6 +56,11 @@ class LayerWeights:
     experts: int
     arrays: dict[NumaSlice, tuple[Bytes, ...]]
     biases: Mapping[NumaSlice, F32] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    fill: Callable[[SliceTensors], None] | None = None
+    mapped: bool = False
+    _failures: list[BaseException] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def method(self) -> str:
@@ -64,25 +73,55 @@ class LayerWeights:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the loaded experts, and of all biases."""
         return sum(data.nbytes for data in self._tensors())
 
     def _tensors(self) -> Iterator[Array]:
-        yield from (data for stored in self.arrays.values() for data in stored)
+        loaded = (stored for numa_slice, stored in self.arrays.items() if numa_slice.expert not in self.missing)
+        yield from (data for stored in loaded for data in stored)
         yield from self.biases.values()
+
+    def load(self, experts: Iterable[int]) -> None:
+        """Load those of these experts (numbers in the file) that are missing. They stay loaded.
+
+        Raises InputError if the files have changed or cannot be read.
+        """
+        with self._lock:
+            if wanted := self.missing.intersection(experts):
+                assert self.fill is not None
+                self.fill(select_experts(self.arrays, wanted))
+                self.missing.difference_update(wanted)
+
+    def record_failure(self, error: BaseException) -> None:
+        """Keep the error of a load() that C started: results computed since then are wrong, and check_reads raises."""
+        self._failures.append(error)
+
+    def read_expert(self, expert: int) -> SliceTensors:
+        """Return the tensors of an expert. If it is missing, they are in temporary memory. Raises errors of load."""
+        if self.mapped:
+            self.load([expert])
+        arrays = select_experts(self.arrays, [expert])
+        if expert in self.missing:
+            assert self.fill is not None
+            arrays = {numa_slice: tuple(map(np.empty_like, stored)) for numa_slice, stored in arrays.items()}
+            self.fill(arrays)
+        return arrays
 
     def linears(self, expert: int) -> Iterator[tuple[F32, ...]]:
         """Yield the linears of each NUMA slice of an expert, decoded; the method has an encoding."""
         encoding = self.methods["up"].encoding
         assert encoding is not None
+        arrays = self.read_expert(expert)
         slicing = replace(self.slicing, backward=False)
         for slices in zip(*(slicing.slices(expert, projection) for projection in slicing.projections), strict=True):
             yield tuple(
-                encoding.decode(self.arrays[numa_slice], numa_slice.n, numa_slice.k, slice(None))
-                for numa_slice in slices
+                encoding.decode(arrays[numa_slice], numa_slice.n, numa_slice.k, slice(None)) for numa_slice in slices
             )
 
     def check_reads(self) -> None:
-        """Raise InputError if bytes of a mapped file could not be read: results computed with them are wrong."""
+        """Raise InputError if bytes of a file could not be read: results computed with them are wrong."""
+        if self._failures:
+            raise self._failures[0]
         addresses = ((data.__array_interface__["data"][0], data.nbytes) for data in self._tensors())
         if file := sigbus.find_unreadable_file(addresses):
             problem = f"became shorter or could not be read after layer {self.slicing.layer} was loaded"
@@ -141,25 +180,36 @@ def fill_layer(
     experts: int,
     make_writer: Callable[[int, str], WriteSlice],
     pool: Pool,
+    missing: Collection[int] = (),
+    open_files: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> LayerWeights:
     """Allocate a layer's weights in the memory of the pool's nodes and fill them with its number of threads.
 
-    make_writer: (expert, projection) -> function that writes the tensors of each of its slices. Raises UnsupportedError
-    for unsupported sizes.
+    make_writer  (expert, projection) -> function that writes the tensors of each of its slices
+    missing      experts that are not filled now
+    open_files   context in which writers run
+    Raises UnsupportedError for unsupported sizes.
     """
     check_limits(rows["up"].name, slicing)
 
-    def fill(item: tuple[int, str]) -> None:
-        write = make_writer(*item)
-        for numa_slice in slicing.slices(*item):
-            write(numa_slice, arrays[numa_slice])
+    def fill(arrays: SliceTensors) -> None:
+        def fill_linear(item: tuple[int, str]) -> None:
+            write = make_writer(*item)
+            for numa_slice in slicing.slices(*item):
+                write(numa_slice, arrays[numa_slice])
+
+        with open_files():
+            run_parallel(fill_linear, dict.fromkeys((s.expert, s.projection) for s in arrays), pool.threads)
 
     tensors = {s: rows[s.projection].tensors(s.n, s.k) for s in slicing.all_slices(range(experts))}
-    sizes = {(s, tensor.name): tensor.nbytes for s, slice_tensors in tensors.items() for tensor in slice_tensors}
-    with allocate_blocks(sizes, slicing.numa, pool.nodes) as views:
-        arrays = {s: tuple(views[s, tensor.name] for tensor in slice_tensors) for s, slice_tensors in tensors.items()}
-        run_parallel(fill, itertools.product(range(experts), slicing.projections), pool.threads)
-    return LayerWeights(rows, slicing, experts, arrays)
+    with allocate_blocks(tensors, slicing.numa, pool.nodes, missing) as arrays:
+        fill(select_experts(arrays, set(range(experts)).difference(missing)))
+    return LayerWeights(rows, slicing, experts, arrays, missing=set(missing), fill=fill if missing else None)
+
+
+def select_experts(arrays: SliceTensors, experts: Collection[int]) -> SliceTensors:
+    """Return the tensors of these experts."""
+    return {numa_slice: stored for numa_slice, stored in arrays.items() if numa_slice.expert in experts}
 
 
 def pack_linears(
@@ -270,42 +320,58 @@ def warn_of_shortages(
 
 @contextmanager
 def allocate_blocks(
-    sizes: Mapping[tuple[NumaSlice, str], int], numa: int, nodes: Sequence[int]
-) -> Iterator[dict[tuple[NumaSlice, str], Bytes]]:
-    """Allocate memory for tensors of these sizes (bytes), to be filled inside the context.
+    tensors: Mapping[NumaSlice, Sequence[TensorInfo]], numa: int, nodes: Sequence[int], missing: Collection[int] = ()
+) -> Iterator[dict[NumaSlice, tuple[Bytes, ...]]]:
+    """Allocate memory for the tensors of slices, to be filled inside the context.
 
-    nodes: the nodes of the pool that will compute. If memory is placed, the block of each NUMA slice is moved to the
-    nodes of its threads, if they have space.
+    nodes    the nodes of the pool that will compute. If memory is placed, the block of each NUMA slice is moved to the
+             nodes of its threads, if they have space
+    missing  experts that are filled later, if at all: until then they have addresses, but take no memory
     """
     is_placed = binds_memory()
-    views = dict[tuple[NumaSlice, str], Bytes]()
+    arrays = dict[NumaSlice, tuple[Bytes, ...]]()
     on_one_node: list[tuple[Bytes, int]] = []
     for index in range(numa):
-        slice_sizes = {key: size for key, size in sizes.items() if key[0].node == index}
-        block = _allocate_huge_pages(sum(map(_round_up, slice_sizes.values())))
+        own = [numa_slice for numa_slice in tensors if numa_slice.node == index]
+        loaded = [numa_slice for numa_slice in own if numa_slice.expert not in missing]
+        later = [numa_slice for numa_slice in own if numa_slice.expert in missing]
+        loaded_size, later_size = (
+            sum(_round_up(tensor.nbytes) for numa_slice in slices for tensor in tensors[numa_slice])
+            for slices in (loaded, later)
+        )
+        block = _allocate_pages(loaded_size, later_size)
         if is_placed:
             owners = placement.slice_nodes(index, numa, nodes)
             placement.place(block, owners)
-            if len(owners) == 1:
-                on_one_node.append((block, owners[0]))
+            if len(owners) == 1 and loaded_size:
+                on_one_node.append((block[:loaded_size], owners[0]))
         start = 0
-        for key, size in slice_sizes.items():
-            views[key] = block[start : start + size]
-            start += _round_up(size)
-    yield views
+        for numa_slice in (*loaded, *later):
+            views = []
+            for tensor in tensors[numa_slice]:
+                views.append(block[start : start + tensor.nbytes])
+                start += _round_up(tensor.nbytes)
+            arrays[numa_slice] = tuple(views)
+    yield {numa_slice: arrays[numa_slice] for numa_slice in tensors}
     for block, node in on_one_node:
         if machine.node_memory_available().get(node, 0) > block.nbytes:
             with suppress(OSError):  # some pages cannot be moved
                 placement.gather(block, node)
 
 
-def _allocate_huge_pages(size: int) -> Bytes:
-    """Allocate `size` bytes that begin at the boundary of a huge page."""
-    memory = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+def _allocate_pages(huge: int, small: int) -> Bytes:
+    """Allocate `huge` bytes on huge pages, which begin at the boundary of one, and after them `small` bytes.
+
+    The others are on small pages, because an expert on huge pages would take up to two pages more than its bytes.
+    """
+    memory = mmap.mmap(-1, huge + small + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     block = np.frombuffer(memory, np.uint8)
     start = -block.ctypes.data % HUGE_PAGE
-    return block[start : start + size]
+    end = start + huge
+    memory.madvise(mmap.MADV_HUGEPAGE, 0, end if small else len(memory))
+    if small:
+        memory.madvise(mmap.MADV_NOHUGEPAGE, end - end % mmap.PAGESIZE)
+    return block[start : end + small]
 
 
 def _round_up(size: int) -> int:

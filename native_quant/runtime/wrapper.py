@@ -158,6 +158,7 @@ class KTMoEWrapper:
             parts=self.threadpool_count,
             strict=self.strict,
             memory=self.memory,
+            skip=self._mask.numpy(),
             **self._load_options(physical_to_logical_map_cpu),
         )
         self._install(experts)

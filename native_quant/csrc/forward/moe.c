@@ -30,6 +30,7 @@ int kt_check_call(const ktq_moe *moe, const ktq_call *call) {
         if (gate != up || gate != down) return KTQ_EINVAL;
     }
     if (call->norm && !(call->norm_epsilon > 0)) return KTQ_EINVAL;
+    if (moe->missing && !moe->load) return KTQ_EINVAL;
     int error = KTQ_OK;
     for (int64_t slice = 0; !error && slice < moe->slices; slice++) {
         int64_t width = moe->width[slice];
@@ -62,6 +63,17 @@ static int compare_tokens(const void *left, const void *right) {
     return a->expert < b->expert ? -1 : a->expert > b->expert;
 }
 
+/* Loads the experts of the pass that are not in memory. experts: scratch for their numbers. */
+static void load_missing(const kt_pass *pass, int64_t *experts) {
+    const ktq_moe *moe = pass->moe;
+    int64_t count = 0;
+    for (int64_t b = 0; moe->missing && b < pass->buckets; b++) {
+        int64_t expert = pass->bucket[b].expert;
+        if (__atomic_load_n(&moe->missing[expert], __ATOMIC_ACQUIRE)) experts[count++] = expert;
+    }
+    if (count) moe->load(moe->context, count, experts);
+}
+
 void kt_sort_tokens(kt_pass *pass, int64_t *place) {
     int64_t pairs = pass->tokens * pass->call->topk;
     memset(place, 0, (size_t)pass->moe->experts * sizeof *place);
@@ -91,6 +103,7 @@ void kt_sort_tokens(kt_pass *pass, int64_t *place) {
         kt_bucket *bucket = &pass->bucket[pair->bucket];
         pair->row = bucket->first + bucket->m++;
     }
+    load_missing(pass, place);
 }
 
 /* --- tasks -------------------------------------------------------------------------------------------------------- */
