@@ -9,6 +9,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,16 @@ def test_mapped_experts_are_loaded_when_they_are_needed(packed_example):
     experts, complete = Experts.load(path, 0, memory="map", skip=GPU), Experts.load(path, 0, memory="copy")
     batch = make_inputs(5)
     np.testing.assert_array_equal(compute(experts, batch), compute(complete, batch))
+
+
+@pytest.mark.parametrize("method", ["int4", "mxfp4", "bf16"])
+def test_requested_pages_change_no_result(packed_example, method):
+    """Weights that exceed the memory are requested before they are computed."""
+    path, batch = packed_example(method, 1), make_inputs(9)
+    mapped = Experts.load(path, 0, memory="map")
+    assert not mapped.packed.read_ahead
+    requested = Experts(replace(mapped.packed, read_ahead=True))
+    np.testing.assert_array_equal(compute(requested, batch), compute(mapped, batch))
 
 
 def test_a_map_of_experts_decides_which_ones_are_loaded(packed_example):

@@ -328,6 +328,9 @@ typedef struct {
     const uint8_t *missing;
     void (*load)(void *context, int64_t count, const int64_t *experts);
     void *context;
+    /* 1: weights are in mapped files that exceed the memory. A pass requests the pages of all its experts before it
+       computes, so that the disk reads them in parallel. */
+    int read_ahead;
     /* Packed transposes of all weights, in the same formats, for the backward; it then quantizes gradients as the
        forward quantizes activations. NULL: the backward transposes `expert` itself, and multiplies in BF16. */
     const ktq_expert *transposed;

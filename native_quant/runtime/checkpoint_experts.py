@@ -128,7 +128,7 @@ class CheckpointExperts(ExpertSource):
 
                 return write
 
-            files = LoadedFiles(layer, map(model.source.path, model.layer_tensors(layer)))
+            files = LoadedFiles(layer, map(model.source.path, model.layer_tensors(layer) if missing else ()))
 
             @contextlib.contextmanager
             def open_files() -> Iterator[None]:

@@ -130,7 +130,8 @@ class ConvertedExperts(ExpertSource):
             memory = "copy" if sum(slice_bytes) < MAX_COPIED * self.available or output.loose else "map"
         # One mapping per loose file would exceed the kernel's limit.
         mapped = memory == "map" and not output.loose and METHODS[fmt.name].rearrange is None
-        files = LoadedFiles(layer, (output.root / tensor.file for stored in tensors.values() for tensor in stored))
+        names = {tensor.file for stored in tensors.values() for tensor in stored} if missing else set()
+        files = LoadedFiles(layer, (output.root / name for name in names))
 
         def fill(arrays: weights.SliceTensors) -> None:
             def fill_slice(item: tuple[NumaSlice, Sequence[Bytes]]) -> None:
@@ -151,7 +152,8 @@ class ConvertedExperts(ExpertSource):
             with weights.allocate_blocks(tensors, measured.numa, pool.nodes, missing) as arrays:
                 fill(weights.select_experts(arrays, needed))
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
-        packed = weights.LayerWeights(rows, slicing, count, arrays, biases, missing, fill, mapped)
+        read_ahead = mapped and sum(slice_bytes) > self.available
+        packed = weights.LayerWeights(rows, slicing, count, arrays, biases, missing, fill, mapped, read_ahead)
         packed.check_reads()
         return packed
 

@@ -147,11 +147,11 @@ def resolve_order(order: I64 | None, experts: int) -> list[int]:
 
 
 class LoadedFiles:
-    """The files from which a layer was loaded, to notice before a later read that one of them has changed."""
+    """The files of a layer with missing experts, to notice before a later read that one of them has changed."""
 
     def __init__(self, layer: int, paths: Iterable[Path]) -> None:
         self._layer = layer
-        self._states: Mapping[Path, FileState] = {path: _file_state(path) for path in set(paths)}
+        self._states: Mapping[Path, FileState] = {path: _file_state(path) for path in paths}
 
     def require_unchanged(self) -> None:
         """Raise InputError if a file has changed since."""

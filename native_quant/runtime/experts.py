@@ -83,7 +83,8 @@ class Experts:
         formats = {"gate_format": first, "up_format": up, "down_format": down}
         sizes = {"experts": self.num_experts, "slices": self.parts, "hidden": self.hidden, "width": slicing.widths}
         tables = {"expert": table, "transposed": transposed, **missing.make_fields()}
-        moe = ffi.new("ktq_moe *", {**formats, **sizes, **tables, "function": _c_function(function)})
+        computation = {"function": _c_function(function), "read_ahead": packed.read_ahead}
+        moe = ffi.new("ktq_moe *", {**formats, **sizes, **tables, **computation})
         # The memory that a forward reads: ktq_moe, the arrays that its tables point to, and the tables.
         self._memory: tuple[Any, weights.LayerWeights, Any] | None = moe, packed, tables
         self._missing: MissingExperts | None = missing

@@ -49,6 +49,8 @@ class LayerWeights:
     missing  experts (numbers in the file) that are not loaded: their arrays are addresses without memory
     fill     function that reads the tensors of slices from the files; needed only if experts may be missing
     mapped   whether arrays are mapped files
+    read_ahead
+             whether these files exceed the memory, so that a forward requests its experts' pages before it computes
     """
 
     methods: Mapping[str, Method]
@@ -59,6 +61,7 @@ class LayerWeights:
     missing: set[int] = field(default_factory=set)
     fill: Callable[[SliceTensors], None] | None = None
     mapped: bool = False
+    read_ahead: bool = False
     _failures: list[BaseException] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -87,10 +90,10 @@ class LayerWeights:
         Raises InputError if the files have changed or cannot be read.
         """
         with self._lock:
-            if wanted := self.missing.intersection(experts):
+            if needed := self.missing.intersection(experts):
                 assert self.fill is not None
-                self.fill(select_experts(self.arrays, wanted))
-                self.missing.difference_update(wanted)
+                self.fill(select_experts(self.arrays, needed))
+                self.missing.difference_update(needed)
 
     def record_failure(self, error: BaseException) -> None:
         """Keep the error of a load() that C started: results computed since then are wrong, and check_reads raises."""

@@ -72,6 +72,7 @@ class ModelChoice:
 
     cpu_weights       an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
     threads           number of threads; None for the physical cores that this process may use
+    memory            memory of converted experts, as for Experts.load
     adapter           directory of a LoRA adapter to compute with
     gpu_experts_mask  mask of the hot experts, which come from the model itself, as in KTConvertConfig
     num_gpu_experts   number of hot experts per layer, as in KTConvertConfig
@@ -82,6 +83,7 @@ class ModelChoice:
     revision: str | None = None
     trust_remote_code: bool = False
     threads: int | None = None
+    memory: str = "auto"
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None
@@ -155,6 +157,7 @@ class ModelChoice:
         return KTConvertConfig(
             cpu_weights=self.cpu_weights.expanduser().absolute(),
             exact=self.exact,
+            memory=self.memory,
             threads=self.threads,
             gpu_experts=self.find_directory() if self.has_hot_experts else None,
             gpu_experts_mask=self.gpu_experts_mask and self.gpu_experts_mask.expanduser().absolute(),
@@ -185,7 +188,8 @@ def prepare_config(choice: ModelChoice) -> Any:
     if choice.is_converted:
         import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
 
-        config.quantization_config = {**model_quantization, "exact": choice.exact, "threads": choice.threads}
+        settings = {"exact": choice.exact, "threads": choice.threads, "memory": choice.memory}
+        config.quantization_config = {**model_quantization, **settings}
         return config
     if choice.cpu_weights is None:
         if model_quantization.get("format") == FORMAT and find_spec("compressed_tensors") is None:

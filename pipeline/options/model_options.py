@@ -33,6 +33,11 @@ class ModelOptions(Options):
     model: str = option(MODEL, PathOrHubId(), argument="model", default=REQUIRED)
     cpu_weights: Path | None = option(CPU_WEIGHTS, FilePath(), unset="MODEL")
     threads: int | None = option(THREADS, Integer(min=1), unset="physical cores")
+    memory: str = option(
+        "Memory of converted experts: copy, map (pages of their files), or auto (copy if they fit).",
+        click.Choice(["auto", "map", "copy"]),
+        default="auto",
+    )
     exact: bool = option("Round as kt-kernel does, bit for bit.", default=False)
     trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False)
 

@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "moe.h"
+#include "system/memory.h"
 
 enum { TASKS_PER_THREAD = 8, LEAST_SECTION = 128 };
 /* Limits in bytes: of a pass's rows, which limits its tokens; and of y, so that it stays in cache until it is read. */
@@ -104,6 +105,36 @@ void kt_sort_tokens(kt_pass *pass, int64_t *place) {
         pair->row = bucket->first + bucket->m++;
     }
     load_missing(pass, place);
+}
+
+/* --- weights in mapped files that exceed the memory --------------------------------------------------------------- */
+
+typedef struct {
+    const kt_pass *pass;
+    atomic_llong next;
+} requests;
+
+static void request_matrix(int format, const void *codes, const void *scales, int64_t n, int64_t k) {
+    int64_t code_bytes, scale_bytes;
+    if (!codes || ktq_weight_bytes(format, n, k, &code_bytes, &scale_bytes) != KTQ_OK) return;
+    kt_read_ahead(codes, code_bytes);
+    if (scales) kt_read_ahead(scales, scale_bytes);
+}
+
+/* Requests experts until none is left. All threads do, since requests take much longer than for pages in memory. */
+static void request_experts(void *argument, int group, int worker) {
+    (void)group, (void)worker;
+    requests *requests = argument;
+    const kt_pass *pass = requests->pass;
+    const ktq_moe *moe = pass->moe;
+    for (int64_t b; (b = atomic_fetch_add(&requests->next, 1)) < pass->buckets;)
+        for (int64_t slice = 0; slice < moe->slices; slice++) {
+            const ktq_expert *expert = &moe->expert[slice * moe->experts + pass->bucket[b].expert];
+            int64_t width = moe->width[slice];
+            request_matrix(moe->gate_format, expert->gate, expert->gate_scale, width, moe->hidden);
+            request_matrix(moe->up_format, expert->up, expert->up_scale, width, moe->hidden);
+            request_matrix(moe->down_format, expert->down, expert->down_scale, moe->hidden, width);
+        }
 }
 
 /* --- tasks -------------------------------------------------------------------------------------------------------- */
@@ -251,6 +282,7 @@ static int run_pass(ktq_pool *pool, kt_pass *pass) {
     if (!first.base) return KTQ_ENOMEM;
     kt_sort_tokens(pass, allocate_sorting(pass, &first));
     kt_unpoison_gaps(&first);
+    if (pass->moe->read_ahead) kt_pool_run(pool, request_experts, &(requests){.pass = pass});
     choose_sections(pass);
 
     needed = (kt_arena){0};

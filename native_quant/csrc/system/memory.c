@@ -1,12 +1,23 @@
-/* Placement of pages on NUMA nodes by Linux's memory policies (mempolicy(7)), without libnuma. */
+/* Placement of pages on NUMA nodes by Linux's memory policies (mempolicy(7)), without libnuma; pages of mapped files. */
 #define _GNU_SOURCE
+#include "memory.h"
+
 #include <linux/mempolicy.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include "ktq.h"
 
 enum { WORD_BITS = 64, MAX_NODES = KTQ_NODE_WORDS * WORD_BITS };
+/* Of a longer range, Linux reads no more than the device's read-ahead setting, which often is this much. */
+enum { READ_AHEAD = 128 << 10 };
+
+void kt_read_ahead(const void *address, int64_t bytes) {
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), end = (uintptr_t)address + (uintptr_t)bytes;
+    for (uintptr_t at = (uintptr_t)address / page * page; at < end; at += READ_AHEAD)
+        madvise((void *)at, end - at < READ_AHEAD ? end - at : READ_AHEAD, MADV_WILLNEED);
+}
 
 static int set_policy(void *address, size_t length, int mode, int count, const int *nodes, unsigned flags) {
     uint64_t mask[KTQ_NODE_WORDS] = {0};
