@@ -74,6 +74,19 @@ def test_run_rejects_an_unreadable_shard(fault, example, weights, tmp_path):
     assert re.search(message, str(result.exception))
 
 
+def test_the_option_memory_maps_converted_experts(example, weights):
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+    choice = loading.ModelChoice(str(example), cpu_weights=weights, memory="map", threads=1)
+    model, _ = loading.load_model_and_tokenizer(choice)
+    modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
+    assert len(modules) == 2 and all(module.experts.packed.mapped for module in modules)
+    options = ("--cpu-weights", weights, "--prompt", "import", "--max-new-tokens", 2, "--memory")
+    mapped, copied = (call(example, *options, memory) for memory in ("map", "copy"))
+    assert mapped.exit_code == copied.exit_code == 0 and mapped.stdout == copied.stdout
+    assert call(example, *options, "disk").exit_code == 2
+
+
 def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
     """Without a template each message is a line. The model gets the whole conversation."""
     result = call(example, "--cpu-weights", weights, "--chat", "--max-new-tokens", 3, stdin="import os\n\nclass\n")

@@ -153,7 +153,8 @@ class ConvertedExperts(ExpertSource):
                 fill(weights.select_experts(arrays, needed))
         rows = dict.fromkeys(PROJECTIONS, METHODS[fmt.name])
         read_ahead = mapped and sum(slice_bytes) > self.available
-        packed = weights.LayerWeights(rows, slicing, count, arrays, biases, missing, fill, mapped, read_ahead)
+        later = fill if missing else None
+        packed = weights.LayerWeights(rows, slicing, count, arrays, biases, missing, later, mapped, read_ahead)
         packed.check_reads()
         return packed
 

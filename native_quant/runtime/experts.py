@@ -119,7 +119,7 @@ class Experts:
                     None: one for each of the pool's NUMA nodes, if possible
         memory      "copy": a copy on huge pages, each slice on the NUMA node of the threads that compute with it
                     "map": the files' pages, shared between processes, on arbitrary nodes, 8 to 12 % slower
-                    "auto": copy if the whole directory fits into the available memory, else map
+                    "auto": copy if all layers, without skipped experts, fit into the available memory, else map
                     A checkpoint is always copied
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha
