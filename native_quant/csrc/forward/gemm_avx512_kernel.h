@@ -15,11 +15,15 @@
  *
  * Memory is fastest when several pages are read at once. So while a chunk is multiplied, the next one is prefetched in
  * up to four places. The next chunk is in the same panel, or the first of the next panel, of the next columns or of the
- * next call. */
+ * next call.
+ *
+ * An L1 of 32 KiB does not hold two chunks. There, chunks are prefetched into L2, and few tokens are multiplied by the
+ * kernel of AVX2, which reads in order (Zen 4: 1.4 to 2 times as fast). */
 #ifndef KT_GEMM_AVX512_KERNEL_H
 #define KT_GEMM_AVX512_KERNEL_H
 
 #include "gemm_avx512.h"
+#include "gemm_steps.h"
 
 enum {
     BLOCK = 12,    /* most tokens of a kernel */
@@ -33,6 +37,11 @@ enum {
     GROUP = (KT_GEMM_SCRATCH - CODES_BYTES) / CHUNK, /* tokens whose activations fit into the scratch memory, too */
     PAGE = 4096,
 };
+
+/* Whether the chunks that are multiplied and prefetched do not fit into L1. */
+static inline int has_small_l1(void) {
+    return kt_l1_bytes && kt_l1_bytes < 48 << 10;
+}
 
 /* Kinds of kernels.
  *     ONE    reads a chunk of one panel
@@ -51,7 +60,7 @@ typedef struct {
 } stream;
 
 /* Returns a chunk that prefetches `bytes` bytes in 4 or 2 places, which is 12 to 20 % faster than in one place from 7
- * tokens on. It prefetches into L1: into L2 is up to 4 % slower, bypassing L2 takes twice as long (Emerald Rapids). */
+ * tokens on (Emerald Rapids). */
 KT_INLINE stream make_stream(const uint8_t *tiles, const uint8_t *prefetch, int64_t bytes, int32_t *c) {
     if (bytes >= 4 * PAGE) return (stream){tiles, prefetch, bytes / 4, bytes / 2, 64, c, NULL};
     if (bytes > PAGE) return (stream){tiles, prefetch, bytes / 2, 64, 128, c, NULL};
@@ -77,7 +86,8 @@ KT_INLINE TARGET __m512i get_codes(int kind, int high, __m512i bytes, uint8_t *s
     return codes;
 }
 
-KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_t count, const int8_t *a) {
+/* into_l2: prefetches into L2, which takes up to 4 % longer than into L1 if L1 is large enough (Emerald Rapids). */
+KT_INLINE TARGET void kernel(int into_l2, int kind, int tokens, const stream *streams, int64_t count, const int8_t *a) {
     int panels = kind == TWO ? 2 : 1;
     __m512i sum[2][BLOCK][2];
     const uint8_t *tiles[2] = {streams[0].tiles, streams[panels - 1].tiles};
@@ -102,7 +112,9 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
 #pragma GCC unroll 2
                     for (int h = 0; h < 2; h++) {
                         bytes[h] = _mm512_loadu_si512(tiles[s] + h * KT_HALF_BYTES + q * 64);
-                        _mm_prefetch((const char *)prefetch[s] + q % 2 * two + h * one, _MM_HINT_T0);
+                        const char *line = (const char *)prefetch[s] + q % 2 * two + h * one;
+                        if (into_l2) _mm_prefetch(line, _MM_HINT_T1);
+                        else _mm_prefetch(line, _MM_HINT_T0);
                         codes[h] = get_codes(kind, 0, bytes[h], stored_codes, q, h);
                     }
                     prefetch[s] += q % 2 * step;
@@ -140,16 +152,19 @@ KT_INLINE TARGET void kernel(int kind, int tokens, const stream *streams, int64_
             for (int h = 0; h < 2; h++) store(c[s] + t * KT_PANEL_ROWS + h * 16, sum[s][t][h]);
 }
 
-#define UP_TO_5(X, KIND) X(KIND, 1) X(KIND, 2) X(KIND, 3) X(KIND, 4) X(KIND, 5)
-#define FROM_6(X, KIND) X(KIND, 6) X(KIND, 7) X(KIND, 8) X(KIND, 9) X(KIND, 10) X(KIND, 11) X(KIND, 12)
-#define KERNELS(X) UP_TO_5(X, ONE) FROM_6(X, ONE) UP_TO_5(X, TWO) FROM_6(X, FIRST) FROM_6(X, AGAIN)
-#define DEFINE(KIND, T)                                                                                                \
-    TARGET static void kernel_##KIND##_##T(const stream *streams, int64_t count, const int8_t *a) {                    \
-        kernel(KIND, T, streams, count, a);                                                                            \
+#define UP_TO_5(X, L2, KIND) X(L2, KIND, 1) X(L2, KIND, 2) X(L2, KIND, 3) X(L2, KIND, 4) X(L2, KIND, 5)
+#define FROM_6(X, L2, KIND)                                                                                            \
+    X(L2, KIND, 6)                                                                                                     \
+    X(L2, KIND, 7) X(L2, KIND, 8) X(L2, KIND, 9) X(L2, KIND, 10) X(L2, KIND, 11) X(L2, KIND, 12)
+#define KERNELS(X, L2)                                                                                                 \
+    UP_TO_5(X, L2, ONE) FROM_6(X, L2, ONE) UP_TO_5(X, L2, TWO) FROM_6(X, L2, FIRST) FROM_6(X, L2, AGAIN)
+#define DEFINE(L2, KIND, T)                                                                                            \
+    TARGET static void kernel_##L2##_##KIND##_##T(const stream *streams, int64_t count, const int8_t *a) {             \
+        kernel(L2, KIND, T, streams, count, a);                                                                        \
     }
-KERNELS(DEFINE)
-#define NAME(KIND, T) [KIND][T] = kernel_##KIND##_##T,
-static kernel_fn *const kernels[][BLOCK + 1] = {KERNELS(NAME)};
+KERNELS(DEFINE, 0) KERNELS(DEFINE, 1)
+#define NAME(L2, KIND, T) [KIND][T] = kernel_##L2##_##KIND##_##T,
+static kernel_fn *const kernels[2][AGAIN + 1][BLOCK + 1] = {{KERNELS(NAME, 0)}, {KERNELS(NAME, 1)}};
 
 TARGET static void begin_sums(const kt_gemm *job) {
     int64_t blocks = (job->k + KT_K_BLOCK - 1) / KT_K_BLOCK;
@@ -216,7 +231,7 @@ static void multiply_few(const kt_gemm *job) {
                         remaining ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
                     streams[i] = make_stream(tiles, prefetch, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
-                kernels[panels == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
+                kernels[has_small_l1()][panels == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
             }
         }
     }
@@ -243,7 +258,7 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             chunk.prefetch = next + bytes * b / blocks;
             chunk.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
-            kernels[!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from](&chunk, count, a + from * columns);
+            kernels[has_small_l1()][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from](&chunk, count, a + from * columns);
         }
     }
 }
@@ -265,6 +280,7 @@ static void multiply_many(const kt_gemm *job) {
 }
 
 static int gemm(const kt_gemm *job) {
+    if (has_small_l1() && job->m <= KT_FEW) return (BITS == 8 ? kt_gemm_int8_avx2 : kt_gemm_int4_avx2)(job);
     begin_sums(job);
     (job->m <= BLOCK ? multiply_few : multiply_many)(job);
     return kt_get_geometry(BITS)->unit;

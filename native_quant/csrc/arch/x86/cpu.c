@@ -66,11 +66,23 @@ unsigned kt_cpu_isas(void) {
     return isas | 1u << KT_ISA_amx;
 }
 
+static int is_intel(void) {
+    unsigned a, b, c, d; /* "GenuineIntel" */
+    return __get_cpuid(0, &a, &b, &c, &d) && b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;
+}
+
 /* vdpbf16ps is two fused multiply-adds. Intel's processors are faster without it (Emerald Rapids: one in 2.2 cycles, or
    four of them). */
 unsigned kt_cpu_slow_isas(void) {
+    return is_intel() ? 1u << KT_ISA_avx512bf16 : 0;
+}
+
+unsigned kt_l1_bytes;
+
+/* Caches are listed by leaf 4, on AMD by leaf 8000001Dh (AMD APM volume 3, E.4.15): type 1 is data, 0 ends the list. */
+__attribute__((constructor)) static void measure_l1(void) {
     unsigned a, b, c, d;
-    /* "GenuineIntel" */
-    int is_intel = __get_cpuid(0, &a, &b, &c, &d) && b == 0x756e6547 && d == 0x49656e69 && c == 0x6c65746e;
-    return is_intel ? 1u << KT_ISA_avx512bf16 : 0;
+    for (unsigned i = 0; __get_cpuid_count(is_intel() ? 4 : 0x8000001d, i, &a, &b, &c, &d) && a & 31; i++)
+        if ((a & 31) == 1 && (a >> 5 & 7) == 1)
+            kt_l1_bytes = ((b >> 22) + 1) * ((b >> 12 & 1023) + 1) * ((b & 4095) + 1) * (c + 1);
 }

@@ -1,4 +1,4 @@
-/* Control instructions of x86-64: floating-point state, and the pause of a waiting thread. */
+/* The processor, x86-64: floating-point state, the pause of a waiting thread, and the size of a cache. */
 #ifndef KT_CPU_H
 #define KT_CPU_H
 
@@ -28,5 +28,8 @@ static inline void kt_leave(kt_fp_state before) {
 static inline void kt_pause(void) {
     __builtin_ia32_pause();
 }
+
+/* Bytes of a core's first-level data cache; 0 if unknown. Set when the library is loaded. */
+extern unsigned kt_l1_bytes;
 
 #endif
