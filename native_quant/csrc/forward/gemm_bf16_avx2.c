@@ -50,18 +50,19 @@ INLINE KT_TARGET_AVX2 void multiply_columns(int wide, int tokens, const uint8_t 
         }
 }
 
-INLINE KT_TARGET_AVX2 void block(int tokens, const uint8_t *chunk, int64_t columns, const float *scale,
-                                 int64_t scale_step, const float *a, float *c, const uint8_t *prefetch, int64_t step) {
+INLINE KT_TARGET_AVX2 void block(int tokens, const kt_bf16_block *work) {
     const int wide = tokens == 1 ? 4 : tokens <= 3 ? 2 : 1; /* enough sums to hide the latency of additions */
-    for (int64_t j = 0, at_once; j < columns; j += at_once) {
-        at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
-        for (int h = 0; h < 2; h++, prefetch += step * at_once / 4) {
-            const uint8_t *half = chunk + j * 64 + h * KT_HALF_BYTES;
-            const float *scales = scale + j / KT_SUM_COLUMNS * scale_step + h * KT_HALF_ROWS;
-            float *to = c + h * KT_HALF_ROWS;
+    const uint8_t *prefetch = work->prefetch;
+    for (int64_t j = 0, at_once; j < work->columns; j += at_once) {
+        at_once = work->columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
+        for (int h = 0; h < 2; h++, prefetch += work->step * at_once / 4) {
+            const uint8_t *half = work->chunk + j * 64 + h * KT_HALF_BYTES;
+            const float *scale = work->scale + j / KT_SUM_COLUMNS * work->scale_step + h * KT_HALF_ROWS;
+            const float *a = (const float *)work->a + j;
+            float *c = work->c + h * KT_HALF_ROWS;
             if (at_once > KT_SUM_COLUMNS)
-                multiply_columns(wide, tokens, half, scales, scale_step, a + j, to, prefetch, step);
-            else multiply_columns(1, tokens, half, scales, scale_step, a + j, to, prefetch, step);
+                multiply_columns(wide, tokens, half, scale, work->scale_step, a, c, prefetch, work->step);
+            else multiply_columns(1, tokens, half, scale, work->scale_step, a, c, prefetch, work->step);
         }
     }
 }

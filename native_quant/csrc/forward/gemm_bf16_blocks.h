@@ -1,8 +1,9 @@
 /* `block` for each number of tokens. A file that includes this must define TARGET, the attribute of its functions;
- * block, an inline function that takes the number of tokens first; and BLOCKS(X), which is X(1) .. X(BLOCK). */
+ * block, an inline function that takes the number of tokens first, and the work; and BLOCKS(X), which is
+ * X(1) .. X(BLOCK). */
 #define DEFINE(N)                                                                                                      \
-    TARGET static void block_##N(const kt_bf16_block *w) {                                                             \
-        block(N, w->chunk, w->columns, w->scale, w->scale_step, w->a, w->c, w->prefetch, w->step);                     \
+    TARGET static void block_##N(const kt_bf16_block *work) {                                                          \
+        block(N, work);                                                                                                \
     }
 BLOCKS(DEFINE)
 #undef DEFINE

@@ -6,7 +6,9 @@
 enum {
     CHUNK_BYTES = KT_CHUNK_COLUMNS * KT_PANEL_ROWS * 2,
     SCALES = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS * KT_PANEL_ROWS,
-    FEW_COLUMNS = 128, /* columns of a chunk in multiply_few */
+    /* Columns of a chunk in multiply_few: more for codes, which are read from L1 once they are decoded. */
+    FEW_COLUMNS = 128,
+    FEW_IN_MEMORY = 64,
 };
 
 /* Layout of the scratch memory: a chunk, its scales, activations. */
@@ -61,6 +63,7 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
             int64_t from = tokens * (b % blocks) / blocks, to = tokens * (b % blocks + 1) / blocks;
             steps->block(&(kt_bf16_block){.tokens = to - from,
                                           .chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2,
+                                          .in_memory = !to_chunk && blocks == 1,
                                           .columns = count,
                                           .sum_columns = panel->sum_columns,
                                           .scale = panel->scale ? scratch->scale : ones,
@@ -74,9 +77,10 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
 }
 
 static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
+    const int64_t most = job->panel->chunk ? FEW_COLUMNS : FEW_IN_MEMORY;
     for (int64_t pair = 0; pair < job->panels; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
-            columns = minimum(job->k - first, FEW_COLUMNS);
+            columns = minimum(job->k - first, most);
             copy(job, steps, first, columns, 0, job->m, scratch->a);
             for (int64_t s = pair; s < minimum(pair + 2, job->panels); s++) {
                 /* Making the chunk prefetches the first half. */

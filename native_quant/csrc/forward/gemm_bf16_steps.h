@@ -14,10 +14,12 @@
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
 /* Adds to c[token * 32 + row] the scaled products of a chunk with the copied activations of some tokens. The scales of
    the first KT_SUM_COLUMNS columns are scale[32]; those of the next columns are `scale_step` floats further. Meanwhile
-   prefetches `step` bytes for each two columns. sum_columns: as in kt_bf16_panel. */
+   prefetches `step` bytes for each two columns. sum_columns: as in kt_bf16_panel. in_memory: the chunk is not in L1, so
+   it is best read in the order of its bytes. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;
+    int in_memory;
     int64_t columns, sum_columns;
     const float *scale;
     int64_t scale_step;

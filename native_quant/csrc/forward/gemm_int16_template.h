@@ -48,22 +48,23 @@ multiply_columns(int wide, int tokens, const uint8_t *chunk, const float *scale,
         }
 }
 
-__attribute__((always_inline)) TARGET static inline void block(int tokens, const uint8_t *chunk, int64_t columns,
-                                                               const float *scale, int64_t scale_step,
-                                                               const kt_int16_row *row, float *c,
-                                                               const uint8_t *prefetch, int64_t step) {
+__attribute__((always_inline)) TARGET static inline void block(int tokens, const kt_bf16_block *work) {
     const int wide = tokens <= BLOCK / 6   ? 4
                      : tokens <= BLOCK / 2 ? 2
                                            : 1; /* enough sums to hide the latency of additions */
-    for (int64_t j = 0, at_once; j < columns; j += at_once) {
-        at_once = columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
-        const int64_t bytes = step * at_once / (2 * PASSES);
+    const uint8_t *prefetch = work->prefetch;
+    for (int64_t j = 0, at_once; j < work->columns; j += at_once) {
+        at_once = work->columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
+        const int64_t bytes = work->step * at_once / (2 * PASSES);
         for (int first = 0; first < KT_PANEL_ROWS; first += AT_ONCE, prefetch += bytes) {
-            const uint8_t *weights = chunk + j * 64;
-            const float *scales = scale + j / KT_SUM_COLUMNS * scale_step;
+            const uint8_t *weights = work->chunk + j * 64;
+            const float *scale = work->scale + j / KT_SUM_COLUMNS * work->scale_step;
             if (at_once > KT_SUM_COLUMNS)
-                multiply_columns(wide, tokens, weights, scales, scale_step, row, j, first, c, prefetch, bytes);
-            else multiply_columns(1, tokens, weights, scales, scale_step, row, j, first, c, prefetch, bytes);
+                multiply_columns(wide, tokens, weights, scale, work->scale_step, work->a, j, first, work->c, prefetch,
+                                 bytes);
+            else
+                multiply_columns(1, tokens, weights, scale, work->scale_step, work->a, j, first, work->c, prefetch,
+                                 bytes);
         }
     }
 }
