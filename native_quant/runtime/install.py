@@ -6,11 +6,12 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.native_quant import instruction_sets, kernels
+from ktconvert.native_quant.runtime import kt_sft
 
 if TYPE_CHECKING:
     import torch
@@ -49,12 +50,16 @@ def _import_wrapper() -> type:
     return KTMoEWrapper
 
 
+def _return(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
 # Modules that ktconvert provides: functions that return their names' values, and the message for any other name.
 PROVIDED: dict[str, tuple[dict[str, Callable[[], Any]], str]] = {
     "kt_kernel": (
         {
             "KTMoEWrapper": _import_wrapper,
-            "generate_gpu_experts_masks": lambda: generate_gpu_experts_masks,
+            "generate_gpu_experts_masks": _return(generate_gpu_experts_masks),
             "__version__": package_version,
             "__cpu_variant__": cpu_variant,
         },
@@ -64,11 +69,22 @@ PROVIDED: dict[str, tuple[dict[str, Callable[[], Any]], str]] = {
         {"__cpu_variant__": cpu_variant},
         "kt_kernel is provided by ktconvert, without a C++ extension with {!r}; use KTMoEWrapper",
     ),
+    "kt_kernel.sft": (
+        {name: _return(value) for name, value in kt_sft.NAMES.items()},
+        "kt_kernel.sft is provided by ktconvert and has no {!r}; install kt-kernel for its training",
+    ),
 }
 
 
 class _Provided(ModuleType):
+    """A module with the names of PROVIDED.
+
+    real  the specification of the real module whose other names to add at the first use of one; None: no such module,
+          or its names have been added
+    """
+
     ktconvert = True
+    real: ModuleSpec | None = None
 
     def __getattr__(self, name: str) -> Any:
         values, refusal = PROVIDED[self.__name__]
@@ -76,13 +92,25 @@ class _Provided(ModuleType):
             return values[name]()
         if f"{self.__name__}.{name}" == EXTENSION and self.__path__:
             return _load_real_extension(self)
+        if self.real is not None and not name.startswith("__"):  # inspect asks all modules for such names
+            self._add_real_names()
+            return getattr(self, name)
         raise AttributeError(refusal.format(name))
+
+    def _add_real_names(self) -> None:
+        """Run the real module's code in this one. Our names replace its own."""
+        assert self.real is not None and self.real.loader is not None
+        loader, self.real = self.real.loader, None
+        loader.exec_module(self)
+        for name in PROVIDED[self.__name__][0]:
+            vars(self).pop(name, None)
 
 
 def install_as_kt_kernel() -> None:
     """Make `import kt_kernel` import ktconvert's KTMoEWrapper. Raises RuntimeError if the real one is imported already.
 
-    Submodules (kt_kernel.cli, .sft, .utils ...) and the C++ extension remain those of the real package, if installed.
+    Submodules (kt_kernel.cli, .utils ...), the C++ extension and the names of kt_kernel.sft that kt_sft.py lacks remain
+    those of the real package, if installed.
     """
     loaded = sys.modules.get("kt_kernel")
     if isinstance(loaded, _Provided):
@@ -92,14 +120,18 @@ def install_as_kt_kernel() -> None:
         raise RuntimeError(f"the real kt_kernel is imported already; {remedy}")
     kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA, as kt_kernel does when it is imported
     real = importlib.util.find_spec("kt_kernel")
-    module, extension = (_Provided(name, __doc__) for name in PROVIDED)
-    for provided in (module, extension):
-        provided.__spec__ = ModuleSpec(provided.__name__, None, origin="ktconvert")
-    sys.modules["kt_kernel"] = module
+    module, extension, training = (_Provided(name, __doc__) for name in PROVIDED)
+    for provided in (module, extension, training):
+        provided.__spec__ = ModuleSpec(provided.__name__, None, origin="ktconvert", is_package=True)
+        provided.__path__ = []
+        provided.__file__ = __file__  # `kt quant` runs ../scripts/convert_cpu_weights.py
+    module.__dict__["sft"] = training
+    sys.modules |= {"kt_kernel": module, training.__name__: training}
     if real is not None and real.origin is not None:  # None if any folder has that name
-        module.__dict__.update(__path__=real.submodule_search_locations, __file__=real.origin)
+        module.__path__ = real.submodule_search_locations or []
+        training.real = PathFinder.find_spec(training.__name__, module.__path__)
+        training.__path__ = (training.real and training.real.submodule_search_locations) or []
     else:
-        module.__path__ = []
         _add_extension(module, extension)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -13,13 +14,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from ktconvert.layouts.outputs import FORMATS
+from ktconvert.layouts.checkpoints.expert_function import PLAIN
+from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
-from ktconvert.native_quant.runtime import weights
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime import streams, weights
+from ktconvert.native_quant.runtime.experts import Experts, swiglu_function
+from ktconvert.native_quant.runtime.kt_sft import StoredLayer
 from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
@@ -129,6 +132,8 @@ class SftMoEWrapper:
         lora_alpha: float,
         lora_dropout: float,
         full_weight_grad: bool,
+        swiglu_limit: float,
+        swiglu_alpha: float,
     ) -> None:
         self.is_skip_lora = method.endswith(SKIP_LORA)
         if full_weight_grad:
@@ -151,6 +156,7 @@ class SftMoEWrapper:
         self.lora_alpha = lora_alpha
         self.lora_dropout = lora_dropout
         self.lora_scaling = lora_alpha / lora_rank if lora_rank else 0.0
+        self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
         self.share_backward_bb: bool | None = None
         self.share_cache_pool = True  # an attribute of kt-kernel; it has no effect here
         self.moe: Experts | None = None
@@ -162,14 +168,17 @@ class SftMoEWrapper:
         self._reusable: SavedForward | None = None  # memory for the next forward
         self._forward: Future[tuple[torch.Tensor, tuple[TrainingPass, SavedForward] | None]] | None = None
         self._backward: Future[Gradients] | None = None
+        self._inference: torch.Tensor | None = None  # hidden states of submit_forward_inference
 
     # --- weights ---
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path: converted weights, or a checkpoint that the method can read."""
+        self._load(StoredLayer(Path(self.weight_path), self.layer_idx), physical_to_logical_map_cpu)
+
+    def _load(self, stored: StoredLayer, physical_to_logical_map_cpu: torch.Tensor | None) -> None:
         experts = Experts.load(
-            self.weight_path,
-            self.layer_idx,
+            *stored,
             method=self._weights_method.name,
             num_experts=self.num_experts,
             hidden=self.hidden_size,
@@ -179,6 +188,8 @@ class SftMoEWrapper:
             order=_order(physical_to_logical_map_cpu),
             transposed=self._transposed,
             skip=self._mask.numpy(),
+            swiglu_limit=self.swiglu_limit,
+            swiglu_alpha=self.swiglu_alpha,
         )
         self._install(experts)
 
@@ -195,12 +206,23 @@ class SftMoEWrapper:
         gate, up, down = weights.to_bf16_bits(self._shapes, gate_proj, up_proj, down_proj)
         options = self._weights_method, self.layer_idx, self.threadpool_count, self._pool
         packed = weights.pack(gate, up, down, *options, transposed=bool(self._transposed))
-        self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
+        self._install_packed(packed, physical_to_logical_map_cpu)
+
+    def load_block_fp8_weights(
+        self, weights_: StoredLayer, physical_to_logical_map_cpu: torch.Tensor | None = None
+    ) -> None:
+        """Load the layer that load_block_fp8_experts_from_checkpoint_files of kt_sft.py returned."""
+        self._require_method("FP8", "load_block_fp8_weights")
+        if not isinstance(weights_, StoredLayer):
+            remedy = "call load_weights, which reads the checkpoint in weight_path"
+            raise TypeError(f"load_block_fp8_weights needs a layer of install_as_kt_kernel's kt_kernel.sft; {remedy}")
+        self._load(weights_, physical_to_logical_map_cpu)
 
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
-        """Load packed integers, a RAWINT4ExpertWeights or kt-kernel's object of that name."""
-        if self._weights_method.name != "RAWINT4":
-            raise ValueError(f"load_rawint4_weights needs method='RAWINT4_SFT', not {self.method!r}")
+        """Load packed integers: a RAWINT4ExpertWeights, kt-kernel's object of that name, or a layer of kt_sft.py."""
+        self._require_method("RAWINT4", "load_rawint4_weights")
+        if isinstance(weights_, StoredLayer):
+            return self._load(weights_, physical_to_logical_map_cpu)
         if weights_.group_size != GROUP:
             raise ValueError(f"RAWINT4 has a scale for each {GROUP} columns, not {weights_.group_size}")
         linears = {}
@@ -218,7 +240,7 @@ class SftMoEWrapper:
             self._weights_method.write_slice(StoredSlice(linear, no_source, {}), out)
 
         packed = weights.pack_linears(self._weights_method, slicing, linears, write, self._pool)
-        self._install(Experts(packed, pool=self._pool, order=_order(physical_to_logical_map_cpu)))
+        self._install_packed(packed, physical_to_logical_map_cpu)
 
     def save_backward_weights_from_tensors(
         self,
@@ -229,8 +251,7 @@ class SftMoEWrapper:
         output_path: str,
     ) -> None:
         """Write kt-kernel's transposed matrices as .kt files to output_path/_layer_N/_numa_P, in the tensors' order."""
-        name = self._weights_method.name
-        fmt = FORMATS[BACKWARD_FORMATS.get(name, name)]
+        fmt = self._format
         if not fmt.backward:
             raise ValueError(f"method={self.method!r} has no transposed matrices in files")
         bits = weights.to_bf16_bits(self._shapes, gate_proj, up_proj, down_proj)
@@ -303,16 +324,21 @@ class SftMoEWrapper:
         save_for_backward: bool = True,
     ) -> None:
         """Start a forward, with copies of the arguments."""
-        if self.moe is None:
-            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
-        lora = self._require_lora()
-        if self._forward is not None:
-            raise RuntimeError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
         if len(hidden_states) > self.chunked_prefill_size:
             limit = f"chunked_prefill_size={self.chunked_prefill_size}"
             raise ValueError(f"layer {self.layer_idx}: {len(hidden_states)} tokens are more than {limit}")
         if expert_ids.shape[-1] != self.num_experts_per_tok:
             raise ValueError(f"expert_ids must be [tokens, {self.num_experts_per_tok}], not {tuple(expert_ids.shape)}")
+        self._start(hidden_states, expert_ids, weights, save_for_backward)
+
+    def _start(
+        self, hidden_states: torch.Tensor, expert_ids: torch.Tensor, weights: torch.Tensor, save_for_backward: bool
+    ) -> None:
+        if self.moe is None:
+            raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
+        lora = self._require_lora()
+        if self._forward is not None:
+            raise RuntimeError(f"layer {self.layer_idx}: submit_forward again without sync_forward")
         x, ids, routing_weights = (
             tensor.detach().to(CPU, copy=True) for tensor in (hidden_states, expert_ids, weights)
         )
@@ -336,6 +362,32 @@ class SftMoEWrapper:
         out, saved = future.result()
         self._saved = saved or self._saved
         return out if output_device is None else out.to(output_device)
+
+    def submit_forward_inference(
+        self,
+        hidden_states: torch.Tensor,
+        expert_ids: torch.Tensor,
+        weights: torch.Tensor,
+        cuda_stream: Any = None,
+    ) -> None:
+        """Start a forward without a backward, of any number of tokens, with copies of the arguments.
+
+        Tensors on a GPU are copied on cuda_stream (its number, a torch stream, or None: torch's current one), for which
+        this call waits. It cannot be captured in a CUDA graph.
+        """
+        with _use_stream(hidden_states, cuda_stream):
+            self._start(*(x.reshape(-1, x.shape[-1]) for x in (hidden_states, expert_ids, weights)), False)
+        self._inference = hidden_states
+
+    def sync_forward_inference(self, cuda_stream: Any = None) -> torch.Tensor:
+        """Return the result of the last submit_forward_inference, with its input's shape, dtype and device."""
+        if self._inference is None:
+            problem = "sync_forward_inference without a submit_forward_inference before it"
+            raise RuntimeError(f"layer {self.layer_idx}: {problem}")
+        like, self._inference = self._inference, None
+        out = self.sync_forward()
+        with _use_stream(like, cuda_stream):
+            return out.view(like.shape).to(like)
 
     def backward(
         self,
@@ -397,7 +449,19 @@ class SftMoEWrapper:
 
     @property
     def _transposed(self) -> bool | None:
-        return None if self.share_backward_bb is None else not self.share_backward_bb
+        if self.share_backward_bb is None or not self._format.backward:
+            return None
+        return not self.share_backward_bb
+
+    @property
+    def _format(self) -> Format:
+        name = self._weights_method.name
+        return FORMATS[BACKWARD_FORMATS.get(name, name)]
+
+    def _require_method(self, name: str, function: str) -> None:
+        if self._weights_method.name != name:
+            methods = [method for method, of_weights in SFT_WEIGHTS.items() if of_weights == name]
+            raise ValueError(f"{function} needs method={methods[-1]!r}, not {self.method!r}")
 
     def _require_lora(self) -> Lora | None:
         if self.is_skip_lora:
@@ -405,6 +469,11 @@ class SftMoEWrapper:
         if self._window is None:
             raise RuntimeError(f"layer {self.layer_idx} has no LoRA: call init_lora_weights first")
         return self._window.tensors
+
+    def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:
+        function = swiglu_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN
+        order = _order(physical_to_logical_map)
+        self._install(Experts(packed, pool=self._pool, order=order, function=function))
 
     def _install(self, experts: Experts) -> None:
         self.moe = experts
@@ -462,6 +531,10 @@ def _start_thread(compute: Callable[[], Result]) -> Future[Result]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+def _use_stream(tensor: torch.Tensor, cuda_stream: Any) -> contextlib.AbstractContextManager[Any]:
+    return streams.use_stream(tensor.device, cuda_stream) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _order(physical_to_logical_map: torch.Tensor | None) -> Any:
