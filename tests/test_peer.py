@@ -339,17 +339,57 @@ def test_weights_from_tensors_give_the_same_bits_and_files(tmp_path, peer_python
     assert torch.equal(left, right)
 
 
-def test_kt_commands_and_training_run_under_our_name(tmp_path, peer_python):
-    """The documented sitecustomize makes them those of the real package."""
+@pytest.fixture
+def beside_us(tmp_path: Path, peer_python: str) -> dict[str, str]:
+    """Return environment variables for the documented sitecustomize with the real package's modules."""
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     theirs = subprocess.run([peer_python, "-c", where], capture_output=True, text=True, check=True).stdout.strip()
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\n\nsys.path.append({theirs!r})\n"
         "from ktconvert.native_quant import install_as_kt_kernel\n\ninstall_as_kt_kernel()\n"
     )
-    ours = {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
-    kt = "from kt_kernel.cli.main import main; main()"
-    for command in ("version", "doctor", "run --help", "quant --help"):
-        assert programs.python_output(kt, *command.split(), **ours)
-    sft = "import kt_kernel.sft, kt_kernel; print(kt_kernel.KTMoEWrapper.__module__, kt_kernel.kt_kernel_ext.__name__)"
-    assert programs.python_output(sft, **ours).split() == ["ktconvert.native_quant.runtime.wrapper", "kt_kernel_ext"]
+    return {"PYTHONPATH": str(tmp_path), "HOME": str(tmp_path)}
+
+
+KT = "from kt_kernel.cli.main import main; main()"
+
+
+def test_kt_commands_and_training_run_under_our_name(beside_us):
+    for command in ("version", "doctor", "run --help", "quant --help", "model list", "bench --help"):
+        assert programs.python_output(KT, *command.split(), **beside_us)
+    sft = "import kt_kernel; from kt_kernel.sft import KTConfig; print(kt_kernel.KTMoEWrapper.__module__, "
+    sft += "kt_kernel.kt_kernel_ext.__name__, KTConfig.__module__, kt_kernel.sft.get_fp8_runtime.__module__)"
+    modules = ["ktconvert.native_quant.runtime.wrapper", "kt_kernel_ext"]
+    modules += ["kt_kernel.sft.config", "ktconvert.native_quant.runtime.kt_sft"]
+    assert programs.python_output(sft, **beside_us).split() == modules
+    native = "from kt_kernel.sft.deepseek_v4 import inspect_native_checkpoint as a\n"
+    native += "from kt_kernel.sft.export_dsv4_sglang_adapter import _validate_fused_experts as b\n"
+    assert "kt_kernel.sft.deepseek_v4" in programs.python_output(f"{native}print(a.__module__)", **beside_us)
+
+
+def test_kt_quant_converts_and_kt_run_starts_sglang_with_our_wrapper(tmp_path, beside_us):
+    out = tmp_path / "out"
+    assert programs.python_output(KT, "quant", MODEL, "-m", "int8", "-o", out, "--numa-nodes", 1, "-y", **beside_us)
+    assert Experts.load(out, 1, method="AMXINT8", parts=1).num_experts == EXPERTS
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").write_text("__version__ = '0.7.2'")
+    (tmp_path / "sglang" / "launch_server.py").write_text(
+        "import sys, kt_kernel\n"
+        "print(kt_kernel.KTMoEWrapper.__module__, *sys.argv[1:], '--kt-gpu-prefill-token-threshold')\n"
+    )
+    sizes = [
+        "--gpu-experts",
+        "0",
+        "--cpu-threads",
+        "2",
+        "--numa-nodes",
+        "1",
+        "--tensor-parallel-size",
+        "1",
+        "--max-total-tokens",
+        "64",
+    ]
+    paths = "--model-path", MODEL, "--weights-path", out, "--kt-method", "AMXINT8"
+    started = programs.python_output(KT, "run", MODEL, *paths, *sizes, **beside_us).splitlines()
+    (launched,) = [line for line in started if line.startswith("ktconvert.native_quant.runtime.wrapper ")]
+    assert f"--kt-weight-path {out}" in launched and "--kt-method AMXINT8" in launched

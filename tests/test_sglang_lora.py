@@ -138,7 +138,7 @@ def test_calls_in_the_wrong_order_and_other_weights_are_refused(tmp_path: Path, 
         ).load_block_fp8_weights(0)
     for name in ("block_fp8", "rawint4"):
         with pytest.raises(ValueError, match=rf"load_{name}_weights needs method='\w+_SFT', not 'AMXBF16_SFT'"):
-            getattr(wrapper, f"load_{name}_weights")(kt_sft.StoredLayer(path, 0))
+            getattr(wrapper, f"load_{name}_weights")(kt_sft.LayerReference(path, 0))
     with pytest.raises(UnsupportedError, match="which method BF16 computes, not FP8"):
         create("AMXFP8_SFT", path)
 

@@ -389,7 +389,7 @@ def test_kt_kernel_can_be_imported_by_name():
 
 
 def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
-    """A substitute is installed, whose __init__ must not run and whose extension is loaded at its first use."""
+    """A substitute is installed, whose __init__ must not run. Its extension and its training load at their first use."""
     files = {
         "__init__.py": "raise RuntimeError('the real package was imported')",
         "_cpu_detect.py": "import sys, types\n"
@@ -397,7 +397,9 @@ def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
         "    extension = sys.modules['kt_kernel_ext.moe'] = types.ModuleType('kt_kernel_ext.moe')\n"
         "    return extension, 'avx2'\n",
         "experts_base.py": "from kt_kernel import kt_kernel_ext",
-        "sft/__init__.py": "from kt_kernel import experts_base\nimport kt_kernel_ext.moe",
+        "sft/__init__.py": "from .config import KTConfig\nfrom kt_kernel import experts_base\n"
+        "import kt_kernel_ext.moe\nget_fp8_runtime = None",
+        "sft/config.py": "KTConfig = 'real'",
         "cli/__init__.py": "",
         "cli/main.py": "import sys\nassert 'kt_kernel.kt_kernel_ext' not in sys.modules\ndef main(): print('kt')",
     }
@@ -411,12 +413,30 @@ def test_the_real_package_keeps_its_submodules_and_extension(tmp_path):
         "import kt_kernel\n"
         "from kt_kernel.cli.main import main\n"
         "main()\n"
-        "import kt_kernel.sft\n"
+        "import kt_kernel.sft, sys\n"
+        "hasattr(kt_kernel.sft, '__wrapped__')\n"  # as inspect does
+        "print('kt_kernel.experts_base' in sys.modules)\n"
+        "from kt_kernel.sft import KTConfig\n"
+        "import kt_kernel.sft.config as config\n"
         "from ktconvert.native_quant import KTMoEWrapper\n"
-        "print(kt_kernel.KTMoEWrapper is KTMoEWrapper, kt_kernel.__file__)\n",
+        "print(kt_kernel.KTMoEWrapper is KTMoEWrapper, KTConfig is config.KTConfig, kt_kernel.sft.get_fp8_runtime())\n",
         PYTHONPATH=str(tmp_path),
     )
-    assert result.stdout.splitlines() == ["kt", f"True {tmp_path / 'kt_kernel' / '__init__.py'}"], result.stderr
+    assert result.stdout.splitlines() == ["kt", "False", "True True namespace(kernel='ktconvert')"], result.stderr
+
+
+def test_kt_quant_finds_its_script_beside_kt_kernel(tmp_path):
+    """`kt quant` passes these arguments, --input-type fp8 for any model."""
+    script = "from ktconvert.native_quant import install_as_kt_kernel\ninstall_as_kt_kernel()\n"
+    script += "import runpy, sys, pathlib, kt_kernel\n"
+    script += (
+        "runpy.run_path(str(pathlib.Path(kt_kernel.__file__).parent.parent / 'scripts' / 'convert_cpu_weights.py'))"
+    )
+    model = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
+    arguments = ["--input-path", model, "--input-type", "fp8", "--output", tmp_path / "out", "--quant-method", "int8"]
+    arguments += ["--cpuinfer-threads", 1, "--threadpool-count", 1]
+    programs.python_output(script, *arguments)
+    assert Experts.load(tmp_path / "out", 1, method="AMXINT8").num_experts == 8
 
 
 def test_names_are_imported_at_first_use():

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
-class StoredLayer(NamedTuple):
+class LayerReference(NamedTuple):
     """A layer in a directory, for SftMoEWrapper to load."""
 
     path: Path
@@ -28,9 +28,9 @@ def accept_config(model_config: Any) -> None:
     """Accept any config.json: load_rawint4_weights checks the weights."""
 
 
-def refer_to_layer(*, checkpoint_files: Sequence[str], layer_idx: int, **_: Any) -> StoredLayer:
+def refer_to_layer(*, checkpoint_files: Sequence[str], layer_idx: int, **_: Any) -> LayerReference:
     """Return a reference to a layer of the directory that contains these files."""
-    return StoredLayer(Path(checkpoint_files[0]).parent, layer_idx)
+    return LayerReference(Path(checkpoint_files[0]).parent, layer_idx)
 
 
 NAMES: dict[str, Any] = {

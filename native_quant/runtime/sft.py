@@ -22,7 +22,7 @@ from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import streams, weights
 from ktconvert.native_quant.runtime.experts import Experts, swiglu_function
-from ktconvert.native_quant.runtime.kt_sft import StoredLayer
+from ktconvert.native_quant.runtime.kt_sft import LayerReference
 from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice
@@ -174,9 +174,9 @@ class SftMoEWrapper:
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path: converted weights, or a checkpoint that the method can read."""
-        self._load(StoredLayer(Path(self.weight_path), self.layer_idx), physical_to_logical_map_cpu)
+        self._load(LayerReference(Path(self.weight_path), self.layer_idx), physical_to_logical_map_cpu)
 
-    def _load(self, stored: StoredLayer, physical_to_logical_map_cpu: torch.Tensor | None) -> None:
+    def _load(self, stored: LayerReference, physical_to_logical_map_cpu: torch.Tensor | None) -> None:
         experts = Experts.load(
             *stored,
             method=self._weights_method.name,
@@ -209,11 +209,11 @@ class SftMoEWrapper:
         self._install_packed(packed, physical_to_logical_map_cpu)
 
     def load_block_fp8_weights(
-        self, weights_: StoredLayer, physical_to_logical_map_cpu: torch.Tensor | None = None
+        self, weights_: LayerReference, physical_to_logical_map_cpu: torch.Tensor | None = None
     ) -> None:
         """Load the layer that load_block_fp8_experts_from_checkpoint_files of kt_sft.py returned."""
         self._require_method("FP8", "load_block_fp8_weights")
-        if not isinstance(weights_, StoredLayer):
+        if not isinstance(weights_, LayerReference):
             remedy = "call load_weights, which reads the checkpoint in weight_path"
             raise TypeError(f"load_block_fp8_weights needs a layer of install_as_kt_kernel's kt_kernel.sft; {remedy}")
         self._load(weights_, physical_to_logical_map_cpu)
@@ -221,7 +221,7 @@ class SftMoEWrapper:
     def load_rawint4_weights(self, weights_: Any, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load packed integers: a RAWINT4ExpertWeights, kt-kernel's object of that name, or a layer of kt_sft.py."""
         self._require_method("RAWINT4", "load_rawint4_weights")
-        if isinstance(weights_, StoredLayer):
+        if isinstance(weights_, LayerReference):
             return self._load(weights_, physical_to_logical_map_cpu)
         if weights_.group_size != GROUP:
             raise ValueError(f"RAWINT4 has a scale for each {GROUP} columns, not {weights_.group_size}")
