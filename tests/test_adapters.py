@@ -361,3 +361,58 @@ def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):
         lambda tensors: tensors.update({n: t._replace(data=t.data[::-1]) for n, t in tensors.items()}),
     )
     assert set(fingerprints()).isdisjoint({*first, *second})
+
+
+# --- adapters of kt-kernel ------------------------------------------------------------------------
+
+
+def write_kt_adapter(folder: Path, plain: Path) -> Path:
+    """Write the matrices of experts in an adapter of PEFT as kt-kernel's training saves them."""
+    stacks: dict[str, list[np.ndarray]] = {}
+    for name, tensor in read_file(plain / adapter.WEIGHTS).items():
+        layer, expert, projection, side = re.search(
+            r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.lora_(.)", name
+        ).groups()
+        stack = stacks.setdefault(f"layers.{layer}.experts.{projection}_lora_{side.lower()}", [])
+        assert len(stack) == int(expert)
+        stack.append(np.frombuffer(tensor.data, np.float32).reshape(tensor.shape))
+    folder.mkdir()
+    write_file(folder / adapter.FUSED, {name: ("F32", np.stack(stack)) for name, stack in stacks.items()})
+    (folder / adapter.CONFIG).write_text(json.dumps(PLAIN | {"target_modules": ["q_proj"], "lora_dropout": 0.1}))
+    return folder
+
+
+def test_adapters_of_kt_kernel_merge_and_convert_like_those_of_peft(model, tmp_path):
+    plain = write_adapter(tmp_path / "plain", expert_modules())
+    kt = write_kt_adapter(tmp_path / "kt", plain)
+    expected = read_folder(merge(model, plain))
+    shutil.rmtree(tmp_path / "merged")
+    assert read_folder(merge(model, kt)) == expected
+    adapter.write_peft_adapter(kt, tmp_path / "peft")
+    assert read_file(tmp_path / "peft" / adapter.WEIGHTS) == read_file(plain / adapter.WEIGHTS)
+    config = json.loads((tmp_path / "peft" / adapter.CONFIG).read_text())
+    assert config == PLAIN | {"target_modules": ["q_proj", "experts"], "lora_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("layers.1.experts.up_lora_b", "lacks tensor 'layers.1.experts.up_lora_b'"),
+        ("layers.1.", "has layers 0, 2, but lacks layer 1"),
+        ("rank", "which does not fit the other tensors or rank 4"),
+        ("name", "is not LoRA of kt-kernel's experts"),
+    ],
+)
+def test_damaged_adapters_of_kt_kernel_are_reported_in_one_sentence(damage, message, model, tmp_path):
+    def edit(tensors: dict[str, Any]) -> None:
+        tensors |= {name.replace("layers.1.", "layers.2."): tensor for name, tensor in tensors.items()}
+        for name in [name for name in tensors if name.startswith(damage)]:
+            del tensors[name]
+        if damage == "name":
+            tensors["layers.0.experts.gate"] = tensors["layers.0.experts.up_lora_b"]
+
+    kt = write_kt_adapter(
+        tmp_path / "kt", write_adapter(tmp_path / "plain", expert_modules(), rank=8 if damage == "rank" else RANK)
+    )
+    edit_file(kt / adapter.FUSED, edit)
+    merge(model, kt, message=message)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -14,8 +15,11 @@ import msgspec
 import numpy as np
 
 from ktconvert.layouts import patterns
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED, read_fused
 from ktconvert.layouts.errors import InputError, UnsupportedError
-from ktconvert.layouts.files import documents
+from ktconvert.layouts.files import documents, publish
+from ktconvert.layouts.files.direct_file import explain_full_disk
+from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import F32, Array
@@ -181,9 +185,10 @@ def is_named(name: str, targets: Collection[str]) -> bool:
 
 def require_adapter(folder: Path) -> None:
     """Raise InputError for a folder without an adapter."""
-    if missing := [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]:
+    missing = [name for name in (CONFIG, WEIGHTS) if not (folder / name).is_file()]
+    if missing and not (missing == [WEIGHTS] and (folder / FUSED).is_file()):
         raise InputError(
-            f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train` or PEFT"
+            f"{folder}: has no {missing[0]}; give the directory of an adapter of `ktconvert train`, PEFT or kt-kernel"
         )
 
 
@@ -252,11 +257,13 @@ class Pair(NamedTuple):
     """Matrices A [rows, in] and B [out, columns] of a module, or of a parameter of all experts.
 
     names  its names for patterns
+    file   the file of A and B
     """
 
     a: TensorInfo
     b: TensorInfo
     names: tuple[str, ...]
+    file: Path
 
 
 @dataclass(frozen=True)
@@ -289,7 +296,7 @@ class Delta:
 
 
 def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dict[str, Pair]:
-    """Read the pairs of an adapter's matrices, by module name.
+    """Read the pairs of an adapter's matrices, by module name; those of kt-kernel's experts get the names of `train`.
 
     others  whether other tensors are allowed
 
@@ -298,7 +305,7 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
     """
     file = folder / WEIGHTS
     found: dict[str, dict[str, TensorInfo]] = {}
-    for info in read_header(file).entries:
+    for info in read_header(file).entries if file.is_file() else ():
         match = MATRIX.fullmatch(info.name)
         if match is not None and info.dtype in DTYPES and len(info.shape) == 2:
             found.setdefault(match["module"], {})[match["side"]] = info
@@ -310,9 +317,12 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
         if len(sides) < 2:
             missing = f"{module}.lora_{'B' if 'A' in sides else 'A'}.weight"
             raise InputError(f"lacks tensor {missing!r} of a pair of matrices", SAVE_AGAIN, path=file)
-        pairs[module] = Pair(sides["A"], sides["B"], _find_names(module, found, settings))
+        pairs[module] = Pair(sides["A"], sides["B"], _find_names(module, found, settings), file)
         _require_rank(pairs[module], settings, file)
     _require_numbers(pairs, file)
+    for (layer, expert, projection), (a, b) in read_fused(folder, settings["r"]).items():
+        module = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+        pairs[module] = Pair(a, b, (module,), folder / FUSED)
     return pairs
 
 
@@ -357,10 +367,10 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
 
     Raises InputError for a damaged adapter, UnsupportedError for one that is not plain LoRA.
     """
-    settings, file = read_settings(folder, MERGE), folder / WEIGHTS
+    settings = read_settings(folder, MERGE)
     deltas: dict[str, Delta] = {}
-    for module, (a, b, names) in read_pairs(folder, settings).items():
-        if not settings.name_module(module):
+    for module, (a, b, names, file) in read_pairs(folder, settings).items():
+        if file.name != FUSED and not settings.name_module(module):
             raise InputError.from_tensor(a.name, f"belongs to a module that {CONFIG} does not name", SAVE_AGAIN, file)
         rank, scaling, rows = settings.rank(*names), settings.scale_factor(*names), b.shape[0]
         experts, _, parameter = names[0].rpartition(".")
@@ -375,8 +385,31 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
             for name, own_rows in rows_by_name.items():
                 deltas[f"{experts}.{number}.{name}"] = Delta(file, a, b, scaling, rank, own_rows, number, count)
     if not deltas:
-        raise InputError("has no matrices", SAVE_AGAIN, path=file)
+        raise InputError("has no matrices", SAVE_AGAIN, path=folder / WEIGHTS)
     return deltas
+
+
+def write_peft_adapter(folder: Path, output: Path) -> None:
+    """Write an adapter of kt-kernel as PEFT's, with the names of `train`, into a new folder. No number changes.
+
+    Raises InputError for a damaged adapter, UnsupportedError for settings that `serve` does not compute.
+    """
+    settings = read_settings(folder, SERVE)
+    tensors = {}
+    for module, pair in read_pairs(folder, settings).items():
+        for side, info in zip("AB", pair[:2], strict=True):
+            tensors[f"base_model.model.{module}.lora_{side}.weight"] = info, pair.file
+    config = documents.parse_json((folder / CONFIG).read_bytes())
+    targets = config.get("target_modules") or []
+    config["target_modules"] = rf"(?:{targets})|.*\.experts" if isinstance(targets, str) else [*targets, "experts"]
+    config["lora_dropout"] = 0.0  # only needed for training; PEFT rejects it for stacked experts
+    plan = plan_shard((replace(info, name=name) for name, (info, _) in tensors.items()), {"format": "pt"})
+    publish.make_folder(output)
+    with explain_full_disk(output), (output / WEIGHTS).open("xb") as out:
+        out.write(plan.header)
+        for info, file in tensors.values():
+            out.write(np.fromfile(file, np.uint8, info.nbytes, offset=info.start).data)
+    publish.write_file(output / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
 
 
 def _read(file: Path, info: TensorInfo, rows: range) -> F32:

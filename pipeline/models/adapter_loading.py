@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.adapter import (
+    FUSED,
     RUN,
     SERVE,
     WEIGHTS,
@@ -18,6 +20,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     read_pairs,
     read_settings,
     require_adapter,
+    write_peft_adapter,
 )
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.containers.safetensors import read_header
@@ -124,6 +127,10 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
     from ktconvert.native_quant.runtime.peft_targets import resolve_patterns
 
+    if (folder / FUSED).is_file():
+        with tempfile.TemporaryDirectory() as scratch, _name_folder(folder, Path(scratch)):
+            write_peft_adapter(folder, Path(scratch))
+            return _add_adapter(model, Path(scratch), model_name, adapter, shared)
     settings = read_settings(folder, SERVE if shared else RUN)
     read_pairs(folder, settings, others=True)
     if shared:
@@ -154,6 +161,15 @@ def _require_own_tensors(folder: Path, settings: Settings) -> None:
         if ".lora_" not in info.name and not any(is_named(parent, saved) for parent in parents):
             problem = "replaces one of the model's own weights, which requests without this adapter use, too"
             raise UnsupportedError.from_tensor(info.name, problem, "save the adapter as plain LoRA", folder / WEIGHTS)
+
+
+@contextmanager
+def _name_folder(folder: Path, scratch: Path) -> Iterator[None]:
+    """Name the user's folder instead of its copy in the messages of errors."""
+    try:
+        yield
+    except KtconvertError as error:
+        raise type(error)(str(error).replace(str(scratch), str(folder))) from error
 
 
 @contextmanager

@@ -31,7 +31,13 @@ from ktconvert.pipeline.engine.plan import Needs, Plan, UnitStats, require_uncha
 from ktconvert.pipeline.engine.units import Context, FinishedUnit, Result, Stage, Unit, Written
 from ktconvert.pipeline.engine.workdir import WorkDir
 from ktconvert.pipeline.models import loading
-from ktconvert.pipeline.models.trainer import Rows, add_adapter, build_trainer, read_sequences
+from ktconvert.pipeline.models.trainer import (
+    Rows,
+    add_adapter,
+    build_trainer,
+    describe_trained_parameters,
+    read_sequences,
+)
 from ktconvert.pipeline.options.declare import to_hashable
 from ktconvert.pipeline.options.model_options import TrainOptions
 from ktconvert.pipeline.report.progress import Reporter
@@ -254,6 +260,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     require_unchanged(plan)  # now that all of it is in memory
     transformers.set_seed(schedule.seed)
     model = add_adapter(options, model)
+    reporter.note(describe_trained_parameters(model))
     tokens_per_step = schedule.sequence_length * schedule.batch_size * schedule.gradient_accumulation
     progress = Progress(reporter, tokens_per_step, training.steps)
     by_step = {unit.work: unit for unit in checkpoints}

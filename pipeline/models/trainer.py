@@ -95,6 +95,17 @@ def add_adapter(options: TrainOptions, model: Any) -> Any:
         raise UnsupportedError(f"{options.input}: {first_line(error)}") from error
 
 
+def describe_trained_parameters(model: Any) -> str:
+    """Return a sentence with the number of parameters that a model with a new adapter trains, experts apart."""
+    from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+
+    def count(module: Any) -> int:
+        return sum(weight.numel() for weight in module.parameters() if weight.requires_grad)
+
+    experts = sum(count(module) for module in model.modules() if isinstance(module, RoutedExperts))
+    return f"trained parameters: {experts} of routed experts, {count(model) - experts} of other modules"
+
+
 def make_trainer_arguments(options: TrainOptions, folder: Path, evaluates: bool) -> Any:
     """Return transformers' TrainingArguments.
 

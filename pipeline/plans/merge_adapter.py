@@ -12,6 +12,7 @@ import msgspec
 from ktconvert.layouts.checkpoints.adapter import (
     CONFIG,
     DOWN,
+    FUSED,
     GATE_UP,
     OF_EXPERT,
     WEIGHTS,
@@ -40,12 +41,13 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
     """Build the plan from headers and the adapter. Raises InputError or UnsupportedError if they do not fit."""
     folder = options.adapter
     require_adapter(folder)
-    # Both files are small, so they are identified by their content.
+    # The files are small, so they are identified by their content.
     files = {
         folder / name: msgspec.structs.replace(
             identify_by_stat(folder / name, f"adapter/{name}"), sha256=publish.sha256_file(folder / name)
         )
-        for name in (CONFIG, WEIGHTS)
+        for name in (CONFIG, WEIGHTS, FUSED)
+        if (folder / name).is_file()
     }
     identity = "".join(str(file.sha256) for file in files.values())
     return plan_dequantize(options, partial(_add_adapter, folder, identity), files)
