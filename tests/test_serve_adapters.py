@@ -21,6 +21,7 @@ httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 peft = pytest.importorskip("peft")
 torch = pytest.importorskip("torch")
+safetensors_torch = pytest.importorskip("safetensors.torch")
 pytest.importorskip("fastapi")
 serving = pytest.importorskip("ktconvert.pipeline.models.serving.server")
 
@@ -221,6 +222,32 @@ def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):
     assert NamedPath().convert(str(folder), None, None) == ("lr=2e-4", folder)
     assert NamedPath().convert(f"a={folder}", None, None) == ("a", folder)
     assert NamedPath().convert(f"{folder}/", None, None) == ("lr=2e-4", folder)
+
+
+def test_an_adapter_of_kt_kernel_computes_like_that_of_peft(example, int8, folders, tmp_path):
+    """kt-kernel saves the matrices of experts as stacks, in a file of their own that the settings do not name."""
+    kt, stacks, others = tmp_path / "kt", dict[str, list[Any]](), {}
+    for name, tensor in safetensors_torch.load_file(folders["both"] / "adapter_model.safetensors").items():
+        if match := re.search(r"layers\.(\d+)\.mlp\.experts\.\d+\.(\w+)_proj\.lora_(.)", name):
+            stacks.setdefault(f"layers.{match[1]}.experts.{match[2]}_lora_{match[3].lower()}", []).append(tensor)
+        else:
+            others[name] = tensor
+    kt.mkdir()
+    safetensors_torch.save_file(others, kt / "adapter_model.safetensors")
+    fused = {name: torch.stack(stack) for name, stack in stacks.items()}
+    safetensors_torch.save_file(fused, kt / "fused_expert_lora.safetensors")
+    config = json.loads((folders["both"] / "adapter_config.json").read_text())
+    (kt / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
+    ids = torch.arange(9)[None]
+    logits = [
+        loading.load_model_and_tokenizer(chosen(example, int8, adapter=folder))[0](ids).logits
+        for folder in (folders["both"], kt)
+    ]
+    assert torch.equal(*logits)
+    first = {name: stack for name, stack in fused.items() if name.startswith("layers.0.")}
+    safetensors_torch.save_file(first, kt / "fused_expert_lora.safetensors")
+    with pytest.raises(InputError, match=f"{re.escape(str(kt))}.*{adapter_loading.LACKS_TENSORS}"):
+        serving.load_application(chosen(example, int8), adapters={"kt": kt})
 
 
 CHANGES = (

@@ -338,6 +338,9 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     measured = [event["eval_loss"] for event in steps if "eval_loss" in event]
     assert measured[-1] < measured[0] - 0.02
     assert events[-1]["event"] == "finished"
+    of_experts = 2 * 8 * 4 * 3 * (256 + 256)
+    trained = f"trained parameters: {of_experts} of routed experts, {stored - of_experts} of other modules"
+    assert trained in [event.get("text") for event in events]
     assert sum(tensor.numel() for tensor in load_file(adapter / "adapter_model.safetensors").values()) == stored
     assert "evaluation loss" in (adapter / "README.md").read_text()
     assert events[0]["bytes"] == memory
