@@ -15,6 +15,7 @@ import ktconvert
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from rig.conversion import checkpoint, run_in_process
 from rig.safetensors import Tensor, edit_file, read_file, read_folder, write_file
@@ -377,7 +378,7 @@ def write_kt_adapter(folder: Path, plain: Path) -> Path:
         assert len(stack) == int(expert)
         stack.append(np.frombuffer(tensor.data, np.float32).reshape(tensor.shape))
     folder.mkdir()
-    write_file(folder / adapter.FUSED, {name: ("F32", np.stack(stack)) for name, stack in stacks.items()})
+    write_file(folder / FUSED, {name: ("F32", np.stack(stack)) for name, stack in stacks.items()})
     (folder / adapter.CONFIG).write_text(json.dumps(PLAIN | {"target_modules": ["q_proj"], "lora_dropout": 0.1}))
     return folder
 
@@ -414,5 +415,5 @@ def test_damaged_adapters_of_kt_kernel_are_reported_in_one_sentence(damage, mess
     kt = write_kt_adapter(
         tmp_path / "kt", write_adapter(tmp_path / "plain", expert_modules(), rank=8 if damage == "rank" else RANK)
     )
-    edit_file(kt / adapter.FUSED, edit)
+    edit_file(kt / FUSED, edit)
     merge(model, kt, message=message)

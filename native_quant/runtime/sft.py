@@ -376,7 +376,8 @@ class SftMoEWrapper:
         this call waits. It cannot be captured in a CUDA graph.
         """
         with _use_stream(hidden_states, cuda_stream):
-            self._start(*(x.reshape(-1, x.shape[-1]) for x in (hidden_states, expert_ids, weights)), False)
+            hidden, ids, scores = (x.reshape(-1, x.shape[-1]) for x in (hidden_states, expert_ids, weights))
+            self._start(hidden, ids, scores, save_for_backward=False)
         self._inference = hidden_states
 
     def sync_forward_inference(self, cuda_stream: Any = None) -> torch.Tensor:

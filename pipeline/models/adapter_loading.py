@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.adapter import (
-    FUSED,
     RUN,
     SERVE,
     WEIGHTS,
@@ -22,6 +21,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     require_adapter,
     write_peft_adapter,
 )
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED, read_fused
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.runtime.transformers_version import hide_renamings
@@ -128,6 +128,10 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
     from ktconvert.native_quant.runtime.peft_targets import resolve_patterns
 
     if (folder / FUSED).is_file():
+        covered = {layer for layer, _, _ in read_fused(folder, read_settings(folder, RUN)["r"])}
+        layers = {module.layer for module in model.modules() if isinstance(module, RoutedExperts)}
+        if missing := sorted(layers - covered):
+            raise InputError(f"{folder}: does not fit {model_name}: {FUSED} lacks layer {missing[0]}")
         with tempfile.TemporaryDirectory() as scratch, _name_folder(folder, Path(scratch)):
             write_peft_adapter(folder, Path(scratch))
             return _add_adapter(model, Path(scratch), model_name, adapter, shared)

@@ -12,7 +12,6 @@ import msgspec
 from ktconvert.layouts.checkpoints.adapter import (
     CONFIG,
     DOWN,
-    FUSED,
     GATE_UP,
     OF_EXPERT,
     WEIGHTS,
@@ -21,6 +20,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     require_adapter,
 )
 from ktconvert.layouts.checkpoints.archs import PREFIXES
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, TensorDeltas
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
