@@ -21,7 +21,8 @@ from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models.loading import ModelChoice
 from ktconvert.pipeline.plans.commands import make_options, make_plan
 from ktconvert.pipeline.plans.commands import run as run_plan
-from rig import encodings, families, hf, published, served, stored
+from rig import decided, encodings, families, family_models, hf, published, served, stored
+from rig.family_rows import ROWS
 from rig.safetensors import Tensor, Tensors, edit_file, read_file
 
 torch = pytest.importorskip("torch")
@@ -143,6 +144,49 @@ def test_hot_experts_are_computed_beside_decoded_weights(paths: Outputs) -> None
     settings = {"cpu_weights": paths("FP8 in blocks", INT8), "num_gpu_experts": 3}
     ours, theirs = (hf.logits(load(model, **settings)[0], IDS) for model in models)
     assert torch.equal(ours, theirs)
+
+
+def load_original(form: str, model: Path, paths: Outputs) -> Any:
+    """Load the decoded model with transformers, which decodes gpt-oss itself."""
+    described = {**published.FORMS, **published.MORE_FORMS}[form]
+    if described.family != "gpt_oss":
+        model = copy_model(paths(form, BF16), model.parent / "original", described.restore)
+    kind = family_models.auto_class(described.family)
+    loaded, report = kind.from_pretrained(model, dtype=torch.bfloat16, output_loading_info=True)
+    assert not report["missing_keys"] | report["mismatched_keys"]
+    return loaded.eval()
+
+
+def set_head(tensors: Tensors, head: Any) -> None:
+    """Replace the head, whatever encodes it."""
+    name = next(name for name in tensors if name.endswith("head.weight") and tensors[name].shape[0] == len(head))
+    for each in [each for each in tensors if each.startswith(name.removesuffix("weight"))]:
+        del tensors[each]
+    tensors[name] = Tensor("BF16", tuple(head.shape), head.view(torch.int16).numpy().tobytes())
+
+
+TEXTS = [*published.FORMS, *published.MORE_FORMS]
+QUICK_TEXTS = ("modelopt NVFP4", "gpt-oss MXFP4")
+
+
+@pytest.mark.parametrize("form", [pytest.param(n, marks=() if n in QUICK_TEXTS else pytest.mark.long) for n in TEXTS])
+def test_run_generates_the_text_of_transformers(form: str, paths: Outputs, tmp_path: Path) -> None:
+    """64 greedy tokens, with experts in BF16 and as they are stored."""
+    family = {**published.FORMS, **published.MORE_FORMS}[form].family
+    if family in ROWS and not ROWS[family].exists_in(transformers.__version__):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = copy_model(paths(form), tmp_path / "model")
+    original = load_original(form, model, paths)
+    tokenizer = decided.add_tokenizer(model)
+    text = decided.decide_text(original, tokenizer)
+    edit_file(model / "model.safetensors", lambda tensors: set_head(tensors, original.get_output_embeddings().weight.data))
+    assert decided.generate_text(original, tokenizer) == text
+    converted = convert("cpu", model, tmp_path / "bf16", quant_method=BF16, threadpool_count=1)
+    for experts in (("--cpu-weights", converted), ()):
+        prompt = ("--prompt", decided.PROMPT, "--max-new-tokens", decided.TOKENS, "--threads", 1)
+        done = call(run, model, *experts, *prompt)
+        assert (done.exit_code, "note" in done.stderr) == (0, False), (done.exception, done.stderr)
+        assert done.stdout == f"{text}\n"
 
 
 # Median distance of the logits from those of transformers, for random weights; 4 bits are encoded a second time.

@@ -1,7 +1,6 @@
 """Tiny models as they are published: attention, shared experts and dense layers are quantized like the experts."""
 
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rig import families, stored
+from rig import decided, families, family_models, stored
 from rig.encodings import E2M1, E4M3, grid, spread
+from rig.family_rows import ROWS
 from rig.safetensors import Tensor, Tensors, edit_file
 
 Bits = Any
 Encode = Callable[[Bits], stored.Stored]  # BF16 bits [n, k] -> tensors by the suffix that replaces "weight"
 
-TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "qwen3-moe-small"
 TOKENS = 2048  # of its vocabulary
 
 
@@ -41,14 +40,14 @@ def _largest(x: Any, block: tuple[int, int]) -> Any:
 
 
 def fp8(block: tuple[int, int] | None, scale: str, dtype: str = "F32") -> Encode:
-    """Return an encoder of E4M3. block: None for a scale per row; dtype: of the scales, F32, BF16 or F8_E8M0."""
+    """Return an encoder of E4M3. block: None for a scale per row; dtype: of the scales, F32, BF16, F8_E8M0 or U8 for it."""
 
     def encode(bits: Bits) -> stored.Stored:
         x = _floats(bits)
         own = block or (1, x.shape[1])
         scales = (np.maximum(_largest(x, own), 1e-9) / 448).astype(np.float32)
         saved: Any = scales
-        if dtype == "F8_E8M0":
+        if dtype in ("F8_E8M0", "U8"):
             saved = (np.ceil(np.log2(scales)) + 127).astype(np.uint8)
             scales = 2.0 ** (saved.astype(np.float64) - 127)
         elif dtype == "BF16":
@@ -86,10 +85,11 @@ class Form:
     """A published form.
 
     family, settings   of the tiny model
-    linears            pattern of names without ".weight" -> encoder; the first match counts
+    linears            pattern of names without ".weight" -> encoder of each matrix; the first match counts
     quantization       quantization_config of config.json
     method             of the runtime, for the experts as they are stored
     change             changes the tensors before they are encoded
+    restore            gives decoded tensors the names that transformers loads
     extra              tensors that are added: (dtype, values)
     """
 
@@ -99,6 +99,7 @@ class Form:
     method: str
     settings: dict[str, Any] = field(default_factory=dict)
     change: Callable[[Tensors], Any] = lambda tensors: None
+    restore: Callable[[Tensors], Any] = lambda tensors: None
     extra: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
 
 
@@ -140,6 +141,82 @@ def _rename_deepseek_v4(tensors: Tensors) -> None:
         if published.startswith("layers.2."):
             tensors[published.replace("layers.2.", "mtp.0.")] = tensor
     tensors["mtp.0.e_proj.weight"] = tensors["layers.2.attn.wq_a.weight"]
+
+
+STACK = re.compile(r"(.*experts)\.(gate_up|down)_proj")
+
+
+def _split(transposed: bool) -> Callable[[Tensors], None]:
+    """Return a function that stores stacks of experts as one tensor per projection of an expert.
+
+    transposed: the stacks are [E, H, 2I] and [E, I, H].
+    """
+
+    def change(tensors: Tensors) -> None:
+        for name in list(tensors):
+            if match := STACK.fullmatch(name):
+                for expert, bits in enumerate(tensors.pop(name).bits):
+                    rows = bits.T if transposed else bits
+                    parts = np.split(rows, 2) if match[2] == "gate_up" else [rows]
+                    for projection, part in zip(match[2].split("_"), parts, strict=True):
+                        data = np.ascontiguousarray(part).tobytes()
+                        tensors[f"{match[1]}.{expert}.{projection}_proj.weight"] = Tensor("BF16", part.shape, data)
+
+    return change
+
+
+def _join(transposed: bool) -> Callable[[Tensors], None]:
+    """Return the inverse of _split."""
+
+    def change(tensors: Tensors) -> None:
+        for first in [name for name in tensors if name.endswith("experts.0.down_proj.weight")]:
+            base = first.removesuffix(".0.down_proj.weight")
+            for stack in ("gate_up", "down"):
+                names = [
+                    [f"{base}.{expert}.{projection}_proj.weight" for projection in stack.split("_")]
+                    for expert in range(families.EXPERTS)
+                ]
+                bits = np.stack([np.concatenate([tensors.pop(name).bits for name in expert]) for expert in names])
+                bits = bits.swapaxes(1, 2) if transposed else bits
+                data = np.ascontiguousarray(bits).tobytes()
+                tensors[f"{base}.{stack}_proj"] = Tensor("BF16", bits.shape, data)
+
+    return change
+
+
+def _store_stacks(encode: Encode, names: Mapping[str, str], transposed: bool = False) -> Callable[[Tensors], None]:
+    """Return a function that encodes stacks of experts whose names do not end in ".weight".
+
+    names: suffix of an encoder's tensor -> suffix of the stored tensor; transposed: encode each expert's transpose.
+    """
+
+    def change(tensors: Tensors) -> None:
+        for name in [
+            name for name in tensors if re.search(r"experts\.(gate_up_proj|down_proj|w13_weight|w2_weight)$", name)
+        ]:
+            bits = tensors.pop(name).bits
+            for suffix, (dtype, values) in _encode(encode, bits.swapaxes(1, 2) if transposed else bits).items():
+                tensors[name + names[suffix]] = Tensor(dtype, values.shape, np.ascontiguousarray(values).tobytes())
+
+    return change
+
+
+def _gpt_oss(bits: Bits) -> stored.Stored:
+    """Encode as gpt-oss, with blocks of 32 columns."""
+    tensors = stored.STORED["MXFP4"](bits)
+    codes = tensors["weight"][1]
+    return {"weight": ("U8", codes.reshape(len(codes), -1, 16)), "scale": ("U8", tensors["scale"][1])}
+
+
+def _encode(encode: Encode, bits: Bits) -> stored.Stored:
+    """Encode a matrix, or each matrix of a stack."""
+    if bits.ndim == 2:
+        return encode(bits)
+    matrices = [encode(matrix) for matrix in bits]
+    return {
+        suffix: (dtype, np.stack([matrix[suffix][1] for matrix in matrices]))
+        for suffix, (dtype, _) in matrices[0].items()
+    }
 
 
 CT_FP8 = {
@@ -196,14 +273,53 @@ FORMS = {
 }
 
 
+EXPERT = r"experts\.\d+\.(gate|up|down|w1|w2|w3)(_proj)?$"
+MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32]}
+FP8_EXPERTS = {EXPERT: fp8((128, 128), "weight_scale_inv")}
+MXFP8_SCALES = {"weight": "", "weight_scale": "_scale"}
+MXFP4_SCALES = {"weight": "_blocks", "scale": "_scales"}
+# Forms with quantized experts only, of families that transformers builds but for `families.FAMILIES`.
+MORE_FORMS = {
+    "gpt-oss MXFP4": Form(
+        "gpt_oss", {}, {"quant_method": "mxfp4"}, "MXFP4", change=_store_stacks(_gpt_oss, MXFP4_SCALES, transposed=True)
+    ),
+    "Step-3.7 FP8": Form(
+        "step3p7", {r"moe\.(gate|up|down)_proj$": fp8((128, 128), "weight_scale_inv")}, FP8_BLOCKS, "FP8"
+    ),
+    "MiniMax-M2 FP8": Form("minimax_m2", FP8_EXPERTS, FP8_BLOCKS, "FP8"),
+    "MiniMax-M3 MXFP8": Form("minimax_m3_vl", {EXPERT: fp8((1, 32), "weight_scale_inv", "U8")}, MXFP8, "MXFP8"),
+    "Nemotron-H NVFP4": Form("nemotron_h", {EXPERT: nvfp4}, MODELOPT, "NVFP4"),
+    "Llama-4 ct FP8": Form(
+        "llama4",
+        {EXPERT: fp8(None, "weight_scale", "BF16")},
+        CT_FP8,
+        "FP8_PERCHANNEL",
+        change=_split(transposed=True),
+        restore=_join(transposed=True),
+    ),
+    "Gemma-4 NVFP4": Form(
+        "gemma4", {EXPERT: nvfp4}, MODELOPT, "NVFP4", change=_split(transposed=False), restore=_join(transposed=False)
+    ),
+    "GLM-5.3-Flash FP8": Form("glm5_next", FP8_EXPERTS, FP8_BLOCKS, "FP8"),
+    "Inkling 2 MXFP8": Form(
+        "inkling2", {}, MXFP8, "MXFP8", change=_store_stacks(fp8((1, 32), "weight_scale", "U8"), MXFP8_SCALES)
+    ),
+}
+
+
 def write(name: str, folder: Path) -> Path:
     """Write a tiny model with random weights in a published form, with a tokenizer."""
-    form = FORMS[name]
-    families.make(form.family, False, folder, vocab_size=TOKENS, **form.settings)
+    form = {**FORMS, **MORE_FORMS}[name]
+    if form.family in families.FAMILIES:
+        families.make(form.family, False, folder, vocab_size=TOKENS, **form.settings)
+    else:
+        row = ROWS[form.family]
+        family_models.save_model(
+            family_models.auto_class(form.family), family_models.config_of(form.family, row), folder
+        )
     edit_file(folder / "model.safetensors", lambda tensors: _store(tensors, form))
     stored.configure(folder, quantization_config=form.quantization)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TOKENIZER / file, folder)
+    decided.add_tokenizer(folder)
     return folder
 
 
@@ -214,7 +330,7 @@ def _store(tensors: Tensors, form: Form) -> None:
         encode = next((one for pattern, one in form.linears.items() if stem != name and re.search(pattern, stem)), None)
         if encode is not None:
             del tensors[name]
-            for suffix, (dtype, values) in encode(tensor.bits).items():
+            for suffix, (dtype, values) in _encode(encode, tensor.bits).items():
                 tensors[f"{stem}.{suffix}"] = Tensor(dtype, values.shape, np.ascontiguousarray(values).tobytes())
     for name, (dtype, values) in form.extra.items():
         tensors[name] = Tensor(dtype, values.shape, values.tobytes())
