@@ -436,6 +436,7 @@ ARCHS = (
         "SmallThinker",
         ("smallthinker", "SmallThinkerForCausalLM", "gguf:smallthinker"),
         (_make_separate("block_sparse_moe.", "gate", "up", "down"),),
+        experts=("moe_num_primary_experts", *NUM_EXPERTS),
         width=("moe_ffn_hidden_size", *MOE_WIDTH),
         function=ExpertFunction("relu"),
     ),

@@ -84,6 +84,7 @@ class KTConvertQuantizer(HfQuantizer):
     quantization_config: KTConvertConfig
     _save_remedy = "`ktconvert cpu --non-experts keep` converts the original model into one directory with all weights"
     stored_tensors: dict[str, StoredTensor] | None = None  # to load instead of the files, if some are quantized
+    _for_images = range(0)  # numbers of experts that are loaded, beside the replaced ones
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -98,6 +99,7 @@ class KTConvertQuantizer(HfQuantizer):
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; set cpu_weights to a directory with its experts")
+        self._for_images = hf_non_experts.number_experts_for_images(model)
         held_experts = replace_blocks(model)
         modules = find_experts(model, open_experts(root).function)
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
@@ -136,9 +138,17 @@ class KTConvertQuantizer(HfQuantizer):
         replaced = {*held_experts, *(module.name for module in modules)}
         names_below = (re.escape(name.removeprefix(base)) for name in sorted(replaced))
         model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in names_below)
+        if self._for_images:
+            model._keys_to_ignore_on_load_unexpected.add(hf_non_experts.ANY_EXPERT)
         if self.stored_tensors is not None:
             model._keys_to_ignore_on_load_unexpected.add(ACTIVATION_SCALES)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Return the model's own conversions, but for replaced experts. transformers passes the model since 5.21."""
+        quantizer: Any = super()
+        conversions = quantizer.update_weight_conversions(weight_conversions, *model)
+        return hf_non_experts.convert_experts_for_images(conversions, self._for_images)
 
     def _open_hot_weights(self, modules: list[ExpertModule], folder: Path | None) -> HotWeights:
         """Open the checkpoint of the hot experts, which must have the model's layers and sizes."""
@@ -239,12 +249,8 @@ class ConvertedQuantizer(KTConvertQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
-        """Return the model's own conversions, after the renaming to the original names.
-
-        transformers passes the model since 5.21.
-        """
-        quantizer: Any = super()
-        return [*self._renamings, *quantizer.update_weight_conversions(weight_conversions, *model)]
+        """Return the model's own conversions, after the renaming to the original names."""
+        return [*self._renamings, *super().update_weight_conversions(weight_conversions, *model)]
 
 
 hf_non_experts.keep_router_dtypes()

@@ -22,7 +22,9 @@ from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<prefix>.*?)(?:layers|blocks)\.(?P<layer>\d+)\.(?:.+\.)?experts")
-IMAGES = ".vision_moe."  # ERNIE-4.5-VL: experts for images, which torch computes
+# ERNIE-4.5-VL: experts for images, which torch computes, and beside them those for text. Checkpoints number both
+# together, those for text first.
+IMAGES, TEXT = ".vision_moe.", ".text_moe."
 NORM = "post_expert_norm"  # name of the module that normalizes each expert's output
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 # Names of these arguments in transformers' modules, which are given by position.

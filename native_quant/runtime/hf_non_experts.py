@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from transformers import modeling_utils
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.numa import KEY
@@ -24,11 +30,12 @@ from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.layouts.sources.containers import SAFETENSORS
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.sources.source import open_checkpoint, read_quantization
-from ktconvert.native_quant.runtime.hf_modules import LAYER, ExpertModule
+from ktconvert.native_quant.runtime.hf_modules import IMAGES, LAYER, TEXT, ExpertModule
 from ktconvert.native_quant.runtime.stored_tensors import FLOATS, UNQUANTIZED, StoredTensor, find_stored_tensors
 
 # Expert tensors of an output, with the names that `make_renamings` gives them.
 EXPERTS = r"\.ffn_(gate|up|down)_(bwd_)?exps\."
+ANY_EXPERT = r"\.mlp\.experts\.\d+\."  # in a checkpoint of ERNIE-4.5-VL
 BASE_MODEL = re.compile(r"^base_model: (\S+)$", re.MULTILINE)
 NAME = "ktconvert"  # quant_method of KTConvertConfig
 
@@ -91,6 +98,34 @@ def convert_names(model: Any, names: Iterable[str], renamings: Sequence[WeightRe
                 first_pattern, *other_patterns = converter.target_patterns
                 targets.update(target.replace(first_pattern, other) for other in other_patterns)
     return targets
+
+
+def number_experts_for_images(model: Any) -> range:
+    """Return the numbers of the experts for images in a checkpoint; those for text precede them (ERNIE-4.5-VL)."""
+    modules = (name for name, _ in model.named_modules() if IMAGES in name and name.endswith(".experts"))
+    if (name := next(modules, None)) is None:
+        return range(0)
+    first = model.get_submodule(name.replace(IMAGES, TEXT)).num_experts
+    return range(first, first + model.get_submodule(name).num_experts)
+
+
+def convert_experts_for_images(conversions: Sequence[Any], numbers: range) -> list[Any]:
+    """Return conversions that read the experts for images, which have these numbers, but none for text.
+
+    transformers' own conversions read neither where those for text are replaced.
+    """
+    converted = []
+    for conversion in conversions:
+        targets = [target for target in conversion.target_patterns if IMAGES.lstrip(".") + "experts" in target]
+        if targets and numbers:
+            any_number = f"(?:{'|'.join(map(str, numbers))})"
+            sources = [source.replace("*", any_number) for source in conversion.source_patterns]
+            operations = [MergeModulelist(dim=0), *([Concatenate(dim=1)] if len(sources) > 1 else [])]
+            scope = conversion.scope_prefix, conversion.base_model_prefix
+            conversion = WeightConverter(sources, targets, operations)
+            conversion.scope_prefix, conversion.base_model_prefix = scope
+        converted.append(conversion)
+    return converted
 
 
 def _advise_original(root: Path, problem: str) -> str:

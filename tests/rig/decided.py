@@ -1,15 +1,26 @@
-"""Models of transformers whose greedy text is decided: rounding changes no token of it, and different experts do."""
+"""Models of transformers whose greedy text is decided: rounding changes no token of it, and different experts do.
+
+Rounding moves a logit by about 0.02 standard deviations of the logits. It could change the text where two tokens, or two
+experts in the eyes of a router, are equally good. So the text and the head of the model are chosen without such ties.
+"""
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "qwen3-moe-small"
-PROMPT = "XQZJ7KW9"
-TOKENS = 64
-# Distance of each token of the text to the next logit, in standard deviations of the logits. BF16 moves a logit by
-# about 0.02 of them, a different function of the experts by about 1.
-MARGIN = 0.5
+PROMPT, TOKENS = 8, 64  # number of tokens of the prompt and of the text
+MARGIN = 0.5  # distance of each token of the text to the next logit, in standard deviations of the logits
+ROUNDING, ROUNDINGS = 2**-8, 8  # relative errors of embeddings, and number of draws
+STABLE = 0.15  # bound of the relative change of hidden states; if an expert changes, it is about 1
+DRAWS = 20
+
+
+class Text(NamedTuple):
+    """A prompt, and the model's greedy text after it."""
+
+    prompt: str
+    text: str
 
 
 def add_tokenizer(folder: Path) -> Any:
@@ -21,42 +32,90 @@ def add_tokenizer(folder: Path) -> Any:
     return transformers.AutoTokenizer.from_pretrained(TOKENIZER)
 
 
-def decide_text(model: Any, tokenizer: Any) -> str:
-    """Set the head of a model so that it continues PROMPT with random letters and digits; return PROMPT and these.
+def decide_text(model: Any, tokenizer: Any) -> Text:
+    """Set the head of a model so that it continues a prompt with a text; both are random letters and digits.
 
-    The head is random but for the least change with which every token of that text leads by MARGIN. The hidden states
+    The head is random but for the least change with which every token of the text leads by MARGIN. The hidden states
     are not changed, and nearly all of each logit stems from the random part.
     """
     import torch
 
     head = model.get_output_embeddings()
     assert head.weight.data_ptr() != model.get_input_embeddings().weight.data_ptr(), "the embeddings are tied"
-    random = torch.Generator().manual_seed(3)
-    letters = [number for number in range(3, 128) if tokenizer.decode([number]).isalnum()]
-    prompt = tokenizer(PROMPT).input_ids
-    text = torch.tensor(letters)[torch.randint(len(letters), (TOKENS,), generator=random)]
-    states: list[Any] = []
-    hook = head.register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0]))
-    with torch.no_grad():
-        model(torch.cat([torch.tensor(prompt), text[:-1]])[None], use_cache=False)
-    hook.remove()
-    inputs = states[-1].double()[0, -TOKENS:]  # [TOKENS, hidden]
-    rows = torch.randn(head.weight.shape, generator=random, dtype=torch.float64)
-    rows /= (inputs @ rows.T).std()
-    logits = inputs @ rows.T
-    chosen = logits.gather(1, text[:, None])[:, 0]
-    others = logits.scatter(1, text[:, None], -torch.inf).amax(1)
-    raised = torch.zeros_like(logits).scatter(1, text[:, None], (others - chosen + MARGIN).clamp(min=0)[:, None])
-    head.weight.data.copy_(rows + (torch.linalg.pinv(inputs) @ raised).T)
-    leads = (inputs @ head.weight.double().T).topk(2).values
-    assert (leads[:, 0] - leads[:, 1]).min() > MARGIN / 2, "the head cannot decide the text"
-    return PROMPT + tokenizer.decode(text)
+    for seed in range(DRAWS):
+        random = torch.Generator().manual_seed(seed)
+        ids = _draw_stable_ids(model, tokenizer, random)
+        prompt, text = ids[:PROMPT], ids[PROMPT:]
+        inputs = _compute_head_inputs(model, ids[None, :-1])[0]
+        rows = torch.randn(head.weight.shape, generator=random, dtype=torch.float64)
+        rows /= (inputs @ rows.T).std()
+        logits = inputs @ rows.T
+        chosen = logits.gather(1, text[:, None])
+        others = logits.scatter(1, text[:, None], -torch.inf).amax(1, keepdim=True)
+        raised = torch.zeros_like(logits).scatter(1, text[:, None], (others - chosen + MARGIN).clamp(min=0))
+        head.weight.data.copy_(rows + (torch.linalg.pinv(inputs) @ raised).T)
+        generated = generate(model, prompt)
+        if torch.equal(generated, text):
+            return Text(tokenizer.decode(prompt), tokenizer.decode(text))
+    raise AssertionError(f"transformers generates {generated.tolist()}, not {text.tolist()}")
 
 
-def generate_text(model: Any, tokenizer: Any) -> str:
-    """Return PROMPT and the greedy text of transformers after it."""
+def _draw_stable_ids(model: Any, tokenizer: Any, random: Any) -> Any:
+    """Return ids [PROMPT + TOKENS] whose hidden states change little if the embeddings are rounded differently.
+
+    A token is drawn again until no router sees two experts as equally good.
+    """
     import torch
 
-    prompt = torch.tensor([tokenizer(PROMPT).input_ids])
-    text = model.generate(prompt, max_new_tokens=TOKENS, do_sample=False)[0, prompt.shape[1] :]
-    return PROMPT + tokenizer.decode(text)
+    letters = torch.tensor([number for number in range(3, 128) if tokenizer.decode([number]).isalnum()])
+    ids = letters[torch.randint(len(letters), (PROMPT + TOKENS,), generator=random)]
+
+    def draw(at: int) -> None:
+        """Draw one token again; those of the prompt must not merge with each other."""
+        ids[at] = letters[torch.randint(len(letters), (), generator=random)]
+        while tokenizer(tokenizer.decode(ids[:PROMPT])).input_ids != ids[:PROMPT].tolist():
+            ids[:PROMPT] = letters[torch.randint(len(letters), (PROMPT,), generator=random)]
+
+    def round_embeddings(_module: Any, _inputs: Any, output: Any) -> Any:
+        errors = ROUNDING * torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+        errors[0] = 0
+        return (output.float() * (1 + errors)).to(output.dtype)
+
+    draw(PROMPT)
+    hook = model.get_input_embeddings().register_forward_hook(round_embeddings)
+    for _ in range(500):
+        states = _compute_head_inputs(model, ids[:-1].expand(1 + ROUNDINGS, -1))
+        change = ((states - states[0]).norm(dim=-1) / states[0].norm(dim=-1)).amax(0)
+        unstable = (change > STABLE).nonzero()
+        if not len(unstable):
+            break
+        draw(PROMPT - 1 + int(unstable[0]))
+    else:
+        raise AssertionError("no text is stable")
+    hook.remove()
+    return ids
+
+
+def _compute_head_inputs(model: Any, ids: Any) -> Any:
+    """Return what enters the head for the last TOKENS of ids [batch, tokens]: float64 [batch, TOKENS, hidden]."""
+    import torch
+
+    states: list[Any] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _module, inputs: states.append(inputs[0]))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    hook.remove()
+    return states[-1].double()[:, -TOKENS:]
+
+
+def generate(model: Any, prompt: Any) -> Any:
+    """Return the greedy tokens of transformers after a prompt of ids."""
+    generated = model.generate(prompt[None], max_new_tokens=TOKENS, do_sample=False)
+    return generated[0, len(prompt) :]
+
+
+def generate_text(model: Any, tokenizer: Any, prompt: str) -> str:
+    """Return the greedy text of transformers after a prompt."""
+    import torch
+
+    return str(tokenizer.decode(generate(model, torch.tensor(tokenizer(prompt).input_ids))))
