@@ -207,6 +207,15 @@ def test_a_lost_expert_for_images_does_not_change_the_experts_for_text(tmp_path:
         model.read(tmp_path / "silent")
 
 
+def test_gpu_refuses_experts_for_images(tmp_path: Path) -> None:
+    row = ROWS["ERNIE-4.5-VL"]
+    model = Model(row, row.stored[0])
+    model.config["n_routed_experts"] = E
+    paths = ("-i", model.save(tmp_path / "model"), "-o", tmp_path / "out")
+    done = conversion.ktconvert("gpu", *paths, "--quant-method", "RTN", "--quant-type", "W4A16")
+    conversion.check_refusal(done, 3, "its experts for images would stay in BF16", "use `ktconvert cpu`")
+
+
 def test_every_gguf_architecture_with_experts_has_a_row() -> None:
     """In llama.cpp, Deci has names for experts, but its graph and its models are dense."""
     constants = pytest.importorskip("gguf").constants
@@ -302,6 +311,12 @@ WRONG_CONSTANTS: list[tuple[str, dict[str, Any], str]] = [
     ),
     ("DeepSeek-V4", {"swiglu_limit": -1}, "swiglu_limit must be a finite number of at least 0 for layer 1, not -1"),
     ("Step-3.5, 3.7", {"swiglu_limits": [7]}, "swiglu_limits has 1 values, none for layer 1"),
+    ("Step-3.5, 3.7", {"swiglu_limits": []}, "swiglu_limits has 0 values, none for layer 1"),
+    ("Step-3.5, 3.7", {"swiglu_limits": [0, 7, -7]}, "swiglu_limits must be .* of at least 0 for layer 2, not -7"),
+    ("Ling 3", {"expert_swiglu_limit_list": [0, float("nan"), 4]}, "limit_list must be a finite .* layer 1, not NaN"),
+    ("GLM-5.3-Flash", {"swiglu_limit": float("inf")}, "swiglu_limit must be a finite .* for layer 1, not Infinity"),
+    ("Kimi-K3", {"activation_situ_linear_beta": -25}, "activation_situ_linear_beta must be .* at least 0 .* not -25"),
+    ("Inkling 2", {"mlp_gate_softcap": 0}, "mlp_gate_softcap must be a finite number above 0 for layer 1, not 0"),
     ("Kimi-K3", {"activation_situ_beta": 0}, "activation_situ_beta must be a finite number above 0 for layer 1, not 0"),
     ("MiniMax-M3", {"swiglu_alpha": "x"}, 'swiglu_alpha must be a finite number above 0 for layer 1, not "x"'),
     (QWEN, {"hidden_act": "situ"}, r"compute softcap, but alpha \(.*config.json: activation_situ_beta\) is missing"),
@@ -316,6 +331,16 @@ def test_wrong_constants_of_activations_are_refused(name: str, config: Any, mess
     model.config.update(config)
     with pytest.raises(UnsupportedError, match=message):
         model.read(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "config"), [(name, config) for name, config, _ in WRONG_CONSTANTS + NO_ACTIVATION])
+def test_wrong_functions_end_with_exit_code_3(name: str, config: Any, tmp_path: Path) -> None:
+    model = Model(ROWS[name], ROWS[name].stored[0])
+    model.config.update(config)
+    paths = ("-i", model.save(tmp_path / "model"), "-o", tmp_path / "out")
+    done = conversion.ktconvert("cpu", *paths, "--quant-method", "bf16", "--threadpool-count", "1")
+    conversion.check_refusal(done, 3, "; ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_unknown_limits_are_refused_unless_a_row_from_a_file_decides(tmp_path: Path) -> None:

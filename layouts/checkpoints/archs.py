@@ -2,6 +2,7 @@
 
 A row is data. To add an architecture, add a row here, or hand the same row to the command as a file (arch_file.py).
 Names of tensors, config keys and released dtypes were taken from published checkpoints and the loaders that read them.
+Line numbers are those of transformers 5.24 and of llama.cpp at d32676d7 (August 2026).
 """
 
 from __future__ import annotations
@@ -173,12 +174,15 @@ SOFTCAP = ExpertFunction("softcap", alpha=4.0, beta=25.0)
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
     Arch("DeepSeek-V3.2", ("deepseek_v32", "DeepseekV32ForCausalLM", "gguf:deepseek32"), MLP, shares=DEEPSEEK2),
+    # transformers, deepseek_v4/modeling_deepseek_v4.py:1037-1074, which clamps before silu; llama.cpp,
+    # src/models/deepseek4.cpp:37,161.
     Arch(
         "DeepSeek-V4",
         ("deepseek_v4", "DeepseekV4ForCausalLM", "gguf:deepseek4"),
         (*FFN_W, *MLP),
         function=LIMITED,
     ),
+    # Not in transformers. Its config.json has the limit of DeepSeek-V4; llama.cpp, src/models/deepseek4.cpp:37,161.
     Arch("DeepSeek-V4.1", ("deepseek_v41", "DeepseekV41ForCausalLM", "gguf:deepseek41"), FFN_W, function=LIMITED),
     Arch(
         "DeepSeek-V2, V2-Lite, VL2", ("deepseek_v2", "DeepseekV2ForCausalLM", "deepseek_vl_v2"), MLP, shares=DEEPSEEK2
@@ -195,6 +199,8 @@ ARCHS = (
     Arch("GigaChat-3.5", ("gigachat3_5", "GigaChat35ForCausalLM"), MLP, function=LIMITED),
     Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP, shares=DEEPSEEK2),
     Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP, shares=DEEPSEEK2),
+    # Not in transformers. llama.cpp, src/models/kimi-k3.cpp:178-189 (betas) and 569-604 (equation, latent size).
+    # Inkling 2 has the same equation.
     Arch(
         "Kimi-K3",
         ("kimi_k3", "KimiK3ForConditionalGeneration", "gguf:kimi-k3"),
@@ -229,6 +235,7 @@ ARCHS = (
         SPARSE,
         width=DENSE_WIDTH,
     ),
+    # transformers, minimax_m3_vl/modeling_minimax_m3_vl.py:194-231; llama.cpp, src/models/minimax-m3.cpp:67,556.
     Arch(
         "MiniMax-M3",
         (
@@ -239,7 +246,7 @@ ARCHS = (
         width=DENSE_WIDTH,
         function=OAI,
     ),
-    # transformers, gpt_oss/modeling_gpt_oss.py, GptOssExperts; llama.cpp, src/models/openai-moe.cpp
+    # transformers, gpt_oss/modeling_gpt_oss.py:69-114; llama.cpp, src/models/openai-moe.cpp:47-56,136.
     Arch(
         "gpt-oss",
         ("gpt_oss", "GptOssForCausalLM", "gguf:gpt-oss"),
@@ -255,6 +262,7 @@ ARCHS = (
         width=DENSE_WIDTH,
         function=replace(OAI, biases=True),
     ),
+    # transformers, llama4/modeling_llama4.py:55-84,141-174; llama.cpp, src/llama-graph.cpp:1941,2080-2085.
     Arch(
         "Llama-4",
         ("llama4", "llama4_text", "Llama4ForConditionalGeneration", "Llama4ForCausalLM", "gguf:llama4"),
@@ -289,6 +297,7 @@ ARCHS = (
         width=(),
         text_first=True,
     ),
+    # transformers, step3p7/modeling_step3p7.py:537-573, which clamps after silu.
     Arch(
         "Step-3.5, 3.7",
         ("step3p5", "step3p7", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration", "gguf:step35"),
@@ -336,7 +345,7 @@ ARCHS = (
         width=(*DENSE_WIDTH, "ffn_config.ffn_hidden_size"),
         hidden=(*HIDDEN, "d_model"),
     ),
-    # transformers' models/muse_spark/modeling_muse_spark.py: MuseSparkExperts norms each output before its weight.
+    # transformers, muse_spark/modeling_muse_spark.py:127-143,191-251, which norms each output before its weight.
     Arch(
         "Muse Spark",
         ("muse_spark", "muse_spark_text", "MuseSparkForConditionalGeneration"),
@@ -369,7 +378,9 @@ ARCHS = (
         ),
         MLP,
     ),
+    # transformers, glm5_next/modeling_glm5_next.py:109-143.
     Arch("GLM-5.3-Flash", ("glm5_next", "glm5_next_text", "gguf:glm5next", "gguf:glm5-next"), MLP, function=LIMITED),
+    # transformers, hy_v4/modeling_hy_v4.py:543-577.
     Arch(
         "Hy4",
         ("hy_v4", "hy_v4_vl", "hy_v4_vl_text", "HYV4ForCausalLM", "HYV4VLForConditionalGeneration", "gguf:hy_v4"),
@@ -377,7 +388,7 @@ ARCHS = (
         function=LIMITED,
     ),
     Arch("LFM2-MoE", ("lfm2_moe", "Lfm2MoeForCausalLM", "gguf:lfm2moe"), FEED_FORWARD_W),
-    # transformers, nemotron_h/modeling_nemotron_h.py, NemotronHExperts; llama.cpp, src/models/nemotron-h.cpp
+    # transformers, nemotron_h/modeling_nemotron_h.py:653-712; llama.cpp, src/models/nemotron-h.cpp:99-103,211-239.
     Arch(
         "Nemotron-H",
         (
@@ -387,6 +398,7 @@ ARCHS = (
         (_make_separate("mixer.", gate=None),),
         function=ExpertFunction("relu2", gated=False),
     ),
+    # transformers, gemma4/modeling_gemma4.py:1255-1328; the router applies per_expert_scale.
     Arch(
         "Gemma-4 26B-A4B",
         ("gemma4", "gemma4_text", "Gemma4ForConditionalGeneration", "Gemma4ForCausalLM", "gguf:gemma4"),
@@ -424,7 +436,9 @@ ARCHS = (
         INKLING,
         width=DENSE_WIDTH,
     ),
+    # transformers, inkling2/modeling_inkling2.py:733-793 and inkling2_loop/modeling_inkling2_loop.py:775-811.
     Arch("Inkling 2", ("inkling2", "inkling2_text", "inkling2_loop", "inkling2_loop_text"), INKLING, function=SOFTCAP),
+    # Not in transformers. llama.cpp, src/models/grok.cpp:158-180, whose gelu has tanh; SGLang, models/grok.py:84-190.
     Arch(
         "Grok-1, Grok-2",
         ("Grok1ForCausalLM", "gguf:grok"),
@@ -432,6 +446,7 @@ ARCHS = (
         width=DENSE_WIDTH,
         function=ExpertFunction("gelu_tanh"),
     ),
+    # Not in transformers. llama.cpp, src/models/smallthinker.cpp:151-158; names and keys: conversion/smallthinker.py.
     Arch(
         "SmallThinker",
         ("smallthinker", "SmallThinkerForCausalLM", "gguf:smallthinker"),

@@ -40,6 +40,9 @@ def plan_gpu(options: GpuOptions) -> Plan:
         {"rounding": options.rounding, "group_size": options.group_size}
     )
     fmt = expert_plan.hold_function(fmt, model)
+    if model.arch.text_first:
+        problem = "its experts for images would stay in BF16 beside packed experts for text, which no loader expects"
+        raise UnsupportedError(f"{source.root}: {problem}; use `ktconvert cpu`.")
     model = expert_plan.equalize_model(options, model, fmt)
     loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
     ignore = make_ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))

@@ -4,6 +4,7 @@ Rounding moves a logit by about 0.02 standard deviations of the logits. It could
 experts in the eyes of a router, are equally good. So the text and the head of the model are chosen without such ties.
 """
 
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +12,11 @@ from typing import Any, NamedTuple
 TOKENIZER = Path(__file__).resolve().parents[2] / "examples" / "qwen3-moe-small"
 PROMPT, TOKENS = 8, 64  # number of tokens of the prompt and of the text
 MARGIN = 0.5  # distance of each token of the text to the next logit, in standard deviations of the logits
-ROUNDING, ROUNDINGS = 2**-8, 8  # relative errors of embeddings, and number of draws
+ROUNDINGS = 8  # number of draws of other embeddings
+# Their relative errors: those of BF16 are below 2**-8. Smaller ones are for models that enlarge errors in many layers.
+ROUNDING = (2**-7, 2**-8, 2**-9)
 STABLE = 0.15  # bound of the relative change of hidden states; if an expert changes, it is about 1
-DRAWS = 20
+DRAWS, TRIES = 3, 100  # numbers of texts, and of changes of each
 
 
 class Text(NamedTuple):
@@ -42,9 +45,11 @@ def decide_text(model: Any, tokenizer: Any) -> Text:
 
     head = model.get_output_embeddings()
     assert head.weight.data_ptr() != model.get_input_embeddings().weight.data_ptr(), "the embeddings are tied"
-    for seed in range(DRAWS):
+    for rounding, seed in itertools.product(ROUNDING, range(DRAWS)):
         random = torch.Generator().manual_seed(seed)
-        ids = _draw_stable_ids(model, tokenizer, random)
+        ids = _draw_stable_ids(model, tokenizer, rounding, random)
+        if ids is None:
+            continue
         prompt, text = ids[:PROMPT], ids[PROMPT:]
         inputs = _compute_head_inputs(model, ids[None, :-1])[0]
         rows = torch.randn(head.weight.shape, generator=random, dtype=torch.float64)
@@ -54,16 +59,15 @@ def decide_text(model: Any, tokenizer: Any) -> Text:
         others = logits.scatter(1, text[:, None], -torch.inf).amax(1, keepdim=True)
         raised = torch.zeros_like(logits).scatter(1, text[:, None], (others - chosen + MARGIN).clamp(min=0))
         head.weight.data.copy_(rows + (torch.linalg.pinv(inputs) @ raised).T)
-        generated = generate(model, prompt)
-        if torch.equal(generated, text):
+        if torch.equal(generate(model, prompt), text):  # with a cache, which rounds differently
             return Text(tokenizer.decode(prompt), tokenizer.decode(text))
-    raise AssertionError(f"transformers generates {generated.tolist()}, not {text.tolist()}")
+    raise AssertionError("no text of this model is decided")
 
 
-def _draw_stable_ids(model: Any, tokenizer: Any, random: Any) -> Any:
-    """Return ids [PROMPT + TOKENS] whose hidden states change little if the embeddings are rounded differently.
+def _draw_stable_ids(model: Any, tokenizer: Any, rounding: float, random: Any) -> Any:
+    """Return ids [PROMPT + TOKENS] whose hidden states change little if the embeddings change by this relative error.
 
-    A token is drawn again until no router sees two experts as equally good.
+    A token is drawn again until no router sees two experts as equally good. None if that takes too long.
     """
     import torch
 
@@ -77,23 +81,22 @@ def _draw_stable_ids(model: Any, tokenizer: Any, random: Any) -> Any:
             ids[:PROMPT] = letters[torch.randint(len(letters), (PROMPT,), generator=random)]
 
     def round_embeddings(_module: Any, _inputs: Any, output: Any) -> Any:
-        errors = ROUNDING * torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
+        errors = rounding * torch.randn(output.shape, generator=torch.Generator().manual_seed(0))
         errors[0] = 0
         return (output.float() * (1 + errors)).to(output.dtype)
 
     draw(PROMPT)
     hook = model.get_input_embeddings().register_forward_hook(round_embeddings)
-    for _ in range(500):
+    stable = False
+    for _ in range(TRIES):
         states = _compute_head_inputs(model, ids[:-1].expand(1 + ROUNDINGS, -1))
         change = ((states - states[0]).norm(dim=-1) / states[0].norm(dim=-1)).amax(0)
         unstable = (change > STABLE).nonzero()
-        if not len(unstable):
+        if stable := not len(unstable):
             break
         draw(PROMPT - 1 + int(unstable[0]))
-    else:
-        raise AssertionError("no text is stable")
     hook.remove()
-    return ids
+    return ids if stable else None
 
 
 def _compute_head_inputs(model: Any, ids: Any) -> Any:

@@ -87,7 +87,7 @@ class Form:
     family, settings   of the tiny model
     linears            pattern of names without ".weight" -> encoder of each matrix; the first match counts
     quantization       quantization_config of config.json
-    method             of the runtime, for the experts as they are stored
+    method             of the runtime, for the experts as they are stored; "" if it computes them only when converted
     change             changes the tensors before they are encoded
     restore            gives decoded tensors the names that transformers loads
     extra              tensors that are added: (dtype, values)
@@ -302,7 +302,7 @@ MORE_FORMS = {
     ),
     "GLM-5.3-Flash FP8": Form("glm5_next", FP8_EXPERTS, FP8_BLOCKS, "FP8"),
     "Inkling 2 MXFP8": Form(
-        "inkling2", {}, MXFP8, "MXFP8", change=_store_stacks(fp8((1, 32), "weight_scale", "U8"), MXFP8_SCALES)
+        "inkling2", {}, MXFP8, "", change=_store_stacks(fp8((1, 32), "weight_scale", "U8"), MXFP8_SCALES)
     ),
 }
 
