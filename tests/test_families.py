@@ -33,7 +33,8 @@ SHARE = 0.4  # bound of an error as a share of that change; measured: 0.026, 0.3
 QUICK = ("granitemoe", "qwen3_omni_moe_thinker")  # the others take minutes
 TOKENS = 24
 BLOCK = re.compile(r"^class \w*(?:Experts|MoE|MOE|MoeBlock)\w*\(", re.M)
-HEAD = f"| `model_type` | family | transformers | converts | computes | {' | '.join(BOUNDS)} |\n|{'---|' * (5 + len(BOUNDS))}"
+HEAD = "| `model_type` | family | transformers | converts | computes | " + " | ".join(BOUNDS) + " |\n"
+HEAD += f"|{'---|' * (5 + len(BOUNDS))}"
 
 
 class Outcome(NamedTuple):

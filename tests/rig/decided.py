@@ -1,7 +1,8 @@
 """Models of transformers whose greedy text is decided: rounding changes no token of it, and different experts do.
 
-Rounding moves a logit by about 0.02 standard deviations of the logits. It could change the text where two tokens, or two
-experts in the eyes of a router, are equally good. So the text and the head of the model are chosen without such ties.
+Rounding moves a logit by about 0.02 standard deviations of the logits. It could change the text where two tokens are
+equally likely, or where a router finds two experts equally good. The text and the head of the model are chosen without
+such ties.
 """
 
 import itertools
@@ -16,7 +17,7 @@ ROUNDINGS = 8  # number of draws of other embeddings
 # Their relative errors: those of BF16 are below 2**-8. Smaller ones are for models that enlarge errors in many layers.
 ROUNDING = (2**-7, 2**-8, 2**-9)
 STABLE = 0.15  # bound of the relative change of hidden states; if an expert changes, it is about 1
-DRAWS, TRIES = 3, 100  # numbers of texts, and of changes of each
+DRAWS, TRIES = 2, 50  # numbers of texts, and of changes of each
 
 
 class Text(NamedTuple):
