@@ -40,7 +40,7 @@ def _largest(x: Any, block: tuple[int, int]) -> Any:
 
 
 def fp8(block: tuple[int, int] | None, scale: str, dtype: str = "F32") -> Encode:
-    """Return an encoder of E4M3. block: None for a scale per row; dtype: of the scales, F32, BF16, F8_E8M0 or U8 for it."""
+    """Return an encoder of E4M3. block: None for a scale per row; dtype: of scales: F32, BF16, F8_E8M0, or U8 for it."""
 
     def encode(bits: Bits) -> stored.Stored:
         x = _floats(bits)
