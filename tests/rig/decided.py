@@ -15,9 +15,9 @@ PROMPT, TOKENS = 8, 64  # number of tokens of the prompt and of the text
 MARGIN = 0.5  # distance of each token of the text to the next logit, in standard deviations of the logits
 ROUNDINGS = 8  # number of draws of other embeddings
 # Their relative errors: those of BF16 are below 2**-8. Smaller ones are for models that enlarge errors in many layers.
-ROUNDING = (2**-7, 2**-8, 2**-9)
+ROUNDING = (2**-7, 2**-8, 2**-9, 2**-10)
 STABLE = 0.15  # bound of the relative change of hidden states; if an expert changes, it is about 1
-DRAWS, TRIES = 2, 50  # numbers of texts, and of changes of each
+DRAWS, TRIES = 2, 150  # numbers of texts, and of changes of each
 
 
 class Text(NamedTuple):
