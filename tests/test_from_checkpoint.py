@@ -220,7 +220,7 @@ OTHER_COMPUTATIONS = [
     (
         "qwen3_moe",
         {"swiglu_limit": 7.0},
-        "layer 0 compute silu.*limited to 7, not .*limited to 0.5; leave out swiglu_limit",
+        "layer 0 compute silu.*limited to 7, not .*limited to 0.5; use .* or leave out swiglu_limit",
     ),
 ]
 

@@ -45,9 +45,10 @@ def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weight
     return torch.from_numpy(out).view(torch.bfloat16)
 
 
-def test_the_signature_equals_that_of_kt_kernel():
+def test_the_signature_begins_with_that_of_kt_kernel():
     ours, theirs = (inspect.signature(each).parameters for each in (KTMoEWrapper, kt_kernel))
-    assert list(ours) == list(theirs)
+    assert list(ours) == [*theirs, "situ_beta", "situ_linear_beta"]
+    assert list(inspect.signature(KTMoEWrapper.__new__).parameters)[1:] == list(ours)  # where SGLang's forks look
     for name, parameter in theirs.items():
         if parameter.default is not parameter.empty:
             assert ours[name].default == parameter.default, name
@@ -63,6 +64,9 @@ def test_only_the_mask_may_be_omitted(packed_example):
     assert not KTMoEWrapper(**given, **threads, num_gpu_experts=3, gpu_experts_mask=None).gpu_experts_mask.any()
     with pytest.raises(TypeError, match="also requires cpuinfer_threads, weight_path"):
         KTMoEWrapper(**given)
+    for number in (-1, 9, None):
+        with pytest.raises(ValueError, match=f"num_gpu_experts must be 0 to 8, the number of experts, not {number}"):
+            KTMoEWrapper(**given, **threads, num_gpu_experts=number)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -163,8 +167,14 @@ def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, st
     online.load_weights_from_tensors(*stacked[0], order)
     assert equal_bits(online.forward(hidden, ids, weights), expected)
     assert equal_bits(load(tmp_path).forward(hidden, order[ids], weights), expected)  # files hold logical experts
-    with pytest.raises(ValueError, match="order must name"):
-        mapped.load_weights(torch.arange(EXPERTS - 1))
+    for wrong, problem in (
+        (torch.arange(EXPERTS - 1), r"has shape \(7,\)"),
+        (order.view(2, 4), r"has shape \(2, 4\)"),
+        (torch.tensor([0, 1, 2, 3, 4, 5, 6, 2]), "names 2 2 times"),
+        (order + 1, "names 8"),
+    ):
+        with pytest.raises(ValueError, match=f"must name each of 8 experts once, but {problem}"):
+            mapped.load_weights(wrong)
 
 
 class Plain:
@@ -189,7 +199,8 @@ class Plain:
     def __call__(self, layer: int, defer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
         now, later = ids.clone(), torch.full_like(ids, -1)
         if defer:
-            best = weights.argsort(1, descending=True)[:, : ids.shape[1] - defer]
+            invalid = (ids < 0) | (ids >= EXPERTS)  # costs nothing, and is immediate
+            best = weights.masked_fill(invalid, torch.inf).argsort(1, descending=True)[:, : ids.shape[1] - defer]
             at_once = set(ids.gather(1, best).flatten().tolist())
             for t, j in np.ndindex(*ids.shape):
                 if int(ids[t, j]) not in at_once:
@@ -316,6 +327,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"numa_nodes": machine.numa_nodes()[:1], "threadpool_count": 2}, ValueError, "numa_nodes must name 2 nodes"),
     ({"numa_nodes": [0, 0], "threadpool_count": 2}, ValueError, NODES + r"\[0, 0\]"),
     ({"gpu_experts_mask": torch.zeros(3)}, ValueError, r"gpu_experts_mask must have shape \(8,\)"),
+    ({"situ_linear_beta": 25.0}, ValueError, "situ_linear_beta=25 belong to no activation"),
+    ({"situ_beta": 4.0, "swiglu_limit": 7.0}, ValueError, "swiglu_limit=7, situ_beta=4 belong to no activation"),
 ]
 
 

@@ -82,7 +82,7 @@ class Stream:
         outs = []
         for wrapper in wrappers:
             assert wrapper._stream is not None
-            wrapper._stream.submit(hidden, ids, weights, 7)
+            wrapper._stream.submit(hidden, ids, weights, wrapper._split, 7)
             hidden = wrapper._stream.sync(hidden, 7)
             outs.append(hidden)
         return outs
@@ -127,11 +127,12 @@ def test_models_of_one_directory_do_not_mix_on_a_stream(folder, stream):
     expected = [run(each, batch) for each, batch in zip(models, batches, strict=True)]
     hidden = [batch[0] for batch in batches]
     for layer in range(LAYERS):
-        streams_of = [each[layer]._stream for each in models]
-        for on, x, (_, ids, weights) in zip(streams_of, hidden, batches, strict=True):
-            assert on is not None
-            on.submit(x, ids, weights, 7)
-        hidden = [on.sync(x, 7) for on, x in zip(streams_of, hidden, strict=True) if on is not None]
+        wrappers = [each[layer] for each in models]
+        for wrapper, x, (_, ids, weights) in zip(wrappers, hidden, batches, strict=True):
+            assert wrapper._stream is not None
+            wrapper._stream.submit(x, ids, weights, wrapper._split, 7)
+        streams_of = [wrapper._stream for wrapper in wrappers if wrapper._stream is not None]
+        hidden = [on.sync(x, 7) for on, x in zip(streams_of, hidden, strict=True)]
         assert all(equal_bits(got, outs[layer]) for got, outs in zip(hidden, expected, strict=True))
 
 

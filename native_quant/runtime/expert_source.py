@@ -18,13 +18,16 @@ from ktconvert.native_quant.runtime.weights import LayerWeights
 FileStatus = tuple[str, int, int, int]
 FileState = tuple[int, int, int] | None  # size, modification time (ns) and inode; None: there is no file
 Skip = Bool | U8 | None  # [E]: experts that add nothing to a forward
+# kt-kernel's arguments for the constants of an activation. 0: not given.
+CONSTANTS = ("swiglu_limit", "swiglu_alpha", "situ_beta", "situ_linear_beta")
+CONSTANT_NAMES = f"{', '.join(CONSTANTS[:-1])} and {CONSTANTS[-1]}"
 
 
 @dataclass(frozen=True)
 class Requirements:
     """Requirements of a caller for a layer's experts; the fields are arguments of Experts.load. None: any value.
 
-    function  what the experts compute, for files that do not record it; otherwise limit and alpha must agree
+    function  what the experts compute, for files that do not record it; otherwise each constant must agree or be 0
     skip      experts that are loaded only when a forward needs them
     order     the file's expert for each expert
     """
@@ -71,14 +74,16 @@ class Requirements:
     def choose_function(self, path: Path, layer: int, recorded: ExpertFunction | None) -> ExpertFunction:
         """Return the recorded function, or the required one if none is recorded; neither: a plain SwiGLU.
 
-        Raises UnsupportedError if their limit or alpha differ.
+        Raises UnsupportedError if a constant of the required function, or its activation, differs from the record.
         """
         required = self.function
         if required is None or recorded is None:
             return required or recorded or PLAIN
-        if (required.limit, required.alpha) != (recorded.limit, recorded.alpha):
+        pairs = [(getattr(required, name), getattr(recorded, name)) for name in ("limit", "alpha", "beta")]
+        is_different = required.activation not in ("silu", recorded.activation)  # a limit alone fits several
+        if is_different or any(value and value != actual for value, actual in pairs):
             problem = f"the experts of layer {layer} compute {recorded}, not {required}"
-            raise UnsupportedError(f"{path}: {problem}; leave out swiglu_limit and swiglu_alpha.")
+            raise UnsupportedError(f"{path}: {problem}; use this model's directory, or leave out {CONSTANT_NAMES}.")
         return recorded
 
 
@@ -137,12 +142,20 @@ class ExpertSource(ABC):
 
 
 def resolve_order(order: I64 | None, experts: int) -> list[int]:
-    """Return the file's expert for each expert; None: the file's order. Raises ValueError for an invalid order."""
+    """Return the file's expert for each expert; None: the file's order.
+
+    Raises ValueError unless the order names each expert once.
+    """
     if order is None:
         return list(range(experts))
-    numbers = [int(number) for number in order]
-    if len(numbers) != experts or min(numbers) < 0 or max(numbers) >= experts:
-        raise ValueError(f"order must name one of {experts} experts for each of {experts} numbers")
+    rule = f"order (physical_to_logical_map_cpu) must name each of {experts} experts once"
+    if order.shape != (experts,):
+        raise ValueError(f"{rule}, but has shape {order.shape}")
+    numbers: list[int] = order.tolist()
+    if sorted(numbers) != list(range(experts)):
+        wrong = next(number for number in numbers if not 0 <= number < experts or numbers.count(number) > 1)
+        problem = f"{wrong} {numbers.count(wrong)} times" if 0 <= wrong < experts else str(wrong)
+        raise ValueError(f"{rule}, but names {problem}")
     return numbers
 
 

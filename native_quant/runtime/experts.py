@@ -24,7 +24,7 @@ from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
-from ktconvert.native_quant.runtime.expert_source import ExpertSource, Requirements, Skip, resolve_order
+from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource, Requirements, Skip, resolve_order
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
@@ -107,6 +107,8 @@ class Experts:
         order: I64 | None = None,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
+        situ_beta: float = 0.0,
+        situ_linear_beta: float = 0.0,
         transposed: bool | None = False,
         skip: Skip = None,
     ) -> Experts:
@@ -122,9 +124,9 @@ class Experts:
                     "auto": copy if all layers, without skipped experts, fit into the available memory, else map
                     A checkpoint is always copied
         order       int64 [E]: expert p computes with the file's expert order[p]
-        swiglu_limit, swiglu_alpha
-                    settings of kt-kernel for files that do not record what the experts compute (swiglu_function); if
-                    they record it, both must agree or be 0
+        swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
+                    constants of kt-kernel for files that do not record what the experts compute (make_function); if
+                    they record it, each constant must agree or be 0
         transposed  whether gradients use the files of `cpu --save-backward-weights`; None: only if they exist. A
                     checkpoint has no such files, and gradients use its weights
         skip        [E]: experts that are not loaded, as something else computes them. Each is loaded when a forward
@@ -135,7 +137,7 @@ class Experts:
             raise ValueError(f"memory must be one of {', '.join(MEMORY)}, not '{memory}'")
         path = Path(path)
         pool = pool or get_shared_pool()
-        function = swiglu_function(swiglu_limit, swiglu_alpha)
+        function = make_function(swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta)
         sizes = method, num_experts, hidden, intermediate, parts
         required = Requirements(*sizes, memory, function, transposed, skip, order)
         source = open_experts(path)
@@ -434,17 +436,27 @@ def _address_table(packed: weights.LayerWeights, order: list[int], transposed: b
     return rows
 
 
-def swiglu_function(limit: float, alpha: float) -> ExpertFunction | None:
-    """Return the function of kt-kernel's swiglu_limit and swiglu_alpha; None if both are 0.
+def make_function(
+    swiglu_limit: float, swiglu_alpha: float, situ_beta: float, situ_linear_beta: float
+) -> ExpertFunction | None:
+    """Return the function that kt-kernel computes with these constants; None if all are 0.
 
-    Raises ValueError for anything but finite numbers of at least 0.
+    situ_beta and situ_linear_beta are those of the public kt-kernel for Kimi-K3. Raises ValueError for anything but
+    finite numbers of at least 0, and for constants of different activations.
     """
-    for name, value in (("swiglu_limit", limit), ("swiglu_alpha", alpha)):
+    constants = dict(zip(CONSTANTS, (swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta), strict=True))
+    for name, value in constants.items():
         if not 0.0 <= value < float("inf"):
             raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
-    if not limit and not alpha:
+    if (situ_linear_beta and not situ_beta) or (situ_beta and (swiglu_limit or swiglu_alpha)):
+        given = ", ".join(f"{name}={value:g}" for name, value in constants.items() if value)
+        rule = "give situ_beta with or without situ_linear_beta, or swiglu_limit with or without swiglu_alpha"
+        raise ValueError(f"{given} belong to no activation; {rule}")
+    if situ_beta:
+        return ExpertFunction("softcap", alpha=situ_beta, beta=situ_linear_beta)
+    if not swiglu_limit and not swiglu_alpha:
         return None
-    return ExpertFunction("swiglu_oai" if alpha else "silu", limit, alpha)
+    return ExpertFunction("swiglu_oai" if swiglu_alpha else "silu", swiglu_limit, swiglu_alpha)
 
 
 def _c_function(function: ExpertFunction) -> dict[str, Any]:

@@ -7,8 +7,14 @@ Deferred experts are as in kt-kernel 0.7.2: with max_deferred_experts_per_token 
 experts of largest weight immediately (`split_immediate`), then starts the others with the same inputs. Their sum,
 rounded to BF16, is added to the output of layer L + 1 before that is rounded. An expert that is immediate for one token
 of a batch is immediate for all of them. The deferred experts of the last layer would never be added: give it d = 0, as
-SGLang does. Unlike kt-kernel, we add deferred experts only once, not with every call of layer L, and raise ValueError
-if the next layer is called with a different number of tokens (kt-kernel reads another buffer).
+SGLang does. Unlike kt-kernel,
+
+- deferred are the d experts of smallest weight among those that the CPU computes: experts in gpu_experts_mask are never
+  deferred, as this would spare the CPU no work;
+- we add deferred experts only once, not with every call of layer L;
+- we raise ValueError if the next layer is called with a different number of tokens (kt-kernel reads another buffer).
+
+A program may assign a different selection to KTMoEWrapper.select_deferred_experts.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,25 +38,30 @@ from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, BufferCa
 CPU = torch.device("cpu")
 
 
+# Splits ids [T, k] by their weights [T, k] into those to compute immediately and those to defer (None: none).
+Split = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+
+
 def split_immediate(
-    ids: torch.Tensor, weights: torch.Tensor, immediate: int, experts: int
+    ids: torch.Tensor, weights: torch.Tensor, immediate: int, on_gpu: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Split ids [T, k] into immediate and deferred experts, each with -1 at the positions of the others.
 
-    Immediate are the `immediate` experts of largest weight of each token, and ids that are no expert. The second result
-    is None if nothing is deferred.
+    Of each token, `immediate` experts are immediate: first ids that the CPU does not compute, then those of largest
+    weight. More ids that the CPU does not compute are immediate, too. The second result is None if nothing is deferred.
+
+    on_gpu: bool [E] on the CPU, experts that the CPU does not compute. A captured graph reads it again in each replay
     """
     topk = ids.shape[-1]
     immediate = max(0, min(immediate, topk))
     if immediate == topk:
         return ids, None
-    if immediate == 0:
-        return torch.full_like(ids, -1), ids.clone()
+    experts = len(on_gpu)
     valid_ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
-    immediate_ids = valid_ids.gather(-1, weights.topk(immediate, dim=-1, sorted=False).indices)
-    is_immediate = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
-    # Assigning to is_immediate[experts] would copy from the host, which graph capture refuses.
-    is_immediate[experts:].fill_(True)
+    # The last element stands for ids that are no expert. Graph capture accepts a copy only from pinned memory.
+    is_immediate = torch.nn.functional.pad(on_gpu.to(ids.device, non_blocking=True), (0, 1), value=True)
+    ranks = weights.masked_fill(is_immediate[valid_ids], torch.inf)
+    immediate_ids = valid_ids.gather(-1, ranks.topk(immediate, dim=-1, sorted=False).indices)
     is_immediate.scatter_(0, immediate_ids.reshape(-1), True)
     mask = is_immediate[valid_ids]
     return ids.masked_fill(~mask, -1), ids.masked_fill(mask, -1)
@@ -168,25 +180,16 @@ def _layers(model: Model, members: list[ModelMember]) -> set[int]:
 class WrappedLayer:
     """A layer of a wrapper.
 
-    mask          bool [E] on the CPU, experts to skip, read at each forward
-    max_deferred  number of experts of a token that may be deferred to the next layer
+    mask  bool [E] on the CPU, experts to skip, read at each forward
     """
 
     experts: Experts
     member: ModelMember
     mask: torch.Tensor
-    topk: int
-    max_deferred: int
 
     def load_missing(self) -> None:
         """Load the experts that the mask no longer skips. After this call, only a replayed CUDA graph finds some."""
         self.experts.load_missing(self.mask.numpy())
-
-    def split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split ids into those to compute now and those to defer to the next layer (None: none)."""
-        if self.max_deferred < 1:
-            return ids, None
-        return split_immediate(ids, weights, self.topk - self.max_deferred, self.experts.num_experts)
 
     def make_call(
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, add: bool = False
@@ -206,7 +209,9 @@ class CpuForward:
         self._layer = layer
         self._submitted: tuple[Job, DeferredExperts | None, torch.Tensor] | None = None
 
-    def forward(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, split: Split
+    ) -> torch.Tensor:
         """Compute and return the result; deferred experts are computed in the background."""
         layer = self._layer
         hidden, ids, weights = self._prepare(hidden_states, topk_ids, topk_weights)
@@ -215,13 +220,15 @@ class CpuForward:
         if previous is not None:
             previous.job.wait()
         out = torch.empty_like(hidden) if previous is None else previous.out
-        immediate, deferred = layer.split(ids, weights)
+        immediate, deferred = split(ids, weights)
         layer.experts.forward_call(layer.make_call(hidden, immediate, weights, out, previous is not None))
         if deferred is not None:
             self._defer(hidden.clone(), deferred, weights.clone())
         return _match_input(out, hidden_states)
 
-    def submit(self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    def submit(
+        self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, split: Split
+    ) -> None:
         """Start a forward in the background, with copies of the arguments."""
         layer = self._layer
         inputs = self._prepare(hidden_states, topk_ids, topk_weights)
@@ -231,7 +238,7 @@ class CpuForward:
         if previous is not None and previous.pool is not layer.experts.pool:
             previous.job.wait()  # only jobs of the same pool run in order
         out = torch.empty_like(hidden) if previous is None else previous.out
-        immediate, deferred = layer.split(ids, weights)
+        immediate, deferred = split(ids, weights)
         call = layer.make_call(hidden, immediate, weights, out, previous is not None)
         job = layer.experts.make_job(call, (hidden, immediate, weights, out, layer.mask, previous))
         job.submit()
@@ -304,10 +311,12 @@ class StreamForward:
         self._submitted: tuple[Job, Buffers] | None = None
         self._device: torch.device | None = None
 
-    def submit(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, cuda_stream: Any) -> None:
+    def submit(
+        self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, split: Split, cuda_stream: Any
+    ) -> None:
         """Copy the arguments and start a forward when the stream reaches this point."""
         with streams.use_stream(hidden.device, cuda_stream) as stream:
-            self._submit(stream, hidden, ids, weights)
+            self._submit(stream, hidden, ids, weights, split)
 
     def sync(self, hidden_states: torch.Tensor, cuda_stream: Any) -> torch.Tensor:
         """Return a tensor that holds the result when the stream reaches this point."""
@@ -321,7 +330,9 @@ class StreamForward:
             out.copy_(buffers.out[self._set].view(hidden_states.shape), non_blocking=True)
         return out
 
-    def _submit(self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    def _submit(
+        self, stream: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, split: Split
+    ) -> None:
         """Launch on a stream the copies of the inputs to the CPU and the jobs of immediate and deferred experts."""
         layer = self._layer
         own_set = self._set
@@ -339,7 +350,7 @@ class StreamForward:
             streams.launch(stream, WAIT, previous.job)  # only jobs of the same pool run in order
         for pending in buffers.pending[own_set]:
             streams.launch(stream, WAIT, pending)
-        immediate, deferred = layer.split(ids.long(), weights)
+        immediate, deferred = split(ids.long(), weights)
         copies = (
             (buffers.hidden, hidden),
             (buffers.weights, weights),

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
-from ktconvert.layouts.checkpoints.expert_function import PLAIN
+from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
+from ktconvert.layouts.checkpoints.recognition import function_by_config
+from ktconvert.layouts.sources.source import read_config
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
-from ktconvert.native_quant.runtime.experts import Experts, swiglu_function
+from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
+from ktconvert.native_quant.runtime.experts import Experts, make_function
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -43,8 +47,9 @@ class KTMoEWrapper:
     max_deferred_experts_per_token
                       see layer_forwards.py
     method            a row of methods.METHODS; rows without an encoding only read checkpoints
-    swiglu_limit, swiglu_alpha
-                      as for Experts.load: 0 means what weight_path records
+    swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
+                      constants of the activation, as for Experts.load. 0: what weight_path records, as sglang-kt also
+                      passes 0 for a model with a limit
     mode              "inference", or "sft" to create an SftMoEWrapper (sft.py)
     Inference accepts and ignores chunked_prefill_size and the arguments for training.
 
@@ -93,6 +98,8 @@ class KTMoEWrapper:
         full_weight_grad: bool = False,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
+        situ_beta: float = 0.0,
+        situ_linear_beta: float = 0.0,
     ) -> None:
         _check_arguments(locals())
         self.layer_idx = layer_idx
@@ -105,12 +112,13 @@ class KTMoEWrapper:
         self.weight_path = str(weight_path)
         self.cpu_save = cpu_save
         self.chunked_prefill_size = chunked_prefill_size
-        self._max_deferred = int(max_deferred_experts_per_token or 0)
+        # Number of experts of a token that may be deferred to the next layer; it may be changed at any time.
+        self.max_deferred_experts_per_token = int(max_deferred_experts_per_token or 0)
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
+        self.situ_beta, self.situ_linear_beta = float(situ_beta), float(situ_linear_beta)
         self._mask = _copy_mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self._pool = _get_pool(cpuinfer_threads, threadpool_count, numa_nodes)
         self.moe: Experts | None = None  # kt-kernel's name for the object that computes
-        self._layer: WrappedLayer | None = None
         self._cpu: CpuForward | None = None
         self._stream: StreamForward | None = None
         self._member = ModelMember(self.weight_path, layer_idx)
@@ -128,17 +136,6 @@ class KTMoEWrapper:
     @property
     def num_gpu_experts(self) -> int:
         return int(self._mask.sum())
-
-    @property
-    def max_deferred_experts_per_token(self) -> int:
-        """Number of experts of a token that may be deferred to the next layer."""
-        return self._max_deferred
-
-    @max_deferred_experts_per_token.setter
-    def max_deferred_experts_per_token(self, number: int | None) -> None:
-        self._max_deferred = int(number or 0)
-        if self._layer is not None:
-            self._layer.max_deferred = self._max_deferred
 
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
@@ -159,6 +156,7 @@ class KTMoEWrapper:
             strict=self.strict,
             memory=self.memory,
             skip=self._mask.numpy(),
+            **self._constants(),
             **self._load_options(physical_to_logical_map_cpu),
         )
         self._install(experts)
@@ -173,8 +171,8 @@ class KTMoEWrapper:
         """Pack gate, up [E, I, H] and down [E, H, I] (rounded to BF16) into threadpool_count slices; save if cpu_save.
 
         Expert p computes with expert map[p] of the tensors; files have the tensors' order (kt-kernel 0.7.2 fills its
-        buffers by map[p]). Raises NotImplementedError for a method whose weights exist only in checkpoints, as
-        kt-kernel does.
+        buffers by map[p]). A config.json in weight_path tells what the experts compute. Raises NotImplementedError for
+        a method whose weights exist only in checkpoints, as kt-kernel does, and errors of Requirements.choose_function.
         """
         if METHODS[self.method].encoding is None:
             remedy = "call load_weights, or pack the tensors with a different method, such as 'FP8'"
@@ -186,7 +184,7 @@ class KTMoEWrapper:
             parts=self.threadpool_count,
             layer=self.layer_idx,
             **self._load_options(physical_to_logical_map_cpu),
-            function=swiglu_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN,
+            function=self._choose_function(),
         )
         if self.cpu_save:
             experts.save(self.weight_path)
@@ -197,11 +195,37 @@ class KTMoEWrapper:
         return {"pool": self._pool, "exact": self.exact, "order": order}
 
     def _install(self, experts: Experts) -> None:
-        layer = WrappedLayer(experts, self._member, self._mask, self.num_experts_per_tok, self._max_deferred)
-        self._layer = layer
+        layer = WrappedLayer(experts, self._member, self._mask)
         self._cpu = CpuForward(layer)
         self._stream = StreamForward(layer)
         self.moe = experts
+
+    def _constants(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in CONSTANTS}
+
+    def _choose_function(self) -> ExpertFunction:
+        """Return what experts from tensors compute: by the arguments, or by config.json in weight_path."""
+        path = Path(self.weight_path)
+        recorded = function_by_config(read_config(path), self.layer_idx) if self.weight_path else None
+        required = Requirements(function=make_function(**self._constants()))
+        return required.choose_function(path, self.layer_idx, recorded)
+
+    def _split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Split ids [T, k], int64, into those to compute now and those to defer to the next layer (None: none).
+
+        Raises ValueError if select_deferred_experts returns tensors of a different shape.
+        """
+        deferred = self.max_deferred_experts_per_token or 0
+        if deferred < 1:
+            return ids, None
+        parts = self.select_deferred_experts(ids, weights, self.num_experts_per_tok - deferred)
+        for part in parts:
+            if part is not None and part.shape != ids.shape:
+                rule = f"must return two tensors of the shape of expert_ids, {tuple(ids.shape)}"
+                raise ValueError(f"select_deferred_experts {rule}, not {tuple(part.shape)}")
+        now, later = (None if part is None else part.to(ids).contiguous() for part in parts)
+        assert now is not None
+        return now, later
 
     def _require_loaded(self) -> Experts:
         """Return the experts. Raises RuntimeError before weights are loaded."""
@@ -221,7 +245,7 @@ class KTMoEWrapper:
         if self._cpu is None or hidden_states.is_cuda:
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
             return self.sync_forward(hidden_states, cuda_stream)
-        return self._cpu.forward(hidden_states, topk_ids, topk_weights)
+        return self._cpu.forward(hidden_states, topk_ids, topk_weights, self._split)
 
     def submit_forward(
         self, hidden_states: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, cuda_stream: Any = None
@@ -230,9 +254,9 @@ class KTMoEWrapper:
         self._require_loaded()
         assert self._cpu is not None and self._stream is not None
         if hidden_states.is_cuda:
-            self._stream.submit(hidden_states, topk_ids, topk_weights, cuda_stream)
+            self._stream.submit(hidden_states, topk_ids, topk_weights, self._split, cuda_stream)
         else:
-            self._cpu.submit(hidden_states, topk_ids, topk_weights)
+            self._cpu.submit(hidden_states, topk_ids, topk_weights, self._split)
 
     def sync_forward(self, hidden_states: torch.Tensor, cuda_stream: Any = None) -> torch.Tensor:
         """Return the result of the last submit_forward; hidden_states: the tensor passed to it, or a similar one.
@@ -246,8 +270,11 @@ class KTMoEWrapper:
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split expert_ids into (immediate, deferred), each with -1 for experts of the other (layer_forwards.py)."""
-        return split_immediate(expert_ids, expert_scores, int(protected_k), self.num_experts)
+        """Split expert_ids into (immediate, deferred), each with -1 for experts of the other (layer_forwards.py).
+
+        A program may assign a function with the same arguments and results to a wrapper.
+        """
+        return split_immediate(expert_ids, expert_scores, int(protected_k), self._mask)
 
     @staticmethod
     def set_capture_batch_sizes(capture_bs: list[int]) -> None:
@@ -295,9 +322,8 @@ class KTMoEWrapper:
             job.wait()
 
 
-# inspect.signature must show the arguments of __init__, not of __new__.
-_signature = inspect.signature(KTMoEWrapper.__init__)
-KTMoEWrapper.__signature__ = _signature.replace(parameters=list(_signature.parameters.values())[1:])  # type: ignore[attr-defined]
+# Programs look for parameters in the signature of __new__, as kt-kernel's class has no __init__.
+KTMoEWrapper.__new__.__signature__ = inspect.signature(KTMoEWrapper.__init__)  # type: ignore[attr-defined]
 
 
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
@@ -306,7 +332,7 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     if missing := [name for name in names if arguments[name] is _OMITTED]:
         raise TypeError(f"KTMoEWrapper also requires {', '.join(missing)}")
     methods.check_method(arguments["mode"], arguments["method"])
-    swiglu_function(arguments["swiglu_limit"], arguments["swiglu_alpha"])
+    make_function(**{name: arguments[name] for name in CONSTANTS})
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
     sizes = [arguments[name] for name in positive]
     if min(sizes) < 1 or arguments["num_experts_per_tok"] > arguments["num_experts"]:
@@ -328,6 +354,8 @@ def _copy_mask(mask: torch.Tensor | None, experts: int, num_gpu_experts: int) ->
     """Return a copy of the mask, bool [experts] on the CPU, which C reads at each forward and callers may modify."""
     copy = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
     if mask is _OMITTED:
+        if not isinstance(num_gpu_experts, int) or not 0 <= num_gpu_experts <= experts:
+            raise ValueError(f"num_gpu_experts must be 0 to {experts}, the number of experts, not {num_gpu_experts}")
         copy[:num_gpu_experts] = True
     elif mask is not None:
         if tuple(mask.shape) != (experts,):
