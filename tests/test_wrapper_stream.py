@@ -196,6 +196,26 @@ def test_masks_are_read_at_every_run(folder, stream):
     assert not stream.run([wrapper], batch)[0].any()
 
 
+def test_experts_of_the_gpu_are_not_deferred_on_a_stream(folder, stream):
+    """Immediate ids in the buffers include them, and the split follows changes of the mask."""
+    wrappers, batch = model(folder, 1), make_inputs(6, 1)
+    for expert in batch[1][:, 0].unique().tolist():
+        wrappers[0].gpu_experts_mask[:] = False
+        wrappers[0].gpu_experts_mask[expert] = True
+        expected = run(wrappers, batch)
+        assert all(map(equal_bits, stream.run(wrappers, batch), expected))
+        (_, buffers) = next(iter(buffers_of(wrappers[0]).last.values()))
+        assert not (buffers.deferred_ids[0] == expert).any()
+
+
+def test_an_assigned_selection_decides_on_a_stream(folder, stream):
+    wrappers, batch = model(folder, 1), make_inputs(6, 1)
+    wrappers[0].select_deferred_experts = lambda ids, scores, protected: (torch.full_like(ids, -1), ids.int())
+    expected = run(wrappers, batch)
+    outs = stream.run(wrappers, batch)
+    assert not outs[0].any() and all(map(equal_bits, outs, expected))
+
+
 def on_gpu(batch: Batch) -> Batch:
     hidden, ids, weights = batch
     return hidden.cuda(), ids.cuda().int(), weights.cuda()
@@ -238,6 +258,7 @@ def test_forwards_keep_the_order_of_a_stream(folder, name):
 @gpu
 @pytest.mark.parametrize("defer", [0, 1])
 def test_forwards_can_be_captured(folder, defer):
+    """A replay reads the mask again, also where it decides what is deferred."""
     KTMoEWrapper.set_capture_batch_sizes([4])
     wrappers = model(folder, defer)
     hidden, ids, weights = on_gpu(make_inputs(4, 0))
@@ -249,7 +270,10 @@ def test_forwards_can_be_captured(folder, defer):
     run(wrappers, on_gpu(make_inputs(40, 9)))  # another size in between
     for seed in (1, 2, 3):
         batch = make_inputs(4, seed)
-        expected = run(model(folder, defer), batch)
+        others = model(folder, defer)
+        for wrapper in (wrappers[0], others[0]):
+            wrapper.gpu_experts_mask[:] = torch.arange(8) % 3 == seed % 3
+        expected = run(others, batch)
         for place, value in zip((hidden, ids, weights), on_gpu(batch), strict=True):
             place.copy_(value)
         graph.replay()

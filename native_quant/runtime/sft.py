@@ -21,7 +21,7 @@ from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import streams, weights
-from ktconvert.native_quant.runtime.experts import Experts, swiglu_function
+from ktconvert.native_quant.runtime.experts import Experts, make_function
 from ktconvert.native_quant.runtime.kt_sft import LayerReference
 from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
@@ -472,7 +472,7 @@ class SftMoEWrapper:
         return self._window.tensors
 
     def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:
-        function = swiglu_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN
+        function = make_function(self.swiglu_limit, self.swiglu_alpha, 0.0, 0.0) or PLAIN
         order = _order(physical_to_logical_map)
         self._install(Experts(packed, pool=self._pool, order=order, function=function))
 
