@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.encodings.fp4 import dequantize
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from rig import conversion, gguf
 from rig.floats import from_bits, to_bits
 from rig.safetensors import edit_file, write_file
@@ -192,6 +194,40 @@ def test_outputs_compute_the_definition(form: str, method: str, slices: int, tmp
 def test_checkpoints_compute_the_definition_without_conversion(form: str, tmp_path: Path) -> None:
     source, layer = write(form, tmp_path / "model")
     assert distance(layer, source) < BOUNDS[None]
+
+
+@pytest.mark.parametrize("form", ["gpt-oss BF16", "gpt-oss MXFP4", "gpt-oss GGUF"])
+def test_the_wrapper_computes_gpt_oss_as_the_directory_records(form: str, tmp_path: Path) -> None:
+    """Without constants, as upstream SGLang calls it, and with those that sglang-kt passes for MXFP4."""
+    source, layer = write(form, tmp_path / "model")
+    method = {"gpt-oss BF16": "BF16", "gpt-oss MXFP4": "MXFP4", "gpt-oss GGUF": "LLAMAFILE"}[form]
+    forms = {method: source, "AMXINT8": convert(source, tmp_path / "out", "int8")}
+    rng = np.random.default_rng(5)
+    x, ids = to_bits(rng.standard_normal((6, HIDDEN))), rng.integers(0, EXPERTS, (6, TOPK))
+    scores = rng.random((6, TOPK)).astype(np.float32)
+    expected = layer.compute(from_bits(x), ids, scores)
+    hidden = torch.from_numpy(x).view(torch.bfloat16)
+    constants: list[dict[str, float]] = [{}, {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}, {"swiglu_limit": 7.0}]
+    for name, path in forms.items():
+        sizes = (0, EXPERTS, TOPK, HIDDEN, WIDTH, None, 2, 1, str(path), 512)
+        for given in constants:
+            wrapper = KTMoEWrapper(*sizes, method=name, **given)
+            wrapper.load_weights()
+            out = wrapper.forward(hidden, torch.from_numpy(ids), torch.from_numpy(scores)).double().numpy()
+            assert (
+                np.linalg.norm(out - expected) / np.linalg.norm(expected)
+                < BOUNDS["int8" if name == "AMXINT8" else None]
+            )
+        with pytest.raises(UnsupportedError, match=r"layer 0 compute gate .* limited to 7 with biases, not silu.* 10"):
+            KTMoEWrapper(*sizes, method=name, swiglu_limit=10.0).load_weights()
+
+
+def test_tensors_without_biases_are_refused_for_gpt_oss(tmp_path: Path) -> None:
+    source, layer = write("gpt-oss BF16", tmp_path / "model")
+    wrapper = KTMoEWrapper(0, EXPERTS, TOPK, HIDDEN, WIDTH, None, 2, 1, str(source), 512, method="BF16")
+    tensors = [torch.from_numpy(layer.matrices[name]).to(torch.bfloat16) for name in ("gate", "up", "down")]
+    with pytest.raises(ValueError, match="other biases or gates than"):
+        wrapper.load_weights_from_tensors(*tensors)
 
 
 def require_biases(out: Path, layer: Layer) -> None:
