@@ -148,8 +148,9 @@ class Job:
     keep         objects that must live as long as the job; all arrays must live until wait() has returned
     """
 
-    # An attribute of the class because at exit globals of the module may be cleared before the last jobs are freed.
+    # Attributes of the class because at exit globals of the module may be cleared before the last jobs are freed.
     _free = staticmethod(lib.ktq_job_free)
+    _join = staticmethod(lib.ktq_job_wait)
 
     def __init__(self, pointer: Any, check_reads: Callable[[], None], keep: tuple[object, ...]) -> None:
         self.pointer, self._check_reads, self._keep = pointer, check_reads, keep
@@ -160,9 +161,13 @@ class Job:
 
     def wait(self) -> None:
         """Wait for the job. Raises forward()'s errors, and RuntimeError in a child forked while it was pending."""
-        lib.ktq_job_wait(self.pointer)
+        self.join()
         check_error(lib.ktq_job_result(self.pointer))
         self._check_reads()
+
+    def join(self) -> None:
+        """Wait for the job, whatever its result."""
+        self._join(self.pointer)
 
     def __del__(self) -> None:
         self._free(self.pointer)

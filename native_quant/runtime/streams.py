@@ -78,10 +78,15 @@ class Buffers:
             pin = torch.cuda.is_available()
             return [torch.zeros((tokens, columns), dtype=dtype, device="cpu", pin_memory=pin) for _ in range(DEPTH)]
 
+        self.pending: list[list[Job]] = [[] for _ in range(DEPTH)]
         self.hidden, self.out = allocate(hidden, torch.bfloat16), allocate(hidden, torch.bfloat16)
         self.ids, self.deferred_ids = allocate(topk, torch.int64), allocate(topk, torch.int64)
         self.weights = allocate(topk, torch.float32)
-        self.pending: list[list[Job]] = [[] for _ in range(DEPTH)]
+
+    def __del__(self) -> None:
+        for jobs in self.pending:
+            for job in jobs:
+                job.join()  # it writes to the tensors
 
 
 class BufferCache:

@@ -223,7 +223,8 @@ class KTMoEWrapper:
             if part is not None and part.shape != ids.shape:
                 rule = f"must return two tensors of the shape of expert_ids, {tuple(ids.shape)}"
                 raise ValueError(f"select_deferred_experts {rule}, not {tuple(part.shape)}")
-        now, later = (None if part is None else part.to(ids).contiguous() for part in parts)
+        # Deferred ids are read later, when the caller may have changed its own.
+        now, later = (None if part is None else part.to(ids, copy=part is ids).contiguous() for part in parts)
         assert now is not None
         return now, later
 
