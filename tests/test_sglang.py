@@ -28,6 +28,7 @@ from rig.wrappers import clear_state  # noqa: F401
 
 # Methods and the largest relative error of their weights and sums.
 METHODS = {"BF16": 0.01, "AMXINT8": 0.02, "FP8": 0.05, "RAWINT4": 0.2, "MXFP4": 0.2, "GPTQ_INT4": 0.2, "AMXINT4": 0.25}
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device here")
 BACKWARDS = torch.arange(EXPERTS).flip(0)
 
 
@@ -92,42 +93,51 @@ def make_sglang_kt(
     )
 
 
-def run(wrapper: KTMoEWrapper, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Submit and sync as SGLang does, which changes the ids in between."""
-    ids = ids.clone()
-    wrapper.submit_forward(x, ids, scores, 0)
+def run(
+    wrapper: KTMoEWrapper, x: torch.Tensor, ids: torch.Tensor, scores: torch.Tensor, device: str = "cpu"
+) -> torch.Tensor:
+    """Submit and sync as SGLang does, which changes the ids in between; on a GPU, with the number of its stream."""
+    stream = torch.cuda.current_stream().cuda_stream if device == "cuda" else 0
+    x, ids, scores = x.to(device), ids.to(device, copy=True), scores.to(device)
+    wrapper.submit_forward(x, ids, scores, stream)
     ids[ids >= wrapper.num_gpu_experts] = -1
-    return wrapper.sync_forward(x, 0)
+    return wrapper.sync_forward(x, stream).cpu()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_calls_of_upstream_sglang_give_the_sum_of_the_cpu_experts(method, paths, weights):
+def test_calls_of_upstream_sglang_give_the_sum_of_the_cpu_experts(method, device, paths, weights):
     KTMoEWrapper.set_capture_batch_sizes([1, 2, 4])
     wrapper = make_upstream(paths(method), method)
     wrapper.load_weights(BACKWARDS.repeat(2, 1)[0].contiguous())
     for tokens in (1, 4, 33):
         x, ids, scores = draw(tokens, tokens)
         logical = torch.tensor([*BACKWARDS.tolist(), -1])[ids.long().masked_fill(ids < 3, -1)]
-        out = run(wrapper, x, ids, scores)
+        out = run(wrapper, x, ids, scores, device)
         assert relative_error(out, compute(weights[0], x, logical, scores)) < METHODS[method]
         assert out.dtype == x.dtype and out.shape == x.shape and (tokens == 1 or not out[-1].any())
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_calls_of_sglang_kt_give_the_sum_of_the_cpu_experts(method, paths, weights):
+def test_calls_of_sglang_kt_give_the_sum_of_the_cpu_experts(method, device, paths, weights):
     wrapper = make_sglang_kt(paths(method), method, layer=1)
     wrapper.load_weights(torch.arange(EXPERTS, dtype=torch.int64))
     x, ids, scores = draw(20, 1)
-    assert relative_error(run(wrapper, x, ids, scores), compute(weights[1], x, ids, scores, ON_GPU)) < METHODS[method]
+    out = run(wrapper, x, ids, scores, device)
+    assert relative_error(out, compute(weights[1], x, ids, scores, ON_GPU)) < METHODS[method]
     address = wrapper.gpu_experts_mask.data_ptr()
     wrapper.gpu_experts_mask.copy_(torch.arange(EXPERTS) % 2 == 0)  # --kt-enable-dynamic-expert-update
     assert wrapper.gpu_experts_mask.data_ptr() == address and wrapper.num_gpu_experts == 4
     expected = compute(weights[1], x, ids, scores, range(0, EXPERTS, 2))
-    assert relative_error(run(wrapper, x, ids, scores), expected) < METHODS[method]
+    assert relative_error(run(wrapper, x, ids, scores, device), expected) < METHODS[method]
 
 
 @pytest.mark.parametrize("make", [make_upstream, make_sglang_kt])
-def test_every_expert_counts_once_with_deferral(make, paths, weights):
+def test_every_expert_counts_once_with_deferral(make, device, paths, weights):
     """A layer's output and the next one's together contain all experts of the CPU."""
     path, on_gpu = paths("BF16"), range(3) if make is make_upstream else ON_GPU
     layers = [make(path, "BF16", layer, 1 - layer) for layer in (0, 1)]
@@ -136,7 +146,7 @@ def test_every_expert_counts_once_with_deferral(make, paths, weights):
     for tokens in (1, 4, 33):
         x, ids, scores = draw(tokens, tokens)
         now, later = layers[0].select_deferred_experts(ids.long(), scores, TOPK - 1)
-        first, second = (run(wrapper, x, ids, scores) for wrapper in layers)
+        first, second = (run(wrapper, x, ids, scores, device) for wrapper in layers)
         assert relative_error(first, compute(weights[0], x, now, scores, on_gpu)) < 0.01
         expected = compute(weights[1], x, ids, scores, on_gpu) + compute(weights[0], x, later, scores, on_gpu)
         assert relative_error(second, expected) < 0.01

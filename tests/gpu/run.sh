@@ -9,5 +9,6 @@ trap 'rm -rf "$site"' EXIT
 export PYTHONPATH="$site" HF_HUB_OFFLINE=1 PYTHONDONTWRITEBYTECODE=1
 result=0
 "$PYTHON" -m pytest -q -p no:cacheprovider tests/test_wrapper_stream.py || result=1
+"$PYTHON" -m pytest -q -p no:cacheprovider tests/test_sglang.py -k cuda || result=1
 "$PYTHON" tests/gpu/checks.py "$@" || result=1
 exit $result
