@@ -280,7 +280,8 @@ static void multiply_many(const kt_gemm *job) {
 }
 
 static int gemm(const kt_gemm *job) {
-    if (has_small_l1() && job->m <= KT_FEW) return (BITS == 8 ? kt_gemm_int8_avx2 : kt_gemm_int4_avx2)(job);
+    if (has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1)
+        return (BITS == 8 ? kt_gemm_int8_avx2 : kt_gemm_int4_avx2)(job);
     begin_sums(job);
     (job->m <= BLOCK ? multiply_few : multiply_many)(job);
     return kt_get_geometry(BITS)->unit;
