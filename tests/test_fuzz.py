@@ -91,6 +91,7 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.plans.train._identify_file": "headers, which have rows",
     "ktconvert.pipeline.stages.resplit_experts.": "reads no file",
     "ktconvert.pipeline.engine.worker._open_plan": "compares a name with the whole content of a file",
+    "ktconvert.pipeline.cli.experts._write_new_file": "compares bytes with the whole content of a file",
     "ktconvert.pipeline.calibration.portions.load_tensors": "compares a hash with the whole content of a file",
     "ktconvert.native_quant.runtime.hf_non_experts.": "headers that open_output has already read, and any text",
     "ktconvert.pipeline.models.serving.": "requests (test_serve_requests.py), and files that load_model has already read",

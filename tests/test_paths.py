@@ -11,7 +11,7 @@ from rig.conversion import run_in_process
 
 FILL = {"model": "m", "output": "o", "path": "p", "input": "i", "src": "s", "out": "u"}
 FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d", "adapter": "a"}
-FILL |= {"dataset": "b"}
+FILL |= {"dataset": "b", "counts": "k"}
 
 
 def get_command(name: str) -> click.Command:

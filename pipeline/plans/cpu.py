@@ -249,7 +249,7 @@ def _make_launch_notes(fmt: Format, facts: OutputFacts, model: MoeModel, options
         return ()
     rest = options.config or launch.ORIGINAL if model.source.container.experts_only else options.input
     command = launch.serve_cpu_experts(facts, str(options.output), rest, sliced=fmt.arrangement.sliced)
-    engine = "SGLang" if kt_kernel.KT_METHODS[facts["method"]] else "SGLang and ktconvert's KTMoEWrapper"
+    engine = "SGLang" if kt_kernel.KT_METHODS.get(facts["method"]) else "SGLang and ktconvert's KTMoEWrapper"
     return (f"to serve it with {engine}: {launch.join_command(command)}",)
 
 

@@ -34,10 +34,11 @@ from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.config import find_experts_per_token, parse_quantization
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint, read_config, read_quantization
+from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.statistics import folder as statistics
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, open_imatrix
 from ktconvert.layouts.statistics.second_moments import file_name, open_second_moments, tensor_entries
-from ktconvert.native_quant.runtime import hot_experts
+from ktconvert.native_quant.runtime import expert_placement, hot_experts
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
 from ktconvert.pipeline.cli import status
@@ -616,6 +617,23 @@ def read_counts(_: Inputs, path: Path) -> None:
         hot_experts.hot_fraction(counts, hot_experts.most_used_per_layer(counts, 1))
 
 
+def make_expert_counts(inputs: Inputs) -> Path:
+    path, exists = inputs.file("expert counts", expert_counts.NAME)
+    if not exists:
+        path.write_bytes(expert_counts.encode_counts(np.array([[3, 1], [2, 4]])))
+    return path
+
+
+def make_recording(inputs: Inputs) -> Path:
+    """Write what SGLang's recorder writes in the mode stat."""
+    import torch
+
+    path, exists = inputs.file("recording", "expert_distribution_recorder_1.pt")
+    if not exists:
+        torch.save({"rank": 0, "logical_count": torch.ones(3, 2, 4, dtype=torch.int64)}, path)
+    return path
+
+
 def write_adapter(folder: Path, modules: Mapping[str, tuple[int, int]]) -> None:
     """Write an adapter of rank 2 for these linears, as `ktconvert train` does."""
     matrices: dict[str, Any] = {}
@@ -646,6 +664,9 @@ def read_adapter(inputs: Inputs, path: Path) -> None:
         delta.matrices()
     options = {"input": str(inputs.source), "output": str(inputs.new), "adapter": str(path.parent)}
     make_plan(make_options("merge-adapter", **options))
+    copy = inputs.root / "adapter as PEFT's"
+    shutil.rmtree(copy, ignore_errors=True)
+    adapter.write_peft_adapter(path.parent, copy)
 
 
 def adapter_commands(inputs: Inputs) -> list[list[object]]:
@@ -862,6 +883,10 @@ DOCUMENTS: Mapping[str, Document] = {
     "imatrix": Document(make_imatrix, damage_gguf, read_imatrix, 60),
     "imatrix.dat": Document(make_old_imatrix, damage_gguf, read_imatrix, 60),
     "counts": Document(make_counts, damage_safetensors, read_counts),
+    "expert counts": Document(
+        make_expert_counts, damage_json, lambda _, path: expert_counts.read_counts_file(path), 60
+    ),
+    "recording": Document(make_recording, damage_bytes, lambda _, path: expert_placement.read_recording(path), 60),
     "adapter_config": Document(make_adapter(adapter.CONFIG), damage_json, read_adapter, 60, adapter_commands),
     "adapter": Document(make_adapter(adapter.WEIGHTS), damage_safetensors, read_adapter, 60, adapter_commands),
     "text": Document(make_text, damage_bytes, lambda _, path: evaluate.read_text(path)),

@@ -231,7 +231,8 @@ static void multiply_few(const kt_gemm *job) {
                         remaining ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
                     streams[i] = make_stream(tiles, prefetch, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
-                kernels[has_small_l1()][panels == 2 ? TWO : ONE][job->m](streams, count, a + done * TILE_COLUMNS * job->m);
+                kernel_fn *run = kernels[has_small_l1()][panels == 2 ? TWO : ONE][job->m];
+                run(streams, count, a + done * TILE_COLUMNS * job->m);
             }
         }
     }
@@ -258,7 +259,8 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             chunk.prefetch = next + bytes * b / blocks;
             chunk.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
-            kernels[has_small_l1()][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from](&chunk, count, a + from * columns);
+            kernel_fn *run = kernels[has_small_l1()][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from];
+            run(&chunk, count, a + from * columns);
         }
     }
 }

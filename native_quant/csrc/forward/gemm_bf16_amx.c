@@ -82,7 +82,12 @@ static void copy(const uint16_t *a, int64_t columns, void *out) {
     memcpy(out, a, (size_t)columns * sizeof *a);
 }
 
-static const kt_bf16_steps steps = {BLOCK, 0, sizeof(uint16_t), KT_CHUNK_COLUMNS * sizeof(uint16_t), copy, block};
+/* Tiles add up the products of as many columns as BF16 panels' sum_columns. */
+enum { IN_MEMORY = 128 };
+
+static const kt_bf16_steps steps = {
+    BLOCK, 0, sizeof(uint16_t), KT_CHUNK_COLUMNS * sizeof(uint16_t), copy, block, IN_MEMORY,
+};
 
 KT_TARGET_AMX void kt_gemm_bf16_amx(const kt_bf16_gemm *job) {
     kt_configure_tiles(job->m);

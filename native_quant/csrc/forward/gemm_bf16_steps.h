@@ -37,6 +37,7 @@ typedef struct {
     int64_t row_bytes;  /* bytes between the activations of two tokens */
     kt_bf16_copy_fn *copy;
     kt_bf16_block_fn *block;
+    int64_t in_memory; /* columns of a chunk that few tokens read from memory */
 } kt_bf16_steps;
 
 /* Initializes the sums of panel s: 0 minus the products with its least values. least: scratch, KT_CHUNK_COLUMNS floats
