@@ -323,11 +323,14 @@ def test_verify_can_be_interrupted_while_it_waits_for_workers(
 
 
 def count_tasks_of_workers(scheduler: str) -> list[int]:
-    """Return the number of tasks of each worker, including tasks that it has not started."""
+    """Return the number of tasks of each worker, including tasks that it has not started; [] if Dask does not answer."""
     from distributed import Client
 
-    with Client(scheduler, timeout=conversion.TIMEOUT) as client:
-        return sorted(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
+    try:
+        with Client(scheduler, timeout=conversion.TIMEOUT) as client:
+            return sorted(client.run(lambda dask_worker: len(dask_worker.state.tasks)).values())
+    except AssertionError:  # its client expects that a busy scheduler sends one message at a time
+        return []
 
 
 def processes_of_session(session: int) -> list[int]:

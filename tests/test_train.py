@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, OutputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UnsupportedError
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import read_plan
@@ -503,11 +503,14 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
         (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),
     ],
 )
-def test_train_rejects_invalid_options_and_data(options, code, why, cli, example, int8, text, tmp_path):
+def test_train_rejects_invalid_options_and_data(options, code, why, example, int8, text, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("import os\n")
     shutil.copy(text, tmp_path)
     given = [tmp_path / option if str(option).endswith(".txt") else option for option in options]
-    result = cli("train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter", code=code)
-    assert re.search(why, result.stderr)
+    result = conversion.run_in_process(
+        "train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter"
+    )
+    assert isinstance(result.exception, KtconvertError), result.output
+    assert result.exception.exit_code == code and re.search(why, str(result.exception))
     assert not (tmp_path / "adapter").exists()
