@@ -437,7 +437,7 @@ def _address_table(packed: weights.LayerWeights, order: list[int], transposed: b
 
 
 def make_function(
-    swiglu_limit: float, swiglu_alpha: float, situ_beta: float, situ_linear_beta: float
+    swiglu_limit: float, swiglu_alpha: float, situ_beta: float = 0.0, situ_linear_beta: float = 0.0
 ) -> ExpertFunction | None:
     """Return the function that kt-kernel computes with these constants; None if all are 0.
 

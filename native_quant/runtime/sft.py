@@ -472,7 +472,7 @@ class SftMoEWrapper:
         return self._window.tensors
 
     def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:
-        function = make_function(self.swiglu_limit, self.swiglu_alpha, 0.0, 0.0) or PLAIN
+        function = make_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN
         order = _order(physical_to_logical_map)
         self._install(Experts(packed, pool=self._pool, order=order, function=function))
 

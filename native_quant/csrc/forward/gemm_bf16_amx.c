@@ -83,10 +83,10 @@ static void copy(const uint16_t *a, int64_t columns, void *out) {
 }
 
 /* Tiles add up the products of as many columns as BF16 panels' sum_columns. */
-enum { IN_MEMORY = 128 };
+enum { FEW_COLUMNS = 128 };
 
 static const kt_bf16_steps steps = {
-    BLOCK, 0, sizeof(uint16_t), KT_CHUNK_COLUMNS * sizeof(uint16_t), copy, block, IN_MEMORY,
+    BLOCK, 0, sizeof(uint16_t), KT_CHUNK_COLUMNS * sizeof(uint16_t), copy, block, FEW_COLUMNS,
 };
 
 KT_TARGET_AMX void kt_gemm_bf16_amx(const kt_bf16_gemm *job) {

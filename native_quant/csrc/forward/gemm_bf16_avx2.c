@@ -77,7 +77,9 @@ KT_TARGET_AVX2 static void copy(const uint16_t *a, int64_t columns, void *out) {
     }
 }
 
-static const kt_bf16_steps steps = {BLOCK, 0, sizeof(float), KT_CHUNK_COLUMNS * sizeof(float), copy, run_block, 64};
+static const kt_bf16_steps steps = {
+    BLOCK, 0, sizeof(float), KT_CHUNK_COLUMNS * sizeof(float), copy, run_block, KT_IN_ORDER_COLUMNS,
+};
 
 void kt_gemm_bf16_avx2(const kt_bf16_gemm *job) {
     kt_gemm_bf16_in_steps(job, &steps);

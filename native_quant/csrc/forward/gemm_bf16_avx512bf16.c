@@ -19,7 +19,9 @@ static void copy(const uint16_t *a, int64_t columns, void *out) {
     memcpy(out, a, (size_t)columns * sizeof *a);
 }
 
-static const kt_bf16_steps steps = {BLOCK, 0, sizeof(item), KT_CHUNK_COLUMNS * sizeof(item), copy, run_block, 64};
+static const kt_bf16_steps steps = {
+    BLOCK, 0, sizeof(item), KT_CHUNK_COLUMNS * sizeof(item), copy, run_block, KT_IN_ORDER_COLUMNS,
+};
 
 void kt_gemm_bf16_avx512bf16(const kt_bf16_gemm *job) {
     kt_gemm_bf16_in_steps(job, &steps);

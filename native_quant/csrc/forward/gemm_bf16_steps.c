@@ -6,7 +6,7 @@
 enum {
     CHUNK_BYTES = KT_CHUNK_COLUMNS * KT_PANEL_ROWS * 2,
     SCALES = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS * KT_PANEL_ROWS,
-    FEW_COLUMNS = 128, /* columns of a decoded chunk in multiply_few */
+    FEW_DECODED = 128, /* columns of a decoded chunk in multiply_few */
 };
 
 /* Layout of the scratch memory: a chunk, its scales, activations. */
@@ -75,7 +75,7 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
 }
 
 static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
-    const int64_t most = job->panel->chunk ? FEW_COLUMNS : steps->in_memory;
+    const int64_t most = job->panel->chunk ? FEW_DECODED : steps->few_columns;
     for (int64_t pair = 0; pair < job->panels; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
             columns = minimum(job->k - first, most);

@@ -10,6 +10,9 @@
 
 #include "kernels.h"
 
+/* few_columns of the kernels that read a chunk nearly in the order of its bytes. */
+enum { KT_IN_ORDER_COLUMNS = 64 };
+
 /* Copies a token's activations, at most KT_CHUNK_COLUMNS, in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
 /* Adds to c[token * 32 + row] the scaled products of a chunk with the copied activations of some tokens. The scales of
@@ -37,7 +40,7 @@ typedef struct {
     int64_t row_bytes;  /* bytes between the activations of two tokens */
     kt_bf16_copy_fn *copy;
     kt_bf16_block_fn *block;
-    int64_t in_memory; /* columns of a chunk that few tokens read from memory */
+    int64_t few_columns; /* columns of a chunk that few tokens read from memory */
 } kt_bf16_steps;
 
 /* Initializes the sums of panel s: 0 minus the products with its least values. least: scratch, KT_CHUNK_COLUMNS floats
