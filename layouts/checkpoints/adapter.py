@@ -18,7 +18,7 @@ from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED, read_fused
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import documents, publish
-from ktconvert.layouts.files.direct_file import explain_full_disk
+from ktconvert.layouts.files.direct_file import DirectFile
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.tensors import TensorInfo
@@ -404,12 +404,19 @@ def write_peft_adapter(folder: Path, output: Path) -> None:
     config["target_modules"] = rf"(?:{targets})|.*\.experts" if isinstance(targets, str) else [*targets, "experts"]
     config["lora_dropout"] = 0.0  # only needed for training; PEFT rejects it for stacked experts
     plan = plan_shard((replace(info, name=name) for name, (info, _) in tensors.items()), {"format": "pt"})
-    publish.make_folder(output)
-    with explain_full_disk(output), (output / WEIGHTS).open("xb") as out:
-        out.write(plan.header)
+    partial = output.with_name(f".{output.name}.partial")
+    publish.remove_tree(partial)  # of an interrupted call
+    publish.make_folder(partial)
+    with DirectFile(partial / WEIGHTS, plan.size) as out:
+        out.append(plan.header)
         for info, file in tensors.values():
-            out.write(np.fromfile(file, np.uint8, info.nbytes, offset=info.start).data)
-    publish.write_file(output / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+            data = np.fromfile(file, np.uint8, info.nbytes, offset=info.start)
+            if data.size < info.nbytes:
+                raise InputError("became shorter while it was read", SAVE_AGAIN, path=file)
+            out.append(data)
+        out.close()
+    publish.write_file(partial / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
+    publish.publish_path(partial, output)
 
 
 def _read(file: Path, info: TensorInfo, rows: range) -> F32:

@@ -121,8 +121,8 @@ int kt_check_call(const ktq_moe *moe, const ktq_call *call);
 int64_t kt_widest_slice(const ktq_moe *moe);
 /* Runs the passes of a checked call, without the norm of outputs. Call it between kt_pool_enter and kt_pool_leave. */
 int kt_run_passes(ktq_pool *pool, const ktq_moe *moe, const ktq_call *call);
-/* Sets rows, buckets, bucket (the expert with the most tokens first) and pair, and loads the missing experts among them.
-   place: scratch [experts]. */
+/* Sets rows, buckets, bucket (the expert with the most tokens first) and pair, and loads the missing experts among
+   them. place: scratch [experts]. */
 void kt_sort_tokens(kt_pass *pass, int64_t *place);
 
 static inline int64_t kt_ceil_divide(int64_t n, int64_t size) {
