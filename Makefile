@@ -18,11 +18,18 @@ endef
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml setup.py .ci/constraints.txt native_quant/_build.py $(CSRC)
+# Without CUDA, which is several GB. Where this index cannot be reached, pip takes torch from its own.
+CPU_TORCH := https://download.pytorch.org/whl/cpu
+$(STAMP): pyproject.toml setup.py .ci/link_packages.py .ci/constraints.txt native_quant/_build.py $(CSRC)
 	$(require_tools)
+	@echo "make: setting up .venv, only once: three steps, about 1 GB to download, 2 to 10 minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "make: step 1 of 3, build tools"
 	$(BIN)/pip install --quiet --upgrade -c .ci/constraints.txt setuptools cffi
-	$(BIN)/pip install --quiet -c .ci/constraints.txt torch
+	@echo "make: step 2 of 3, torch"
+	$(BIN)/pip install --quiet --retries 1 --no-deps -c .ci/constraints.txt torch --index-url $(CPU_TORCH) \
+		|| $(BIN)/pip install --quiet -c .ci/constraints.txt torch
+	@echo "make: step 3 of 3, the C code and all extras"
 	$(BIN)/pip install --quiet -c .ci/constraints.txt --no-build-isolation -e '.[gguf,hub,torch,run,serve,gpu,plot,dask,train,dev]'
 	$(BIN)/python -m compileall -q pipeline layouts quantizers native_quant  # pip does it, but not for an editable install
 	@touch $@
@@ -31,15 +38,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup build/ns/.ready
+types: setup
 	$(BIN)/mypy
-
-# The packages as they are imported, for tools that read sources.
-build/ns/.ready: Makefile
-	@mkdir -p build/ns/ktconvert
-	@ln -sfn ../../../pipeline/api/__init__.py build/ns/ktconvert/__init__.py
-	@for f in pipeline quantizers layouts native_quant; do ln -sfn ../../../$$f build/ns/ktconvert/$$f; done
-	@touch $@
 
 # Two processes of tests share the CPUs: torch has one thread in each unless a test asks for more, and none that spins.
 test test-fast test-long: export OMP_NUM_THREADS = 1
@@ -131,7 +131,8 @@ bench: setup
 	$(BIN)/python benchmarks/forward.py
 
 # The documentation site, in build/site, and every link in it checked. Needs Python alone: no compiler, no torch.
-docs: build/docs/.ready build/ns/.ready
+docs: build/docs/.ready
+	$(PYTHON) .ci/link_packages.py
 	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
 
 build/docs/.ready: pyproject.toml .ci/constraints.txt

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ktconvert.layouts.extras import install_command
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import benchmark
@@ -81,9 +82,9 @@ def test_plot_is_written_if_matplotlib_is_installed(
     pytest.importorskip("matplotlib")
     assert run(output, "--tokens", "1,4", "--plot", tmp_path / "bench.png").exception is None
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r")
-    monkeypatch.setattr("ktconvert.pipeline.report.plots.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.layouts.extras.find_spec", lambda name: None)
     failure = run(output, "--plot", tmp_path / "b.png").exception
-    assert "--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'" in str(failure)
+    assert "--plot needs matplotlib, not installed here: " + install_command("plot") in str(failure)
 
 
 def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path: Path) -> None:

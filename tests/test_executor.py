@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import locate
 from ktconvert.pipeline.engine.plan import Plan
@@ -220,7 +221,7 @@ def test_threads_work_without_dask(inputs: dict[str, str], tmp_path: Path) -> No
         refused = pool.submit(ktconvert, *arguments[:-1], str(tmp_path / "dask"), "--executor", "dask:local")
         result = ktconvert(*arguments, "--executor", "threads:1")
     assert result.returncode == 0, result.stderr
-    conversion.check_refusal(refused.result(), 1, "needs Dask", "pip install 'ktconvert[dask]'")
+    conversion.check_refusal(refused.result(), 1, "needs distributed", install_command("dask"))
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from ktconvert.layouts import extras
 from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.outputs import launch
 from ktconvert.layouts.statistics import expert_counts
 from ktconvert.native_quant.runtime import expert_placement
@@ -324,11 +326,11 @@ def test_files_that_are_no_plain_archive_are_refused(tmp_path: Path) -> None:
 def test_only_torch_files_need_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, recording = write_statistics(tmp_path / "s"), tmp_path / "recording.pt"
     torch.save(split_steps(), recording)
-    monkeypatch.setattr(expert_placement, "find_spec", lambda name: None)
+    monkeypatch.setattr(extras, "find_spec", lambda name: None)
     run(source, "--format", "sglang", "--output", tmp_path / "hot.json", "--num-gpu-experts", 1)
     for counts, options in ((recording, ("--output", tmp_path / "x.safetensors")),):
         code, text = error_of(counts, *options, "--num-gpu-experts", 1)
-        assert code == 1 and "pip install 'ktconvert[torch]'" in text
+        assert code == 1 and install_command("torch") in text
     monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.5.1+cpu")
     code, text = error_of(recording, "--output", tmp_path / "x.safetensors", "--num-gpu-experts", 1)

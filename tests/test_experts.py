@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ktconvert.layouts.errors import KtconvertError, UsageError
+from ktconvert.layouts.extras import install_command
 from ktconvert.native_quant.runtime import hot_experts
 from rig.conversion import run_in_process
 from rig.safetensors import encode, write_file
@@ -164,9 +165,9 @@ def test_wrong_choices_are_rejected(tmp_path: Path, options: tuple[object, ...],
 
 
 def test_only_total_needs_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ktconvert.native_quant.runtime.hot_experts.find_spec", lambda name: None)
+    monkeypatch.setattr("ktconvert.layouts.extras.find_spec", lambda name: None)
     arguments = (write_statistics(tmp_path / "s"), "--output", tmp_path / "m.safetensors")
-    message = "--total needs torch, not installed here: pip install 'ktconvert[torch]'"
+    message = "--total needs torch, not installed here: " + install_command("torch")
     assert error_of(*arguments, "--total", 1) == (1, message)
     assert run_in_process("experts", *arguments, "--num-gpu-experts", 1).exception is None
 

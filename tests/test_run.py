@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
 from rig import families, stored
@@ -258,5 +259,5 @@ MISSING: list[tuple[tuple[str, ...], str, str, str]] = [
 def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, example, tmp_path):
     paths = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
     result = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
-    message = f"ktconvert: {feature} needs {package}, not installed here: pip install 'ktconvert[{extra}]'"
+    message = f"ktconvert: {feature} needs {package}, not installed here: {install_command(extra)}"
     assert result.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()

@@ -20,6 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import loading
 from ktconvert.pipeline.models.loading import ModelChoice
@@ -264,7 +265,7 @@ def test_hot_and_cold_experts_generate_together(cli, trained_model, tmp_path, mo
     for alone in (call(*options, *cold), call(*options)):
         assert alone.exit_code == 0 and len(alone.stdout) > len(PROMPT) + 20, alone.exception
     monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "compressed_tensors" else True)
-    said = "packed by compressed-tensors, not installed here: pip install 'ktconvert[gpu]'"
+    said = "packed by compressed-tensors, not installed here: " + install_command("gpu")
     assert said in str(call(*options).exception)
 
 

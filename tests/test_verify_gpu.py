@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.errors import VerificationError
+from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.files.manifest import compute_digest
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.conversion import gpu
@@ -161,7 +162,7 @@ def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monk
     report = run_verify(converted["W4A16"], "--against", example)
     assert report["ok"]
     assert find_check(report, "reload")["result"] == "not checked"
-    assert any("not installed: pip install 'ktconvert[gpu]'" in note for note in report["notes"])
+    assert any(f"not installed: {install_command('gpu')}" in note for note in report["notes"])
 
 
 def test_wrong_method_or_numa_is_refused(converted):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources.config import Quantization
 from ktconvert.layouts.sources.containers.gguf import GGML_TYPES, GgmlType
 from ktconvert.layouts.sources.source import TensorSource
@@ -49,12 +49,8 @@ def _make_row(ggml_type: GgmlType) -> CheckpointEncoding:
 def _make_decoder(name: str) -> Any:
     def decode(matrix: Matrix) -> F32:
         """Decode a type that our C code does not read, with gguf-py."""
-        try:
-            from gguf import GGMLQuantizationType, quants
-        except ImportError as error:
-            raise KtconvertError(
-                f"weights in {name} are decoded by gguf, not installed here: pip install 'ktconvert[gguf]'"
-            ) from error
+        require_packages(f"decoding weights in {name}", ["gguf"], "gguf")
+        from gguf import GGMLQuantizationType, quants
 
         blocks = np.ascontiguousarray(matrix.values)
         with np.errstate(all="ignore"):  # checks of the result find scales that are not numbers

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
+from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
 
@@ -116,7 +117,7 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        needs = "downloading needs huggingface_hub: pip install 'ktconvert[hub]'"
+        needs = f"downloading needs huggingface_hub: {install_command('hub')}"
         raise InputError(f"{name}: not in the local cache, and {needs}") from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))

@@ -12,13 +12,13 @@ import json
 import math
 import zipfile
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ktconvert.layouts.errors import InputError, KtconvertError, unreadable_file
+from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.sources.containers.safetensors import MOST_NUMBERS
 from ktconvert.layouts.statistics import expert_counts
@@ -66,8 +66,7 @@ def counts_file(counts: I64) -> bytes:
 
 def require_torch() -> None:
     """Raise KtconvertError if torch is missing, or too old to read files of others safely."""
-    if find_spec("torch") is None:
-        raise KtconvertError("files of torch (.pt) need torch, not installed here: pip install 'ktconvert[torch]'")
+    require_packages("reading or writing a file of torch (.pt)", ["torch"], "torch")
     import torch
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,8 @@ import numpy as np
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.sources.containers.safetensors import read_matrix
@@ -117,8 +117,7 @@ def most_used_in_total(counts: I64, number: int) -> Mask:
     most = int(has_experts.sum()) * counts.shape[1]
     if number > most:
         raise UsageError(f"--total {number}: all layers together have {most} experts; use at most that number.")
-    if find_spec("torch") is None:
-        raise KtconvertError("--total needs torch, not installed here: pip install 'ktconvert[torch]'")
+    require_packages("--total", ["torch"], "torch")
     import torch
 
     for candidates in (counts, np.where(has_experts, counts, -1)):

@@ -59,7 +59,8 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 def require_libraries(purpose: str = "--quant-method GPTQ", modules: Sequence[str] = GPTQ_MODULES) -> None:
     """Configure libraries. Raises KtconvertError, with a remedy, if one is missing or too old."""
-    from ktconvert.pipeline.models.loading import require_packages, set_environment
+    from ktconvert.layouts.extras import require_packages
+    from ktconvert.pipeline.models.loading import set_environment
 
     require_packages(purpose, modules, "gpu")
     if (problem := transformers_version.explain_too_old()) is not None:

@@ -96,8 +96,9 @@ def check_kernels(command: str = "`ktconvert resume`") -> None:
 
 def make_model_choice(command: str, options: Options, reporter: Reporter, extra: str | None = None) -> ModelChoice:
     """Return the model that options name, after checking kernels and packages of an extra (default: the command's)."""
+    from ktconvert.layouts.extras import require_packages
     from ktconvert.native_quant.runtime import transformers_version
-    from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES, ModelChoice, require_packages
+    from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES, ModelChoice
 
     check_kernels("the command again")
     require_packages(f"`ktconvert {command}`", REQUIRED_PACKAGES[extra or command], extra or command)

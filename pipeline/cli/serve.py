@@ -21,6 +21,7 @@ def serve(options: ServeOptions) -> None:
       curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
+    from ktconvert.layouts.extras import require_packages
     from ktconvert.pipeline.models import adapter_loading, loading
     from ktconvert.pipeline.models.serving import authentication
     from ktconvert.pipeline.report.progress import Reporter
@@ -31,7 +32,7 @@ def serve(options: ServeOptions) -> None:
     from ktconvert.pipeline.models.serving.server import listen
 
     if options.adapters:
-        loading.require_packages("--adapter", ["peft"], "train")
+        require_packages("--adapter", ["peft"], "train")
     adapters = adapter_loading.adapters_by_name(options.adapters, options.model_name or choice.model)
     key = authentication.read_api_key(file)
     if file is not None and authentication.is_readable_by_others(file):

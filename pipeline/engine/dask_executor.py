@@ -10,7 +10,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Executor, Future
-from importlib.util import find_spec
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import msgspec
 
 from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
+from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.report.text import duration
@@ -124,8 +124,7 @@ def connect(address: str, note: Callable[[str], None], timeout: float = TIMEOUT)
 
     Raises KtconvertError if Dask is missing or no scheduler answers, UsageError for any other place.
     """
-    if find_spec("distributed") is None:
-        raise KtconvertError("`--executor dask:...` needs Dask, not installed here: pip install 'ktconvert[dask]'")
+    require_packages("`--executor dask:...`", ["distributed"], "dask")
     distributed: Any = importlib.import_module("distributed")  # untyped
     _silence_loggers()
     with contextlib.ExitStack() as resources:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +16,7 @@ from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.extras import install_command, require_packages
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub, rotation
@@ -46,13 +46,6 @@ CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size o
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
 # Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
 MIN_COSINE = 0.5
-
-
-def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
-    """Raise KtconvertError, which names the extra to install, if a package is missing that `feature` needs."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        names = ", ".join(missing)
-        raise KtconvertError(f"{feature} needs {names}, not installed here: pip install 'ktconvert[{extra}]'")
 
 
 def set_environment() -> None:
@@ -194,7 +187,7 @@ def prepare_config(choice: ModelChoice) -> Any:
     if choice.cpu_weights is None:
         if model_quantization.get("format") == FORMAT and find_spec("compressed_tensors") is None:
             raise KtconvertError(
-                f"{choice.model}: its experts are packed by {METHOD}, not installed here: pip install 'ktconvert[gpu]'"
+                f"{choice.model}: its experts are packed by {METHOD}, not installed here: {install_command('gpu')}"
             )
         return config
     from ktconvert.native_quant.runtime import hf_non_experts

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.report.text import plural
 
@@ -27,8 +26,7 @@ MEASURED, REFERENCE = "#1f5fa8", "#b5452c"  # colours
 
 def require_matplotlib() -> None:
     """Raise KtconvertError if matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise KtconvertError("--plot needs matplotlib, not installed here: pip install 'ktconvert[plot]'")
+    require_packages("--plot", ["matplotlib"], "plot")
 
 
 def plot_bench(path: Path, document: Mapping[str, Any]) -> None:

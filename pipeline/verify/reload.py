@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import transformers_version
@@ -56,7 +57,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     """
     missing = [name for name in loading.REQUIRED_PACKAGES["gpu"] if find_spec(name) is None]
     if missing:
-        return _skip_reload(f"{', '.join(missing)} not installed: pip install 'ktconvert[gpu]'")
+        return _skip_reload(f"{', '.join(missing)} not installed: {install_command('gpu')}")
     if (reason := transformers_version.explain_too_old()) is not None:
         return _skip_reload(reason)
     import torch

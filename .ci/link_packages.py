@@ -1,0 +1,29 @@
+"""Link the packages into build/ns, where they have the names under which they are imported (`ktconvert.layouts`).
+
+An editable installation, mypy and the documentation read them there.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PARENT = ROOT / "build" / "ns"
+LINKS = {"__init__.py": "pipeline/api/__init__.py", "py.typed": "pipeline/api/py.typed"} | {
+    name: name for name in ("pipeline", "quantizers", "layouts", "native_quant")
+}
+
+
+def link_packages() -> None:
+    """Make the links, or make them again."""
+    package = PARENT / "ktconvert"
+    package.mkdir(parents=True, exist_ok=True)
+    for name, target in LINKS.items():
+        link = package / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(ROOT / target, package))
+
+
+if __name__ == "__main__":
+    link_packages()

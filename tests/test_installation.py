@@ -1,0 +1,67 @@
+"""The editable installation is found from every directory, and extras are installed from where ktconvert came."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from ktconvert.layouts import extras
+
+ROOT = Path(__file__).resolve().parents[1]
+WHEEL = "file:///srv/my%20wheels/ktconvert-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl"
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ORIGINS = {
+    "an index": ({}, ["ktconvert[run]"]),
+    "a directory": ({"url": "file:///srv/my%20clone", "dir_info": {}}, ["/srv/my clone[run]"]),
+    "an editable directory": ({"url": "file:///srv/clone", "dir_info": {"editable": True}}, ["-e", "/srv/clone[run]"]),
+    "a wheel": (
+        {"url": WHEEL, "archive_info": {}},
+        ["/srv/my wheels/ktconvert-0.1.0-cp311-abi3-manylinux_2_28_x86_64.whl[run]"],
+    ),
+    "a wheel on a server": (
+        {"url": "https://example.org/ktconvert-0.1.0.whl", "archive_info": {}},
+        ["ktconvert[run] @ https://example.org/ktconvert-0.1.0.whl"],
+    ),
+    "a repository": (
+        {"url": "https://example.org/k.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
+        [f"ktconvert[run] @ git+https://example.org/k.git@{COMMIT}"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_an_extra_is_installed_from_where_ktconvert_came(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    origin, requirement = ORIGINS[name]
+    monkeypatch.setattr(extras, "_read_origin", lambda: origin)
+    assert shlex.split(extras.install_command("run")) == ["pip", "install", *requirement]
+    if " @ " in requirement[0]:
+        assert Requirement(requirement[0]).extras == {"run"}
+
+
+def test_the_recipe_for_conda_has_the_same_requirements() -> None:
+    recipe = (ROOT / "examples" / "deploy" / "meta.yaml").read_text()
+    names = re.findall(r"^    - ([a-z][\w-]*) (>=[\d.]+)$", recipe.partition("  run:\n")[2], re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = [f"python{project['requires-python']}", *project["dependencies"]]
+    assert sorted(map("".join, names)) == sorted(ours)
+
+
+@pytest.mark.parametrize("command", [(), ("-m", "mypy", "--follow-imports=skip")], ids=["python", "mypy"])
+def test_a_directory_of_this_name_does_not_hide_the_package(command: tuple[str, ...], tmp_path: Path) -> None:
+    """Python takes a directory without __init__.py for a package if no entry of sys.path has a real one."""
+    (tmp_path / "ktconvert").symlink_to(ROOT)
+    program = tmp_path / "program" / "main.py"
+    program.parent.mkdir()
+    program.write_text("from ktconvert import convert\nfrom ktconvert.native_quant import kernels\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    arguments = (sys.executable, *command, str(program))
+    done = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
