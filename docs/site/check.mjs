@@ -1,6 +1,6 @@
 // The built site in a real browser: node check.mjs SITE SCREENSHOTS [PART OF A URL]. Every page at three widths, light and
 // dark: nothing scrolls sideways, no Markdown is left, the console is silent, nothing comes from elsewhere, every link and
-// anchor exists; axe finds nothing serious, in the narrowest light and the widest dark one; and the search finds NUMA.
+// anchor exists; axe finds nothing serious, in the narrowest light and the widest dark one; and searches find the right page.
 // Chromium: CHROMIUM, else Debian's.
 import { createServer } from "node:http";
 import { mkdirSync, readFileSync, readdirSync, statSync } from "node:fs";
@@ -13,6 +13,8 @@ const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.mi
 const WIDTHS = [390, 820, 1440];
 const SCHEMES = ["light", "dark"];
 const TYPES = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".json": "application/json", ".png": "image/png" };
+// Words -> a part of the address that one of the first three results has.
+const SEARCHES = [["NUMA", "/"], ["int4 vs int8", "/start/choose/"], ["serve openai", "serve/"], ["out of memory", "/how-to/troubleshoot/"], ["install", "/start/install/"]];
 const problems = [];
 
 function files(folder) {
@@ -109,15 +111,18 @@ for (const [from, target] of links) {
 
 const page = await browser.newPage({ viewport: { width: 1440, height: 900 } });
 await page.goto(base + "/", { waitUntil: "networkidle" });
-await page.click(".md-search__input");
-await page.keyboard.type("NUMA");
-await page.waitForSelector(".md-search-result__item");
-const results = await page.locator(".md-search-result__item a.md-search-result__link").evaluateAll((all) => all.map((e) => e.getAttribute("href")));
-await page.screenshot({ path: path.join(screens, "search-NUMA.png") });
-if (!results.length) problems.push("the search does not find NUMA");
+for (const [words, expected] of SEARCHES) {
+  await page.fill(".md-search__input", "");
+  await page.click(".md-search__input");
+  await page.keyboard.type(words);
+  await page.waitForTimeout(1000); // the results of the words before remain for a moment
+  const found = await page.locator(".md-search-result__item > a.md-search-result__link").evaluateAll((all) => all.slice(0, 3).map((e) => e.href));
+  await page.screenshot({ path: path.join(screens, `search-${words.replaceAll(" ", "-")}.png`) });
+  if (!found.some((href) => href.includes(expected))) problems.push(`the search for "${words}" does not find ${expected}, but ${found.join(", ") || "nothing"}`);
+}
 await browser.close();
 server.close();
 
-console.log(`${pages.length} pages, ${looked} screens at ${WIDTHS} px, ${SCHEMES}; ${links.length} links; NUMA: ${results.length} results; axe on ${tested} screens: ${faults[true]} serious or critical faults, ${faults[false]} others (${[...minor]})`);
+console.log(`${pages.length} pages, ${looked} screens at ${WIDTHS} px, ${SCHEMES}; ${links.length} links; ${SEARCHES.length} searches; axe on ${tested} screens: ${faults[true]} serious or critical faults, ${faults[false]} others (${[...minor]})`);
 for (const problem of problems) console.error(problem);
 process.exit(problems.length ? 1 : 0);

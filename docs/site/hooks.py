@@ -1,14 +1,27 @@
-"""What mkdocs does with links out of docs/: on the site they are plain text, or lead to the repository where
-`repo_url` is set. In the repository itself they stay relative links.
+"""What mkdocs does with files outside docs/: CHANGELOG.md becomes a page. Links to other files are plain text on the
+site, or lead to the repository where `repo_url` is set. In the repository itself they stay relative links.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+from pathlib import Path
 from typing import Any
 
+from mkdocs.structure.files import File, Files
+
+CHANGELOG = "changelog.md"
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\\\[|\\\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add the page with the changelog."""
+    text = (Path(config.docs_dir).parent / "CHANGELOG.md").read_text()
+    text = re.sub(r"^## \[(.*?)\]", r"## \1", text, flags=re.MULTILINE)
+    text = re.sub(r"\]\((?!docs/|https?:|#)", "](../", text).replace("](docs/", "](")
+    files.append(File.generated(config, CHANGELOG, content=text))
+    return files
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
@@ -19,6 +32,8 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
         target = posixpath.normpath(posixpath.join("docs", folder, match[2]))
         if target.startswith("docs/"):
             return match[0]
+        if target == "CHANGELOG.md":
+            return f"[{match[1]}]({posixpath.relpath(CHANGELOG, folder)})"
         if config.repo_url:
             return f"[{match[1]}]({config.repo_url.rstrip('/')}/blob/main/{target}{match[3] or ''})"
         return match[1]
