@@ -28,7 +28,7 @@ COLOURS = "abcdefghijklmnop"  # classes of the cells, from the smallest value to
 NOT_SHOWN = "x"  # class of a value without a colour
 MOST_COLUMNS = 8  # columns of a map with numbers in its cells
 MOST_WIDTH = 64  # columns of maps side by side
-LEAST_RANGE = 1.1  # smallest ratio of the ends of a colour scale: nearly equal values get nearly equal colours
+LEAST_RANGE = 2  # smallest ratio of the ends of a colour scale: nearly equal values get nearly equal colours
 # With more cells on a page, only rows have titles: a title takes 100 bytes instead of 30 for each cell.
 MOST_TITLES = 64_000
 
