@@ -38,7 +38,7 @@ def number(cell: str) -> float:
 
 # how codes were chosen -> marker, and which of the colours
 CHOICES = {"absmax": ("o", 2), "mse": ("s", 4), "imatrix": ("D", 5), "gptq": ("^", 3)}
-LABELS = {"int4": (-26, -3), "mxfp4": (7, -4), "rawint4": (7, 2), "int8": (7, 2)}
+LABELS = {"int4": (-9, 7), "mxfp4": (14, -4), "rawint4": (14, 2), "int8": (12, 2)}
 
 
 @figure
@@ -51,8 +51,9 @@ def accuracy(axes: Any, colours: tuple[str, ...], data: Any) -> None:
         place = {"xytext": (-8 if below else 5, -12 if below else 3), "textcoords": "offset points", "fontsize": 7.5}
         axes.annotate(row[0], (number(row[2]), number(row[3])), color=colours[1], **place)
     rows = [(*row[0].split()[:2], number(row[1]), number(row[2])) for row in data["bundled model"]]
-    for choice, (marker, colour) in CHOICES.items():
-        points = [(bits, kl) for _, chosen, bits, kl in rows if chosen == choice]
+    for number_of_choice, (choice, (marker, colour)) in enumerate(CHOICES.items()):
+        # Side by side, as two choices can have almost the same divergence
+        points = [(bits + 0.07 * (number_of_choice - 1.5), kl) for _, chosen, bits, kl in rows if chosen == choice]
         axes.plot(*zip(*points, strict=True), marker, color=colours[colour], label=choice, ms=6)
     for method in LABELS:
         bits, kl = max((bits, kl) for name, _, bits, kl in rows if name == method)
@@ -141,10 +142,11 @@ def scale(axes: Any, colours: tuple[str, ...], data: Any) -> None:
 @figure
 def training(axes: Any, colours: tuple[str, ...], data: Any) -> None:
     """Losses of other text over the steps of a fine-tune, in transformers and through converted experts."""
-    for run, marker, colour in zip(data["runs"], "xos^", (1, 4, 2, 3), strict=True):
+    # Equal losses stay visible: hollow markers of different sizes.
+    for run, marker, colour, size in zip(data["runs"], "xos^", (1, 4, 2, 3), (6, 13, 10, 5), strict=True):
         steps, losses = zip(*run["eval"], strict=True)
         label = f"{run['name']}: {losses[-1]:.4f}"
-        axes.plot(steps, losses, f"{marker}-", color=colours[colour], label=label, ms=5, linewidth=1)
+        axes.plot(steps, losses, f"{marker}-", color=colours[colour], label=label, ms=size, mfc="none", linewidth=1)
     axes.set(xlabel="step", ylabel="loss of other text, nats per token")
     axes.legend(frameon=False, labelcolor=colours[0])
 
