@@ -15,8 +15,9 @@ from ktconvert.layouts.encodings.fp4 import dequantize
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.training import Lora
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
-from rig import conversion, gguf
+from rig import conversion, gguf, training
 from rig.floats import from_bits, to_bits
 from rig.safetensors import edit_file, write_file
 
@@ -220,6 +221,35 @@ def test_the_wrapper_computes_gpt_oss_as_the_directory_records(form: str, tmp_pa
             )
         with pytest.raises(UnsupportedError, match=r"layer 0 compute gate .* limited to 7 with biases, not silu.* 10"):
             KTMoEWrapper(*sizes, method=name, swiglu_limit=10.0).load_weights()
+
+
+@pytest.mark.parametrize("form", ["gpt-oss BF16", "Nemotron-H"])
+def test_the_wrapper_trains_experts_as_the_directory_records(form: str, tmp_path: Path) -> None:
+    """With biases, which stay; without a gate, init_lora_weights gets four tensors and four gradients."""
+    source, layer = write(form, tmp_path / "model")
+    out = convert(source, tmp_path / "out", "bf16")
+    sizes = (0, EXPERTS, TOPK, HIDDEN, WIDTH, None, 2, 1, str(out), 512)
+    wrapper: Any = KTMoEWrapper(*sizes, method="AMXBF16_SFT", mode="sft", lora_rank=4, lora_alpha=8.0)
+    wrapper.load_weights()
+    generator = torch.Generator().manual_seed(0)
+    tensors: list[torch.Tensor] = []
+    for _, rows, columns in (matrix.shape for matrix in layer.matrices.values()):
+        for shape in ((EXPERTS, 4, columns), (EXPERTS, rows, 4)):
+            tensors.append(torch.randn(shape, generator=generator).mul(0.1).bfloat16())
+    lora, buffers = Lora.from_tensors(tensors), Lora.from_tensors(map(torch.zeros_like, tensors))
+    wrapper.init_lora_weights(*lora.tensors, *buffers.tensors)
+    hidden, gradient = (torch.randn(30, HIDDEN, generator=generator).bfloat16() for _ in range(2))
+    ids = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOPK] for _ in hidden])
+    weights = torch.rand(30, TOPK, generator=generator)
+    found = [wrapper.forward(hidden, ids, weights), *wrapper.backward(gradient), *buffers.tensors]
+    linears, biases = (tuple(map(torch.from_numpy, x.values())) for x in (layer.matrices, layer.biases))
+    given = hidden, ids, weights, linears, lora, 2.0, gradient, layer.function, biases
+    output, expected = training.differentiate(*given)
+    wanted = [output, expected.hidden, expected.weights, *(expected.lora.tensors if expected.lora else ())]
+    for actual, want in zip(found, wanted, strict=True):
+        assert training.distance(actual, want) < 8e-3
+    with pytest.raises(TypeError, match="without a gate four and four, not 3 tensors"):
+        wrapper.init_lora_weights(*tensors[:3])
 
 
 def test_tensors_without_biases_are_refused_for_gpt_oss(tmp_path: Path) -> None:

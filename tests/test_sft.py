@@ -62,7 +62,7 @@ def trained(
 
 
 def with_lora(one: Any, tensors: dict[str, torch.Tensor], fill: float = 7.0) -> tuple[Lora, Lora]:
-    lora = Lora(*(torch.nn.Parameter(tensors[name].clone()) for name in FACTORS))
+    lora = Lora.from_tensors(torch.nn.Parameter(tensors[name].clone()) for name in FACTORS)
     buffers = Lora(*(torch.full_like(tensor, fill) for tensor in lora))
     one.init_lora_weights(*lora, *buffers)
     return lora, buffers

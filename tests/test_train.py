@@ -357,6 +357,87 @@ def test_train_eval_and_merge_adapter_work_together(cli, example, int8, text, tm
     assert tree(adapter) == tuned
 
 
+def save_small_model(folder: Path, example: Path, family: str, **settings: Any) -> None:
+    """Save a model of a family with random weights and the tokenizer of the example."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    sizes |= {"num_experts_per_tok": 2, "vocab_size": 2048, "initializer_range": 0.1}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes | settings)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    for file in example.glob("tokenizer*"):
+        shutil.copy(file, folder)
+
+
+def run_all(*commands: tuple[Any, ...]) -> None:
+    for command in commands:
+        result = conversion.run_in_process(*command, "-q")
+        assert result.exit_code == 0, result.exception or result.output
+
+
+def test_experts_without_a_gate_train_and_merge(example, text, tmp_path):
+    """Tiny Nemotron-H: `train` adapts up and down; `run`, `serve` and the merged weights compute the same.
+
+    So does an adapter that PEFT made for transformers' parameters.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from ktconvert.pipeline.models.adapter_loading import Adapters, load_adapter
+
+    folder, adapter, merged, int8 = (tmp_path / name for name in ("model", "adapter", "merged", "int8"))
+    experts = {"n_routed_experts": 4, "moe_latent_size": 64, "moe_intermediate_size": 128}
+    blocks = {"moe_shared_expert_intermediate_size": 64, "n_group": 1, "topk_group": 1, "n_groups": 1}
+    blocks |= {"mamba_num_heads": 4, "mamba_head_dim": 32, "ssm_state_size": 16, "hybrid_override_pattern": "*EE"}
+    save_small_model(folder, example, "nemotron_h", num_hidden_layers=3, **experts, **blocks)
+    run_all(
+        ("cpu", "-i", folder, "-o", int8, "--quant-method", "int8"),
+        ("train", folder, "--cpu-weights", int8, "--dataset", text, *SHORT, "--learning-rate", 0.05, "-o", adapter),
+        ("merge-adapter", folder, "--adapter", adapter, "-o", merged),
+    )
+    names = {name.split(".lora_")[0].split(".")[-1] for name in read_file(adapter / "adapter_model.safetensors")}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"}
+    ids = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(3))
+    for weights, bound in ((None, 0.02), (int8, 0.05)):
+        before = logits(model(folder, weights), ids)
+        ours = logits(load_adapter(model(folder, weights), adapter, "model"), ids)
+        assert usual_error(ours, logits(AutoModelForCausalLM.from_pretrained(merged), ids)) < bound
+        assert usual_error(before, ours) > 0.3
+        served = model(folder, weights)
+        adapters = Adapters(served, {"tuned": adapter}, "model")
+        assert torch.equal(logits(served, ids), before)
+        adapters.switch("tuned")
+        assert torch.equal(logits(served, ids), ours)
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    plain = adapted(plain, target_modules=["q_proj"], target_parameters=["experts.up_proj", "experts.down_proj"])
+    plain.save_pretrained(tmp_path / "plain")
+    assert usual_error(logits(load_adapter(model(folder), tmp_path / "plain", "model"), ids), logits(plain, ids)) < 0.02
+    shutil.rmtree(merged)
+    run_all(("merge-adapter", folder, "--adapter", tmp_path / "plain", "-o", merged))
+    assert usual_error(logits(AutoModelForCausalLM.from_pretrained(merged), ids), logits(plain, ids)) < 0.02
+
+
+def test_experts_with_biases_train(example, text, tmp_path):
+    """Tiny gpt-oss."""
+    from ktconvert.pipeline.models.adapter_loading import load_adapter
+
+    folder, adapter, out = (tmp_path / name for name in ("model", "adapter", "out"))
+    save_small_model(folder, example, "gpt_oss", num_hidden_layers=2, num_local_experts=4, intermediate_size=128)
+    train = ("train", folder, "--cpu-weights", out, "--dataset", text, "--eval-dataset", text, *SHORT)
+    run_all(
+        ("cpu", "-i", folder, "-o", out, "--quant-method", "int8"),
+        (*train, "--learning-rate", 0.01, "-o", adapter),
+    )
+    (_, first), *_, (_, last) = json.loads((adapter / "ktconvert.json").read_text())["eval_losses"]
+    assert last < first - 0.1
+    ids = torch.randint(0, 2048, (2, 33), generator=torch.Generator().manual_seed(3))
+    before = logits(model(folder, out), ids)
+    assert usual_error(logits(load_adapter(model(folder, out), adapter, "model"), ids), before) > 0.1
+    result = conversion.run_in_process("merge-adapter", folder, "--adapter", adapter, "-o", tmp_path / "merged", "-q")
+    assert isinstance(result.exception, InputError)
+    assert re.search(r"experts\.\d\.\w+_proj, .* but the checkpoint", str(result.exception))
+
+
 def test_merged_weights_equal_those_of_peft(cli, example, trained, tmp_path):
     """B A in float32, and the sum rounded once: within one rounding of what PEFT adds in BF16."""
     from peft import PeftModel

@@ -33,7 +33,8 @@ MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB]
 OF_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<name>\w+)")  # a module of one expert
 # PEFT's module around a parameter of stacked experts, and around two of them: the inner one is the first.
 OF_STACK = re.compile(r"(?P<experts>.*\bexperts)(?P<inner>\.base_layer)?")
-GATE_UP, DOWN = "gate_up_proj", "down_proj"  # transformers' parameters of all experts: [E, 2 I, H] and [E, H, I]
+# transformers' parameters of all experts: [E, 2 I, H], or [E, I, H] without a gate, and [E, H, I]
+GATE_UP, UP, DOWN = "gate_up_proj", "up_proj", "down_proj"
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
@@ -152,7 +153,7 @@ class Settings:
         if match := OF_EXPERT.fullmatch(module):
             names += [match["experts"], f"{match['experts']}.{match['name']}"]
         if match := match or OF_STACK.fullmatch(module):
-            parameters = self.target_names(match["experts"], (GATE_UP, DOWN))
+            parameters = self.target_names(match["experts"], (GATE_UP, UP, DOWN))
         if isinstance(targets, str) and targets != "all-linear":
             return bool(parameters) or any(map(self._target.fullmatch, names))
         return bool(parameters) or not isinstance(targets, list) or any(is_named(name, targets) for name in names)
@@ -332,9 +333,10 @@ def _find_names(module: str, modules: Collection[str], settings: Settings) -> tu
         return module, f"{match['experts']}.{match['name']}"
     if match := OF_STACK.fullmatch(module):
         experts = match["experts"]
-        targeted = settings.target_names(experts, (GATE_UP, DOWN))
+        first = UP if settings.target_names(experts, [UP]) else GATE_UP
+        targeted = settings.target_names(experts, (first, DOWN))
         both = f"{experts}.base_layer" in modules or len(targeted) != 1
-        name = GATE_UP if match["inner"] or not (both or targeted[0] == DOWN) else DOWN
+        name = first if match["inner"] or not (both or targeted[0] == DOWN) else DOWN
         return (f"{experts}.{name}",)
     return (f"{module}.weight" if settings.target_names(module, ["weight"]) else module,)
 
@@ -377,7 +379,7 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):
             deltas[module] = Delta(file, a, b, scaling, rank, range(rows))
             continue
-        rows_by_name = {"down_proj": range(rows)}
+        rows_by_name = {parameter: range(rows)}
         if parameter == GATE_UP:
             rows_by_name = {"gate_proj": range(rows // 2), "up_proj": range(rows // 2, rows)}
         count = a.shape[0] // rank

@@ -1,4 +1,4 @@
-"""LoRA adapters of routed experts: the modules that PEFT wraps, and the six tensors that a layer computes with."""
+"""LoRA adapters of routed experts: the modules that PEFT wraps, and the tensors that a layer computes with."""
 
 from __future__ import annotations
 
@@ -49,10 +49,15 @@ class LayerAdapter(NamedTuple):
     dropout: float
 
 
-def projection_names(model: Any) -> tuple[str, str, str]:
-    """Return the names of an expert's gate, up and down projections in the model's checkpoints, vLLM and SGLang."""
+def projection_names(model: Any, gated: bool) -> tuple[str, ...]:
+    """Return the names of an expert's projections in the model's checkpoints, vLLM and SGLang.
+
+    They are gate, unless experts have none, up and down.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
 
+    if not gated:
+        return DEFAULT_NAMES[1:]  # Nemotron-H
     names = {}
     for conversion in get_model_conversion_mapping(model):
         match [EXPERT_WEIGHT.search(pattern) for pattern in conversion.source_patterns]:
@@ -64,11 +69,11 @@ def projection_names(model: Any) -> tuple[str, str, str]:
 
 
 def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, int]) -> None:
-    """Give RoutedExperts a Projection for each of the three names. sizes: E, H, I."""
+    """Give RoutedExperts a Projection for each name of projection_names. sizes: E, H, I."""
     module.projections = tuple(names)
     experts, hidden, intermediate = sizes
-    gate, up, down = names
-    for name in (gate, up):
+    *inner, down = names
+    for name in inner:
         module.add_module(name, Projection(experts, hidden, intermediate))
     module.add_module(down, Projection(experts, intermediate, hidden))
 
@@ -76,7 +81,7 @@ def add_projections(module: Any, names: Sequence[str], sizes: tuple[int, int, in
 def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
     """Return the active adapters of RoutedExperts as one; None if there is none.
 
-    Unless all three projections have one adapter with the same rank and scaling, ranks are padded with zeros and B
+    Unless all projections have one adapter with the same rank and scaling, ranks are padded with zeros and B
     includes the scaling. A projection without an adapter gets zeros.
     """
     children: list[Any] = [getattr(module, name) for name in module.projections]  # type: ignore[union-attr]
@@ -88,7 +93,7 @@ def combine_active(module: torch.nn.Module) -> LayerAdapter | None:
         return None
     settings = {(adapter.rank, adapter.scaling, adapter.dropout) for adapter in adapters}
     if all(len(projection_adapters) == 1 for projection_adapters in by_projection) and len(settings) == 1:
-        lora = Lora(*(tensor.to(CPU) for (adapter,) in by_projection for tensor in (adapter.a, adapter.b)))
+        lora = Lora.from_tensors(tensor.to(CPU) for (adapter,) in by_projection for tensor in (adapter.a, adapter.b))
         return LayerAdapter(lora, adapters[0].scaling, adapters[0].dropout)
     if torch.is_grad_enabled():
         return _join(children, by_projection)
@@ -119,4 +124,4 @@ def _join(children: Sequence[Any], by_projection: Sequence[Sequence[ProjectionAd
             a.append(torch.zeros(base.experts, padding, base.in_features, **options))
             b.append(torch.zeros(base.experts, base.out_features, padding, **options))
         tensors += (torch.cat(a, 1).to(CPU), torch.cat(b, 2).to(CPU))
-    return LayerAdapter(Lora(*tensors), 1.0, max(adapter.dropout for adapter in adapters))
+    return LayerAdapter(Lora.from_tensors(tensors), 1.0, max(adapter.dropout for adapter in adapters))

@@ -119,7 +119,7 @@ class KTConvertQuantizer(HfQuantizer):
             device = hot_experts.hot_device()
             hot_experts.require_memory(masks.values(), modules[0].hidden, modules[0].intermediate, device)
             hot = {layer: hot_experts.load_hot_experts(source, layer, mask, device) for layer, mask in masks.items()}
-        names = adapters.projection_names(model)
+        names = adapters.projection_names(model, modules[0].gated)
         if find_spec("peft") is not None:
             importlib.import_module("ktconvert.native_quant.runtime.peft_tuner")  # extends get_peft_model
         for module in modules:

@@ -143,7 +143,7 @@ def _bits(tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class ExpertModule:
-    """A routed-experts module to replace; zero_ids as in RoutedExperts."""
+    """A routed-experts module to replace; zero_ids as in RoutedExperts, gated as in ExpertFunction."""
 
     name: str
     layer: int
@@ -151,6 +151,7 @@ class ExpertModule:
     hidden: int
     intermediate: int
     zero_ids: bool
+    gated: bool
 
 
 def find_experts(
@@ -200,7 +201,7 @@ def find_experts(
                     "load it without cpu_weights"
                 )
     return [
-        ExpertModule(name, layer, *_sizes(module), hasattr(module, "identity_expert"))
+        ExpertModule(name, layer, *_sizes(module), hasattr(module, "identity_expert"), _has_gate(module))
         for layer, name, module in experts
     ]
 
@@ -233,6 +234,10 @@ def _differs_in_activation(module: Any, function: ExpertFunction) -> bool:
     return result.shape != up.shape or not torch.allclose(result, defined, rtol=1e-3, atol=1e-5)
 
 
+def _has_gate(module: torch.nn.Module) -> bool:
+    return GATED[0] in module._parameters
+
+
 def _has_biases(module: torch.nn.Module) -> bool:
     return any("bias" in name for name in module._parameters)
 
@@ -240,7 +245,7 @@ def _has_biases(module: torch.nn.Module) -> bool:
 # Conditions under which our experts cannot replace a module, and the reasons for the message.
 REFUSALS: tuple[tuple[Callable[[torch.nn.Module, ExpertFunction], bool], str], ...] = (
     (lambda module, function: function.biases != _has_biases(module), "has biases or lacks them"),
-    (lambda module, function: function.gated != (GATED[0] in module._parameters), "differs in its gate"),
+    (lambda module, function: function.gated != _has_gate(module), "differs in its gate"),
     (
         lambda module, function: list(inspect.signature(type(module).forward).parameters)[1:] not in SIGNATURES,
         f"is not called with {', '.join(ARGUMENTS)}",

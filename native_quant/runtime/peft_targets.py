@@ -7,13 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ktconvert.layouts import patterns
-from ktconvert.layouts.checkpoints.adapter import CONFIG, DOWN, GATE_UP, NamePatterns, is_named
+from ktconvert.layouts.checkpoints.adapter import CONFIG, GATE_UP, NamePatterns, is_named
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime.adapters import DEFAULT_NAMES
-from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
+from ktconvert.native_quant.runtime.hf_modules import GATED, UNGATED, RoutedExperts
 
 EXPERTS = "experts"
-STACKED = (GATE_UP, DOWN)  # transformers' parameters, which are PEFT's targets in an unconverted model
 NO_MATCH = "target_modules {!r} matches no module of this model; use the name of one of its modules"
 
 
@@ -28,13 +27,18 @@ class Targets(NamedTuple):
     patterns: dict[str, dict[str, Any]]
 
 
+def list_stacked_parameters(experts: Mapping[str, RoutedExperts]) -> tuple[str, str]:
+    """Return transformers' parameters of stacked experts, which are PEFT's targets in an unconverted model."""
+    return GATED if len(next(iter(experts.values())).projections) == len(DEFAULT_NAMES) else UNGATED
+
+
 def separate_targets(config: Any, model: Any, experts: Mapping[str, RoutedExperts]) -> Targets:
     """Remove the names of experts from target_modules and target_parameters, and return them as Targets.
 
     Replaces regular expressions, whose run time has no limit in PEFT, by the names of the matching modules. Raises
     UnsupportedError for expressions that match nothing.
     """
-    gate, up, down = projections = next(iter(experts.values())).projections
+    *inner, down = projections = next(iter(experts.values())).projections
     prefixes = tuple(f"{path}." for path in experts)
     names = [name for name, _ in model.named_modules() if name and not name.startswith(prefixes)]
     requested = config.target_modules
@@ -59,9 +63,10 @@ def separate_targets(config: Any, model: Any, experts: Mapping[str, RoutedExpert
             )
     if isinstance(config.exclude_modules, str):
         config.exclude_modules = _match_names(config.exclude_modules, names, experts)
-    stacked = {name for name in config.target_parameters or () if name.split(".")[-1] in STACKED}
+    first, last = list_stacked_parameters(experts)
+    stacked = {name for name in config.target_parameters or () if name.split(".")[-1] in (first, last)}
     parameters: dict[str, str] = {}  # name of a projection -> the targeted parameter
-    for parameter, targets in ((GATE_UP, (gate, up)), (DOWN, (down,))):
+    for parameter, targets in ((first, inner), (last, [down])):
         layers = [path for path in experts if is_named(f"{path}.{parameter}", stacked)]
         parameters.update({f"{path}.{projection}": f"{path}.{parameter}" for path in layers for projection in targets})
         # layers_to_transform does not apply to parameters.

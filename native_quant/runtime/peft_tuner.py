@@ -19,9 +19,9 @@ from peft.utils import PeftType, transformers_weight_conversion
 
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant._ktq import lib
-from ktconvert.native_quant.runtime.adapters import Projection, ProjectionAdapter
+from ktconvert.native_quant.runtime.adapters import DEFAULT_NAMES, Projection, ProjectionAdapter
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.native_quant.runtime.peft_targets import EXPERTS, STACKED, separate_targets
+from ktconvert.native_quant.runtime.peft_targets import EXPERTS, list_stacked_parameters, separate_targets
 from ktconvert.native_quant.runtime.training import require_trainable
 
 # Names of tensors: of one expert in a file, of all experts of an unconverted model (PEFT's), of our parameters.
@@ -96,7 +96,7 @@ class ProjectionLora(torch.nn.Module, LoraLayer):  # type: ignore[misc]
 
 
 class Tuner(LoraModel):  # type: ignore[misc]
-    """LoraModel that also finds RoutedExperts, by the name `experts` or by the names of the three projections."""
+    """LoraModel that also finds RoutedExperts, by the name `experts` or by the names of the projections."""
 
     def inject_adapter(self, model: torch.nn.Module, adapter_name: str, *args: Any, **other: Any) -> None:
         """Add the adapter's modules. Raises UnsupportedError for settings that RoutedExperts does not support."""
@@ -105,7 +105,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
         if experts:
             config = self.peft_config[adapter_name]
             projections = next(iter(experts.values())).projections
-            if set(config.modules_to_save or ()) & {EXPERTS, *projections, *STACKED}:
+            if set(config.modules_to_save or ()) & {EXPERTS, *projections, *list_stacked_parameters(experts)}:
                 remedy = "move experts from modules_to_save to target_modules"
                 raise UnsupportedError(f"the weights of experts are packed and cannot be trained; {remedy}")
             self._targets = separate_targets(config, model, experts)
@@ -121,7 +121,8 @@ class Tuner(LoraModel):  # type: ignore[misc]
                 names = _linear_names(self.model)
             if names is not None or self._targets.modules:
                 peft_config.target_modules = {*(names or ()), *self._targets.modules}
-            parameters = {name for name in peft_config.target_parameters or () if name.split(".")[-1] not in STACKED}
+            stacked = list_stacked_parameters(self._experts)
+            parameters = {name for name in peft_config.target_parameters or () if name.split(".")[-1] not in stacked}
             peft_config.target_parameters = parameters or None
             vars(peft_config).update(self._targets.patterns)
         return super()._prepare_adapter_config(peft_config, model_config)
@@ -162,8 +163,7 @@ class Tuner(LoraModel):  # type: ignore[misc]
                     for projection, child in module.named_children()
                     if isinstance(child, ProjectionLora) and adapter_name in child.lora_A
                 }
-                gate, up, down = module.projections
-                adapted_layers[name.removeprefix(PREFIX)] = AdaptedLayer(gate, up, down, adapted)
+                adapted_layers[name.removeprefix(PREFIX)] = AdaptedLayer(module.projections, adapted)
         if any(layer.adapted for layer in adapted_layers.values()):
             state_dict = _stack(adapted_layers, adapter_name, state_dict)
         return super()._remap_adapter_state_dict_for_load(model, config, adapter_name, state_dict)
@@ -178,7 +178,7 @@ def _convert_filled(model: Any, peft_config: Any, adapter_state_dict: Any, adapt
     """Call PEFT's function, which joins an expert's gate and up projections, with zeros for a missing one."""
     filled = dict(adapter_state_dict)
     experts = next((module for module in model.modules() if isinstance(module, RoutedExperts)), None)
-    if experts is not None and experts.projections:
+    if experts is not None and len(experts.projections) == len(DEFAULT_NAMES):
         gate, up, _ = experts.projections
         partners = {gate: up, up: gate}
         for key, tensor in adapter_state_dict.items():
@@ -215,9 +215,7 @@ PREFIX = "base_model.model."
 class AdaptedLayer(NamedTuple):
     """Names of the projections of RoutedExperts, and those projections that have the adapter."""
 
-    gate: str
-    up: str
-    down: str
+    projections: tuple[str, ...]
     adapted: Mapping[str, ProjectionLora]
 
 
@@ -299,14 +297,18 @@ def _split(
         by_expert = tensor.reshape(experts, -1, tensor.shape[-1])
     else:
         by_expert = tensor.reshape(tensor.shape[0], -1, experts).permute(2, 0, 1)
-    if not match["inner"] and layer.down in adapted:
-        return {layer.down: by_expert.contiguous()}
+    *inner, down = layer.projections
+    if not match["inner"] and down in adapted:
+        return {down: by_expert.contiguous()}
+    if len(inner) == 1:
+        return {inner[0]: by_expert.contiguous()}
+    gate, up = inner
     rank = by_expert.shape[1 if is_a else 2]
-    ranks = [adapted[name].r[adapter] for name in (layer.gate, layer.up) if name in adapted]
+    ranks = [adapted[name].r[adapter] for name in inner if name in adapted]
     if set(ranks) == {rank}:
         first, second = (by_expert, by_expert) if is_a else by_expert.chunk(2, 1)
     else:
-        boundary = ranks[0] if layer.gate in adapted else rank - ranks[0]
+        boundary = ranks[0] if gate in adapted else rank - ranks[0]
         if is_a:
             first, second = by_expert[:, :boundary], by_expert[:, boundary:]
         else:
@@ -315,4 +317,4 @@ def _split(
                 raise InputError(f"the adapter does not fit this model: {path}.{side} has rank {rank}, not {ranks}")
             first = first[..., :boundary]
             second = second[..., boundary:]
-    return {layer.gate: first.contiguous(), layer.up: second.contiguous()}
+    return {gate: first.contiguous(), up: second.contiguous()}

@@ -58,12 +58,12 @@ class GradientWindow:
     """
 
     layer: int
-    tensors: Lora
+    lora: Lora
     buffers: Lora
 
     @property
     def parameters(self) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
-        pairs = zip(self.tensors, self.buffers, strict=True)
+        pairs = zip(self.lora.tensors, self.buffers.tensors, strict=True)
         return [(tensor, buffer) for tensor, buffer in pairs if isinstance(tensor, torch.nn.Parameter)]
 
     @property
@@ -83,7 +83,7 @@ class GradientWindow:
 
     def publish(self, gradients: Lora) -> None:
         """Add gradients to the buffers, unless they are the buffers, and set each parameter's .grad."""
-        for buffer, gradient in zip(self.buffers, gradients, strict=True):
+        for buffer, gradient in zip(self.buffers.tensors, gradients.tensors, strict=True):
             if gradient is not buffer:
                 buffer.copy_(buffer.float() + gradient)
         for parameter, buffer in self.parameters:
@@ -273,24 +273,27 @@ class SftMoEWrapper:
         """Set the six tensors of LoRA (gate_a, gate_b, up_a, up_b, down_a, down_b) and the six of their gradients.
 
         All are BF16, contiguous, on the CPU, and are used in place. The .grad of nn.Parameters becomes the buffer of
-        the gradient.
+        the gradient. For experts without a gate, which kt-kernel does not train, the gate's tensors are left out.
         """
         if self.is_skip_lora:
             raise RuntimeError(f"method={self.method!r} applies no LoRA")
-        if len(tensors) != 12:
-            raise TypeError(f"init_lora_weights takes six tensors and six gradients, not {len(tensors)} tensors")
+        if len(tensors) not in (12, 8):
+            numbers = f"six tensors and six gradients, or without a gate four and four, not {len(tensors)} tensors"
+            raise TypeError(f"init_lora_weights takes {numbers}")
         e = self.num_experts
         r = self.lora_rank
         h = self.hidden_size
         i = self.moe_intermediate_size
         shapes = ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
-        names = [*Lora._fields, *(f"grad_{name}" for name in Lora._fields)]
-        for name, tensor, shape in zip(names, tensors, shapes * 2, strict=True):
+        count = len(tensors) // 2
+        names = [*Lora._fields[-count:], *(f"grad_{name}" for name in Lora._fields[-count:])]
+        for name, tensor, shape in zip(names, tensors, shapes[-count:] * 2, strict=True):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} must have shape {shape}, not {tuple(tensor.shape)}")
             if tensor.dtype != torch.bfloat16 or tensor.device != CPU or not tensor.is_contiguous():
                 raise ValueError(f"{name} must be a contiguous BF16 tensor on the CPU")
-        self._window = GradientWindow(self.layer_idx, Lora(*tensors[:6]), Lora(*tensors[6:]))
+        lora, buffers = Lora.from_tensors(tensors[:count]), Lora.from_tensors(tensors[count:])
+        self._window = GradientWindow(self.layer_idx, lora, buffers)
         self._window.close()
 
     def update_lora_weights(self) -> None:
@@ -423,7 +426,8 @@ class SftMoEWrapper:
         add = self._window is not None and self._window.is_open
         (step, saved), self._saved = self._saved, None
         if add and step.lora is not None:  # sum in float32, then round
-            step = TrainingPass(**{**vars(step), "lora": Lora(*(tensor.float() for tensor in step.lora))})
+            floats = Lora.from_tensors(tensor.float() for tensor in step.lora.tensors)
+            step = TrainingPass(**{**vars(step), "lora": floats})
         gradient = grad_output.detach().to(CPU, torch.bfloat16, copy=True)
         buffers = None if self._window is None or add else self._window.buffers
 
@@ -469,7 +473,7 @@ class SftMoEWrapper:
             return None
         if self._window is None:
             raise RuntimeError(f"layer {self.layer_idx} has no LoRA: call init_lora_weights first")
-        return self._window.tensors
+        return self._window.lora
 
     def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:
         function = make_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,24 +17,39 @@ CPU = torch.device("cpu")
 
 
 class Lora(NamedTuple):
-    """LoRA of E experts of sizes H and I, rank r: the six tensors, all BF16 or all float32."""
+    """LoRA of E experts of sizes H and I, rank r: its tensors, all BF16 or all float32.
 
-    gate_a: torch.Tensor  # [E, r, H]
-    gate_b: torch.Tensor  # [E, I, r]
+    There are six, or four if experts have no gate.
+    """
+
+    gate_a: torch.Tensor | None  # [E, r, H]
+    gate_b: torch.Tensor | None  # [E, I, r]
     up_a: torch.Tensor  # [E, r, H]
     up_b: torch.Tensor  # [E, I, r]
     down_a: torch.Tensor  # [E, r, I]
     down_b: torch.Tensor  # [E, H, r]
 
+    @classmethod
+    def from_tensors(cls, tensors: Iterable[torch.Tensor]) -> Lora:
+        """Return LoRA of six tensors, or of the four of experts without a gate, in the order of the fields."""
+        given: list[Any] = [*tensors]
+        absent: list[Any] = [None] * (len(cls._fields) - len(given))
+        return cls(*absent, *given)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in the order of the fields, without those of an absent gate."""
+        return [tensor for tensor in self if tensor is not None]
+
     @property
     def rank(self) -> int:
-        return self.gate_a.shape[1]
+        return self.up_a.shape[1]
 
 
 class SavedForward(NamedTuple):
     """Intermediate results that backward needs of a forward, BF16, a row for each (token, expert): ktq_activations."""
 
-    gate: torch.Tensor  # [T * k, I]
+    gate: torch.Tensor  # [T * k, I]; [T * k, 0] without a gate
     up: torch.Tensor  # [T * k, I]
     act: torch.Tensor  # [T * k, I]
     down: torch.Tensor  # [slices, T * k, H]
@@ -66,7 +82,7 @@ def compute_with_lora(
     Raises UnsupportedError for experts without gradients, ValueError for inconsistent tensors.
     """
     step = TrainingPass.create(experts, hidden, ids, weights, lora, scaling, dropout if training else 0.0)
-    out: torch.Tensor = _LoraFunction.apply(step, hidden, weights, *(lora or ()))  # type: ignore[no-untyped-call]
+    out: torch.Tensor = _LoraFunction.apply(step, hidden, weights, *(lora.tensors if lora else ()))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -110,7 +126,7 @@ class TrainingPass:
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be from 0 to less than 1, not {dropout}")
         if lora is not None:
-            lora = Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
+            lora = Lora.from_tensors(tensor.detach().to(CPU).contiguous() for tensor in lora.tensors)
             check_lora(experts, lora)
         seed = int(torch.randint(2**63 - 1, (), device=CPU)) if dropout else 0
         inputs = (
@@ -141,13 +157,13 @@ class TrainingPass:
         gradient = gradient.to(CPU, torch.bfloat16).contiguous()
         lora = buffers
         if lora is None and self.lora is not None:
-            lora = Lora(*map(torch.empty_like, self.lora))
+            lora = Lora.from_tensors(map(torch.empty_like, self.lora.tensors))
         if lora is not None:
             idle = torch.ones(self.experts.num_experts, dtype=torch.bool)
             idle[self.ids[(self.ids >= 0) & (self.ids < len(idle))]] = False
             if self.skip is not None:
                 idle |= self.skip
-            for tensor in lora:
+            for tensor in lora.tensors:
                 tensor.data[idle] = 0
         gradients = Gradients(torch.empty_like(self.hidden), torch.empty_like(self.weights), lora)
         fields = {"out": _address(gradient), "hidden": _address(gradients.hidden), "scale": scale}
@@ -160,7 +176,9 @@ class TrainingPass:
         rows = self.ids.numel()
         x = self.experts
         rank_columns = 0 if self.lora is None else 2 * lib.ktq_rank_columns(self.lora.rank)
-        return [*[(rows, x.intermediate)] * 3, (x.parts, rows, x.hidden), (2 + x.parts, rows, rank_columns)]
+        gate = (rows, x.intermediate if x.function.gated else 0)
+        rank_rows = (2 + x.parts, rows, rank_columns)
+        return [gate, *[(rows, x.intermediate)] * 2, (x.parts, rows, x.hidden), rank_rows]
 
     def _c_call(self, out: torch.Tensor) -> Any:
         skip = 0 if self.skip is None else self.skip.data_ptr()
@@ -172,7 +190,7 @@ class TrainingPass:
         if self.lora is None:
             return ffi.NULL
         numbers = {"rank": self.lora.rank, "scaling": self.scaling, "dropout": self.dropout, "seed": self.seed}
-        is_float32 = self.lora.gate_a.dtype == torch.float32
+        is_float32 = self.lora.up_a.dtype == torch.float32
         return ffi.new("ktq_lora *", {**numbers, "float32": is_float32, **_c_factors(self.lora)})
 
 
@@ -196,41 +214,36 @@ class _LoraFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, ids, weights, seed, *tensors = ctx.saved_tensors
-        lora = Lora(*tensors[:6]) if ctx.factors else None
-        saved = SavedForward(*tensors[ctx.factors :])
-        on_cpu = None if lora is None else Lora(*(tensor.detach().to(CPU).contiguous() for tensor in lora))
+        factors, saved = tensors[: ctx.factors], SavedForward(*tensors[ctx.factors :])
+        lora = Lora.from_tensors(factor.detach().to(CPU).contiguous() for factor in factors) if factors else None
         experts, scaling, dropout, skip = ctx.step
-        step = TrainingPass(experts, hidden, ids, weights, on_cpu, scaling, dropout, int(seed), skip)
+        step = TrainingPass(experts, hidden, ids, weights, lora, scaling, dropout, int(seed), skip)
         result = step.backward(saved, gradient)
         (dtype, device), (weights_dtype, weights_device) = ctx.kinds
-        factors = (
-            ()
-            if lora is None
-            else (
-                factor_gradient.to(factor.device)
-                for factor_gradient, factor in zip(result.lora or (), lora, strict=True)
-            )
-        )
-        return None, result.hidden.to(device, dtype), result.weights.to(weights_device, weights_dtype), *factors
+        gradients = result.lora.tensors if result.lora else ()
+        on_devices = (gradient.to(factor.device) for gradient, factor in zip(gradients, factors, strict=True))
+        return None, result.hidden.to(device, dtype), result.weights.to(weights_device, weights_dtype), *on_devices
 
 
 def check_lora(experts: Experts, lora: Lora) -> None:
-    """Raise ValueError if the tensors of LoRA do not match the experts, UnsupportedError for experts without a gate."""
-    if not experts.function.gated:
-        problem = f"layer {experts.layer}: adapters of experts without a gate are unsupported"
-        raise UnsupportedError(f"{problem}; train other modules, such as attention.")
+    """Raise ValueError if the tensors of LoRA do not match the experts."""
+    if (len(lora.tensors) == len(lora)) != experts.function.gated:
+        has, have = ("lacks", "have one") if experts.function.gated else ("has", "have none")
+        raise ValueError(f"LoRA of layer {experts.layer} {has} matrices of a gate, but its experts {have}")
     e, h, i = experts.num_experts, experts.hidden, experts.intermediate
-    rank = lora.rank if lora.gate_a.ndim == 3 else 0
+    rank = lora.rank if lora.up_a.ndim == 3 else 0
     limit = min(h, i, lib.KTQ_MAX_RANK)
     shapes = (e, rank, h), (e, i, rank), (e, rank, h), (e, i, rank), (e, rank, i), (e, h, rank)
     for name, tensor, shape in zip(Lora._fields, lora, shapes, strict=True):
+        if tensor is None:
+            continue
         if tuple(tensor.shape) != shape or not 1 <= rank <= limit:
             raise ValueError(
                 f"LoRA of layer {experts.layer}: {name} must be {list(shape)} with a rank of 1 to {limit}, not "
                 f"{list(tensor.shape)}; use an adapter of this model, or a different rank"
             )
-        if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.gate_a.dtype:
-            problem = f"{name} is {tensor.dtype}; all six must be BF16 or float32"
+        if tensor.dtype not in (torch.bfloat16, torch.float32) or tensor.dtype != lora.up_a.dtype:
+            problem = f"{name} is {tensor.dtype}; all must be BF16, or all float32"
             raise ValueError(f"LoRA of layer {experts.layer}: {problem}")
 
 
@@ -250,7 +263,7 @@ def _address(tensor: torch.Tensor) -> Any:
 def _c_factors(lora: Lora | None) -> dict[str, Any]:
     if lora is None:
         return {}
-    pointers = [ffi.cast("void *", tensor.data_ptr()) for tensor in lora]
+    pointers = [ffi.cast("void *", 0 if tensor is None else tensor.data_ptr()) for tensor in lora]
     return {"a": pointers[::2], "b": pointers[1::2]}
 
 

@@ -228,7 +228,7 @@ def pack_linears(
     def make_writer(expert: int, projection: str) -> WriteSlice:
         return lambda numa_slice, out: write(numa_slice.cut_linear(linears[projection][expert]), out)
 
-    return fill_layer(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["gate"]), make_writer, pool)
+    return fill_layer(dict.fromkeys(PROJECTIONS, method), slicing, len(linears["up"]), make_writer, pool)
 
 
 def write_loose(folder: Path, fmt: Format, numa_slice: NumaSlice, stored: Iterable[Bytes]) -> None:

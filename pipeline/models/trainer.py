@@ -14,7 +14,9 @@ from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, 
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.sources.config import find_experts_per_token
+from ktconvert.layouts.tensors import list_projections
 from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.experts import open_experts
 from ktconvert.native_quant.runtime.transformers_version import hide_renamings
 from ktconvert.pipeline.models import loading, pretrained
 from ktconvert.pipeline.options.model_options import TrainOptions
@@ -69,8 +71,10 @@ def list_target_modules(options: TrainOptions, model: Any) -> list[str]:
 
     if options.lora.target_modules is not None:
         return [name.strip() for name in options.lora.target_modules.split(",")]
-    linears = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
-    return [*dict.fromkeys(name.split(".")[-1] for name in linears if "attn" in name or "attention" in name), EXPERTS]
+    linears = (name.rpartition(".") for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    # Nemotron-H's attention is named "mixer"; only its class tells.
+    blocks = ((f"{block} {type(model.get_submodule(block)).__name__}".lower(), name) for block, _, name in linears)
+    return [*dict.fromkeys(name for block, name in blocks if "attn" in block or "attention" in block), EXPERTS]
 
 
 def add_adapter(options: TrainOptions, model: Any) -> Any:
@@ -254,7 +258,7 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
         torch.device("meta"),
     ):
         model = pretrained.auto_class(config).from_config(config)
-    experts = find_experts(model)
+    experts = find_experts(model, open_experts((choice.cpu_weights or Path(choice.model)).expanduser()).function)
     schedule = options.schedule_options
     rank = options.lora.rank
     names = list_target_modules(options, model)
@@ -270,15 +274,17 @@ def estimate_memory(options: TrainOptions, choice: loading.ModelChoice) -> dict[
     lora_parameters = sum(rank * (linear.in_features + linear.out_features) for linear in linears)
     if EXPERTS in names:
         lora_parameters += sum(
-            3 * rank * module.num_experts * (module.hidden + module.intermediate) for module in experts
+            len(list_projections(module.gated)) * rank * module.num_experts * (module.hidden + module.intermediate)
+            for module in experts
         )
     text_config = config.get_text_config(decoder=True)
     tokens = schedule.batch_size * schedule.sequence_length
     hidden = experts[0].hidden
     layers = text_config.num_hidden_layers
     topk = find_experts_per_token(text_config.to_dict(), experts[0].layer, experts[0].num_experts)[0]
-    # For each route, in BF16: gate, up, their product and down's output (training.SavedForward).
-    route_bytes = 2 * tokens * topk * max(3 * module.intermediate + module.hidden for module in experts)
+    # For each route, in BF16: gate, up, the activation and down's output (training.SavedForward).
+    columns = max(len(list_projections(module.gated)) * module.intermediate + module.hidden for module in experts)
+    route_bytes = 2 * tokens * topk * columns
     # Tensors that torch keeps for a layer's other modules, counted in Qwen3-MoE: float32 copies of LoRA's inputs,
     # outputs of linear layers in BF16 and float32, and the norms' inputs.
     linear_bytes = sum(4 * linear.in_features + 6 * linear.out_features for linear in linears) // layers

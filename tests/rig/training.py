@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.hot_experts import compute_activation
 from ktconvert.native_quant.runtime.training import Gradients, Lora
 from ktconvert.quantizers.reference import f32_to_bf16
 
-Linears = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Linears = tuple[torch.Tensor, ...]  # gate, unless there is none, and up [E, I, H], down [E, H, I]
+Biases = tuple[torch.Tensor, ...]  # of the same linears, [E, I] and [E, H]; () if there are none
 
 
 def compute(
@@ -22,21 +25,25 @@ def compute(
     linears: Linears,
     lora: Lora | None = None,
     scaling: float = 1.0,
+    function: ExpertFunction = PLAIN,
+    biases: Biases = (),
 ) -> torch.Tensor:
-    """Return the output [T, H]. linears: gate, up [E, I, H] and down [E, H, I]. Ids of no expert add nothing."""
-    gate, up, down = linears
+    """Return the output [T, H]. Ids of no expert add nothing."""
+    factors = lora.tensors if lora else []
     out = torch.zeros_like(hidden)
-    for expert in range(len(gate)):
+    for expert in range(len(linears[0])):
         token, place = (ids == expert).nonzero(as_tuple=True)
-        x = hidden[token]
 
-        def product(x: torch.Tensor, w: torch.Tensor, factors: Any, expert: int = expert) -> torch.Tensor:
-            y = x @ w[expert].T
-            return y if lora is None else y + scaling * (x @ factors[0][expert].T @ factors[1][expert].T)
+        def product(x: torch.Tensor, linear: int, expert: int = expert) -> torch.Tensor:
+            y = x @ linears[linear][expert].T
+            y = y + biases[linear][expert] if biases else y
+            a_and_b = factors[2 * linear : 2 * linear + 2]
+            return y + scaling * (x @ a_and_b[0][expert].T @ a_and_b[1][expert].T) if a_and_b else y
 
-        pairs = [None] * 3 if lora is None else [lora[:2], lora[2:4], lora[4:]]
-        h = torch.nn.functional.silu(product(x, gate, pairs[0])) * product(x, up, pairs[1])
-        out = out.index_add(0, token, weights[token, place][:, None] * product(h, down, pairs[2]))
+        *inner, down = range(len(linears))
+        first, *second = (product(hidden[token], linear) for linear in inner)
+        h = compute_activation(function, first, second[0] if second else None)
+        out = out.index_add(0, token, weights[token, place][:, None] * product(h, down))
     return out
 
 
@@ -48,27 +55,27 @@ def differentiate(
     lora: Lora | None,
     scaling: float,
     gradient: torch.Tensor,
+    function: ExpertFunction = PLAIN,
+    biases: Biases = (),
 ) -> tuple[torch.Tensor, Gradients]:
     """Return the output and its gradients, all in float64."""
-    inputs = [tensor.double().requires_grad_() for tensor in (hidden, weights, *(lora or ()))]
-    factors = None if lora is None else Lora(*inputs[2:])
-    out = compute(inputs[0], ids, inputs[1], linears, factors, scaling)
+    inputs = [tensor.double().requires_grad_() for tensor in (hidden, weights, *(lora.tensors if lora else ()))]
+    factors = Lora.from_tensors(inputs[2:]) if lora else None
+    out = compute(inputs[0], ids, inputs[1], linears, factors, scaling, function, biases)
     gradients = torch.autograd.grad(out, inputs, gradient.double())
-    return out.detach(), Gradients(gradients[0], gradients[1], None if lora is None else Lora(*gradients[2:]))
+    return out.detach(), Gradients(gradients[0], gradients[1], Lora.from_tensors(gradients[2:]) if lora else None)
 
 
 def decode(experts: Experts) -> Linears:
     """Return the weights that experts compute with, in float64."""
     linears = [list(experts.packed.linears(expert)) for expert in range(experts.num_experts)]
-    dims = (0, 0, 1)
-    stacked = (
+    dims = [int(projection == "down") for projection in experts.packed.slicing.projections]
+    return tuple(
         torch.stack(
-            [torch.cat([torch.from_numpy(numa_slice[i]) for numa_slice in slices], dims[i]) for slices in linears]
+            [torch.cat([torch.from_numpy(numa_slice[i]) for numa_slice in slices], dim) for slices in linears]
         ).double()
-        for i in range(3)
+        for i, dim in enumerate(dims)
     )
-    gate, up, down = stacked
-    return gate, up, down
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
