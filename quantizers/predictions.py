@@ -43,15 +43,16 @@ def _dampen(information: torch.Tensor, fraction: float = DAMPENING) -> torch.Ten
 
 
 def gate_up_information(information: torch.Tensor, down: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
-    """Return F of the outputs of an expert's gate and up, float32 [2 I, 2 I].
+    """Return F of the outputs of an expert's gate and up, float32 [2 I, 2 I]; without a gate [I, I].
 
     information  F of down's outputs, [H, H]
     down         weight of down, [H, I]
-    slopes       sum of s s^T over the expert's tokens, [2 I, 2 I], where s are the derivatives of down's inputs by the
-                 outputs of gate and up, times the routing weight
+    slopes       sum of s s^T over the expert's tokens, of the result's shape, where s are the derivatives of down's
+                 inputs by the outputs of gate and up, times the routing weight
     """
     weight = down.float()
-    return (weight.T @ _dampen(information) @ weight).repeat(2, 2) * slopes
+    linears = len(slopes) // weight.shape[1]
+    return (weight.T @ _dampen(information) @ weight).repeat(linears, linears) * slopes
 
 
 class RowFactor(NamedTuple):

@@ -25,7 +25,7 @@ from rig.safetensors import edit_file, write_file
 EXPERTS, HIDDEN, WIDTH, TOPK = 4, 192, 320, 2
 OAI = ExpertFunction("swiglu_oai", limit=7.0, alpha=1.702, biases=True)
 RELU2 = ExpertFunction("relu2", gated=False)
-BOUNDS = {"int8": 0.03, "mxfp4": 0.005, "bf16": 0.005, None: 0.005}  # all numbers are MXFP4 numbers
+BOUNDS = {"int8": 0.03, "mxfp4": 0.005, "bf16": 0.005, "rawint4": 0.2, None: 0.005}  # all numbers are MXFP4 numbers
 Stored = dict[str, tuple[str, Any]]
 
 
@@ -180,12 +180,16 @@ def distance(layer: Layer, path: Path) -> float:
 # Five slices of 64 columns; BF16 also has ten of 32.
 CASES = [(form, "int8", 5) for form in FORMS] + [(form, "mxfp4", 1) for form in FORMS]
 CASES += [("gpt-oss MXFP4", "mxfp4", 5), ("gpt-oss BF16", "bf16", 10), ("Nemotron-H", "bf16", 2)]
+CASES += [(form, method, 0) for form in ("gpt-oss MXFP4", "Nemotron-H") for method in ("rawint4", "mxfp4", "bf16")]
 
 
 @pytest.mark.parametrize(("form", "method", "slices"), CASES)
 def test_outputs_compute_the_definition(form: str, method: str, slices: int, tmp_path: Path) -> None:
+    """Without slices (0) in kt-kernel's layout."""
     source, layer = write(form, tmp_path / "model")
-    out = convert(source, tmp_path / "out", method, slices)
+    layout = () if slices else ("--layout", "kt")
+    out = convert(source, tmp_path / "out", method, slices or 1, *layout)
+    print(form, method, distance(layer, out))
     assert distance(layer, out) < BOUNDS[method]
     facts = json.loads((out / "manifest.json").read_text())["model"]
     assert facts["functions"] == {"0": layer.function.to_dict()}

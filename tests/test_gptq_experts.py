@@ -85,7 +85,7 @@ def compensate(
 
     visitor = GptqVisitor(encoding, 0.01, "float32", calibrate, floor, nearest, write, numa)
     weights = {
-        e: ExpertWeights(*(torch.from_numpy(linears[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES))
+        e: ExpertWeights({p: torch.from_numpy(linears[p].view(np.int16)).view(torch.bfloat16) for p in SHAPES})
         for e, linears in enumerate(experts)
     }
     group = ExpertGroup(0, np.array(tokens), weights, dict(enumerate(gate_up)), dict(enumerate(down)))

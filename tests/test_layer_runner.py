@@ -98,8 +98,8 @@ def transformers_model(weights: dict[tuple[int, int], ExpertWeights] | None = No
     model = hf.load_complete(EXAMPLE, dtype=torch.bfloat16, attn_implementation="eager", experts_implementation="eager")
     for (layer, expert), expert_weights in (weights or {}).items():
         experts = model.model.layers[layer].mlp.experts
-        experts.gate_up_proj.data[expert] = torch.cat([expert_weights.gate, expert_weights.up])
-        experts.down_proj.data[expert] = expert_weights.down
+        experts.gate_up_proj.data[expert] = torch.cat([expert_weights.matrices[p] for p in ("gate", "up")])
+        experts.down_proj.data[expert] = expert_weights.matrices["down"]
     return model
 
 
@@ -217,7 +217,7 @@ def test_gptq_supports_one_scale_per_row(name, samples, tmp_path):
         our_values, nearest_values = (
             torch.from_numpy(encoding.decode(tensors, *linear.shape)) for tensors in (stored, nearest)
         )
-        assert torch.equal(our_values.bfloat16(), getattr(ours.values[layer, expert], projection))
+        assert torch.equal(our_values.bfloat16(), ours.values[layer, expert].matrices[projection])
         h = inputs.sums[layer, expert, "down" if projection == "down" else "gate_up"].sum
         x = bits_to_tensor(kernels.decode(linear)).float()
         our_error, nearest_error = (

@@ -18,6 +18,7 @@ from ktconvert.layouts.checkpoints.archs import (
     MOST_LAYERS,
     Arch,
     Fused,
+    Separate,
     Style,
     gguf_styles,
 )
@@ -89,7 +90,8 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if arch.function.output_norm:
         scan.strays = [name for name in scan.strays if not OUTPUT_NORM.search(name)]
     _refuse_strays(scan, prefix, mtp)
-    _refuse_gaps(scan, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
+    if scan.routers or len(scan.present) > len(scan.layers):  # otherwise there are only experts: a layer may be dense
+        _refuse_gaps(scan, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
     moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
     mtp_names = frozenset(scan.mtp) | {t for n in mtp for t in scan.layers[prefix, n].names}
@@ -146,12 +148,15 @@ def _find_style(
     source: TensorSource, archs: Sequence[Arch], known: Arch | None, notes: list[str]
 ) -> tuple[Arch, NameScan]:
     """Return a row for an unknown family, if its experts are stored in exactly one way that some row knows."""
+    gated = known is None or known.function.gated  # a known family decides: names of up and down are often the same
     styles: dict[Style, str] = {}
     for arch in archs:
         for style in arch.stored if arch.refusal is None else ():
+            if isinstance(style, Separate) and not gated:
+                style = replace(style, gate=None)
             if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
                 styles.setdefault(style, f"those of {arch.name}")
-    styles |= dict.fromkeys(gguf_styles(gated=True), "in any GGUF")
+    styles |= dict.fromkeys(gguf_styles(gated), "in any GGUF")
     scan = scan_names(source.tensors, styles)
     hits = list(dict.fromkeys(layer.style for layer in scan.layers.values()))
     family_names = ", ".join(cfg.list_families(source.config)) or "a model without a config"

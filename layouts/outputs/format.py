@@ -155,13 +155,6 @@ class Format:
         return file_path(self.loose, numa_slice, tensor.nbytes, FILE_WORDS[tensor.name])
 
 
-def explain_unheld_function(fmt: Format, model: MoeModel) -> str | None:
-    """Explain why a format cannot hold the biases of experts, or experts without a gate; return None if it can."""
-    if (fmt.arrangement.sliced and fmt.forward) or (model.is_gated and not model.has_biases):
-        return None
-    return f"{fmt.name} cannot hold experts {'with biases' if model.has_biases else 'without a gate'}"
-
-
 def expert_bytes(encoding: Encoding, slicing: Slicing) -> int:
     return sum(
         tensor.nbytes

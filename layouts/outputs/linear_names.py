@@ -11,12 +11,12 @@ from typing import Any, Final
 from ktconvert.layouts.checkpoints.archs import Separate
 from ktconvert.layouts.checkpoints.expert_function import read_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
-from ktconvert.layouts.encodings.encoding import Encoding, tensor_suffixes
+from ktconvert.layouts.encodings.encoding import BIAS, Encoding, tensor_suffixes
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs.format import Arrangement, has_numa_count
 from ktconvert.layouts.outputs.kt_kernel import KtMethod
 from ktconvert.layouts.outputs.slices import SliceId, slice_shape
-from ktconvert.layouts.tensors import PROJECTIONS
+from ktconvert.layouts.tensors import PROJECTIONS, list_projections
 
 # Names of the linears of experts that the source stores together, if their family has no names for single experts.
 USUAL_NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -42,11 +42,11 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
 
 
 def projection_words(model: MoeModel) -> dict[str, str]:
-    """Return the names of an expert's three linears in the model's family."""
+    """Return the names of an expert's linears in the model's family."""
     separate = next((style for style in model.arch.stored if isinstance(style, Separate)), None)
     if separate is None:
         return USUAL_NAMES
-    return {p: getattr(separate, p).removesuffix(".weight").rpartition(".")[2] for p in PROJECTIONS}
+    return {p: getattr(separate, p).removesuffix(".weight").rpartition(".")[2] for p in separate.matrices}
 
 
 def iterate_linears(
@@ -58,7 +58,7 @@ def iterate_linears(
     """
     count, hidden, width = model.shape(layer)
     for expert in range(count) if experts is None else experts:
-        for projection in PROJECTIONS:
+        for projection in model.projections:
             n, k = slice_shape(projection, hidden, width, 1)
             yield expert, projection, linear_name(model, layer, expert, projection), n, k
 
@@ -68,7 +68,7 @@ def make_name_templates(model: MoeModel) -> dict[str, str]:
     layer = model.layers[-1]
     expert = model.shape(layer)[0] - 1
     templates = {}
-    for projection in PROJECTIONS:
+    for projection in model.projections:
         container, _, linear = linear_name(model, layer, expert, projection).rpartition(f".{expert}.")
         before_layer, _, after_layer = f".{container}.".partition(f".{layer}.")
         template = f"{before_layer}.{{layer}}.{after_layer}{{expert}}.{linear}"
@@ -79,7 +79,7 @@ def make_name_templates(model: MoeModel) -> dict[str, str]:
 def are_templates(recorded: Any) -> bool:
     return (
         isinstance(recorded, dict)
-        and sorted(recorded) == sorted(PROJECTIONS)
+        and sorted(recorded) in [sorted(list_projections(gated)) for gated in (True, False)]
         and all(isinstance(t, str) and t.count("{") == t.count("}") == 2 for t in recorded.values())
         and all("{layer}" in t and "{expert}" in t for t in recorded.values())
     )
@@ -89,7 +89,7 @@ def are_templates(recorded: Any) -> bool:
 class LinearNames:
     """Tensor names that are the names of the linears.
 
-    suffixes   suffixes of the tensors of a linear
+    suffixes   suffixes of the tensors of a linear, except that of its bias
     templates  (projection, "...layers.{layer}...experts.{expert}.gate_proj"), as in the manifest; () without a
                manifest, so that no tensor is recognized
     model      source of the names while an output is written; else None
@@ -103,7 +103,7 @@ class LinearNames:
 
     @cached_property
     def _patterns(self) -> Mapping[str, re.Pattern[str]]:
-        ends = "|".join(map(re.escape, self.suffixes))
+        ends = "|".join(map(re.escape, (*self.suffixes, BIAS)))
         patterns = {}
         for projection, template in self.templates:
             text = re.sub(r"\\\{(layer|expert)\\\}", r"(?P<\1>\\d+)", re.escape(template))
@@ -154,11 +154,11 @@ def explain_not_rawint4(facts: OutputFacts) -> str | None:
     if not is_rawint4(facts):
         return "it reads 4 bits in groups of 32 columns"
     names = facts[TEMPLATES]
-    if names in RAWINT4_NAMES:
+    if any(names.items() <= known.items() for known in RAWINT4_NAMES):
         functions = read_functions(facts.get("functions", {})).values()
         why = RAWINT4.explain_not_computed(functions)
         return why and f"it {why}"
-    return f"it looks for {RAWINT4_NAMES[0]['gate']}, but they are named {names['gate']}"
+    return f"it looks for {RAWINT4_NAMES[0]['up']}, but they are named {names['up']}"
 
 
 # Encoding -> the names that kt-kernel's loaders look for, if they are not DEEPSEEK.

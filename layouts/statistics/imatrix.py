@@ -40,7 +40,7 @@ COUNTS = ".counts"
 # Names of the weight of all experts of a layer, or, in older models, of one expert.
 WEIGHT = re.compile(r"blk\.(\d{1,6})\.ffn_(gate|up|down|gate_up)(?:_exps|\.(\d{1,6}))\.weight")
 # Projection -> its names in files.
-WEIGHT_NAMES = {"gate": ("gate", "gate_up"), "up": ("up", "gate_up"), "down": ("down",)}
+WEIGHT_NAMES = {"gate": ("gate", "gate_up", "up"), "up": ("up", "gate_up"), "down": ("down",)}
 WRONG_MODEL_REMEDY = "use the statistics of this model, from llama-imatrix or `ktconvert calibrate`"
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction, states_constants
 from ktconvert.layouts.checkpoints.moe_model import MoeModel, matrix_name
@@ -139,14 +136,8 @@ class CheckpointExperts(ExpertSource):
                     model.source.release(info)
 
             packed = weights.fill_layer(rows, slicing, count, make_writer, pool, missing, open_files)
-            return replace(packed, biases=dict(self._read_biases(slicing, count)))
-
-    def _read_biases(self, slicing: Slicing, experts: int) -> Iterator[tuple[NumaSlice, F32]]:
-        for expert, projection in itertools.product(range(experts), slicing.projections):
-            if (bias := self.model.bias(slicing.layer, expert, projection)) is None:
-                return
-            for numa_slice in slicing.slices(expert, projection):
-                yield numa_slice, np.ascontiguousarray(numa_slice.cut_bias(bias))
+            biases = weights.cut_biases(slicing, count, functools.partial(model.bias, layer))
+            return replace(packed, biases=biases)
 
     def select_rows(self, layer: int, required: str | None = None) -> dict[str, Method]:
         """Return the row of the method for each projection of a layer.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -161,10 +161,11 @@ class Experts:
     @classmethod
     def from_bf16(
         cls,
-        gate: U16,
+        gate: U16 | None,
         up: U16,
         down: U16,
         *,
+        biases: Mapping[str, F32] | None = None,
         method: str = "AMXINT4",
         parts: int = 1,
         layer: int = 0,
@@ -175,11 +176,14 @@ class Experts:
     ) -> Experts:
         """Quantize experts on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
 
+        gate      None if experts have no gate, which `function` must say
+        biases    "gate", "up" and "down" -> [E, I], for down [E, H], as `function` must say; None if there are none
+
         Raises KeyError for an unknown method, ValueError for inconsistent arrays, NonFinite for Inf or NaN,
         UnsupportedError for sizes that the method does not support.
         """
         pool = pool or get_shared_pool()
-        packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool)
+        packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool, biases=biases)
         return cls(packed, pool=pool, exact=exact, order=order, function=function)
 
     @property
@@ -289,8 +293,10 @@ class Experts:
         final = root / loose.layer_folder(self.layer)
         partial = root / f".{final.name}.partial-{os.getpid()}"
         publish.remove_tree(partial)
+        fmt = fmt.with_biases() if packed.biases else fmt
         for numa_slice, stored in packed.arrays.items():
-            weights.write_loose(partial, fmt, numa_slice, stored)
+            biases = [packed.biases[numa_slice].view(np.uint8)] if packed.biases else []
+            weights.write_loose(partial, fmt, numa_slice, (*stored, *biases))
         packed.check_reads()
         publish.sync_tree(partial)
         if final.exists():

@@ -29,6 +29,7 @@ NORM = "post_expert_norm"  # name of the module that normalizes each expert's ou
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 # Names of these arguments in transformers' modules, which are given by position.
 SIGNATURES = (ARGUMENTS, ["hidden_states", "router_indices", "routing_weights"])
+WITHOUT_WEIGHTS = "load it without cpu_weights"
 GATED, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # 3-D parameters
 
 
@@ -176,29 +177,25 @@ def find_experts(
     if len(prefixes) != 1:
         if modules:
             names = ", ".join(map(repr, modules))
-            raise UnsupportedError(
-                f"{model_class}: has experts under several names ({names}); load it without cpu_weights"
-            )
+            raise UnsupportedError(f"{model_class}: has experts under several names ({names})", WITHOUT_WEIGHTS)
         import transformers
 
         raise UnsupportedError(
             f"{model_class}: transformers {transformers.__version__} builds no routed experts that could be "
-            "replaced (a module 'experts' with 3-D gate_up_proj or up_proj, and down_proj, in every MoE layer); load "
-            "it without cpu_weights, or without trust_remote_code if the model brings classes of its own"
+            "replaced (a module 'experts' with 3-D gate_up_proj or up_proj, and down_proj, in every MoE layer)",
+            f"{WITHOUT_WEIGHTS}, or without trust_remote_code if the model brings classes of its own",
         )
     experts = modules[prefixes[0]]
     layers = Counter(layer for layer, _, _ in experts)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
-        raise UnsupportedError(
-            f"{model_class}: has two kinds of experts in layer {repeated[0]}; load it without cpu_weights"
-        )
+        raise UnsupportedError(f"{model_class}: has two kinds of experts in layer {repeated[0]}", WITHOUT_WEIGHTS)
     for layer, name, module in experts:
         function = read_function(layer) or PLAIN
         for differs, reason in REFUSALS:
             if differs(module, function):
+                differing = f"{name} ({type(module).__name__}) {reason}"
                 raise UnsupportedError(
-                    f"{model_class}: {name} ({type(module).__name__}) {reason}, but these experts compute {function}; "
-                    "load it without cpu_weights"
+                    f"{model_class}: {differing}, but these experts compute {function}", WITHOUT_WEIGHTS
                 )
     return [
         ExpertModule(name, layer, *_sizes(module), hasattr(module, "identity_expert"), _has_gate(module))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import mmap
 import threading
 import warnings
@@ -140,41 +141,87 @@ def projection_shapes(experts: int, hidden: int, intermediate: int) -> list[Shap
     return [rows, rows, (experts, hidden, intermediate)]
 
 
-def to_bf16_bits(shapes: Iterable[Shape], *tensors: Any) -> list[U16]:
-    """Round torch tensors gate, up and down to BF16 and return their bits. Raises ValueError for other shapes."""
+def to_bf16_bits(shapes: Iterable[Shape], *tensors: Any) -> list[Any]:
+    """Round torch tensors gate (None stays None), up and down to BF16 and return their bits.
+
+    Raises ValueError for other shapes.
+    """
     import torch
 
+    bits: list[Any] = []
     for name, shape, tensor in zip(PROJECTIONS, shapes, tensors, strict=True):
-        if tuple(tensor.shape) != shape:
+        if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name}_proj must have shape {shape}, not {tuple(tensor.shape)}")
-    return [x.detach().to("cpu", torch.bfloat16).contiguous().view(torch.uint16).numpy() for x in tensors]
+        rounded = None if tensor is None else tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        bits.append(None if rounded is None else rounded.view(torch.uint16).numpy())
+    return bits
 
 
 def pack(
-    gate: U16, up: U16, down: U16, method: Method, layer: int, numa: int, pool: Pool, transposed: bool = False
+    gate: U16 | None,
+    up: U16,
+    down: U16,
+    method: Method,
+    layer: int,
+    numa: int,
+    pool: Pool,
+    *,
+    transposed: bool = False,
+    biases: Mapping[str, F32] | None = None,
 ) -> LayerWeights:
     """Quantize experts from BF16 bits, with the pool's number of threads and in the memory of its nodes.
 
-    gate and up are [E, I, H], down is [E, H, I]. transposed: also pack their transposes.
+    gate        [E, I, H]; None if experts have no gate
+    up, down    [E, I, H] and [E, H, I]
+    transposed  whether to pack their transposes, too
+    biases      projection -> [E, I] or, for down, [E, H]; None if experts have none
+
     Raises kernels.NonFinite for an infinite or NaN weight, ValueError for wrong shapes and types, and for a method
     whose weights exist only in checkpoints.
     """
     encoding = method.encoding
     if encoding is None:
         raise ValueError(f"BF16 numbers cannot be packed into {method.name}; load a checkpoint of this method")
-    for name, array in (("gate", gate), ("up", up), ("down", down)):
+    arrays = {name: array for name, array in zip(PROJECTIONS, (gate, up, down), strict=True) if array is not None}
+    for name, array in arrays.items():
         if array.dtype != np.uint16 or array.ndim != 3:
             actual = f"{array.dtype} {array.shape}"
             raise ValueError(f"{name} must be uint16 (BF16 bits) with three dimensions, not {actual}")
-    experts, i, h = gate.shape
-    if up.shape != (experts, i, h) or down.shape != (experts, h, i) or not experts:
-        shapes = f"{gate.shape}, {up.shape} and {down.shape}"
+    experts, i, h = up.shape
+    needed = dict(zip(PROJECTIONS, projection_shapes(experts, h, i), strict=True))
+    if not experts or any(array.shape != needed[name] for name, array in arrays.items()):
+        shapes = " and ".join(str(array.shape) for array in arrays.values())
         raise ValueError(f"gate and up must be [E, I, H] and down [E, H, I], not {shapes}")
-    linears = {
-        name: [Matrix(expert, BF16) for expert in array]
-        for name, array in zip(PROJECTIONS, (gate, up, down), strict=True)
-    }
-    return pack_linears(method, Slicing(layer, h, i, numa, transposed), linears, encoding.quantize, pool)
+    linears = {name: [Matrix(expert, BF16) for expert in array] for name, array in arrays.items()}
+    slicing = Slicing(layer, h, i, numa, transposed, gated=gate is not None)
+    packed = pack_linears(method, slicing, linears, encoding.quantize, pool)
+    if not biases:
+        return packed
+    _require_biases(biases, {name: array.shape for name, array in arrays.items()})
+    return replace(packed, biases=cut_biases(slicing, experts, lambda expert, name: biases[name][expert]))
+
+
+def _require_biases(biases: Mapping[str, F32], shapes: Mapping[str, Shape]) -> None:
+    """Raise ValueError unless each linear, [E, n, k], has a bias, finite float32 [E, n], and there are no others."""
+    if biases.keys() != shapes.keys():
+        raise ValueError(f"biases must be those of {', '.join(shapes)}, not of {', '.join(biases)}")
+    for name, bias in biases.items():
+        if bias.dtype != np.float32 or bias.shape != shapes[name][:2] or not np.isfinite(bias).all():
+            problem = f"not {bias.dtype} {bias.shape}" if np.isfinite(bias).all() else "and has one that is not"
+            raise ValueError(f"the bias of {name} must be finite float32 numbers {shapes[name][:2]}, {problem}")
+
+
+def cut_biases(slicing: Slicing, experts: int, read_bias: Callable[[int, str], F32 | None]) -> dict[NumaSlice, F32]:
+    """Return the biases of the rows of each slice; {} if experts have none.
+
+    read_bias  (expert, projection) -> the bias of the whole linear, [n], or None
+    """
+    biases = dict[NumaSlice, F32]()
+    for item in itertools.product(range(experts), slicing.projections):
+        if (bias := read_bias(*item)) is None:
+            return {}
+        biases |= {s: np.ascontiguousarray(s.cut_bias(bias)) for s in slicing.slices(*item)}
+    return biases
 
 
 def fill_layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import function_by_config
 from ktconvert.layouts.sources.source import read_config
+from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
@@ -163,28 +165,40 @@ class KTMoEWrapper:
 
     def load_weights_from_tensors(
         self,
-        gate_proj: torch.Tensor,
+        gate_proj: torch.Tensor | None,
         up_proj: torch.Tensor,
         down_proj: torch.Tensor,
         physical_to_logical_map_cpu: torch.Tensor | None = None,
+        *,
+        gate_bias: torch.Tensor | None = None,
+        up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
     ) -> None:
         """Pack gate, up [E, I, H] and down [E, H, I] (rounded to BF16) into threadpool_count slices; save if cpu_save.
 
         Expert p computes with expert map[p] of the tensors; files have the tensors' order (kt-kernel 0.7.2 fills its
         buffers by map[p]). A config.json in weight_path tells what the experts compute. Raises NotImplementedError for
         a method whose weights exist only in checkpoints, as kt-kernel does, and errors of Requirements.choose_function.
+
+        kt-kernel has no biases, [E, I], for down [E, H], and no experts without a gate: gate_proj None.
         """
         if METHODS[self.method].encoding is None:
             remedy = "call load_weights, or pack the tensors with a different method, such as 'FP8'"
             raise NotImplementedError(f"method={self.method!r} is read from checkpoints only: {remedy}")
         shapes = weights.projection_shapes(self.num_experts, self.hidden_size, self.moe_intermediate_size)
+        biases = {
+            name: bias.detach().to("cpu", torch.float32).numpy()
+            for name, bias in zip(PROJECTIONS, (gate_bias, up_bias, down_bias), strict=True)
+            if bias is not None
+        }
         experts = Experts.from_bf16(
             *weights.to_bf16_bits(shapes, gate_proj, up_proj, down_proj),
+            biases=biases,
             method=self.method,
             parts=self.threadpool_count,
             layer=self.layer_idx,
             **self._load_options(physical_to_logical_map_cpu),
-            function=self._choose_function(),
+            function=self._choose_function(bool(biases)),
         )
         if self.cpu_save:
             experts.save(self.weight_path)
@@ -203,12 +217,13 @@ class KTMoEWrapper:
     def _constants(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in CONSTANTS}
 
-    def _choose_function(self) -> ExpertFunction:
+    def _choose_function(self, has_biases: bool) -> ExpertFunction:
         """Return what experts from tensors compute: by the arguments, or by config.json in weight_path."""
         path = Path(self.weight_path)
         recorded = function_by_config(read_config(path), self.layer_idx) if self.weight_path else None
         required = Requirements(function=make_function(**self._constants()))
-        return required.choose_function(path, self.layer_idx, recorded)
+        function = required.choose_function(path, self.layer_idx, recorded)
+        return function if recorded else replace(function, biases=has_biases)
 
     def _split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split ids [T, k], int64, into those to compute now and those to defer to the next layer (None: none).

@@ -28,7 +28,7 @@ from ktconvert.pipeline.calibration.expert_visitors import ExpertVisitor
 from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_dense_layer, run_expert_layer
 from ktconvert.pipeline.calibration.layered_model import LayeredModel, tensor_to_bits
 from ktconvert.pipeline.calibration.portions import LayerWorkers
-from ktconvert.pipeline.calibration.requirements import LAYER
+from ktconvert.pipeline.calibration.requirements import LAYER, find_model_width
 from ktconvert.pipeline.engine.units import Context, Portion, Result, Unit, Written
 from ktconvert.pipeline.models.pretrained import is_out_of_memory
 from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
@@ -75,15 +75,15 @@ class Chain:
             trust_remote_code=self.options.hardware.trust_remote_code,
             device=self.machine["device_type"],
             alternative=self.alternative,
+            read_function=self.model.functions.get,
         )
 
     @property
     def hidden_states_bytes(self) -> int:
         """Upper bound of the bytes of all samples' hidden states, in BF16."""
         samples = self.options.samples
-        hidden = self.model.shape(self.model.layers[0])[1]
         tokens = samples.num_calibration_samples * samples.max_sequence_length
-        return 2 * tokens * hidden if self.passes_hidden_states else 0
+        return 2 * tokens * find_model_width(self.model) if self.passes_hidden_states else 0
 
     def make_samples_unit(self) -> Unit[Chain]:
         """Return the first unit, which has all settings that can change a byte; all other units depend on it."""
@@ -153,17 +153,15 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
         large, source.tensors
     ):
         raise InputError(f"{source.companion_root / 'config.json'}: {problem}")
-    if not model.is_plain:
-        raise UnsupportedError(
-            f"{model.source.root}: its experts do not compute silu(gate) * up with routing weights on the "
-            f"output, which cannot be calibrated yet; {alternative}."
-        )
+    if any(function.weights_on != "output" or function.output_norm for function in model.functions.values()):
+        problem = f"its experts compute {model.function_names}, which cannot be calibrated yet"
+        raise UnsupportedError(f"{model.source.root}: {problem}; {alternative}.")
 
 
 def _find_layer_tensors(chain: Chain, layer: int) -> list[OutputTensor]:
     """Return the non-expert tensors of a decoder layer."""
     first = chain.model.layers[0]
-    layers_name, _, _ = f".{chain.model.weight_name(first, 0, 'gate')}".partition(f".{first}.")
+    layers_name, _, _ = f".{chain.model.weight_name(first, 0, 'down')}".partition(f".{first}.")
     prefix = f"{layers_name}.{layer}.".removeprefix(".")
     return [tensor for name, tensor in chain.non_experts.items() if name.startswith(prefix)]
 

@@ -59,11 +59,20 @@ class StatisticsSpec:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """One expert in BF16: gate and up [width, hidden], down [hidden, width]."""
+    """One expert in BF16.
 
-    gate: torch.Tensor
-    up: torch.Tensor
-    down: torch.Tensor
+    matrices  projection -> matrix: gate, if there is one, and up [width, hidden], down [hidden, width]
+    biases    projection -> bias of its rows; {} if it has none
+    """
+
+    matrices: Mapping[str, torch.Tensor]
+    biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def multiply(self, projection: str, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of a projection, BF16 [T, n], for inputs [T, k]."""
+        import torch
+
+        return torch.nn.functional.linear(x, self.matrices[projection], self.biases.get(projection))
 
 
 @dataclass(frozen=True)
@@ -76,8 +85,9 @@ class ExpertGroup:
     down            accumulators of the inputs of down, by expert
     output_fisher   Fisher information of the predictions about the layer's outputs, float32 [H, H], up to a factor;
                     None unless a visitor asked for it
-    slopes          with output_fisher, for each expert the sum of s s^T over its tokens, float32 [2 I, 2 I]; s are the
-                    derivatives of down's inputs with respect to gate and up, times the routing weight
+    slopes          with output_fisher, for each expert the sum of s s^T over its tokens, float32 [2 I, 2 I], without a
+                    gate [I, I]; s are the derivatives of down's inputs with respect to gate and up, times the routing
+                    weight
     portion_result  result of a worker for these experts: `weights` are then the replaced ones, if a visitor replaces
                     weights, and that visitor gets no accumulators
     """

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,6 @@ from ktconvert.layouts.encodings.encoding import Encoding, scales_to_f32
 from ktconvert.layouts.errors import UnsupportedError, VerificationError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.slices import LinearId, PackedSlices, Slicing, allocate_slices, cut_slices, join_slices
-from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertWeights, StatisticsSpec
 from ktconvert.pipeline.calibration.layered_model import bits_to_tensor, tensor_to_bits
 from ktconvert.pipeline.models import pretrained
@@ -100,9 +99,10 @@ class GptqVisitor:
         dequantized = {}
         for expert in group.weights:
             linears = self._quantize_expert(group, expert)
-            for projection in PROJECTIONS:
-                self.write_linear(expert, projection, linears[projection][0])
-            dequantized[expert] = ExpertWeights(**{projection: values for projection, (_, values) in linears.items()})
+            for projection, (packed, _) in linears.items():
+                self.write_linear(expert, projection, packed)
+            values = {projection: rounded for projection, (_, rounded) in linears.items()}
+            dequantized[expert] = replace(group.weights[expert], matrices=values)
         return dequantized
 
     def export_result(self, linears: Sequence[tuple[int, str, PackedSlices]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class GptqVisitor:
     def _restore_result(self, group: ExpertGroup, result: Mapping[str, Any]) -> Mapping[int, ExpertWeights]:
         """Write the linears of a worker's result; return the weights of the group, which the worker has replaced."""
         for expert, projection, stored_slices in result["linears"]:
-            width, hidden = group.weights[expert].gate.shape
+            hidden, width = group.weights[expert].matrices["down"].shape
             slices = Slicing(group.layer, hidden, width, self.numa).slices(expert, projection)
             arrays = [[tensor.cpu().numpy() for tensor in tensors] for tensors in stored_slices]
             self.write_linear(expert, projection, [*zip(slices, arrays, strict=True)])
@@ -135,7 +135,8 @@ class GptqVisitor:
         linears: dict[str, tuple[PackedSlices, torch.Tensor]] = {}
         spec = self.statistics
         # Gate and up have the same inputs: they are quantized as one tall matrix.
-        for projections, only_routed in ((("gate", "up"), not spec.shared_gate_up), (("down",), spec.routed_down)):
+        *gate_up, down = group.weights[expert].matrices
+        for projections, only_routed in ((gate_up, not spec.shared_gate_up), ([down], spec.routed_down)):
             if has_few_tokens and only_routed:
                 linears |= {p: self._round_with_values(group, expert, p) for p in projections}
             else:
@@ -151,7 +152,7 @@ class GptqVisitor:
         decoded = [
             self.encoding.decode(tensors, numa_slice.n, numa_slice.k, slice(None)) for numa_slice, tensors in linear
         ]
-        weight = getattr(group.weights[expert], projection)
+        weight = group.weights[expert].matrices[projection]
         return linear, torch.from_numpy(join_slices(projection, decoded)).to(weight)
 
     def _round_to_nearest(self, group: ExpertGroup, expert: int, projection: str) -> PackedSlices:
@@ -166,7 +167,10 @@ class GptqVisitor:
         """Return the scales of rounding a linear to nearest, [n, groups]."""
         assert self.encoding.unpack_scales is not None
         linear = self._round_to_nearest(group, expert, projection)
-        scales = [self.encoding.unpack_scales(last, numa_slice.n, numa_slice.k) for numa_slice, (*_, last) in linear]
+        index = self.encoding.scale_index
+        scales = [
+            self.encoding.unpack_scales(stored[index], numa_slice.n, numa_slice.k) for numa_slice, stored in linear
+        ]
         return join_slices(projection, scales)
 
     def _compensate(
@@ -176,12 +180,13 @@ class GptqVisitor:
         import torch
 
         items = [(expert, projection) for projection in projections]
-        weight = torch.cat([getattr(group.weights[expert], projection) for projection in projections])
+        matrices = group.weights[expert].matrices
+        weight = torch.cat([matrices[projection] for projection in projections])
         scales = np.concatenate([self._initial_scales(group, *item) for item in items])
         steps = code_steps(self.encoding, scales).to(weight.device)
         try:
             with torch.inference_mode():
-                shared = projections[0] == "gate" and self.statistics.shared_gate_up
+                shared = "down" not in projections and self.statistics.shared_gate_up
                 metric = self._make_error_metric(_get_hessian(group, *items[0]), shared=shared)
                 output_rows = self._factorize_outputs(group, expert, projections)
                 if output_rows is None:
@@ -203,7 +208,7 @@ class GptqVisitor:
             ) from error
         if metric.factor.fell_back:
             self.not_factorized += items
-        width, hidden = group.weights[expert].gate.shape
+        hidden, width = matrices["down"].shape
         slicing = Slicing(group.layer, hidden, width, self.numa)
         n = len(items)
         results = zip(items, codes.chunk(n), np.split(scales, n), rounded.chunk(n), strict=True)
@@ -237,8 +242,8 @@ class GptqVisitor:
         """Factorize the Fisher information about these linears' outputs; return None unless it was asked for."""
         if group.output_fisher is None:
             return None
-        if projections != ("down",):
-            down = group.weights[expert].down
+        if "down" not in projections:
+            down = group.weights[expert].matrices["down"]
             return predictions.factorize_information(
                 predictions.gate_up_information(group.output_fisher, down, group.slopes[expert])
             )

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.files.direct_file import RowFile
-from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
 from ktconvert.pipeline.calibration import portions
 from ktconvert.pipeline.calibration.expert_visitors import (
@@ -29,6 +28,7 @@ from ktconvert.pipeline.calibration.portions import ExpertInputs, LayerWorkers, 
 from ktconvert.pipeline.calibration.requirements import GRADIENT_TOKENS
 from ktconvert.pipeline.engine.units import Portion
 from ktconvert.quantizers import predictions
+from ktconvert.quantizers.reference import f32_to_bf16
 
 if TYPE_CHECKING:
     import torch
@@ -70,10 +70,8 @@ class LayerRun:
             start += length
 
     def gate_and_up(self, x: torch.Tensor, expert: ExpertWeights) -> list[torch.Tensor]:
-        """Return the outputs of an expert's gate and up for inputs [T, H], each BF16 [T, I]."""
-        import torch
-
-        return [torch.nn.functional.linear(x, weight) for weight in (expert.gate, expert.up)]
+        """Return the outputs of an expert's gate, if it has one, and up for inputs [T, H], each BF16 [T, I]."""
+        return [expert.multiply(projection, x) for projection in self.model.projections[:-1]]
 
     def down_inputs(self, x: torch.Tensor, expert: ExpertWeights) -> torch.Tensor:
         """Return the inputs of an expert's down projection for inputs [T, H], BF16 [T, I]."""
@@ -81,8 +79,18 @@ class LayerRun:
 
     def read_expert(self, expert: int) -> ExpertWeights:
         """Read an expert's weights from the checkpoint, decoded to BF16."""
-        linears = (self.model.linear(self.layer, expert, projection) for projection in PROJECTIONS)
-        return ExpertWeights(*(bits_to_tensor(kernels.decode(linear), self.layered_model.device) for linear in linears))
+        device = self.layered_model.device
+        matrices = {
+            projection: bits_to_tensor(kernels.decode(self.model.linear(self.layer, expert, projection)), device)
+            for projection in self.model.projections
+        }
+        return ExpertWeights(matrices, self.read_biases(expert))
+
+    def read_biases(self, expert: int) -> dict[str, torch.Tensor]:
+        """Read an expert's biases from the checkpoint, rounded to BF16; {} if it has none."""
+        biases = {p: self.model.bias(self.layer, expert, p) for p in self.model.projections}
+        device = self.layered_model.device
+        return {p: bits_to_tensor(f32_to_bf16(bias), device) for p, bias in biases.items() if bias is not None}
 
 
 def run_expert_layer(
@@ -107,21 +115,22 @@ def run_expert_layer(
     specs = list_specs(visitors)
     with run.layered_model.load_layer(run.layer), ExitStack() as files:
         run.layered_model.require_causal(run.layer)
-        rows = files.enter_context(_create_like(layer_inputs, scratch / portions.ROWS_FILE))
+        _, hidden, _ = run.model.shape(run.layer)  # in a latent space, it is not that of the layer
+        rows = files.enter_context(_create_like(layer_inputs, scratch / portions.ROWS_FILE, hidden))
         inputs = _record_expert_inputs(run, layer_inputs, rows, specs)
         if output_path is None:
             _visit_experts(run, inputs, visitors, specs, None, workers)
             return
-        expert_outputs = files.enter_context(_create_like(layer_inputs, scratch / "outputs"))
+        expert_outputs = files.enter_context(_create_like(rows, scratch / "outputs"))
         _visit_experts(run, inputs, visitors, specs, expert_outputs, workers)
         with _create_like(layer_inputs, output_path) as layer_outputs:
             sequences = zip(run.sequences(layer_inputs), run.sequences(expert_outputs), strict=True)
-            for (start, hidden), (_, expert_sums) in sequences:
+            for (start, layer_input), (_, expert_sums) in sequences:
 
                 def return_sums(x: torch.Tensor, *_: Any, sums: torch.Tensor = expert_sums) -> torch.Tensor:
                     return sums.reshape(x.shape)
 
-                outputs = run.layered_model.run_layer(run.layer, hidden, return_sums)
+                outputs = run.layered_model.run_layer(run.layer, layer_input, return_sums)
                 layer_outputs.write(start, tensor_to_bits(outputs))
             layer_outputs.sync()
 
@@ -136,8 +145,8 @@ def run_dense_layer(run: LayerRun, layer_inputs: RowFile, output_path: Path) -> 
     return layer_outputs
 
 
-def _create_like(template: RowFile, path: Path) -> RowFile:
-    return RowFile(path, template.count, template.width, new=True)
+def _create_like(template: RowFile, path: Path, width: int | None = None) -> RowFile:
+    return RowFile(path, template.count, width or template.width, new=True)
 
 
 def list_specs(visitors: Sequence[ExpertVisitor]) -> list[StatisticsSpec]:
@@ -151,11 +160,7 @@ def _record_expert_inputs(
     """Run a loaded layer up to its experts, for all sequences; write the experts' inputs to `rows`."""
     import torch
 
-    shared = {
-        spec: spec.new_accumulator(layer_inputs.width, run.layered_model.device)
-        for spec in specs
-        if spec.shared_gate_up
-    }
+    shared = {spec: spec.new_accumulator(rows.width, run.layered_model.device) for spec in specs if spec.shared_gate_up}
     inputs = ExpertInputs(rows, [], [], shared)
     needs_fisher = any(spec.fisher for spec in specs)
     layer_outputs: list[torch.Tensor] = []
@@ -247,7 +252,9 @@ def _gather_from_workers(
                 specs[number]: _restore_accumulators(specs[number], stored, experts, inputs)
                 for number, stored in result[STATISTICS].items()
             }
-            weights = {expert: ExpertWeights(*matrices) for expert, matrices in result[WEIGHTS].items()}
+            weights = {
+                expert: ExpertWeights(matrices, run.read_biases(expert)) for expert, matrices in result[WEIGHTS].items()
+            }
             if not weights:
                 weights = {expert: run.read_expert(expert) for expert in experts}
             yield GatheredGroup(weights, statistics, {}, result)
@@ -288,7 +295,8 @@ def visit_portion(
     specs  those of all visitors, as `list_specs` returns them
     """
     replacing_spec = None if replacing_visitor is None else replacing_visitor.statistics
-    with portions.open_expert_inputs(portion, specs, layered_model.hidden, layered_model.device) as (lengths, inputs):
+    experts, hidden, _ = model.shape(layer)
+    with portions.open_expert_inputs(portion, specs, hidden, layered_model.device) as (lengths, inputs):
         run = LayerRun(model, layered_model, layer, lengths, portion.stop - portion.first)
         (group,) = _gather_groups(run, inputs, specs, range(portion.first, portion.stop))
         statistics = {
@@ -298,14 +306,12 @@ def visit_portion(
         }
         new_weights: Mapping[int, ExpertWeights] | None = None
         if replacing_visitor is not None and replacing_spec is not None:
-            token_counts = inputs.count_tokens(model.shape(layer)[0])
+            token_counts = inputs.count_tokens(experts)
             gate_up, down = group.statistics[replacing_spec]
             new_weights = replacing_visitor.visit(
                 ExpertGroup(layer, token_counts, group.weights, gate_up, down, inputs.output_fisher, group.slopes)
             )
-        weights = {
-            expert: (matrices.gate, matrices.up, matrices.down) for expert, matrices in (new_weights or {}).items()
-        }
+        weights = {expert: dict(new.matrices) for expert, new in (new_weights or {}).items()}
         return {STATISTICS: statistics, WEIGHTS: weights}
 
 
@@ -339,7 +345,8 @@ def _gather_statistics(
         down = {expert: spec.new_accumulator(width, device) for expert in weights}
         statistics[spec] = gate_up, down
     if slopes is not None:
-        slopes |= {expert: torch.zeros((2 * width, 2 * width), device=device) for expert in weights}
+        rows = width * len(run.model.projections[:-1])
+        slopes |= {expert: torch.zeros((rows, rows), device=device) for expert in weights}
     # Statistics of all tokens and of routed tokens need different inputs of down, so there is a pass for each.
     passes = sorted({spec.routed_down for spec in specs} | ({True} if slopes else set()))
     with torch.inference_mode():
@@ -408,6 +415,6 @@ def _add_expert_outputs(
                 # among others.
                 expert_x = x[tokens] if len(tokens) > 1 else x[tokens.repeat(2)]
                 down_inputs = run.down_inputs(expert_x, expert_weights)
-                down_outputs = torch.nn.functional.linear(down_inputs, expert_weights.down)[: len(tokens)]
+                down_outputs = expert_weights.multiply("down", down_inputs)[: len(tokens)]
                 sums.index_add_(0, tokens, (down_outputs * token_weights).to(sums.dtype))
             outputs.write(start, tensor_to_bits(sums))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.sources.source import TensorSource
@@ -55,12 +56,13 @@ class LayeredModel:
     tensors      the checkpoint's non-expert tensors
     device       where layers are computed
     alternative  advice in messages about a model that cannot be calibrated
+    read_function  layer -> what its experts compute; None: a plain SwiGLU
     hf_model     the transformers model
     decoder      the module of hf_model that has the decoder layers
     layers       the decoder layers
 
-    Raises UnsupportedError for a model whose experts transformers stores in an unknown way, or that has its own code
-    unless that code is trusted.
+    Raises UnsupportedError for a model whose experts transformers stores in an unknown way or computes differently, or
+    that has its own code unless that code is trusted.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class LayeredModel:
         trust_remote_code: bool = False,
         device: str = "cpu",
         alternative: str = "use a different model",
+        read_function: Callable[[int], ExpertFunction | None] = lambda layer: None,
     ) -> None:
         import torch
         import transformers
@@ -98,7 +101,10 @@ class LayeredModel:
         # Buffers keep their contents.
         with self._explain_errors(pretrained.BUILD), init_empty_weights(include_buffers=False):
             self.hf_model = pretrained.auto_class(config).from_config(config, **options).eval()
-        expert_modules = find_experts(self.hf_model)
+        try:
+            expert_modules = find_experts(self.hf_model, read_function)
+        except UnsupportedError as error:
+            raise error.with_path(source.root).with_remedy(f"{alternative}.") from error
         self._experts: dict[int, Any] = {}
         for experts in expert_modules:
             if experts.zero_ids:
@@ -269,21 +275,29 @@ class LayeredModel:
             output = self.run_layer(layer, hidden, record_call)
         return *calls[0], output
 
-    def activate(self, layer: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return the inputs of a layer's down projections: silu(gate) * up, as the model's class computes it."""
+    def activate(self, layer: int, *products: torch.Tensor) -> torch.Tensor:
+        """Return the inputs of a layer's down projections, as the model's class computes them.
+
+        products  outputs of gate and up, each [T, I]; without a gate only of up
+        """
         import torch
 
         module = self._experts[layer]
-        if hasattr(module, "_apply_gate"):
-            return module._apply_gate(torch.cat([gate, up], dim=-1))  # type: ignore[no-any-return]
-        return module.act_fn(gate) * up  # type: ignore[no-any-return]
+        if len(products) == 1:
+            return module.act_fn(*products)  # type: ignore[no-any-return]
+        if not hasattr(module, "_apply_gate"):
+            gate, up = products
+            return module.act_fn(gate) * up  # type: ignore[no-any-return]
+        if getattr(module, "is_concatenated", True):
+            return module._apply_gate(torch.cat(products, dim=-1))  # type: ignore[no-any-return]
+        return module._apply_gate(torch.stack(products, dim=-1).flatten(-2))  # type: ignore[no-any-return]
 
-    def activation_slopes(self, layer: int, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """Return the derivatives of `activate` with respect to gate and to up, concatenated: float32 [T, 2 I]."""
+    def activation_slopes(self, layer: int, *products: torch.Tensor) -> torch.Tensor:
+        """Return the derivatives of `activate` with respect to its products, float32 [T, 2 I], of one [T, I]."""
         import torch
 
         with torch.inference_mode(False), torch.enable_grad():
-            inputs = [x.clone().requires_grad_() for x in (gate, up)]
+            inputs = [x.clone().requires_grad_() for x in products]
             return torch.cat(torch.autograd.grad(self.activate(layer, *inputs).sum(), inputs), dim=1).float()
 
     def prediction_gradients(self, hidden: torch.Tensor, seed: int) -> torch.Tensor:

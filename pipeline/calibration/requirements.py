@@ -238,7 +238,8 @@ def read_shape(model: MoeModel, options: Samples) -> CalibrationShape:
     The caller sets the other fields.
     """
     config = model.source.config
-    experts, hidden, width = map(max, zip(*(model.shape(layer) for layer in model.layers), strict=True))
+    experts, _, width = map(max, zip(*(model.shape(layer) for layer in model.layers), strict=True))
+    hidden = find_model_width(model)
     heads = _number(config, 1, "num_attention_heads", "n_head", "n_heads")
     widths = [_number(config, 0, key) for key in ("head_dim", "v_head_dim")]
     widths.append(_number(config, 0, "qk_nope_head_dim") + _number(config, 0, "qk_rope_head_dim"))
@@ -255,6 +256,12 @@ def read_shape(model: MoeModel, options: Samples) -> CalibrationShape:
         top_k=_number(config, 8, "num_experts_per_tok", "moe_topk", "top_k"),
         vocabulary=_number(config, 0, "vocab_size"),
     )
+
+
+def find_model_width(model: MoeModel) -> int:
+    """Return the hidden size of the layers, which that of experts in a latent space does not exceed."""
+    hidden = max(model.shape(layer)[1] for layer in model.layers)
+    return max(hidden, _number(model.source.config, 0, "hidden_size"))
 
 
 def max_experts_at_once(shape: CalibrationShape, budget: int) -> int:

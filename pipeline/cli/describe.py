@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import Format, formats_by_option
-from ktconvert.layouts.outputs.format import expert_bytes, explain_illegal_count, explain_unheld_function, legal_counts
+from ktconvert.layouts.outputs.format import expert_bytes, explain_illegal_count, legal_counts
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
@@ -216,8 +216,6 @@ def cpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     outputs = []
     for fmt in formats_by_option("cpu").values():
-        if explain_unheld_function(fmt, model) is not None:
-            continue
         counts = legal_counts(fmt, shapes)
         reasons = {slices: explain_illegal_count(fmt, shapes, slices) for slices in EXPLAINED}
         outputs.append(
@@ -239,7 +237,7 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     for fmt in formats_by_option("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
-            reason = explain_unheld_function(fmt, model) or explain_illegal_count(fmt, shapes, 1)
+            reason = explain_illegal_count(fmt, shapes, 1)
             others = find_non_expert_tensors(
                 model.source, model.expert_tensor_names(), model.quantization
             ).output_tensors()
@@ -307,7 +305,7 @@ def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, fmt in formats_by_option("cpu").items():
-        if explain_unheld_function(fmt, model) is not None or not (counts := legal_counts(fmt, shapes)):
+        if not (counts := legal_counts(fmt, shapes)):
             continue
         slices = next((t for t in (pools, DEFAULT_SLICES) if t in counts), counts[-1])
         output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]

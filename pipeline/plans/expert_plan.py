@@ -13,7 +13,6 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import CalibrationFacts, OutputFacts
 from ktconvert.layouts.outputs import Format, cards, configs, formats_by_option, loose, mixed
-from ktconvert.layouts.outputs.format import explain_unheld_function
 from ktconvert.layouts.outputs.numa import NUMA
 from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.statistics.folder import (
@@ -406,15 +405,9 @@ def hold_function(fmt: Format, model: MoeModel, backward: bool = False) -> Forma
 
     backward  whether there will be matrices for fine-tuning
 
-    Raises UnsupportedError if it cannot hold biases, or experts without a gate.
+    Raises UnsupportedError for matrices for fine-tuning if experts have biases or no gate.
     """
-    if model.is_gated and not model.has_biases:
-        return fmt
-    if (reason := explain_unheld_function(fmt, model)) is not None:
-        able = [name for name, other in formats_by_option("cpu").items() if not explain_unheld_function(other, model)]
-        remedy = f"use `ktconvert cpu` without --layout, with --quant-method {', '.join(able[:-1])} or {able[-1]}"
-        raise UnsupportedError(f"{model.source.root}: {reason}; {remedy}.")
-    if backward:
+    if backward and (model.has_biases or not model.is_gated):
         problem = "there are no matrices for fine-tuning experts with biases or without a gate"
         raise UnsupportedError(f"{model.source.root}: {problem}; leave out --save-backward-weights.")
     return fmt.with_biases() if model.has_biases else fmt

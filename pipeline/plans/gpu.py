@@ -95,7 +95,7 @@ def _make_facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFact
         "group_size": fmt.encoding.grid.group,
         **checkpoint.shape_facts(model, model.layers),
         **expert_plan.calibration_facts(options),
-        "packed_linears": sum(3 * model.shape(layer)[0] for layer in model.layers),
+        "packed_linears": sum(len(model.projections) * model.shape(layer)[0] for layer in model.layers),
         TEMPLATES: make_name_templates(model),
     }
 

@@ -122,7 +122,7 @@ def make_stage(
         layer = unit.work.layer
         experts, hidden, width = model.shape(layer)
         layer_fmt = fmt.layer_format(layer)
-        slicing = Slicing(layer, hidden, width, numa)
+        slicing = Slicing(layer, hidden, width, numa, gated=model.is_gated)
         shard_metadata = quantize_experts.layer_metadata(layer_fmt, layer, model.shape(layer), metadata)
         units.append(
             replace(
@@ -266,6 +266,7 @@ class LayerWriter:
 
     def write(self, expert: int, projection: str, stored: PackedSlices) -> None:
         """Write a linear. Raise VerificationError if all its codes are zero but the source is not."""
+        quantize_experts.write_biases(self.work.model, stored)
         _require_nonzero_codes(self.work, expert, projection, stored, self.reporter)
         if expert == self.figures["sampled_expert"]:
             self.figures[projection] = quantize_experts.measure_error(self.work.model, self.work.fmt.encoding, stored)
@@ -329,8 +330,9 @@ def _report_layer(work: GptqWork, counts: TokenCounts, visitor: GptqVisitor, rep
         )
     not_factorized = [linear_name(work.model, work.layer, *item) for item in visitor.not_factorized]
     if not_factorized:
+        linears = len(work.slicing.projections) * len(counts)
         reporter.warn(
-            f"layer {work.layer}: {len(not_factorized)} of {3 * len(counts)} linears rounded to nearest, because their "
+            f"layer {work.layer}: {len(not_factorized)} of {linears} linears rounded to nearest, because their "
             f"Hessian could not be factorized, such as {not_factorized[0]}; a larger --dampening-frac or more samples "
             "may help"
         )

@@ -55,13 +55,11 @@ class ExpertsWork(ExpertsToWrite):
         """Quantize a linear. Raise InputError, which names the position, for a value that is not finite."""
         expert, projection = item
         linear = self.model.linear(self.slicing.layer, expert, projection)
-        bias = self.model.bias(self.slicing.layer, expert, projection)
         importance = None if self.importance is None else self.importance(*item)
         packed = allocate_slices(self.fmt.encoding, self.slicing.slices(*item), buffer)
+        write_biases(self.model, packed)
         for numa_slice, out in packed:
             matrix = numa_slice.cut_linear(linear)
-            if bias is not None:
-                out[-1].view(np.float32)[:] = numa_slice.cut_bias(bias)
             try:
                 quantize_slice(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
             except kernels.NonFinite as error:
@@ -108,6 +106,14 @@ class ExpertsWork(ExpertsToWrite):
             self.model.source.release(info)
         equalized = report_equalized(self.model, layer, self.start, self.stop)
         return {"layer": layer, "sampled_expert": expert, **errors, **equalized}
+
+
+def write_biases(model: MoeModel, packed: PackedSlices) -> None:
+    """Write the biases of a linear to the last tensors of its slices, if experts have biases."""
+    for numa_slice, out in packed if model.has_biases else ():
+        bias = model.bias(numa_slice.layer, numa_slice.expert, numa_slice.projection)
+        if bias is not None:
+            out[-1].view(np.float32)[:] = numa_slice.cut_bias(bias)
 
 
 def quantize_slice(

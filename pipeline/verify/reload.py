@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 EXPERTS = re.compile(r".*\.layers\.(?P<layer>\d+)\.(?:.+\.)?experts\.")
+SINGLE = re.compile(r"experts\.(\*|\d+)\.")  # in names of tensors, and in transformers' patterns of them
 SAMPLES, LENGTH = 4, 128
 # Bits -> (noise, bound). The largest plausible divergence is that of the source with noise added to its experts'
 # outputs, relative to their length. Rounding to 4 bits gives an error of 0.08 to 0.19 in an expert's output, to 8 bits
@@ -53,7 +54,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
 
     A key that is missing, unexpected or has a wrong shape is a problem if it belongs to routed experts of a layer that
     the output quantizes. Otherwise it is a note, since it was copied from the source. A model that transformers cannot
-    build is a note, too. The second result is whether the model is complete, so that it can compute.
+    build, or whose experts it reads only from stacks, is a note, too. The second result is whether the model is complete, so that it can compute.
     """
     missing = [name for name in loading.REQUIRED_PACKAGES["gpu"] if find_spec(name) is None]
     if missing:
@@ -64,13 +65,11 @@ def check_reload(output: Output) -> tuple[Check, bool]:
 
     try:
         model_type, config = model_class(output.root)
-        with silence_libraries(), torch.device("meta"):  # the model that the config describes
-            expected = {
-                name: tuple(parameter.shape)
-                for name, parameter in model_type(copy.deepcopy(config)).state_dict().items()
-            }
+        with silence_libraries(), torch.device("meta"):
+            model = model_type(copy.deepcopy(config))  # the model that the config describes
     except Exception as error:  # transformers raises errors of any type for an unknown config
         return _skip_reload(f"transformers cannot build it: {first_line(error)}")
+    expected = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
     try:
         shapes, keys = _load_on_meta(model_type, config, output)
     except Exception as error:  # also raised when transformers stacks experts
@@ -87,10 +86,20 @@ def check_reload(output: Output) -> tuple[Check, bool]:
         sorted(problem for key, problem in problems if (_expert_layer(key) in layers) == routed)
         for routed in (True, False)
     )
+    if experts and not _reads_single_experts(model):
+        return _skip_reload(f"transformers reads no single experts of {model_type.__name__}, only stacks")
     notes = [f"{summarize(others)}: not a converted expert, so the source has the same problem"] if others else []
     notes += [note for note in (transformers_version.explain_too_new(),) if note is not None]
     result = f"every routed expert matches {model_type.__name__}"
     return Check("reload", result, experts, notes), not experts and not keys["missing_keys"]
+
+
+def _reads_single_experts(model: Any) -> bool:
+    """Return whether a model has modules for single experts, or transformers joins their tensors."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    joined = (pattern for transform in get_model_conversion_mapping(model) for pattern in transform.source_patterns)
+    return any(SINGLE.search(name) for name in (*joined, *model.state_dict()))
 
 
 def _skip_reload(reason: str) -> tuple[Check, bool]:
@@ -195,7 +204,7 @@ def check_predictions(
         return skip_predictions(model.source.conflict.problem), None
     try:
         _require_memory(output)
-        ids, expected, noisy = _read_source(model.source.root, BOUNDS[bits][0], text, threads)
+        ids, expected, noisy = _read_source(model, BOUNDS[bits][0], text, threads)
     except Skip as skip:
         return skip_predictions(str(skip)), None
     try:
@@ -232,12 +241,13 @@ def _require_memory(output: Output) -> None:
 
 
 def _read_source(
-    root: Path, noise: float, text: str | None, threads: int
+    model: MoeModel, noise: float, text: str | None, threads: int
 ) -> tuple[torch.Tensor, torch.Tensor, float | None]:
     """Return samples [n, length], the source's logits [n * (length - 1), vocabulary], and the divergence by noise.
 
     The last is None if the source's experts cannot be found.
     """
+    root = model.source.root
     try:
         _, config = model_class(root)
     except Exception as error:  # transformers raises errors of any type for an unknown config
@@ -251,7 +261,7 @@ def _read_source(
         if not bool(expected.isfinite().any(-1).all()):
             raise Skip("the source's predictions are not finite")
         try:
-            with _add_noise(source, noise):
+            with _add_noise(source, model, noise):
                 noisy = _compute_logits(source, ids)
         except UnsupportedError:
             return ids, expected, None
@@ -312,8 +322,8 @@ def _compute_logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _add_noise(model: Any, noise: float) -> Iterator[None]:
-    """Add noise to the outputs of routed experts, relative to their length, while the context is open.
+def _add_noise(loaded: Any, model: MoeModel, noise: float) -> Iterator[None]:
+    """Add noise to the outputs of a loaded model's routed experts, relative to their length, in the context.
 
     Raises UnsupportedError if no experts are found.
     """
@@ -329,7 +339,8 @@ def _add_noise(model: Any, noise: float) -> Iterator[None]:
         scale = noise * exact.norm(dim=-1, keepdim=True) / random.norm(dim=-1, keepdim=True)
         return torch.add(exact, random * scale).to(out.dtype)
 
-    hooks = [model.get_submodule(experts.name).register_forward_hook(add_noise) for experts in find_experts(model)]
+    modules = (loaded.get_submodule(experts.name) for experts in find_experts(loaded, model.functions.get))
+    hooks = [module.register_forward_hook(add_noise) for module in modules]
     try:
         yield
     finally:
