@@ -112,4 +112,9 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
     if not model.is_plain:
         usual = "silu(gate) * up with routing weights on the output only"
         notes[f"Marlin computes {usual}; these experts need a different kernel."] = None
+    if model.has_biases:
+        notes[
+            "Biases are tensors as llmcompressor names them, and transformers reads the experts of such families only "
+            "from stacks: load them with ktconvert (W4A16 in groups of 32), or with an engine that reads single experts."
+        ] = None
     return tuple(notes)

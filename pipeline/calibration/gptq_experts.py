@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.encodings.encoding import Encoding, scales_to_f32
 from ktconvert.layouts.errors import UnsupportedError, VerificationError
 from ktconvert.layouts.outputs import Format
@@ -300,7 +300,13 @@ def _get_hessian(group: ExpertGroup, expert: int, projection: str) -> gptq.Hessi
 
 
 def run_oneshot(
-    root: Path, samples: Sequence[Ids], fmt: Format, *, dampening: float, every_expert: bool, trust_remote_code: bool
+    source: MoeModel,
+    samples: Sequence[Ids],
+    fmt: Format,
+    *,
+    dampening: float,
+    every_expert: bool,
+    trust_remote_code: bool,
 ) -> ReadLinear:
     """Run llmcompressor's oneshot with GPTQModifier on the routed experts; return a function that returns a linear.
 
@@ -317,12 +323,13 @@ def run_oneshot(
     scheme = preset_name_to_scheme(fmt.name, [ONESHOT_TARGETS])
     assert scheme.weights is not None
     weights = scheme.weights.model_copy(update={"group_size": fmt.encoding.grid.group})
+    root = source.source.root
     try:
         config = pretrained.read_config(str(root), trust_remote_code=trust_remote_code)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(
             root, config=config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code
         )
-        names = {experts.layer: experts.name for experts in find_experts(model)}
+        names = {experts.layer: experts.name for experts in find_experts(model, source.functions.get)}
         inputs = [torch.from_numpy(sample)[None] for sample in samples]
         rows: Any = [{"input_ids": ids, "attention_mask": torch.ones(ids.shape)} for ids in inputs]
         oneshot(

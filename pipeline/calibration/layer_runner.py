@@ -177,6 +177,8 @@ def _record_expert_inputs(
         inputs.routing_weights.append(weights.cpu())
     if needs_fisher:
         gradients = run.layered_model.prediction_gradients(torch.cat(layer_outputs), seed=run.layer)
+        if rows.width != layer_inputs.width:
+            gradients = gradients @ run.layered_model.output_derivatives(run.layer, rows.width).T
         inputs.output_fisher = predictions.fisher_information(gradients, len(run.layered_model.layers) - 1 - run.layer)
     return inputs
 

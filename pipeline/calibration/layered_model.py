@@ -324,6 +324,20 @@ class LayeredModel:
                 gradients.append(torch.autograd.grad(loss, outputs)[0][0].float())
         return torch.cat(gradients)
 
+    def output_derivatives(self, layer: int, width: int) -> torch.Tensor:
+        """Return the derivatives of a loaded layer's outputs by those of its experts, float32 [width, H].
+
+        width  hidden size of the experts. In a latent space, a matrix follows the sum of their outputs
+        """
+        import torch
+
+        hidden = torch.zeros((width, self.hidden), dtype=torch.bfloat16)
+        with_units, without = (
+            self.run_layer(layer, hidden, lambda x, *_, sums=sums: sums.to(x).reshape(x.shape)).float()
+            for sums in (torch.eye(width), torch.zeros((width, width)))
+        )
+        return with_units - without
+
     @contextmanager
     def _load_head(self) -> Iterator[None]:
         """Hold the weights of the modules after the last layer, and make layers return their input, in the context."""

@@ -14,7 +14,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.files.facts import OutputFacts
-from ktconvert.layouts.outputs import Format, formats_by_option, launch
+from ktconvert.layouts.outputs import Format, formats_by_option, kt_kernel, launch
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, make_ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, make_name_templates
@@ -79,7 +79,7 @@ def _make_launch_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
     reason = explain_not_rawint4(facts)
     if is_rawint4(facts) and reason is not None:
         problem = f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {reason}"
-        return (f"{problem}; use `ktconvert cpu` for those",)
+        return (f"{problem}; {kt_kernel.INSTEAD}",)
     title = "one directory for CPU and GPU" if reason is None else "to serve it beside experts of `ktconvert cpu`"
     return (f"{title}: {launch.join_command(launch.serve_whole_model(facts, str(output)))}",)
 

@@ -107,7 +107,7 @@ def make_stage(
     @functools.cache
     def run_library(samples: Path) -> ReadLinear:
         return run_oneshot(
-            model.source.root,
+            model,
             chain.read_samples(samples),
             fmt,
             dampening=gptq_options.dampening_frac,

@@ -54,7 +54,8 @@ def check_reload(output: Output) -> tuple[Check, bool]:
 
     A key that is missing, unexpected or has a wrong shape is a problem if it belongs to routed experts of a layer that
     the output quantizes. Otherwise it is a note, since it was copied from the source. A model that transformers cannot
-    build, or whose experts it reads only from stacks, is a note, too. The second result is whether the model is complete, so that it can compute.
+    build, or whose experts it reads only from stacks, is a note, too. The second result is whether the model is
+    complete, so that it can compute.
     """
     missing = [name for name in loading.REQUIRED_PACKAGES["gpu"] if find_spec(name) is None]
     if missing:
