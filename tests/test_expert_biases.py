@@ -23,7 +23,7 @@ from ktconvert.native_quant.runtime.experts import Experts
 from ktconvert.native_quant.runtime.training import Lora
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from ktconvert.quantizers.reference import bf16_to_f32
-from rig import conversion, gguf, training
+from rig import conversion, decided, family_models, gguf, training
 from rig.floats import from_bits, to_bits
 from rig.safetensors import edit_file, write_file
 
@@ -502,6 +502,90 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 TOKENS = 64
+TEXT = Path(__file__).resolve().parents[1] / "examples" / "heldout.txt"
+CALIBRATION = ("--dataset", TEXT, "--num-calibration-samples", 16, "--max-sequence-length", 64, "--cpuinfer-threads", 1)
+
+
+def load_model(folder: Path, **settings: Any) -> Any:
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **settings).eval()
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model whose experts decide the logits, with a tokenizer."""
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp(request.param) / "model"
+    config = transformers.AutoConfig.for_model(request.param, **SMALL | {"vocab_size": 2048}, **FAMILIES[request.param])
+    family_models.save_model(transformers.AutoModelForCausalLM, config, folder)
+    decided.add_tokenizer(folder)
+    return folder
+
+
+def test_calibration_runs_compute_the_layers_of_transformers(family: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
+    from ktconvert.layouts.files.direct_file import RowFile
+    from ktconvert.pipeline.calibration.layer_runner import LayerRun, run_dense_layer, run_expert_layer
+    from ktconvert.pipeline.calibration.layered_model import LayeredModel, tensor_to_bits
+
+    source = open_checkpoint(family)
+    model = recognize(source)
+    others = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization).output_tensors()
+    layered = LayeredModel(source, {t.key: t for t in others}, read_function=model.functions.get)
+    ids = np.random.default_rng(0).integers(3, 2048, 40)
+    rows = RowFile(tmp_path / "embedded", len(ids), layered.hidden, new=True)
+    rows.write(0, tensor_to_bits(next(iter(layered.embed(iter([ids]))))))
+    for layer in range(len(layered.layers)):
+        layer_run = LayerRun(model, layered, layer, [len(ids)], 3)
+        path, scratch = tmp_path / f"after-{layer}", tmp_path / f"scratch-{layer}"
+        scratch.mkdir()
+        if layer not in model.layers:
+            rows = run_dense_layer(layer_run, rows, path)
+            continue
+        run_expert_layer(layer_run, [], rows, scratch, path)
+        rows = RowFile(path, len(ids), layered.hidden, new=False)
+    (_, actual), *_ = layer_run.sequences(rows)
+    original, outputs = load_model(family, attn_implementation="eager"), list[Any]()
+    last_layer = next(name for name, module in layered.hf_model.named_modules() if module is layered.layers[-1])
+    original.get_submodule(last_layer).register_forward_hook(lambda _module, _inputs, out: outputs.append(out))
+    with torch.no_grad():
+        original(torch.from_numpy(ids)[None], use_cache=False)
+    expected = (outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0])[0].float()
+    assert float(((actual.float() - expected).norm(dim=-1) / expected.norm(dim=-1)).median()) < 0.01
+
+
+def logits_error(family: Path, out: Path) -> float:
+    """Return the relative error of the logits with converted experts, as the runtime computes them."""
+    import transformers
+
+    from ktconvert.native_quant import KTConvertConfig
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(family)
+    ids = torch.tensor(tokenizer(TEXT.read_text())["input_ids"])[None, :300]
+    ours = load_model(family, quantization_config=KTConvertConfig(threads=1, cpu_weights=str(out)))
+    with torch.no_grad():
+        actual, expected = (each(ids, use_cache=False).logits.float()[0] for each in (ours, load_model(family)))
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
+
+
+def test_gptq_reduces_the_error_of_families(family: Path, tmp_path: Path) -> None:
+    """Also where the experts compute in a latent space, with the Fisher information of predictions about it."""
+    for module in ("accelerate", "datasets", "llmcompressor"):
+        pytest.importorskip(module, reason="needs the extra gpu")
+    kinds: dict[str, tuple[object, ...]] = {
+        "rounded": ("gpu", "--quant-method", "RTN", "--quant-type", "W4A16", "--group-size", 32),
+        "gptq": ("gpu", "--quant-method", "GPTQ", "--quant-type", "W4A16", "--group-size", 32, *CALIBRATION),
+        "full": ("cpu", "--quant-method", "rawint4", "--scale", "gptq", *CALIBRATION),
+    }
+    errors = {}
+    for name, (command, *options) in kinds.items():
+        out = tmp_path / name
+        run(command, "-i", family, "-o", out, *options, "-q")
+        run("verify", out, "--against", family)
+        errors[name] = logits_error(family, out)
+    assert errors["full"] < errors["gptq"] < 0.9 * errors["rounded"] < 0.3, errors
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -196,7 +196,10 @@ ARCHS = (
         ),
         MLP,
     ),
-    Arch("GigaChat-3.5", ("gigachat3_5", "GigaChat35ForCausalLM"), MLP, function=LIMITED),
+    # Not in transformers. vLLM, models/gigachat3_5.py at 053521db: GigaChat35MoE gives its experts the swiglu_limit (10
+    # by default in configs/gigachat3_5.py) of GigaChat35MLP, whose SiluAndMulWithClamp clamps before silu. llama.cpp,
+    # src/models/gigachat35.cpp at e7d38ee0: a limit for each layer (LLM_KV_SWIGLU_CLAMP_EXP).
+    Arch("GigaChat-3.5", ("gigachat3_5", "GigaChat35ForCausalLM", "gguf:gigachat35"), MLP, function=LIMITED),
     Arch("Kimi-K2", ("kimi_k2", "KimiK2ForCausalLM"), MLP, shares=DEEPSEEK2),
     Arch("Kimi-K2.5, K2.6", ("kimi_k25", "KimiK25ForConditionalGeneration"), MLP, shares=DEEPSEEK2),
     # Not in transformers. llama.cpp, src/models/kimi-k3.cpp:178-189 (betas) and 569-604 (equation, latent size).

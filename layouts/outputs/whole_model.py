@@ -114,7 +114,7 @@ def notes_on_loading(fmt: Format, model: MoeModel, tensor_parallel: Iterable[int
         notes[f"Marlin computes {usual}; these experts need a different kernel."] = None
     if model.has_biases:
         notes[
-            "Biases are tensors as llmcompressor names them, and transformers reads the experts of such families only "
-            "from stacks: load them with ktconvert (W4A16 in groups of 32), or with an engine that reads single experts."
+            "Biases are named as by llmcompressor. transformers reads the experts of such families only from stacks; "
+            "use ktconvert's runtime (W4A16 in groups of 32), or an engine that reads single experts with biases."
         ] = None
     return tuple(notes)
