@@ -138,6 +138,10 @@ def _make_dequantized_rows(card: Card, facts: OutputFacts) -> Rows:
     return ("quantized weights of the source, now BF16", decoded), ("tensors", f"{facts['tensors']}")
 
 
+def _make_fetched_rows(card: Card, facts: OutputFacts) -> Rows:
+    return (("tensors", f"{facts['tensors']}"),)
+
+
 def _make_size_rows(facts: OutputFacts) -> Rows:
     return (
         ("experts per layer", f"{facts['experts']}"),
@@ -202,6 +206,13 @@ def _make_whole_model_usage(facts: OutputFacts, base_model: str | None, non_expe
 
 def _make_dequantized_usage(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
     return (f'`AutoModelForCausalLM.from_pretrained("{FOLDER}")`, or as the input of `ktconvert`.',)
+
+
+def _make_fetched_usage(facts: OutputFacts, base_model: str | None, non_experts: str) -> tuple[str, ...]:
+    usage = (
+        f"As the model beside CPU weights: `ktconvert serve {FOLDER} --cpu-weights CPU_WEIGHTS`, or SGLang's `--model`."
+    )
+    return (usage,)
 
 
 # --- the cards of all formats ---------------------------------------------------------------------
@@ -289,6 +300,16 @@ DEQUANTIZED = Card(
     ),
     make_rows=_make_dequantized_rows,
     make_usage=_make_dequantized_usage,
+)
+
+FETCHED = Card(
+    title="{model} without its routed experts",
+    introduction=(
+        "The tensors of the model outside its routed experts, as they were released, for a server whose CPU computes",
+        "the experts from other weights. A program that computes all experts cannot use the folder.",
+    ),
+    make_rows=_make_fetched_rows,
+    make_usage=_make_fetched_usage,
 )
 
 # --- measured errors, and the calibration of GPTQ -------------------------------------------------

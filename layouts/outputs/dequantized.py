@@ -1,4 +1,4 @@
-"""Dequantized checkpoints, which `ktconvert dequantize` and `merge-adapter` write: names, and config.json."""
+"""Checkpoints of any dtypes, which `dequantize`, `merge-adapter` and `fetch` write: names, and config.json."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from ktconvert.layouts.outputs.configs import STORED_KEYS, encode_json, remove_q
 from ktconvert.layouts.sources import config as cfg
 
 COMMAND = "dequantize"
-COMMANDS = (COMMAND, "merge-adapter")
+COMMANDS = (COMMAND, "merge-adapter", "fetch")
 METHOD = "BF16"
+FETCHED = "as released"
 VERSION = 1
 ARRANGEMENT = "unquantized"
 DTYPE_KEYS = ("dtype", "torch_dtype")

@@ -50,7 +50,7 @@ def is_output(path: Path) -> bool:
 
 
 def is_dequantized(path: Path) -> bool:
-    """Return whether `dequantize` or `merge-adapter` wrote a folder, by its manifest.
+    """Return whether `dequantize`, `merge-adapter` or `fetch` wrote a folder, by its manifest.
 
     Raises VerificationError if the manifest is damaged.
     """

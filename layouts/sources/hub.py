@@ -47,7 +47,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     cached = find_snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
         return cached
-    _require_network(text, revision, cached)
+    require_network(text, revision, cached)
     folder = _download(text, revision, COMPANIONS if companions_only else FILES)
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
         raise InputError(f"{text}: holds no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
@@ -60,14 +60,14 @@ def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
     files = [str(file.with_name(part)) for part in split_names(file.name)]
     folder = find_snapshot(name, revision)
     if folder is None or not all((folder / part).exists() for part in files):
-        _require_network(name, revision, folder, files)
+        require_network(name, revision, folder, files)
         folder = _download(name, revision, files)
     if not (folder / file).exists():
         raise InputError(f"{name}: has no file {file}; look at its files on the hub")
     return folder / file
 
 
-def _require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
+def require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
         problem = "is incomplete in" if cached else "is not in"
         remedy = f"unset it or run `{_command(name, revision, files)}` where there is a network"
@@ -122,10 +122,10 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
     except Exception as e:  # every library underneath raises its own
-        raise _explain(name, revision, e) from None
+        raise explain(name, revision, e) from None
 
 
-def _explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
+def explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
     kinds = {kind.__name__ for kind in type(e).__mro__}
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

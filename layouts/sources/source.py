@@ -20,6 +20,8 @@ from ktconvert.layouts.sources.companions import companion_files
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS, safetensors
 from ktconvert.layouts.sources.containers.container import Container, Header, Selection
 from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
+from ktconvert.layouts.sources.hub_headers import Location, find_headers
+from ktconvert.layouts.sources.remote import RemoteFiles
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 
@@ -67,6 +69,7 @@ class TensorSource:
     notes            sentences on files that disagree: a second set of weights, an index and headers
     conflict         error that transformers would read other weights of this directory; None if it reads the same
     companion_root   directory of config.json and the other companions: root, unless a different model's were requested
+    remote           the weight files, if they are on the hub and only their headers are in root
     """
 
     root: Path
@@ -81,6 +84,7 @@ class TensorSource:
     header_config: dict[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     conflict: InputError | None = None
+    remote: RemoteFiles | None = None
 
     def __post_init__(self) -> None:
         self._by_name = {shard.name: shard for shard in self.shards}
@@ -107,16 +111,24 @@ class TensorSource:
         if kind is None:
             problem = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
             raise UnsupportedError.from_tensor(info.name, problem)
-        return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
+        array: Array = np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
+        array.flags.writeable = False
+        return array
 
     def release(self, info: TensorInfo) -> None:
         """Return the tensor's pages to the system; a later access reads them from the file again."""
+        if self.remote is not None:
+            self.remote.release(info.file, info.start, info.start + info.nbytes)
+            return
         # Rounded outward: the pages are read-only and backed by the file, so a neighbour's come back when touched.
         first = info.start - info.start % mmap.PAGESIZE
         if info.nbytes and self.path(info) in self._maps:
             self._map(info).madvise(mmap.MADV_DONTNEED, first, info.start + info.nbytes - first)
 
     def prefetch(self, info: TensorInfo) -> None:
+        if self.remote is not None:
+            self.remote.prefetch(info.file, self._by_name[info.file].size, info.start, info.start + info.nbytes)
+            return
         mapped, stop = self._map(info), info.start + info.nbytes
         for start in range(info.start - info.start % mmap.PAGESIZE, stop, READ_AHEAD):
             mapped.madvise(mmap.MADV_WILLNEED, start, min(READ_AHEAD, stop - start))
@@ -131,6 +143,8 @@ class TensorSource:
 
     def close(self) -> None:
         self._maps.close()
+        if self.remote is not None:
+            self.remote.close()
 
     def require_one_reading(self) -> None:
         """Raise InputError if transformers, which loads the rest of a model, would read other weights here."""
@@ -145,18 +159,25 @@ class TensorSource:
 
     def _map(self, info: TensorInfo) -> mmap.mmap:
         shard = self._by_name[info.file]
+        if self.remote is not None:
+            return self.remote.map(info.file, shard.size, info.start, info.start + info.nbytes)
         return self._maps.map(shard.path, shard.size)
 
 
-def open_checkpoint(location: str | Path, revision: str | None = None, config: str | None = None) -> TensorSource:
+def open_checkpoint(
+    location: str | Path, revision: str | None = None, config: str | None = None, stream: Path | None = None
+) -> TensorSource:
     """Open a directory, a file of weights, or a model of the Hugging Face hub; read headers only.
 
     config  directory or hub model that provides config.json and other companions for a GGUF; UsageError for any other
             checkpoint
+    stream  fetch the bytes of a model of the hub when they are needed, into files without a name on the disk of this
+            path; None: download the model first
 
     Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
-    path = hub.resolve(location, revision)
+    place = Location(hub.resolve(location, revision)) if stream is None else find_headers(str(location), revision)
+    path = place.path
     is_single_file = not path.is_dir()
     root = path.parent if is_single_file else path
     container, selection = _select_file(path) if is_single_file else _select_files(path)
@@ -177,14 +198,20 @@ def open_checkpoint(location: str | Path, revision: str | None = None, config: s
     container.check(root, selection.names, tuple(headers.values()))
     rotation.refuse_tensors(root, tensors)
     header_config = next((header.config for header in headers.values() if header.config), {})
-    companion_root = root if config is None else hub.resolve(config, companions_only=True)
+    if config is None and place.remote is not None:
+        companion_root = hub.resolve(place.remote.repository, place.remote.sha, companions_only=True)
+    else:
+        companion_root = root if config is None else hub.resolve(config, companions_only=True)
     if config is not None and not (companion_root / "config.json").is_file():
         remedy = "name the directory of the Hugging Face model, or its id"
         raise InputError(f"--config {companion_root}: has no config.json; {remedy}")
+    remote = None
+    if stream is not None and place.remote is not None:
+        remote = RemoteFiles(place.remote, next(parent for parent in stream.absolute().parents if parent.is_dir()))
     own = read_config(companion_root) or header_config
     shown = own, tuple(shards), tensors, companion_root, read_quantization(companion_root, own)
     return TensorSource(
-        root, *shown, selection.ignored, is_single_file, container, header_config, tuple(notes), conflict
+        root, *shown, selection.ignored, is_single_file, container, header_config, tuple(notes), conflict, remote
     )
 
 

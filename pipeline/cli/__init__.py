@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "gpu": "Quantize a checkpoint's routed experts to W4A16/W8A16 for the GPU.",
     "calibrate": "Measure the inputs of a model's routed experts: importance matrix and routing counts.",
     "dequantize": "Write a quantized checkpoint as a BF16 release.",
+    "fetch": "Download a model without its routed experts.",
     "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint.",
     "merge": "Merge loose per-layer folders of .kt files into safetensors.",
     "resplit": "Rewrite an output for a different number of NUMA nodes.",
@@ -40,7 +41,7 @@ COMMANDS: Mapping[str, str] = {
 }
 
 # The commands in conversion.py; every other command has a module with its name.
-CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "merge", "merge-adapter", "resplit", "resume")
+CONVERSIONS = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter", "resplit", "resume")
 MAX_MESSAGE = 1000  # characters
 COMPLETE = "_KTCONVERT_COMPLETE"  # set by a shell that asks for completions
 

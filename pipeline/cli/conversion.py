@@ -108,6 +108,25 @@ def dequantize(options: ConversionOptions) -> None:
     convert(options)
 
 
+@command("fetch", CONVERSION_OPTIONS["fetch"])
+def fetch(options: ConversionOptions) -> None:
+    """Download a model without its routed experts, which other weights replace on the CPU.
+
+    MODEL is a hub id (org/name), or a directory from which the tensors are copied; OUT is the output directory. Only
+    the tensors outside the routed experts are read (3 % of Qwen3-235B's bytes), with config, tokenizer and code files.
+    SGLang, transformers and `ktconvert serve` load OUT as the model beside CPU weights.
+
+    Examples:
+      ktconvert fetch Qwen/Qwen3-235B-A22B -o Qwen3-235B-trunk --dry-run                      print the sizes
+      ktconvert fetch Qwen/Qwen3-235B-A22B -o Qwen3-235B-trunk
+      ktconvert fetch Qwen/Qwen3-235B-A22B -o TRUNK --gpu-experts-mask mask.safetensors       with the hot experts
+      ktconvert serve Qwen3-235B-trunk --cpu-weights Qwen3-235B-INT8
+
+    To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
+    """
+    convert(options)
+
+
 @command("merge", CONVERSION_OPTIONS["merge"])
 def merge(options: ConversionOptions) -> None:
     """Merge loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index.

@@ -1,4 +1,4 @@
-"""Options of the conversion commands: cpu, gpu, calibrate, dequantize, merge-adapter, merge, resplit, resume."""
+"""Options of the conversion commands: cpu, gpu, calibrate, dequantize, fetch, merge-adapter, merge, ...."""
 
 from __future__ import annotations
 
@@ -95,6 +95,7 @@ class QuantizationOptions(groups.ConversionOptions):
     gptq: groups.Gptq = groups.Gptq()
     hardware: groups.Hardware = groups.Hardware()
     hub: groups.Hub = groups.Hub()
+    streaming: groups.Streaming = groups.Streaming()
     arch: groups.ArchFile = groups.ArchFile()
 
     CALIBRATED_BY = ""  # the options that make `calibrated` true
@@ -280,6 +281,22 @@ class DequantizeOptions(groups.ConversionOptions, command="dequantize"):
     config_path: str | None = option(ignored="SRC has the config")
     max_shard_size: int | None = shard_size_option("5GB")
     hub: groups.Hub = groups.Hub()
+    streaming: groups.Streaming = groups.Streaming()
+
+
+class FetchOptions(groups.ConversionOptions, command="fetch"):
+    input: str = input_option(CHECKPOINT, *INPUT, argument="model")
+    output: Path = output_option(*OUTPUT, argument="out")
+    gpu_experts_mask: Path | None = files_option(
+        "Also fetch the experts that this mask of `ktconvert experts` marks.", FilePath(absolute=True)
+    )
+    max_shard_size: int | None = shard_size_option("5GB")
+    hub: groups.Hub = groups.Hub()
+
+    @property
+    def streaming(self) -> groups.Streaming:
+        """A model of the hub is never downloaded whole."""
+        return groups.Streaming(stream=True)
 
 
 class MergeAdapterOptions(DequantizeOptions, command="merge-adapter"):
@@ -342,6 +359,7 @@ CONVERSION_OPTIONS: Mapping[str, type[groups.ConversionOptions]] = {
         GpuOptions,
         CalibrateOptions,
         DequantizeOptions,
+        FetchOptions,
         MergeOptions,
         MergeAdapterOptions,
         ResplitOptions,

@@ -146,6 +146,12 @@ class Hub(Options):
     revision: str | None = tuning_option("Branch, tag or commit of a hub id.", Text(), unset="main")
 
 
+class Streaming(Options):
+    stream: bool = tuning_option(
+        "Fetch the weights of a hub id while they are needed, without keeping them on disk.", default=False
+    )
+
+
 class ArchFile(Options):
     arch_file: Path | None = tuning_option(
         "TOML file that describes an architecture missing from the built-in table.", FilePath(absolute=True)

@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.format import collapse_equal
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.companions import require_copyable
 from ktconvert.layouts.sources.containers.safetensors import INDEX
-from ktconvert.layouts.sources.source import TensorSource
+from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.existing import read_settings
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat
@@ -39,6 +39,25 @@ A = TypeVar("A", bound=QuantizationOptions | CalibrateOptions)
 CODE_FACTS = ("scale", "imatrix", "second_moments", "calibration", "machine")  # facts about codes, if present
 FORMAT_METADATA = {"format": "pt", "ktconvert_format": "1"}  # metadata of every shard
 BASE_MEMORY = 120 << 20  # bytes of the interpreter with NumPy, and of headers
+
+
+def open_source(options: Any, config: str | None = None) -> TensorSource:
+    """Open the checkpoint that options name; its weights are fetched while they are needed if --stream is given.
+
+    config  as for open_checkpoint
+
+    Raises UsageError if --stream does not fit the other options.
+    """
+    if not options.streaming.stream:
+        return open_checkpoint(options.input, options.hub.revision, config)
+    not_with = {
+        "--verify-inputs, which reads the whole files": options.verify_inputs,
+        "GPTQ, which reads weights several times": isinstance(options, QuantizationOptions) and options.calibrated,
+        "workers in other processes": not options.workers.executor.startswith("threads"),
+    }
+    if reasons := [reason for reason, is_given in not_with.items() if is_given]:
+        raise UsageError(f"--stream does not work with {reasons[0]}; leave it out, and the model is downloaded first.")
+    return open_checkpoint(options.input, options.hub.revision, config, stream=options.output)
 
 
 def arch_table(arch_file: str | None) -> tuple[Arch, ...]:

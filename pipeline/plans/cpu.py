@@ -22,7 +22,7 @@ from ktconvert.layouts.outputs import (
 )
 from ktconvert.layouts.outputs.format import require_legal
 from ktconvert.layouts.outputs.slices import Slicing
-from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
@@ -41,7 +41,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     fmt = _choose_format(options)
     options = with_values(options, layout=fmt.arrangement.layout)
     options = expert_plan.prepare_options(options)
-    source = open_checkpoint(options.input, options.hub.revision, options.config)
+    source = checkpoint.open_source(options, options.config)
     if options.non_experts != "skip":
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
     model = recognize(source, checkpoint.arch_table(options.arch_row))

@@ -13,7 +13,7 @@ from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.outputs import cards, configs, dequantized
 from ktconvert.layouts.sources import config as cfg
-from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.pipeline.engine.plan import CONFIG, Hooks, Plan, tool_version
 from ktconvert.pipeline.options.conversion_options import DequantizeOptions
 from ktconvert.pipeline.plans import checkpoint
@@ -33,7 +33,7 @@ def plan_dequantize(
     change      applied to the tensors, for `merge-adapter`
     more_files  files that are read besides the checkpoint
     """
-    source = open_checkpoint(options.input, options.hub.revision)
+    source = checkpoint.open_source(options)
     checkpoint.require_complete(source, f"`ktconvert {options.command}`", "which loaders of the output need")
     everything = find_non_expert_tensors(source, (), source.quantization)
     tensors: Sequence[OutputTensor] = everything.output_tensors()
@@ -59,7 +59,7 @@ def plan_dequantize(
         stages=checkpoint.number_shards([stage]),
         facts=facts,
         notes=notes,
-        companions=checkpoint.companions(source.root, [name for name in names if name not in dropped_files]),
+        companions=checkpoint.companions(source.companion_root, [name for name in names if name not in dropped_files]),
         config=dequantized.config_json(source.config) if facts["decoded"] else configs.encode_json(source.config),
         hooks=Hooks(
             # A few windows of each shard in flight, for any number of threads.

@@ -19,7 +19,6 @@ from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.ignore import USUAL_PATTERNS, make_ignore_list
 from ktconvert.layouts.outputs.linear_names import TEMPLATES, explain_not_rawint4, is_rawint4, make_name_templates
 from ktconvert.layouts.outputs.whole_model import notes_on_loading
-from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import GpuOptions
 from ktconvert.pipeline.plans import checkpoint, expert_plan
@@ -31,7 +30,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
     """Build the plan from headers; read no weights."""
     _require_supported(options)
     options = expert_plan.prepare_options(options)
-    source = open_checkpoint(options.input, options.hub.revision)
+    source = checkpoint.open_source(options)
     checkpoint.require_complete(source, "`ktconvert gpu`", "which loaders of the output need")
     if options.calibrated and options.engine == "oneshot":
         source.require_one_reading()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
 from ktconvert.layouts.encodings import Weight
+from ktconvert.layouts.outputs import dequantized
 from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.output import Output
@@ -128,11 +129,14 @@ def require_source(inputs: Inputs) -> TensorSource:
 
 
 def list_dequantized(inputs: Inputs) -> dict[str, OutputTensor]:
-    """Return the tensors that `dequantize` writes for a source, by name.
+    """Return the tensors that `dequantize` writes for a source, by name; for an output of `fetch` those that it has.
 
     Raises InputError and UnsupportedError for a source that it does not accept.
     """
     source = require_source(inputs)
+    if inputs.measure.method == dequantized.FETCHED:
+        fetched = inputs.output.non_expert_tensors
+        return {name: OutputTensor(name, info) for name, info in source.tensors.items() if name in fetched}
     tensors = find_non_expert_tensors(source, (), source.quantization).tensors
     return {name: OutputTensor(name, stored) for name, stored in tensors.items()}
 

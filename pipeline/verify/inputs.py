@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,8 @@ def open_inputs(options: VerifyOptions) -> Inputs:
         if options.numa is not None or options.method is not None:
             raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
         source = None if options.against is None else open_checkpoint(options.against, options.revision)
-        return Inputs(options, open_dequantized(options.output), DECODED, source=source)
+        output = open_dequantized(options.output)
+        return Inputs(options, output, replace(DECODED, method=str(output.facts["method"])), source=source)
     output = open_output(options.output)
     if output.is_whole_model and options.numa is not None:
         raise UsageError(f"--numa {options.numa}: {output.root} is for the GPU and has no NUMA slices; leave it out.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts.checkpoints import claims
@@ -11,7 +12,7 @@ from ktconvert.layouts.checkpoints.archs import MOST_LAYERS
 from ktconvert.layouts.checkpoints.match import find_unread_formats
 from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.errors import VerificationError
-from ktconvert.layouts.outputs import LOOSE_METHODS, mixed
+from ktconvert.layouts.outputs import LOOSE_METHODS, dequantized, mixed
 from ktconvert.layouts.outputs.configs import remove_quantization
 from ktconvert.layouts.outputs.format import explain_illegal_count
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names
@@ -218,17 +219,21 @@ def check_options(measure: Measure, numa: int | None, method: str | None) -> Che
     return Check("options", f"{measure.method}, {slices_text}, as requested", problems, remedy=remedy)
 
 
-def check_decoded_tensors(output: Output, _measure: Measure) -> Check:
-    """Check that an output of `dequantize` has as many tensors as the manifest says, no duplicate, and all decoded."""
+def check_copied_tensors(output: Output, _measure: Measure) -> Check:
+    """Check that an output of `fetch` has as many tensors as the manifest says, and no duplicate."""
     problems = [f"{name} is in {first} and in {second}" for name, first, second in output.duplicates]
     planned = output.facts.get("tensors")
     if planned != len(output.non_expert_tensors):
         problems.append(f"{len(output.non_expert_tensors)} tensors exist, but {planned} in the plan")
-    undecoded = find_unread_formats(output.non_expert_tensors, output.non_expert_tensors)
-    problems += [
-        f"{info.name} in {info.file} is {encoding_title}, but was not decoded" for info, encoding_title in undecoded
-    ]
     return Check("tensors", f"{plural(len(output.non_expert_tensors), 'tensor')}, no duplicates", problems)
+
+
+def check_decoded_tensors(output: Output, measure: Measure) -> Check:
+    """Check the tensors of an output of `dequantize`, and that all are decoded."""
+    check = check_copied_tensors(output, measure)
+    undecoded = find_unread_formats(output.non_expert_tensors, output.non_expert_tensors)
+    problems = (f"{info.name} in {info.file} is {title}, but was not decoded" for info, title in undecoded)
+    return replace(check, problems=[*check.problems, *problems])
 
 
 def check_decoded_config(output: Output, _measure: Measure) -> Check:
@@ -243,11 +248,15 @@ StructureCheck = Callable[[Output, Measure], Check | None]
 FILE_CHECKS: tuple[StructureCheck, ...] = (check_files, check_index, check_safetensors)
 EXPERT_CHECKS: tuple[StructureCheck, ...] = (check_tensors, check_quantization, check_metadata, check_config)
 DECODED_CHECKS: tuple[StructureCheck, ...] = (check_decoded_tensors, check_metadata, check_decoded_config)
+FETCHED_CHECKS: tuple[StructureCheck, ...] = (check_copied_tensors, check_metadata)
 
 
 def check_structure(output: Output, measure: Measure) -> list[Check]:
     """Check the files of an output, and its tensors if every weight file can be read."""
-    content_checks = () if not output.has_all_weights else EXPERT_CHECKS if output.methods else DECODED_CHECKS
+    content_checks: tuple[StructureCheck, ...] = ()
+    if output.has_all_weights:
+        others = FETCHED_CHECKS if measure.method == dequantized.FETCHED else DECODED_CHECKS
+        content_checks = EXPERT_CHECKS if output.methods else others
     return [
         check
         for check_function in (*FILE_CHECKS, *content_checks)

@@ -36,7 +36,7 @@ ARRANGEMENTS = {
     "loose": "loose .kt folders",
     "pack-quantized": "model for the GPU, pack-quantized, {shards} safetensors shards",
     CHECKPOINT: "checkpoint, {shards} safetensors shards",
-    dequantized.ARRANGEMENT: "checkpoint, not quantized, {shards} safetensors shards",
+    dequantized.ARRANGEMENT: "checkpoint, {shards} safetensors shards",
 }
 
 

@@ -1,0 +1,164 @@
+"""Headers of models of the hub: files with the headers and holes instead of weights, cached by commit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
+from ktconvert.layouts.extras import install_command
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.containers import CONTAINERS
+from ktconvert.layouts.sources.containers.container import Container
+from ktconvert.layouts.sources.containers.gguf import split_names
+
+FIRST_BYTES = 1 << 16  # of a file; longer headers are read in steps that double
+MOST_BYTES = 1 << 28  # the longest header
+REQUESTS = 8  # at a time
+INDEX_SUFFIX = ".safetensors.index.json"
+CONFIGS = ("config.json", "params.json", "quantize_config.json")
+
+
+class Location(NamedTuple):
+    """A checkpoint whose headers can be opened.
+
+    remote  the commit that has its weights, if there are holes in their place; None if they are here
+    """
+
+    path: Path
+    remote: Commit | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        return self.remote is not None
+
+
+def find_headers(name: str, revision: str | None = None) -> Location:
+    """Return a local path, or a directory with the headers of a model of the hub.
+
+    A path and a complete snapshot in the hub's cache win. Otherwise, headers are read with range requests and kept in
+    the cache of ktconvert, in a directory for each commit.
+
+    Raises InputError if the hub cannot be read, ResourceError if the cache cannot be written.
+    """
+    match = hub.FILE.fullmatch(name)
+    repository = match[1] if match else name
+    with contextlib.suppress(OSError, ValueError):
+        if Path(name).expanduser().exists():
+            return Location(Path(name).expanduser())
+    if not hub.HUB_ID.fullmatch(repository):
+        return Location(hub.resolve(name, revision))  # which explains what is wrong
+    cached = hub.find_snapshot(repository, revision)
+    if cached is not None:
+        if match is None and hub.is_complete(cached):
+            return Location(cached)
+        if match is not None and all((cached / file).exists() for file in _split_files(match[2])):
+            return Location(cached / match[2])
+    hub.require_network(name, revision, cached)
+    folder, remote = _fetch_headers(repository, revision, _split_files(match[2]) if match else [])
+    return Location(folder / match[2] if match else folder, remote)
+
+
+def _split_files(file: str) -> list[str]:
+    path = PurePosixPath(file)
+    return [str(path.with_name(part)) for part in split_names(path.name)]
+
+
+def cache_folder() -> Path:
+    """Return the directory of cached headers."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktconvert" / "headers"
+
+
+def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> tuple[Path, Commit]:
+    """Return the directory with the headers of a commit, and the commit; only missing files are requested.
+
+    files  the only files of weights to read; []: those of the checkpoint
+    """
+    try:
+        from huggingface_hub import HfApi, HfFileSystem
+    except ImportError:
+        needs = f"reading its headers needs huggingface_hub: {install_command('hub')}"
+        raise InputError(f"{repository}: not in the local cache, and {needs}") from None
+    try:
+        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
+        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
+        folder = cache_folder() / f"models--{repository.replace('/', '--')}" / str(info.sha)
+        if missing := [name for name in files if name not in sizes]:
+            raise InputError(f"{repository}: has no file {missing[0]}; look at its files on the hub")
+        names = [name for name in files or _select_files(sizes) if not (folder / name).exists()]
+        remote = Commit(HfFileSystem(), repository, str(info.sha))
+        with ThreadPoolExecutor(REQUESTS) as executor:
+            list(executor.map(lambda name: _fetch_file(remote, folder / name, name, sizes[name]), names))
+    except KtconvertError:
+        raise
+    except Exception as error:  # every library underneath raises its own
+        raise hub.explain(repository, revision, error) from None
+    return folder, remote
+
+
+def _select_files(names: Iterable[str]) -> Iterator[str]:
+    """Yield the config, the indexes, and all files of weights of the first kind that the repository has."""
+    top = [name for name in names if "/" not in name]
+    yield from (name for name in top if name in CONFIGS or name.endswith(INDEX_SUFFIX))
+    kinds = ([name for name in top if name.endswith(container.suffix)] for container in CONTAINERS)
+    yield from next(filter(None, kinds), ())
+
+
+class Commit(NamedTuple):
+    """The files of a commit of the hub.
+
+    system  huggingface_hub's file system
+    """
+
+    system: Any
+    repository: str
+    sha: str
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes start..stop-1 of a file, with one range request."""
+        with self.system.open(f"{self.repository}@{self.sha}/{name}", "rb", cache_type="none") as file:
+            file.seek(start)
+            data: bytes = file.read(stop - start)
+        return data
+
+
+def _fetch_file(remote: Commit, path: Path, name: str, size: int) -> None:
+    """Fetch a whole small file, or the header of a file of weights, and publish it under its name."""
+    container = next((row for row in CONTAINERS if name.endswith(row.suffix)), None)
+    partial = path.with_name(f".{os.getpid()}.{path.name}")
+    try:
+        publish.make_folder(path.parent)
+        if container is None:
+            publish.write_file(partial, remote.read(name, 0, size))
+        else:
+            _fetch_header(remote, name, partial, container, size)
+        partial.replace(path)
+    except OSError as error:
+        if error.filename is None:  # of the network
+            raise
+        raise ResourceError(f"{path}: cannot be written ({error.strerror}); set XDG_CACHE_HOME") from None
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+def _fetch_header(remote: Commit, name: str, path: Path, container: Container, size: int) -> None:
+    """Write a file of this size with the header of a remote one, and a hole in place of its weights."""
+    data, count = b"", FIRST_BYTES
+    while True:
+        data += remote.read(name, len(data), min(count, size))
+        publish.write_file(path, data)
+        os.truncate(path, size)
+        try:
+            container.read_header(path, path.name)
+        except InputError as error:
+            if count >= min(size, MOST_BYTES):
+                raise error.with_path(name) from None
+            count *= 2
+        else:
+            return

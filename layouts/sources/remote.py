@@ -1,0 +1,182 @@
+"""Weight files of the hub that are never whole on disk: their bytes are fetched when they are needed, and dropped."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from ktconvert.layouts.errors import InputError, ResourceError
+from ktconvert.layouts.sources.hub_headers import Commit
+
+BLOCK = 1 << 20  # bytes that are fetched at least
+LONGEST_REQUEST = 16  # blocks
+REQUESTS = 8  # at a time
+ATTEMPTS = 6  # to read a block
+LONGEST_WAIT = 60.0  # seconds between two attempts
+# Answers after which another attempt can help: too many requests, and errors of the server
+TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
+
+
+class RemoteFiles:
+    """The weight files of a commit, of which memory maps can be used where their bytes have been fetched.
+
+    The bytes are in files without a name, in `folder`. They vanish when the process ends, also when it is killed.
+    """
+
+    def __init__(self, commit: Commit, folder: Path) -> None:
+        self._commit, self._folder = commit, folder
+        self._executor = ThreadPoolExecutor(REQUESTS, thread_name_prefix="fetch")
+        self._files: dict[str, _PartialFile] = {}
+        self._lock = threading.Lock()
+
+    def map(self, name: str, size: int, start: int, stop: int) -> mmap.mmap:
+        """Return the map of a file, after bytes start..stop-1 have been fetched.
+
+        Raises InputError if the hub does not send them, ResourceError if the disk is full.
+        """
+        file = self._open(name, size)
+        for block in file.request(start, stop):
+            block.result()
+        file.restore(start, stop)
+        return file.mapped
+
+    def prefetch(self, name: str, size: int, start: int, stop: int) -> None:
+        """Begin to fetch bytes start..stop-1 of a file."""
+        self._open(name, size).request(start, stop)
+
+    def release(self, name: str, start: int, stop: int) -> None:
+        """Return the disk space of bytes start..stop-1; a later access fetches them again."""
+        if (file := self._files.get(name)) is not None:
+            file.drop(start, stop)
+
+    @property
+    def held_bytes(self) -> int:
+        """The disk space of the bytes that have been fetched and not released."""
+        return sum(file.held_bytes for file in self._files.values())
+
+    def close(self) -> None:
+        """Stop fetching; the files vanish with their last views."""
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        self._files.clear()
+
+    def _open(self, name: str, size: int) -> _PartialFile:
+        with self._lock:
+            if name not in self._files:
+                self._files[name] = _PartialFile(self._commit, name, size, self._folder, self._executor)
+            return self._files[name]
+
+
+class _Hole(NamedTuple):
+    start: int
+    stop: int
+
+
+class _PartialFile:
+    """A file that is fetched in blocks.
+
+    mapped  its bytes; zeros where they have not been fetched
+    """
+
+    def __init__(self, commit: Commit, name: str, size: int, folder: Path, executor: ThreadPoolExecutor) -> None:
+        self._commit, self._name, self._size, self._executor = commit, name, size, executor
+        self._blocks: dict[int, Future[None]] = {}
+        self._holes: dict[int, list[_Hole]] = {}  # block -> parts of it that were dropped
+        self._lock = threading.Lock()
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open as long as its bytes are needed
+            os.truncate(self._file.fileno(), size)
+            self.mapped = mmap.mmap(self._file.fileno(), size)
+        except OSError as error:
+            raise ResourceError(f"{folder}: cannot hold parts of {name} ({error.strerror})") from None
+
+    @property
+    def held_bytes(self) -> int:
+        return os.fstat(self._file.fileno()).st_blocks * 512
+
+    def request(self, start: int, stop: int) -> list[Future[None]]:
+        """Request the blocks that contain these bytes, unless they have been requested."""
+        numbers = range(start // BLOCK, -(-stop // BLOCK))
+        with self._lock:
+            for first in numbers:
+                if first in self._blocks:
+                    continue
+                last = first
+                while last + 1 in numbers and last + 1 not in self._blocks and last - first + 1 < LONGEST_REQUEST:
+                    last += 1
+                end = min(self._size, (last + 1) * BLOCK)
+                fetched = self._executor.submit(self._fetch, first * BLOCK, end)
+                self._blocks |= dict.fromkeys(range(first, last + 1), fetched)
+            return [self._blocks[number] for number in numbers]
+
+    def drop(self, start: int, stop: int) -> None:
+        """Drop the whole pages among these bytes."""
+        first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
+        if first >= last:
+            return
+        with self._lock:
+            for number in range(first // BLOCK, -(-last // BLOCK)):
+                hole = _Hole(max(first, number * BLOCK), min(last, (number + 1) * BLOCK))
+                self._holes.setdefault(number, []).append(hole)
+            with contextlib.suppress(OSError):  # a file system without holes keeps the bytes
+                self.mapped.madvise(mmap.MADV_REMOVE, first, last - first)
+
+    def restore(self, start: int, stop: int) -> None:
+        """Fetch those of these bytes again that were dropped."""
+        with self._lock:
+            for number in range(start // BLOCK, -(-stop // BLOCK)):
+                holes = self._holes.get(number, [])
+                again = [hole for hole in holes if hole.start < stop and start < hole.stop]
+                for hole in again:
+                    self._fetch(*hole)
+                    holes.remove(hole)
+
+    def _fetch(self, start: int, stop: int) -> None:
+        data = read_patiently(self._commit, self._name, start, stop)
+        try:
+            self.mapped[start:stop] = data
+        except OSError as error:
+            raise ResourceError(f"{self._name}: no space for its bytes ({error.strerror}); free some disk") from None
+
+
+def read_patiently(commit: Commit, name: str, start: int, stop: int) -> bytes:
+    """Read bytes start..stop-1 of a file; try again after errors that pass, as long as the server asks to wait.
+
+    Raises InputError if the hub does not send them.
+    """
+    where = f"{commit.repository} at {commit.sha[:12]}: {name}"
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            data = commit.read(name, start, stop)
+        except Exception as error:  # every library underneath raises its own
+            problem, wait = str(error).strip().partition("\n")[0], _seconds_to_wait(error, attempt)
+        else:
+            if len(data) == stop - start:
+                return data
+            problem, wait = f"{len(data)} of {stop - start} bytes arrived", _delay(attempt)
+        if wait is None or attempt == ATTEMPTS:
+            break
+        time.sleep(wait)
+    raise InputError(f"{where}: cannot be read ({problem}); repeat the command to continue")
+
+
+def _delay(attempt: int) -> float:
+    return min(LONGEST_WAIT, 0.5 * 2.0**attempt)
+
+
+def _seconds_to_wait(error: Exception, attempt: int) -> float | None:
+    """Return how long to wait before another attempt; None if it cannot help."""
+    response = getattr(error, "response", None)
+    if response is None:  # the connection was refused, reset or too slow
+        return _delay(attempt) if not isinstance(error, OSError) or error.errno != errno.ENOSPC else None
+    if response.status_code not in TEMPORARY:
+        return None
+    after = response.headers.get("Retry-After", "")
+    return min(LONGEST_WAIT, float(after)) if after.isdigit() else _delay(attempt)

@@ -1,0 +1,150 @@
+"""A server that speaks the part of the hub's API with which huggingface_hub describes a model and reads its files."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+CHUNK = 1 << 18  # bytes that are sent at once
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+API = re.compile(r"/api/models/(?P<name>[^/]+/[^/]+?)(?:/(?P<kind>revision|tree|paths-info)/(?P<revision>[^/]+).*)?")
+RESOLVE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file>.+)")
+
+
+class Hub:
+    """A running hub.
+
+    url       its address, for HF_ENDPOINT
+    requests  (method, path, Range) of the requests so far
+    sent      bytes of files that it has sent
+    rate      bytes per second of all connections together; 0: no limit
+    faults    what goes wrong with the next reads of weights: "429", "503", "reset" or "short"
+    """
+
+    def __init__(self, models: dict[str, Path], url: str) -> None:
+        self.models, self.url = models, url
+        self.requests: list[tuple[str, str, str]] = []
+        self.sent = 0
+        self.faults: list[str] = []
+        self.rate = 0
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def wait(self, nbytes: int) -> None:
+        """Wait as long as a line of this rate needs for these bytes."""
+        if self.rate:
+            with self._lock:
+                self._free_at = max(self._free_at, time.monotonic()) + nbytes / self.rate
+            time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+
+@functools.cache
+def _identify(path: Path) -> str:
+    """Return the SHA-256 of a file, by which the hub identifies it."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self._answer()
+
+        def do_GET(self) -> None:
+            self._answer()
+
+        def do_POST(self) -> None:
+            self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self._answer()
+
+        def _answer(self) -> None:
+            path = unquote(self.path.partition("?")[0])
+            hub.requests.append((self.command, path, self.headers.get("Range", "")))
+            match = RESOLVE.fullmatch(path) or API.fullmatch(path)
+            folder = hub.models.get(match["name"]) if match else None
+            if match is None or folder is None or match["revision"] not in (None, "main", COMMIT):
+                code = "RevisionNotFound" if folder else "RepoNotFound"
+                self._send(404, b'{"error": "not found"}', {"X-Error-Code": code})
+            elif match.re is RESOLVE:
+                self._send_file(folder / match["file"])
+            else:
+                self._send_json(match["name"], folder, match["kind"])
+
+        def _send_json(self, name: str, folder: Path, kind: str | None) -> None:
+            files = {p.relative_to(folder).as_posix(): p.stat().st_size for p in folder.rglob("*") if p.is_file()}
+            entries = [
+                {"type": "file", "path": file, "size": size, "oid": "0" * 40} for file, size in sorted(files.items())
+            ]
+            document: Any = entries
+            if kind in (None, "revision"):
+                siblings = [{"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in entries]
+                document = {"_id": "0", "id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
+            elif kind == "paths-info":
+                asked = self.body.decode()
+                document = [entry for entry in entries if entry["path"] in unquote(asked).replace("+", " ")]
+            self._send(200, json.dumps(document).encode(), {"Content-Type": "application/json"})
+
+        def _send_file(self, path: Path) -> None:
+            if not path.is_file():
+                self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
+                return
+            size = path.stat().st_size
+            headers = {"ETag": f'"{_identify(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+            start, stop = (int(span[1]), min(size, int(span[2] or size) + 1)) if span else (0, size)
+            with path.open("rb") as file:
+                file.seek(start)
+                data = file.read(stop - start) if self.command == "GET" else b""
+            if span and hub.faults:
+                fault = hub.faults.pop(0)
+                if fault.isdigit():
+                    self._send(int(fault), b"", {"Retry-After": "0"})
+                    return
+                self.close_connection = True
+                data = data[: len(data) // 2] if fault == "short" else b""
+            hub.sent += len(data)
+            if span:
+                headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            self._send(206 if span else 200, data, headers, stop - start)
+
+        def _send(self, status: int, data: bytes, headers: dict[str, str], length: int | None = None) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data) if length is None else length))
+            self.end_headers()
+            if self.command != "HEAD":
+                for start in range(0, len(data), CHUNK):
+                    hub.wait(len(data[start : start + CHUNK]))
+                    self.wfile.write(data[start : start + CHUNK])
+
+    return Handler
+
+
+@contextlib.contextmanager
+def serve_hub(models: dict[str, Path]) -> Iterator[Hub]:
+    """Serve directories as models of a hub, org/name -> directory."""
+    hub = Hub(models, "")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _make_handler(hub))
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

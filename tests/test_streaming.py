@@ -1,0 +1,186 @@
+"""Models of the hub whose weights are fetched while they are needed: `--stream` and `fetch`."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ktconvert.layouts.sources import remote
+from ktconvert.layouts.sources.containers.safetensors import read_header
+from ktconvert.layouts.sources.hub_headers import FIRST_BYTES, Commit
+from ktconvert.native_quant.runtime.hot_experts import mask_file
+from rig import conversion, killpoint
+from rig.hub_server import Hub, serve_hub
+
+NAME = "org/model"
+SIZE = 3_000_000
+WEIGHTS = np.random.default_rng(1).integers(0, 256, SIZE, np.uint8).tobytes()
+LAYERS, EXPERTS = 11, 2
+
+
+class FileSystem:
+    """The part of huggingface_hub's file system that a Commit uses; each file consists of WEIGHTS."""
+
+    def open(self, *_: Any, **__: Any) -> io.BytesIO:
+        return io.BytesIO(WEIGHTS)
+
+
+STEP = st.tuples(st.sampled_from(("map", "prefetch", "release")), st.integers(0, SIZE), st.integers(0, SIZE))
+
+
+@settings(deadline=None, max_examples=40)
+@given(steps=st.lists(STEP))
+def test_bytes_are_right_in_any_order_of_accesses(steps: list[tuple[str, int, int]]) -> None:
+    """Released bytes take no disk space."""
+    with conversion.memory_folder(Path(tempfile.mkdtemp())) as folder:  # a file system with holes
+        files = remote.RemoteFiles(Commit(FileSystem(), NAME, "0" * 40), folder)
+        for step, *ends in steps:
+            start, stop = sorted(ends)
+            if step == "prefetch":
+                files.prefetch("a", SIZE, start, stop)
+                continue
+            assert files.map("a", SIZE, start, stop)[start:stop] == WEIGHTS[start:stop]
+            if step == "release":
+                files.release("a", start, stop)
+        files.map("a", SIZE, 0, SIZE)
+        files.release("a", 0, SIZE)
+        assert files.held_bytes <= 4096  # the last page, of which the file has a part
+        files.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 12 shards."""
+    return conversion.checkpoint(tmp_path_factory.mktemp("hub") / "model", layers=LAYERS, experts=EXPERTS)
+
+
+@pytest.fixture
+def hub(model: Path) -> Iterator[Hub]:
+    with serve_hub({NAME: model}) as running:
+        yield running
+
+
+@pytest.fixture
+def environment(hub: Hub, tmp_path: Path) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> conversion.Tree:
+    output = tmp_path_factory.mktemp("expected") / "out"
+    assert conversion.ktconvert("cpu", "-i", model, "-o", output, "--quant-method", "int8").returncode == 0
+    return weights(output)
+
+
+def weights(folder: Path) -> conversion.Tree:
+    return {name: data for name, data in conversion.tree(folder).items() if name.endswith(".safetensors")}
+
+
+def stream(output: Path) -> tuple[str, ...]:
+    return "cpu", "-i", NAME, "-o", str(output), "--quant-method", "int8", "--stream"
+
+
+def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expected, tmp_path) -> None:
+    """Neither the weights nor anything else remains in a cache."""
+    done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment)
+    assert done.returncode == 0, done.stderr
+    assert weights(tmp_path / "out") == expected
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    headers = 12 * FIRST_BYTES
+    measured = size // EXPERTS  # one expert of each layer is read again, to measure its error
+    assert hub.sent < 1.1 * (size + headers + measured)
+    for cache in ("hf", "cache"):
+        held = sum(path.stat().st_blocks * 512 for path in (tmp_path / cache).rglob("*") if path.is_file())
+        assert held < 0.3 * size, cache
+
+
+def test_faults_of_the_network_are_survived(hub, environment, expected, tmp_path) -> None:
+    plan = (*stream(tmp_path / "out"), "--dry-run")
+    assert conversion.ktconvert(*plan, env=environment).returncode == 0  # headers are in the cache from now on
+    hub.faults += ["503", "429", "reset", "short"]
+    done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment)
+    assert done.returncode == 0, done.stderr
+    assert hub.faults == [] and weights(tmp_path / "out") == expected
+
+
+def test_a_lasting_fault_ends_with_one_sentence_and_loses_nothing(hub, environment, expected, tmp_path) -> None:
+    assert conversion.ktconvert(*stream(tmp_path / "out"), "--dry-run", env=environment).returncode == 0
+    hub.faults += ["403"] * 100
+    conversion.check_refusal(
+        conversion.ktconvert(*stream(tmp_path / "out"), env=environment), 5, NAME, ".safetensors: cannot be read", "403"
+    )
+    hub.faults.clear()
+    assert conversion.ktconvert("resume", tmp_path / "out", env=environment).returncode == 0
+    assert weights(tmp_path / "out") == expected
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return killpoint.build(tmp_path_factory.mktemp("shim"))
+
+
+def test_a_killed_conversion_resumes_with_the_same_bytes(hub, environment, expected, shim, tmp_path) -> None:
+    """A resumed run fetches only what unfinished files need."""
+    output = tmp_path / "out"
+    for point in conversion.choose_kill_points(120, 3):
+        command = [*conversion.KTCONVERT, *stream(output)]
+        killpoint.run(command, output, point, shim, env=environment)
+    sent, finished = hub.sent, len(list(output.with_name("out.work").glob("store/*"))) or LAYERS
+    done = conversion.ktconvert(*stream(output), env=environment)
+    assert done.returncode == 0, done.stderr
+    assert weights(output) == expected and finished
+    layer_bytes = sum(len(data or b"") for data in expected.values()) * 2 // LAYERS
+    assert hub.sent - sent <= 1.2 * layer_bytes * (LAYERS + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--verify-inputs",), "--verify-inputs"),
+        (("--scale", "gptq", "--dataset", "x.txt"), "GPTQ"),
+        (("--executor", "dask:local"), "workers in other processes"),
+    ],
+)
+def test_stream_refuses_what_reads_weights_elsewhere_or_again(options, reason, environment, tmp_path) -> None:
+    (tmp_path / "x.txt").write_text("text")
+    done = conversion.ktconvert(*stream(tmp_path / "out"), *options, env=environment, cwd=tmp_path)
+    conversion.check_refusal(done, 2, "--stream does not work with", reason)
+
+
+def test_fetch_gets_what_is_no_expert(hub, environment, model, tmp_path) -> None:
+    """The output is verified against the model, and much smaller parts of the files were sent."""
+    done = conversion.ktconvert("fetch", NAME, "-o", tmp_path / "rest", env=environment)
+    assert done.returncode == 0, done.stderr
+    tensors = {entry.name for path in (tmp_path / "rest").glob("*.safetensors") for entry in read_header(path).entries}
+    everything = {entry.name for path in model.glob("*.safetensors") for entry in read_header(path).entries}
+    assert tensors == {name for name in everything if ".experts." not in name}
+    assert (tmp_path / "rest" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    done = conversion.ktconvert("verify", tmp_path / "rest", "--against", model)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_fetch_adds_the_experts_of_a_mask(environment, model, tmp_path) -> None:
+    mask = np.zeros((LAYERS, EXPERTS), np.bool_)
+    mask[3, 1] = True
+    (tmp_path / "mask.safetensors").write_bytes(mask_file(mask))
+    command = ("fetch", model, "-o", tmp_path / "rest", "--gpu-experts-mask", tmp_path / "mask.safetensors")
+    done = conversion.ktconvert(*command)
+    assert done.returncode == 0, done.stderr
+    names = {entry.name for path in (tmp_path / "rest").glob("*.safetensors") for entry in read_header(path).entries}
+    assert {name for name in names if ".experts." in name} == {
+        f"model.layers.3.mlp.experts.1.{projection}_proj.weight" for projection in ("gate", "up", "down")
+    }
+    (tmp_path / "mask.safetensors").write_bytes(mask_file(mask[1:]))
+    shutil.rmtree(tmp_path / "rest")
+    conversion.check_refusal(
+        conversion.ktconvert(*command), 2, "mask.safetensors: is [10, 2]", "11 layers of 2 experts"
+    )
