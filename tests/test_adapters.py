@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UnsupportedError
+from rig import conversion
 from rig.conversion import checkpoint, run_in_process
 from rig.safetensors import Tensor, edit_file, read_file, read_folder, write_file
 
@@ -383,37 +385,87 @@ def write_kt_adapter(folder: Path, plain: Path) -> Path:
     return folder
 
 
+def convert(kt: Path, model: Path, output: Path, message: str = "", code: int = 5) -> Path:
+    """Run convert-adapter and return its output; with a message, require that it fails with it and this exit code."""
+    command = [*conversion.KTCONVERT, "convert-adapter", kt, "--model", model, "-o", output, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    document = json.loads(done.stdout)
+    if message:
+        assert message in document["message"] and done.returncode == document["exit_code"] == code
+    else:
+        count = len(read_file(output / adapter.WEIGHTS))
+        paths = {"adapter": str(kt), "output": str(output)}
+        assert document == {"event": "converted", **paths, "matrices": count}, done.stderr
+    assert not [path for path in output.parent.iterdir() if ".partial" in path.name]
+    return output
+
+
 def test_adapters_of_kt_kernel_merge_and_convert_like_those_of_peft(model, tmp_path):
     plain = write_adapter(tmp_path / "plain", expert_modules())
     kt = write_kt_adapter(tmp_path / "kt", plain)
     expected = read_folder(merge(model, plain))
     shutil.rmtree(tmp_path / "merged")
     assert read_folder(merge(model, kt)) == expected
-    adapter.write_peft_adapter(kt, tmp_path / "peft")
-    assert read_file(tmp_path / "peft" / adapter.WEIGHTS) == read_file(plain / adapter.WEIGHTS)
-    config = json.loads((tmp_path / "peft" / adapter.CONFIG).read_text())
+    output = convert(kt, model, tmp_path / "peft")
+    assert read_file(output / adapter.WEIGHTS) == read_file(plain / adapter.WEIGHTS)
+    config = json.loads((output / adapter.CONFIG).read_text())
     assert config == PLAIN | {"target_modules": ["q_proj", "experts"], "lora_dropout": 0.0}
+    convert(kt, model, output, "peft: exists; choose a new directory", OutputError.exit_code)
+    convert(plain, model, tmp_path / "no", f"plain: has no {FUSED}; use it as it is")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_of_kt_kernel_get_the_names_of_the_model(stacked, model, tmp_path):
+    """Mixtral's experts are w1, w3 and w2 of block_sparse_moe; stacked ones of newer families have other prefixes."""
+    kt = write_kt_adapter(tmp_path / "kt", write_adapter(tmp_path / "plain", expert_modules()))
+    if stacked:
+        stack(model)
+        new_names = {"model.layers": "model.language_model.layers"}
+        names = {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}
+    else:
+        new_names = {"mlp.experts": "block_sparse_moe.experts"}
+        names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+        (model / "config.json").write_text(
+            json.dumps({"model_type": "mixtral", "num_hidden_layers": LAYERS, "hidden_act": "silu"})
+        )
+
+    def rename(name: str) -> str:
+        for old, new in new_names.items() | ({} if stacked else names).items():
+            name = name.replace(old, new)
+        return name
+
+    before = read_folder(model)
+    for file in model.glob("*.safetensors*"):
+        file.unlink()
+    write_file(model / "model.safetensors", {rename(name): tensor for name, tensor in before.items()}, {"format": "pt"})
+    output = convert(kt, model, tmp_path / "peft")
+    plain = read_file(tmp_path / "plain" / adapter.WEIGHTS)
+    assert read_file(output / adapter.WEIGHTS) == {rename(name): tensor for name, tensor in plain.items()}
+    assert changed_tensors(model, merge(model, kt)) == {rename(name) for name in before if ".experts." in name}
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         ("layers.1.experts.up_lora_b", "lacks tensor 'layers.1.experts.up_lora_b'"),
-        ("layers.1.", "has layers 0, 2, but lacks layer 1"),
+        ("layers.1.", "lacks layer 1; use an adapter of this model"),
+        ("more", "has layer 2, where the model has no experts; use an adapter of this model"),
         ("rank", "which does not fit the other tensors or rank 4"),
+        ("sizes", "is [3, 4, 128], but the model has experts of sizes [E, H, I] = [2, 128, 256]"),
         ("name", "is not LoRA of kt-kernel's experts"),
     ],
 )
 def test_damaged_adapters_of_kt_kernel_are_reported_in_one_sentence(damage, message, model, tmp_path):
     def edit(tensors: dict[str, Any]) -> None:
-        tensors |= {name.replace("layers.1.", "layers.2."): tensor for name, tensor in tensors.items()}
         for name in [name for name in tensors if name.startswith(damage)]:
             del tensors[name]
         if damage == "name":
             tensors["layers.0.experts.gate"] = tensors["layers.0.experts.up_lora_b"]
+        if damage == "more":
+            tensors |= {name.replace("layers.1.", "layers.2."): tensor for name, tensor in tensors.items()}
 
-    kt = write_kt_adapter(
-        tmp_path / "kt", write_adapter(tmp_path / "plain", expert_modules(), rank=8 if damage == "rank" else RANK)
-    )
+    modules = expert_modules(range(3) if damage == "sizes" else range(EXPERTS))
+    plain = write_adapter(tmp_path / "plain", modules, rank=8 if damage == "rank" else RANK)
+    kt = write_kt_adapter(tmp_path / "kt", plain)
     edit_file(kt / FUSED, edit)
     merge(model, kt, message=message)

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ktconvert.layouts import patterns
-from ktconvert.layouts.checkpoints.kt_adapter import FUSED, read_fused
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_EXPERT, ExpertNames, read_fused
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.layouts.files.direct_file import DirectFile
@@ -30,7 +30,6 @@ V = TypeVar("V")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 SAVE_AGAIN = "save the adapter again"
 MATRIX = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-OF_EXPERT = re.compile(r"(?P<experts>.*\bexperts)\.(?P<expert>\d+)\.(?P<name>\w+)")  # a module of one expert
 # PEFT's module around a parameter of stacked experts, and around two of them: the inner one is the first.
 OF_STACK = re.compile(r"(?P<experts>.*\bexperts)(?P<inner>\.base_layer)?")
 # transformers' parameters of all experts: [E, 2 I, H], or [E, I, H] without a gate, and [E, H, I]
@@ -296,9 +295,12 @@ class Delta:
         return a, b * np.float32(self.scaling)
 
 
-def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dict[str, Pair]:
-    """Read the pairs of an adapter's matrices, by module name; those of kt-kernel's experts get the names of `train`.
+def read_pairs(
+    folder: Path, settings: Settings, names: Mapping[int, ExpertNames] | None = None, *, others: bool = False
+) -> dict[str, Pair]:
+    """Read the pairs of an adapter's matrices, by module name.
 
+    names   names of the model's experts by layer, for an adapter of kt-kernel
     others  whether other tensors are allowed
 
     Raises InputError for matrices that do not match, that do not have the rank in the settings, or whose experts are
@@ -321,8 +323,7 @@ def read_pairs(folder: Path, settings: Settings, *, others: bool = False) -> dic
         pairs[module] = Pair(sides["A"], sides["B"], _find_names(module, found, settings), file)
         _require_rank(pairs[module], settings, file)
     _require_numbers(pairs, file)
-    for (layer, expert, projection), (a, b) in read_fused(folder, settings["r"]).items():
-        module = f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj"
+    for module, (a, b) in read_fused(folder, settings["r"], names or {}).items():
         pairs[module] = Pair(a, b, (module,), folder / FUSED)
     return pairs
 
@@ -364,14 +365,16 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
             raise InputError(problem, SAVE_AGAIN, path=file)
 
 
-def read_adapter(folder: Path) -> dict[str, Delta]:
+def read_adapter(folder: Path, names: Mapping[int, ExpertNames] | None = None) -> dict[str, Delta]:
     """Return the additions of an adapter by module; stacked experts become one entry per expert and projection.
+
+    names  as for read_pairs
 
     Raises InputError for a damaged adapter, UnsupportedError for one that is not plain LoRA.
     """
     settings = read_settings(folder, MERGE)
     deltas: dict[str, Delta] = {}
-    for module, (a, b, names, file) in read_pairs(folder, settings).items():
+    for module, (a, b, names, file) in read_pairs(folder, settings, names).items():
         if file.name != FUSED and not settings.name_module(module):
             raise InputError.from_tensor(a.name, f"belongs to a module that {CONFIG} does not name", SAVE_AGAIN, file)
         rank, scaling, rows = settings.rank(*names), settings.scale_factor(*names), b.shape[0]
@@ -391,14 +394,16 @@ def read_adapter(folder: Path) -> dict[str, Delta]:
     return deltas
 
 
-def write_peft_adapter(folder: Path, output: Path) -> None:
-    """Write an adapter of kt-kernel as PEFT's, with the names of `train`, into a new folder. No number changes.
+def write_peft_adapter(folder: Path, output: Path, names: Mapping[int, ExpertNames]) -> int:
+    """Write an adapter of kt-kernel as PEFT's into a new folder, and return the number of matrices. No number changes.
+
+    names  names of the model's experts by layer
 
     Raises InputError for a damaged adapter, UnsupportedError for settings that `serve` does not compute.
     """
     settings = read_settings(folder, SERVE)
     tensors = {}
-    for module, pair in read_pairs(folder, settings).items():
+    for module, pair in read_pairs(folder, settings, names).items():
         for side, info in zip("AB", pair[:2], strict=True):
             tensors[f"base_model.model.{module}.lora_{side}.weight"] = info, pair.file
     config = documents.parse_json((folder / CONFIG).read_bytes())
@@ -419,6 +424,7 @@ def write_peft_adapter(folder: Path, output: Path) -> None:
         out.close()
     publish.write_file(partial / CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     publish.publish_path(partial, output)
+    return len(tensors)
 
 
 def _read(file: Path, info: TensorInfo, rows: range) -> F32:

@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "dequantize": "Write a quantized checkpoint as a BF16 release.",
     "fetch": "Download a model without its routed experts.",
     "merge-adapter": "Fold a LoRA adapter into a BF16 checkpoint.",
+    "convert-adapter": "Write an adapter of kt-kernel as PEFT's.",
     "merge": "Merge loose per-layer folders of .kt files into safetensors.",
     "resplit": "Rewrite an output for a different number of NUMA nodes.",
     "resume": "Finish an interrupted conversion or training.",
@@ -85,8 +86,9 @@ class LazyGroup(click.Group):
         if name not in COMMANDS:
             return None
         _import_numpy()
-        module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else name}")
-        command: click.Command = getattr(module, name.replace("-", "_"))
+        function = name.replace("-", "_")
+        module = importlib.import_module(f"ktconvert.pipeline.cli.{'conversion' if name in CONVERSIONS else function}")
+        command: click.Command = getattr(module, function)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

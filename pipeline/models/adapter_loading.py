@@ -21,7 +21,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     require_adapter,
     write_peft_adapter,
 )
-from ktconvert.layouts.checkpoints.kt_adapter import FUSED, read_fused
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_LAYER, ExpertNames
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.runtime.transformers_version import hide_renamings
@@ -128,12 +128,9 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
     from ktconvert.native_quant.runtime.peft_targets import resolve_patterns
 
     if (folder / FUSED).is_file():
-        covered = {layer for layer, _, _ in read_fused(folder, read_settings(folder, RUN)["r"])}
-        layers = {module.layer for module in model.modules() if isinstance(module, RoutedExperts)}
-        if missing := sorted(layers - covered):
-            raise InputError(f"{folder}: does not fit {model_name}: {FUSED} lacks layer {missing[0]}")
         with tempfile.TemporaryDirectory() as scratch, _name_folder(folder, Path(scratch)):
-            write_peft_adapter(folder, Path(scratch))
+            base = model.get_base_model() if isinstance(model, peft.PeftModel) else model
+            write_peft_adapter(folder, Path(scratch), _name_experts(base))
             return _add_adapter(model, Path(scratch), model_name, adapter, shared)
     settings = read_settings(folder, SERVE if shared else RUN)
     read_pairs(folder, settings, others=True)
@@ -155,6 +152,15 @@ def _add_adapter(model: Any, folder: Path, model_name: str, adapter: str, shared
         if loaded.unexpected_keys:
             raise InputError(f"it has {loaded.unexpected_keys[0]}, which its settings or the model lack")
         return model.eval()
+
+
+def _name_experts(model: Any) -> dict[int, ExpertNames]:
+    """Return the names of each layer's experts in a model of transformers, converted or not."""
+    from ktconvert.native_quant.runtime.adapters import projection_names
+
+    projections = projection_names(model)
+    modules = [match for name, _ in model.named_modules() if (match := OF_LAYER.fullmatch(name))]
+    return {int(match["layer"]): ExpertNames(match[0], projections) for match in modules}
 
 
 def _require_own_tensors(folder: Path, settings: Settings) -> None:

@@ -1,4 +1,4 @@
-"""Options of the commands that convert nothing and run no model: bench, doctor, experts, inspect, status, verify."""
+"""Options of the commands that convert no weights of models, and run no model: bench, doctor, experts and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.options.conversion_options import choice
+from ktconvert.pipeline.options.conversion_options import CHECKPOINT, choice, output_option
 from ktconvert.pipeline.options.declare import REQUIRED, Effect, Options, declare, option, record
 from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
@@ -36,6 +36,14 @@ class BenchOptions(Options):
     threads: int | None = option(THREADS, Integer(min=1), unset="physical cores")
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
+
+
+class ConvertAdapterOptions(Options):
+    adapter: Path = option("Adapter of kt-kernel.", FilePath(absolute=True), argument="adapter", default=REQUIRED)
+    model: str = option(CHECKPOINT, PathOrHubId(absolute=True), default=REQUIRED)
+    output: Path = output_option("-o", "--output", help="Output directory; it must not exist.")
+    hub: Hub = Hub()
+    as_json: bool = declare(AS_JSON, default=False)
 
 
 class DoctorOptions(Options):

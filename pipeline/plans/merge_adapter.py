@@ -13,18 +13,19 @@ from ktconvert.layouts.checkpoints.adapter import (
     CONFIG,
     DOWN,
     GATE_UP,
-    OF_EXPERT,
     WEIGHTS,
     Delta,
     read_adapter,
     require_adapter,
 )
 from ktconvert.layouts.checkpoints.archs import PREFIXES
-from ktconvert.layouts.checkpoints.kt_adapter import FUSED
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_EXPERT, ExpertNames, name_experts
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, TensorDeltas
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
+from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
 from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
@@ -50,18 +51,25 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
         if (folder / name).is_file()
     }
     identity = "".join(str(file.sha256) for file in files.values())
-    return plan_dequantize(options, partial(_add_adapter, folder, identity), files)
+    names: Mapping[int, ExpertNames] = {}
+    if folder / FUSED in files:
+        names = name_experts(recognize(open_checkpoint(options.input, options.hub.revision), to_read=True))
+    return plan_dequantize(options, partial(_add_adapter, folder, names, identity), files)
 
 
-def _add_adapter(folder: Path, identity: str, tensors: Sequence[OutputTensor]) -> tuple[Sequence[OutputTensor], str]:
+def _add_adapter(
+    folder: Path, names: Mapping[int, ExpertNames], identity: str, tensors: Sequence[OutputTensor]
+) -> tuple[Sequence[OutputTensor], str]:
     """Return the tensors with the adapter's updates, and a note.
+
+    names  names of the checkpoint's experts, for an adapter of kt-kernel
 
     Raises InputError or UnsupportedError if the checkpoint lacks such weights.
     """
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
     blocks: dict[str, dict[int, Delta]] = {}
     experts: dict[str, set[int]] = {}
-    for module, delta in read_adapter(folder).items():
+    for module, delta in read_adapter(folder, names).items():
         name, row = _find_weight(module, delta, shapes, folder)
         if row in blocks.setdefault(name, {}):
             raise InputError(f"changes {name} twice, with {module} and a second module", OTHER, path=folder)
