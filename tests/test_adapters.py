@@ -409,7 +409,8 @@ def test_adapters_of_kt_kernel_merge_and_convert_like_those_of_peft(model, tmp_p
     output = convert(kt, model, tmp_path / "peft")
     assert read_file(output / adapter.WEIGHTS) == read_file(plain / adapter.WEIGHTS)
     config = json.loads((output / adapter.CONFIG).read_text())
-    assert config == PLAIN | {"target_modules": ["q_proj", "experts"], "lora_dropout": 0.0}
+    targets = ["q_proj", *(f"experts.{name}" for name in sorted(SIZES))]
+    assert config == PLAIN | {"target_modules": targets, "lora_dropout": 0.0}
     convert(kt, model, output, "peft: exists; choose a new directory", OutputError.exit_code)
     convert(plain, model, tmp_path / "no", f"plain: has no {FUSED}; use it as it is")
 

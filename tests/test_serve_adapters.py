@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts.checkpoints import kt_adapter
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.models import adapter_loading, generating, loading
+from rig import families
 from rig.conversion import run_in_process
 from rig.served import PATIENCE, RunningServer, free_port, serve_in_process, start_server
 
@@ -224,6 +226,11 @@ def test_an_existing_folder_may_contain_an_equals_sign(folders, tmp_path):
     assert NamedPath().convert(f"{folder}/", None, None) == ("lr=2e-4", folder)
 
 
+def compute_logits(model: Any) -> Any:
+    with torch.no_grad():
+        return model(torch.arange(9)[None]).logits
+
+
 def test_an_adapter_of_kt_kernel_computes_like_that_of_peft(example, int8, folders, tmp_path):
     """kt-kernel saves the matrices of experts as stacks, in a file of their own that the settings do not name."""
     kt, stacks, others = tmp_path / "kt", dict[str, list[Any]](), {}
@@ -238,16 +245,55 @@ def test_an_adapter_of_kt_kernel_computes_like_that_of_peft(example, int8, folde
     safetensors_torch.save_file(fused, kt / "fused_expert_lora.safetensors")
     config = json.loads((folders["both"] / "adapter_config.json").read_text())
     (kt / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj", "v_proj"]}))
-    ids = torch.arange(9)[None]
-    logits = [
-        loading.load_model_and_tokenizer(chosen(example, int8, adapter=folder))[0](ids).logits
-        for folder in (folders["both"], kt)
-    ]
-    assert torch.equal(*logits)
+    for weights in (int8, None):
+        first, second = (
+            loading.load_model_and_tokenizer(chosen(example, weights, adapter=folder))[0]
+            for folder in (folders["both"], kt)
+        )
+        assert torch.equal(compute_logits(first), compute_logits(second))
     first = {name: stack for name, stack in fused.items() if name.startswith("layers.0.")}
     safetensors_torch.save_file(first, kt / "fused_expert_lora.safetensors")
-    with pytest.raises(InputError, match=f"{re.escape(str(kt))}/fused_expert_lora.safetensors: lacks layer 1; use an adapter of this model"):
+    with pytest.raises(
+        InputError,
+        match=f"{re.escape(str(kt))}/fused_expert_lora.safetensors: lacks layer 1; use an adapter of this model",
+    ):
         serving.load_application(chosen(example, int8), adapters={"kt": kt})
+
+
+def test_an_adapter_of_kt_kernel_fits_a_family_with_other_names(example, tmp_path):
+    """The experts of Mixtral are called block_sparse_moe.experts.0.w1 in checkpoints, and mlp.experts in transformers."""
+    model = families.make("mixtral", False, tmp_path / "mixtral")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(example / name, model)
+    e, h, i, r = families.EXPERTS, families.HIDDEN, families.WIDTH, 4
+    shapes = (e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r)
+    kt, fused = tmp_path / "kt", {}
+    for layer in range(families.LAYERS):
+        for name, shape in zip(kt_adapter.FACTORS, shapes, strict=True):
+            fused[f"layers.{layer}.experts.{name}"] = torch.randn(shape) / 8
+    kt.mkdir()
+    safetensors_torch.save_file(fused, kt / "fused_expert_lora.safetensors")
+    (kt / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": r, "target_modules": []}))
+    weights = tmp_path / "int8"
+    for command in (
+        ("cpu", "-i", model, "-o", weights, "--quant-method", "int8", "--threadpool-count", 1, "-q"),
+        ("convert-adapter", kt, "--model", model, "-o", tmp_path / "peft"),
+        ("merge-adapter", model, "--adapter", kt, "-o", tmp_path / "merged", "-q"),
+    ):
+        assert run_in_process(*command).exit_code == 0
+    none, first, second, original, merged = (
+        compute_logits(loading.load_model_and_tokenizer(loading.ModelChoice(str(path), **options))[0])
+        for path, options in (
+            (model, {"cpu_weights": weights}),
+            (model, {"cpu_weights": weights, "adapter": kt}),
+            (model, {"cpu_weights": weights, "adapter": tmp_path / "peft"}),
+            (model, {"adapter": kt}),
+            (tmp_path / "merged", {}),
+        )
+    )
+    assert torch.equal(first, second)
+    for other, limit in ((original, 0.1), (merged, 0.1)):
+        assert (other - first).norm() < limit * (none - first).norm()
 
 
 CHANGES = (

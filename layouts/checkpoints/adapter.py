@@ -408,7 +408,12 @@ def write_peft_adapter(folder: Path, output: Path, names: Mapping[int, ExpertNam
             tensors[f"base_model.model.{module}.lora_{side}.weight"] = info, pair.file
     config = documents.parse_json((folder / CONFIG).read_bytes())
     targets = config.get("target_modules") or []
-    config["target_modules"] = rf"(?:{targets})|.*\.experts" if isinstance(targets, str) else [*targets, "experts"]
+    projections = sorted({projection for layer in names.values() for projection in layer.projections})
+    experts = [f"experts.{projection}" for projection in projections]
+    if isinstance(targets, str):
+        config["target_modules"] = "|".join([f"(?:{targets})", *(rf".*\.{re.escape(name)}" for name in experts)])
+    else:
+        config["target_modules"] = [*targets, *experts]
     config["lora_dropout"] = 0.0  # only needed for training; PEFT rejects it for stacked experts
     plan = plan_shard((replace(info, name=name) for name, (info, _) in tensors.items()), {"format": "pt"})
     partial = output.with_name(f".{output.name}.partial")

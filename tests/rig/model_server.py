@@ -33,5 +33,7 @@ def model_server() -> forks.Forks:
     atexit.register(stack.close)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     full = shims.build(folder, "full", Path(shims.__file__).with_name("full.c").read_text())
-    modules = [name for name in MODULES if importlib.util.find_spec(name.partition(".")[0])]  # not all with `make compat`
+    modules = [
+        name for name in MODULES if importlib.util.find_spec(name.partition(".")[0])
+    ]  # not all with `make compat`
     return stack.enter_context(forks.Forks([killpoint.build(folder), full], modules=modules, env=ENVIRONMENT))
