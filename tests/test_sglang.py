@@ -23,7 +23,7 @@ from ktconvert.native_quant import KTMoEWrapper, kernels
 from rig import engines, gguf, stored
 from rig.engines import EXPERTS, HIDDEN, ON_GPU, TOPK, WIDTH, Weights, compute, draw, relative_error
 from rig.floats import to_bits
-from rig.safetensors import write_file
+from rig.safetensors import read_file, write_file
 from rig.wrappers import clear_state  # noqa: F401
 
 # Methods and the largest relative error of their weights and sums.
@@ -172,6 +172,13 @@ def test_buffers_for_prefill_get_the_mapped_expert(paths, weights):
 def test_sizes_for_graphs_are_kept():
     KTMoEWrapper.set_capture_batch_sizes([1, 2, 4])
     assert KTMoEWrapper.get_capture_batch_sizes() == [1, 2, 4]
+
+
+def test_a_fork_may_ask_for_the_experts_of_the_cpu_only(paths):
+    """Its kt-kernel otherwise keeps the GPU's experts, too; ours never loads them."""
+    wrapper = make_sglang_kt(paths("BF16"), "BF16", cold_only_cpu_experts=True)
+    wrapper.load_weights(torch.arange(EXPERTS))
+    assert set(wrapper.moe.packed.missing) == set(ON_GPU)
 
 
 def test_a_fork_finds_every_parameter():
@@ -431,10 +438,14 @@ def test_the_engines_own_code_computes(requirement, tmp_path, example, paths):
     with zipfile.ZipFile(wheel) as archive:
         archive.extract(MODULE, tmp_path)
     wheel.unlink()
-    bounds = {name: METHODS[name] for name in ("BF16", "AMXINT8", "AMXINT4", "RAWINT4")}
+    bounds = {name: METHODS[name] for name in ("BF16", "AMXINT8", "AMXINT4", "RAWINT4", "FP8", "MXFP4")}
     job = tmp_path / "job.json"
-    files = {"module": str(tmp_path / MODULE), "model": str(example)}
+    adapter = engines.write_adapter(tmp_path / "adapter")
+    files = {"module": str(tmp_path / MODULE), "model": str(example), "adapter": str(adapter)}
     job.write_text(json.dumps(files | {"weights": {name: paths(name) for name in bounds}}))
+    for name in ("RAWINT4", "FP8", "MXFP4"):  # for these, sglang-kt requires an index
+        shards = {tensor: shard.name for shard in Path(paths(name)).glob("*.safetensors") for tensor in read_file(shard)}
+        (Path(paths(name)) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     result = subprocess.run(
         [sys.executable, "-P", engines.__file__, str(job)], capture_output=True, text=True, timeout=900
     )

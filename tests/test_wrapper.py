@@ -47,7 +47,7 @@ def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weight
 
 def test_the_signature_begins_with_that_of_kt_kernel():
     ours, theirs = (inspect.signature(each).parameters for each in (KTMoEWrapper, kt_kernel))
-    assert list(ours) == [*theirs, "situ_beta", "situ_linear_beta"]
+    assert list(ours) == [*theirs, "situ_beta", "situ_linear_beta", "cold_only_cpu_experts"]
     assert list(inspect.signature(KTMoEWrapper.__new__).parameters)[1:] == list(ours)  # where SGLang's forks look
     for name, parameter in theirs.items():
         if parameter.default is not parameter.empty:

@@ -374,11 +374,11 @@ def read_adapter(folder: Path, names: Mapping[int, ExpertNames] | None = None) -
     """
     settings = read_settings(folder, MERGE)
     deltas: dict[str, Delta] = {}
-    for module, (a, b, names, file) in read_pairs(folder, settings, names).items():
+    for module, (a, b, aliases, file) in read_pairs(folder, settings, names).items():
         if file.name != FUSED and not settings.name_module(module):
             raise InputError.from_tensor(a.name, f"belongs to a module that {CONFIG} does not name", SAVE_AGAIN, file)
-        rank, scaling, rows = settings.rank(*names), settings.scale_factor(*names), b.shape[0]
-        experts, _, parameter = names[0].rpartition(".")
+        rank, scaling, rows = settings.rank(*aliases), settings.scale_factor(*aliases), b.shape[0]
+        experts, _, parameter = aliases[0].rpartition(".")
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):
             deltas[module] = Delta(file, a, b, scaling, rank, range(rows))
             continue

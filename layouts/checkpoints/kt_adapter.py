@@ -35,7 +35,7 @@ class ExpertNames(NamedTuple):
 
 
 def name_experts(model: MoeModel) -> dict[int, ExpertNames]:
-    """Return the names of each layer's experts in a checkpoint; stacked experts are named gate_proj, up_proj, down_proj.
+    """Return the names of each layer's experts in a checkpoint; projections of stacked ones are named gate_proj etc.
 
     Raises UnsupportedError for a checkpoint whose tensors name no experts, or whose experts have no gate.
     """
@@ -84,9 +84,7 @@ def read_fused(folder: Path, rank: int, names: Mapping[int, ExpertNames]) -> dic
     return matrices
 
 
-def _check_shapes(
-    tensors: Mapping[str, TensorInfo], rank: int, sizes: tuple[int, int, int] | None, file: Path
-) -> None:
+def _check_shapes(tensors: Mapping[str, TensorInfo], rank: int, sizes: tuple[int, int, int] | None, file: Path) -> None:
     first = tensors["gate_lora_a"]
     e, r, h = first.shape if len(first.shape) == 3 else (0, 0, 0)
     i = tensors["down_lora_a"].shape[-1] if tensors["down_lora_a"].shape else 0

@@ -53,7 +53,8 @@ class KTMoEWrapper:
                       constants of the activation, as for Experts.load. 0: what weight_path records, as sglang-kt also
                       passes 0 for a model with a limit
     mode              "inference", or "sft" to create an SftMoEWrapper (sft.py)
-    Inference accepts and ignores chunked_prefill_size and the arguments for training.
+    Inference accepts and ignores chunked_prefill_size, the arguments for training, and cold_only_cpu_experts, by which
+    forks ask not to load the experts of the GPU, as load_weights never does.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
     rejects files with a different threadpool_count; `memory` is that of Experts.load.
@@ -102,6 +103,7 @@ class KTMoEWrapper:
         swiglu_alpha: float = 0.0,
         situ_beta: float = 0.0,
         situ_linear_beta: float = 0.0,
+        cold_only_cpu_experts: bool = False,
     ) -> None:
         _check_arguments(locals())
         self.layer_idx = layer_idx

@@ -6,6 +6,7 @@ kt_kernel, and with stubs for CUDA and for the rest of SGLang. It prints the rel
 
 import contextlib
 import importlib.util
+import itertools
 import json
 import sys
 from collections import namedtuple
@@ -15,10 +16,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 EXPERTS, HIDDEN, WIDTH, TOPK, LAYERS = 8, 256, 256, 2, 2  # of the bundled model
 ON_GPU = (1, 4, 6)
+RANK, ALPHA = 8, 16.0
+SIZES = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
 Weights = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
@@ -32,6 +35,36 @@ def read_weights(model: Path) -> Weights:
             for name in ("gate", "up", "down")
         )
         for layer in range(LAYERS)
+    ]
+
+
+def write_adapter(folder: Path) -> Path:
+    """Write an adapter of PEFT with random matrices for each expert, and return its folder."""
+    g = torch.Generator().manual_seed(3)
+    tensors = {}
+    for layer, expert, (name, (rows, columns)) in itertools.product(range(LAYERS), range(EXPERTS), SIZES.items()):
+        module = f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}_proj"
+        tensors[f"{module}.lora_A.weight"] = torch.randn(RANK, columns, generator=g) / 20
+        tensors[f"{module}.lora_B.weight"] = torch.randn(rows, RANK, generator=g) / 20
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": [f"{name}_proj" for name in SIZES]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def merge_adapter(weights: Weights, folder: Path) -> Weights:
+    """Return the weights with the adapter's matrices added."""
+    tensors = load_file(folder / "adapter_model.safetensors")
+
+    def sum_products(layer: int, name: str) -> torch.Tensor:
+        modules = (f"base_model.model.model.layers.{layer}.mlp.experts.{e}.{name}_proj" for e in range(EXPERTS))
+        pairs = ([tensors[f"{module}.lora_{side}.weight"].double() for side in "BA"] for module in modules)
+        return ALPHA / RANK * torch.stack([b @ a for b, a in pairs])
+
+    return [
+        tuple(matrix + sum_products(layer, name) for matrix, name in zip(matrices, SIZES, strict=True))  # type: ignore[misc]
+        for layer, matrices in enumerate(weights)
     ]
 
 
@@ -194,10 +227,13 @@ class Driver:
         spec.loader.exec_module(self.module)
         assert self.module.KTRANSFORMERS_AVAILABLE
 
-    def make_layer(self, number: int, method: str, path: str, deferred: int | None, on_gpu: Any) -> tuple[Any, Any]:
+    def make_layer(
+        self, number: int, method: str, path: str, deferred: int | None, on_gpu: Any, adapter: str | None = None
+    ) -> tuple[Any, Any]:
         """Return the engine's method object of a layer, with loaded weights, and the layer.
 
         on_gpu: experts on the GPU, for sglang-kt; upstream has the first ones on the GPU
+        adapter: sglang-kt's --kt-expert-lora-path
         """
         layer = torch.nn.Module()
         for name, value in {
@@ -214,6 +250,7 @@ class Driver:
             mask = torch.zeros(EXPERTS, dtype=torch.bool)
             mask[list(on_gpu)] = True
             options = {"weight_path": path, "method": method, "max_deferred_experts_per_token": deferred}
+            options["expert_lora_path"] = adapter
             threads = {"cpuinfer_threads": 2, "threadpool_count": 1, "chunked_prefill_size": 512}
             config = self.module.KTConfig(
                 layer_idx=number, gpu_experts_mask=mask, num_layers=LAYERS, **options, **threads
@@ -245,6 +282,16 @@ class Driver:
             actual = torch.stack([out.double()[real] for out in outs])
             both = (actual.sum(0), expected.sum(0)) if deferred else (actual, expected)
             worst = max(worst, relative_error(*both))
+        return worst
+
+    def measure_lora(self, method: str, path: str, adapter: str) -> float:
+        """Return the largest error of both layers with an adapter, to weights into which it is merged."""
+        worst = 0.0
+        for number, weights in enumerate(merge_adapter(self.weights, Path(adapter))):
+            engine, layer = self.make_layer(number, method, path, None, (), adapter)
+            x, ids, scores = draw(16, number)
+            out = engine.apply(layer, Dispatched(x, Topk(scores, ids.clone(), None))).hidden_states
+            worst = max(worst, relative_error(out, compute(weights, x, ids, scores)))
         return worst
 
     def measure_update(self, path: str) -> float:
@@ -281,7 +328,7 @@ class Driver:
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
-    """Run all cases of an engine. job: paths of module and model, and method -> path of its weights."""
+    """Run all cases of an engine. job: paths of module, model and adapter, and method -> path of its weights."""
     driver = Driver(Path(job["module"]), Path(job["model"]))
     identity, backwards = list(range(EXPERTS)), list(range(EXPERTS))[::-1]
     with_masks = bool(driver.registry)
@@ -294,6 +341,8 @@ def main(job: dict[str, Any]) -> dict[str, float]:
         for deferred in (None, 1)
     }
     if with_masks:
+        for method, path in job["weights"].items():
+            errors[f"{method}, an adapter"] = driver.measure_lora(method, path, job["adapter"])
         errors["BF16, updated placement"] = driver.measure_update(job["weights"]["BF16"])
         errors["BF16, prefill"] = driver.measure_prefill(job["weights"]["BF16"])
         errors["BF16, a map"] = driver.measure("BF16", job["weights"]["BF16"], None, (), backwards)
