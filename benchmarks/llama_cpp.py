@@ -87,12 +87,15 @@ def format_times(seconds: list[float]) -> str:
     return f"{middle} ({low} to {high})"
 
 
-def run_llama_bench(program: Path, model: Path, tokens: int, threads: int) -> float:
-    """Return the seconds that llama-bench takes for a prompt of this length, or for one token of generation."""
+def run_llama_bench(program: Path, model: Path, tokens: int, threads: int, *more: object) -> float:
+    """Return the seconds that llama-bench takes for a prompt of this length, or for one token of generation.
+
+    more  further options of llama-bench
+    """
     sizes = ("-p", 0, "-n", STEPS) if tokens == 1 else ("-p", tokens, "-n", 0)
     batch_size = max(tokens, 32)
     options = ("-b", batch_size, "-ub", batch_size, "-t", threads, "-r", 2, "-ngl", 0, "-o", "json")
-    command = [str(each) for each in (program, "-m", model, *sizes, *options)]
+    command = [str(each) for each in (program, "-m", model, *sizes, *options, *more)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-1000:]}")
@@ -117,17 +120,17 @@ def time_layers(layers: list[Experts], inputs: list[Any]) -> float:
 # --- synthetic models -----------------------------------------------------------------------------
 
 
-def write_model(path: Path, name: str, experts: bool) -> None:
+def write_model(path: Path, name: str, experts: bool, layers: int = LAYERS) -> None:
     """Write a model that llama.cpp loads: experts of this type, or one small linear in their place.
 
     Attention, embeddings and output are Q8_0.
     """
     arch = "qwen3moe" if experts else "qwen3"
     writer = gguf.GGUFWriter(path, arch)
-    for key, value in make_metadata(experts).items():
+    for key, value in make_metadata(experts, layers).items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"{arch}.{key}", value)
     writer.add_tokenizer_model("none")
-    for seed, (tensor, kind, shape) in enumerate(list_tensors(name, experts)):
+    for seed, (tensor, kind, shape) in enumerate(list_tensors(name, experts, layers)):
         stored = gguf.GGMLQuantizationType["Q8_0" if kind == ZEROS else kind]
         writer.add_tensor(tensor, make_values(kind, shape, seed), raw_dtype=stored)
     writer.write_header_to_file()
@@ -136,10 +139,10 @@ def write_model(path: Path, name: str, experts: bool) -> None:
     writer.close()
 
 
-def make_metadata(experts: bool) -> dict[str, int | float]:
+def make_metadata(experts: bool, layers: int) -> dict[str, int | float]:
     """Return the metadata that llama.cpp needs for such a model."""
     common: dict[str, int | float] = {
-        "block_count": LAYERS,
+        "block_count": layers,
         "context_length": 4096,
         "embedding_length": SHAPE.hidden,
         "feed_forward_length": TINY,
@@ -159,13 +162,13 @@ def make_metadata(experts: bool) -> dict[str, int | float]:
     return common | (of_experts if experts else {})
 
 
-def list_tensors(name: str, experts: bool) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+def list_tensors(name: str, experts: bool, layers: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield name, type and shape of each tensor."""
     hidden, width, count = SHAPE.hidden, SHAPE.intermediate, SHAPE.experts
     yield "token_embd.weight", "Q8_0", (VOCABULARY, hidden)
     yield "output.weight", "Q8_0", (VOCABULARY, hidden)
     yield "output_norm.weight", "F32", (hidden,)
-    for layer in range(LAYERS):
+    for layer in range(layers):
         block = f"blk.{layer}"
         for norm, size in (("attn", hidden), ("ffn", hidden), ("attn_q", HEAD), ("attn_k", HEAD)):
             yield f"{block}.{norm}_norm.weight", "F32", (size,)

@@ -34,6 +34,7 @@ from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, op
 from ktconvert.pipeline.report import events as report_events
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion, reference
+from rig.adapters import write_kt_adapter
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -272,6 +273,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         done = conversion.ktconvert(*map(str, arguments), "--json")
         return [json.loads(line) for line in done.stdout.splitlines()]
 
+    kt = write_kt_adapter(folder / "kt", dict.fromkeys(range(2), (8, 256, 256)))
     lines = [*run_json("cpu", "-i", example, "-o", out), *run_json("cpu", "-i", example, "-o", out)]
     lines += run_json("cpu", "-i", example, "-o", out, "--quant-method", "int8")  # refused
     lines += run_json("cpu", "-i", example, "-o", folder / "part", "--part", "0/2")
@@ -289,6 +291,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "ktconvert inspect": [run_json("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
         "ktconvert bench": run_json("bench", out, "--tokens", 1),
         "ktconvert experts": run_json("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
+        "ktconvert convert-adapter": run_json("convert-adapter", kt, "--model", example, "-o", folder / "peft"),
         "ktconvert eval": run_json("eval", example, "--cpu-weights", out, *text),
         "ktconvert doctor": run_json("doctor", "--disk", folder),
         "ktconvert version": run_json("version"),

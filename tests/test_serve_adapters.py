@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.checkpoints import kt_adapter
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.pipeline.models import adapter_loading, generating, loading
 from rig import families
+from rig.adapters import write_kt_adapter
 from rig.conversion import run_in_process
 from rig.served import PATIENCE, RunningServer, free_port, serve_in_process, start_server
 
@@ -265,15 +265,8 @@ def test_an_adapter_of_kt_kernel_fits_a_family_with_other_names(example, tmp_pat
     model = families.make("mixtral", False, tmp_path / "mixtral")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(example / name, model)
-    e, h, i, r = families.EXPERTS, families.HIDDEN, families.WIDTH, 4
-    shapes = (e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r)
-    kt, fused = tmp_path / "kt", {}
-    for layer in range(families.LAYERS):
-        for name, shape in zip(kt_adapter.FACTORS, shapes, strict=True):
-            fused[f"layers.{layer}.experts.{name}"] = torch.randn(shape) / 8
-    kt.mkdir()
-    safetensors_torch.save_file(fused, kt / "fused_expert_lora.safetensors")
-    (kt / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": r, "target_modules": []}))
+    sizes = families.EXPERTS, families.HIDDEN, families.WIDTH
+    kt = write_kt_adapter(tmp_path / "kt", dict.fromkeys(range(families.LAYERS), sizes))
     weights = tmp_path / "int8"
     for command in (
         ("cpu", "-i", model, "-o", weights, "--quant-method", "int8", "--threadpool-count", 1, "-q"),

@@ -444,7 +444,9 @@ def test_the_engines_own_code_computes(requirement, tmp_path, example, paths):
     files = {"module": str(tmp_path / MODULE), "model": str(example), "adapter": str(adapter)}
     job.write_text(json.dumps(files | {"weights": {name: paths(name) for name in bounds}}))
     for name in ("RAWINT4", "FP8", "MXFP4"):  # for these, sglang-kt requires an index
-        shards = {tensor: shard.name for shard in Path(paths(name)).glob("*.safetensors") for tensor in read_file(shard)}
+        shards = {
+            tensor: shard.name for shard in Path(paths(name)).glob("*.safetensors") for tensor in read_file(shard)
+        }
         (Path(paths(name)) / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
     result = subprocess.run(
         [sys.executable, "-P", engines.__file__, str(job)], capture_output=True, text=True, timeout=900

@@ -25,6 +25,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS
+from ktconvert.layouts.checkpoints.kt_adapter import name_experts
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import KtconvertError
@@ -660,13 +661,14 @@ def make_adapter(file: str) -> Callable[[Inputs], Path]:
 
 
 def read_adapter(inputs: Inputs, path: Path) -> None:
-    for delta in adapter.read_adapter(path.parent).values():
+    names = name_experts(recognize(open_checkpoint(inputs.source)))
+    for delta in adapter.read_adapter(path.parent, names).values():
         delta.matrices()
     options = {"input": str(inputs.source), "output": str(inputs.new), "adapter": str(path.parent)}
     make_plan(make_options("merge-adapter", **options))
     copy = inputs.root / "adapter as PEFT's"
     shutil.rmtree(copy, ignore_errors=True)
-    adapter.write_peft_adapter(path.parent, copy)
+    adapter.write_peft_adapter(path.parent, copy, names)
 
 
 def adapter_commands(inputs: Inputs) -> list[list[object]]:
