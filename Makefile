@@ -73,7 +73,8 @@ test-long: setup
 # brings gigabytes of CUDA. For that one: make compat COMPAT_TORCH=torch
 COMPAT_TORCH ?= $(shell grep '^torch==' .ci/constraints.txt)
 COMPAT_TESTS := $(wildcard tests/test_hf*.py tests/test_serve*.py) $(addprefix tests/,test_run.py test_run_gpu.py \
-	test_eval.py test_stored_experts.py test_verify_gpu.py test_transformers_version.py test_train.py test_adapters.py)
+	test_eval.py test_stored_experts.py test_verify_gpu.py test_transformers_version.py test_train.py test_adapters.py \
+	test_compressed.py test_library_inputs.py test_model_files.py)
 
 compat:
 	test -x build/compat/bin/python || $(PYTHON) -m venv build/compat
