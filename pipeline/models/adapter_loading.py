@@ -158,7 +158,7 @@ def _name_experts(model: Any) -> dict[int, ExpertNames]:
     """Return the names of each layer's experts in a model of transformers, converted or not."""
     from ktconvert.native_quant.runtime.adapters import projection_names
 
-    projections = projection_names(model)
+    projections = projection_names(model, gated=True)  # kt-kernel trains no others
     modules = [match for name, _ in model.named_modules() if (match := OF_LAYER.fullmatch(name))]
     return {int(match["layer"]): ExpertNames(match[0], projections) for match in modules}
 
