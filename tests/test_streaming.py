@@ -90,7 +90,7 @@ def stream(output: Path) -> tuple[str, ...]:
 
 
 def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expected, tmp_path) -> None:
-    """Neither the weights nor anything else remains in a cache."""
+    """`verify` fetches the weights again; no cache keeps them."""
     done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment)
     assert done.returncode == 0, done.stderr
     assert weights(tmp_path / "out") == expected
@@ -98,6 +98,8 @@ def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expec
     headers = 12 * FIRST_BYTES
     measured = size // EXPERTS  # one expert of each layer is read again, to measure its error
     assert hub.sent < 1.1 * (size + headers + measured)
+    done = conversion.ktconvert("verify", tmp_path / "out", "--against", NAME, "--full", env=environment)
+    assert done.returncode == 0 and "quantized again, same bytes" in done.stdout, done.stderr
     for cache in ("hf", "cache"):
         held = sum(path.stat().st_blocks * 512 for path in (tmp_path / cache).rglob("*") if path.is_file())
         assert held < 0.3 * size, cache

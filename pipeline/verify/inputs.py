@@ -73,7 +73,7 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     if is_dequantized(options.output):
         if options.numa is not None or options.method is not None:
             raise UsageError(f"{options.output} is a checkpoint: leave out --numa and --quant-method.")
-        source = None if options.against is None else open_checkpoint(options.against, options.revision)
+        source = None if options.against is None else _open_source(options, options.output)
         output = open_dequantized(options.output)
         return Inputs(options, output, replace(DECODED, method=str(output.facts["method"])), source=source)
     output = open_output(options.output)
@@ -87,13 +87,20 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     if (is_output(path) or locate(path).plan.exists()) and not is_source:
         return Inputs(options, output, measured, _open_other(path), imatrix=_open_imatrix(options, output, None))
     row = options.arch_row or output.settings.get("arch_row")
-    source = open_checkpoint(options.against, options.revision)
+    # The checks of an output for the GPU load the source with transformers, which needs whole files.
+    source = _open_source(options, None if output.is_whole_model else options.output)
     model = recognize(source, (parse_arch(row), *ARCHS) if row else ARCHS)
     if measured.fmt is None:
         measured = measure_output(output, hidden=model.shape(model.layers[0])[1])
     if EQUALIZED in output.facts and measured.fmt is not None:
         model = equalize_for_format(model, measured.fmt)
     return Inputs(options, output, measured, None, model, model.source, _open_imatrix(options, output, model))
+
+
+def _open_source(options: VerifyOptions, stream: Path | None) -> TensorSource:
+    """Open the source; `stream` as for open_checkpoint."""
+    assert options.against is not None
+    return open_checkpoint(options.against, options.revision, stream=stream)
 
 
 def require_finished(path: Path) -> None:
