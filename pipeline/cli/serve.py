@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.model_options import ServeOptions
+
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+")
 
 
 @command("serve", ServeOptions)
@@ -39,5 +44,7 @@ def serve(options: ServeOptions) -> None:
         reporter.warn(f"{file}: other users of this machine can read the API key; run chmod 600 {file}")
     if key is None and not authentication.is_loopback(options.host):
         reporter.warn(f"--host {options.host} accepts requests from other machines without a key; give --api-key-file")
+    if invalid := [origin for origin in options.cors_origins if not ORIGIN.fullmatch(origin)]:
+        raise UsageError(f"--cors-origin {invalid[0]}: not an origin; give SCHEME://HOST[:PORT] without a path, or *")
     more = {"name": options.model_name, "key": key, "adapters": adapters}
-    listen(loading.with_own_experts(choice), options.host, options.port, **more)
+    listen(loading.with_own_experts(choice), options.host, options.port, options.cors_origins, **more)

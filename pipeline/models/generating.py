@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,19 +21,28 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}\n{% endf
 
 @dataclass(frozen=True)
 class Speed:
-    """Tokens of the prompt, new tokens, and the seconds until the first new token and for the others."""
+    """Tokens of the prompt, new tokens, and the seconds until the first new token and for the others.
+
+    answers  number of answers of which these are the sums
+    """
 
     prompt: int
     new: int
     prefill: float
     decode: float
+    answers: int = 1
+
+    @classmethod
+    def add(cls, speeds: Sequence[Speed]) -> Speed:
+        """Return the sums of several speeds."""
+        return cls(*map(sum, zip(*map(dataclasses.astuple, speeds), strict=True)))
 
     def describe(self) -> str:
         """Return one line with tokens per second."""
         first = f"prefill {self.prompt} tokens in {self.prefill:.2f} s ({self.prompt / self.prefill:.1f} tokens/s)"
-        if self.new < 2:
+        count = self.new - self.answers
+        if not count:
             return first
-        count = self.new - 1
         return f"{first}, decode {count} tokens in {self.decode:.2f} s ({count / self.decode:.1f} tokens/s)"
 
 

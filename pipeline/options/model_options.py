@@ -84,6 +84,12 @@ class ServeOptions(ModelOptions):
     api_key_file: Path | None = option(
         "File with the API key that clients must send.", FilePath(), unset="KTCONVERT_API_KEY, else none"
     )
+    cors_origins: tuple[str, ...] = option(
+        "Origin of web pages that may send requests, or * for all; may be repeated.",
+        Text(),
+        flags=("--cors-origin",),
+        default=(),
+    )
 
 
 class LoraOptions(Options, title="Adapter"):

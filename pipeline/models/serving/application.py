@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
+import urllib.parse
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,9 +26,11 @@ from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import GenerationState
 
-from ktconvert.pipeline.models.serving import completions, schemas
+from ktconvert.pipeline.models.generating import Speed
+from ktconvert.pipeline.models.serving import completions, metrics, pages, schemas
 from ktconvert.pipeline.models.serving.authentication import RequestError, require_api_key, shutdown_error
 from ktconvert.pipeline.models.serving.model_manager import ServedModel, chat_inputs
+from ktconvert.pipeline.models.serving.pages import PathDescription
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, register_options
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
 
@@ -38,6 +42,8 @@ BYTES_PER_TOKEN = 16  # bytes of a body for each token of the context: ids, text
 MAX_ACTIVE = 256  # requests at the same time; further ones get a 503, after which OpenAI's clients try again
 MAX_DISCARDED = 1 << 26  # bytes that are read from a rejected request, so that its client reads the response
 EVENT_STREAM = b"text/event-stream"
+DISCONNECTED = 499  # status in logs and metrics if the client disconnected before the end of the answer
+QUIET = {"/health", "/metrics"}  # paths that programs ask all the time, and that the log leaves out
 FAILED = "the server failed to answer; see its log"
 # For each kind of request: its handler, the prefix of its id, and the parameter that holds the prompt.
 KINDS: dict[type[schemas.CommonRequest], tuple[Any, str, str]] = {
@@ -45,6 +51,24 @@ KINDS: dict[type[schemas.CommonRequest], tuple[Any, str, str]] = {
     schemas.Completion: (CompletionHandler, "cmpl-", "prompt"),
     schemas.Responses: (ResponseHandler, "", "input"),
 }
+PUBLIC = {"/", "/docs", "/health"}  # paths that need no key
+PATHS = (
+    PathDescription("POST", "/v1/chat/completions", "The next message of a chat.", schemas.Chat, pages.CHAT_EXAMPLE),
+    PathDescription(
+        "POST", "/v1/completions", "The continuation of a text.", schemas.Completion, {"prompt": "import os"}
+    ),
+    PathDescription(
+        "POST", "/v1/responses", "A chat in the format of Responses.", schemas.Responses, {"input": "Hello!"}
+    ),
+    PathDescription("GET", "/v1/models", "The model and its adapters; /v1/models/NAME describes one of them."),
+    PathDescription(
+        "POST", "/load_model", "The first request of `transformers chat`.", schemas.LoadModel, {"model": "NAME"}
+    ),
+    PathDescription("GET", "/metrics", "Metrics of the server for Prometheus."),
+    PathDescription("GET", "/health", "Whether the server answers; needs no key."),
+    PathDescription("GET", "/", "A page with a chat; needs no key, but asks for it."),
+    PathDescription("GET", "/docs", "This page; needs no key."),
+)
 
 log = logging.getLogger("uvicorn.error")
 
@@ -57,6 +81,10 @@ class Call:
     transformers' handlers do.
 
     id            of the request, also for generation
+    begin         when it came, in seconds
+    status        HTTP status of the response, once it has begun
+    is_complete   whether the client got the whole response
+    generations   the options of its generations
     has_more      whether more of the body may come
     received      bytes of the body so far
     is_active     whether it counts among the requests that are being answered
@@ -67,6 +95,10 @@ class Call:
     receive: Receive
     send: Send
     id: str
+    begin: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    is_complete: bool = False
+    generations: list[RequestOptions] = field(default_factory=list)
     has_more: bool = True
     received: int = 0
     is_active: bool = False
@@ -113,6 +145,11 @@ class Call:
         response = Response(json.dumps(body), status, headers, "application/json")
         await response(self.scope, self._wait_for_disconnect, self.send)
 
+    async def respond_with(self, content: bytes, media_type: str, **headers: str) -> None:
+        """Send a complete answer that is not JSON."""
+        headers |= {"x-request-id": self.id}
+        await Response(content, 200, headers, media_type)(self.scope, self._wait_for_disconnect, self.send)
+
     async def stream(self, events: AsyncIterator[bytes | str], request_id: str) -> None:
         """Send an answer as a stream of events."""
         headers = {"x-request-id": request_id}
@@ -130,7 +167,7 @@ class Application:
         """Set up the handlers and paths.
 
         scheduler  generates tokens
-        key        the API key for every path but /health
+        key        the API key for every path but those in PUBLIC
         """
         self.manager = manager
         self.scheduler = scheduler
@@ -140,15 +177,22 @@ class Application:
         state.get_manager = lambda *_arguments, **_settings: scheduler
         self.handlers = {kind: handler(manager, state) for kind, (handler, _, _) in KINDS.items()}
         self.active = 0
+        self.metrics = metrics.Metrics(scheduler)
         self.body_limit = max(MIN_BODY_LIMIT, BYTES_PER_TOKEN * self.prompts.context)
-        self.routes: dict[str, tuple[str, Callable[[Call], Awaitable[None]]]] = {
-            "/health": ("GET", lambda call: call.respond(200, {"status": "ok"})),
-            "/v1/models": ("GET", self._list_models),
-            "/v1/chat/completions": ("POST", self._create_chat_completion),
-            "/v1/completions": ("POST", self._create_completion),
-            "/v1/responses": ("POST", self._create_response),
-            "/load_model": ("POST", self._load_model),
+        respond: dict[str, Callable[[Call], Awaitable[None]]] = {
+            "/": lambda call: call.respond_with(self.chat_page, pages.HTML, **pages.HEADERS),
+            "/docs": lambda call: call.respond_with(self.docs_page, pages.HTML, **pages.HEADERS),
+            "/health": lambda call: call.respond(200, {"status": "ok"}),
+            "/metrics": lambda call: call.respond_with(self.metrics.format(), metrics.CONTENT_TYPE),
+            "/v1/models": self._list_models,
+            "/v1/chat/completions": self._create_chat_completion,
+            "/v1/completions": self._create_completion,
+            "/v1/responses": self._create_response,
+            "/load_model": self._load_model,
         }
+        self.routes = {path.path: (path, respond[path.path]) for path in PATHS}
+        self.chat_page = pages.read_chat_page()
+        self.docs_page = pages.render_docs_page(PATHS, key is not None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, as ASGI calls it."""
@@ -158,9 +202,11 @@ class Application:
             nonlocal has_begun, is_streaming
             if message["type"] == "http.response.start":
                 has_begun = True
+                call.status = message["status"]
                 is_streaming = any(value.startswith(EVENT_STREAM) for _, value in message["headers"])
             elif not message.get("more_body", False):
                 is_streaming = False
+                call.is_complete = not call.disconnected.is_set()
             await send(message)
 
         call = Call(scope, receive, track_and_send, uuid.uuid4().hex)
@@ -186,20 +232,34 @@ class Application:
             self.active -= call.is_active
             if call.watcher is not None:
                 call.watcher.cancel()
+            self._report(call)
+
+    def _report(self, call: Call) -> None:
+        """Log an answered request with its speed, and add it to the metrics."""
+        path = call.scope["path"]
+        seconds = time.perf_counter() - call.begin
+        status = call.status if call.is_complete else DISCONNECTED
+        speeds = [options.speed for options in call.generations if options.speed is not None]
+        self.metrics.observe(path if path in self.routes else "other", status, seconds, speeds)
+        level = logging.DEBUG if path in QUIET else logging.INFO
+        client, _ = call.scope["client"] or ("unknown", 0)
+        speed = f", {Speed.add(speeds).describe()}" if speeds else ""
+        request = f"{client} {call.scope['method']} {urllib.parse.quote(path)}"
+        log.log(level, "%s %s: %d in %.2f s%s", call.id, request, status, seconds, speed)
 
     async def _route(self, call: Call) -> None:
         path = call.scope["path"]
         method = call.scope["method"]
-        if path != "/health":
+        if path not in PUBLIC:
             require_api_key(call.scope["headers"], self.key)
-        expected, respond = self.routes.get(path, (None, None))
+        description, respond = self.routes.get(path, (None, None))
         if path.startswith("/v1/models/"):
-            expected = "GET"
+            description, _ = self.routes["/v1/models"]
             respond = self._show_model
-        if expected is None or respond is None:
+        if description is None or respond is None:
             raise RequestError(404, f"unknown path {path}; use {', '.join(self.routes)}", None, "unknown_url")
-        if method != expected:
-            raise RequestError(405, f"{path}: answers {expected}, not {method}", None, "method_not_allowed")
+        if method != description.method:
+            raise RequestError(405, f"{path}: answers {description.method}, not {method}", None, "method_not_allowed")
         await respond(call)
 
     async def _list_models(self, call: Call) -> None:
@@ -256,6 +316,7 @@ class Application:
             request_id = f"cmpl-{call.id}" + (f"-{number}" if number else "")
             prompt = request.prompt[number]
             options = RequestOptions.from_request(request, call.disconnected, ids)
+            call.generations.append(options)
             with register_options(request_id, options):
                 answer = await completions.complete(self.manager, self.scheduler, request, prompt, config, request_id)
             answers.append(set_finish_reason(answer, options.truncated))
@@ -272,6 +333,7 @@ class Application:
         ids     token ids of the prompt, for a completion
         """
         options = RequestOptions.from_request(request, call.disconnected, ids)
+        call.generations.append(options)
         is_text = isinstance(request, schemas.TextRequest)
         _, prefix, prompt = KINDS[type(request)]
         request_id = prefix + call.id

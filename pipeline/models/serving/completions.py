@@ -76,6 +76,8 @@ async def complete(
             scores: Scores = await scheduler.run(lambda: score(model, [*ids, *new], top, one_pass), options)
         except GenerationEnded:
             raise shutdown_error() from None
+        scheduler.counts.prompt += 0 if new else len(ids)
+        scheduler.counts.new += one_pass
         first = 0 if request.echo else len(ids)
         logprobs = await prompts.run_in_thread(_format_logprobs, prompts.tokenizer, scores, first)
         if one_pass:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ktconvert.pipeline.models.generating import clamp_temperature
+from ktconvert.pipeline.models.generating import Speed, clamp_temperature
 from ktconvert.pipeline.models.serving.schemas import CommonRequest
 
 if TYPE_CHECKING:
@@ -33,7 +33,8 @@ class RequestOptions:
                  before, once and for each time
     logit_bias   added to the logits of these token ids
     cancelled    set when nobody waits for the answer any more
-    truncated    the result: whether the text ended with neither an end token nor a stop string
+    truncated    a result: whether the text ended with neither an end token nor a stop string
+    speed        a result: tokens and seconds of the generation; None before its first new token
     """
 
     ids: Sequence[int] | None = None
@@ -44,6 +45,7 @@ class RequestOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     cancelled: Event = field(default_factory=Event)
     truncated: bool = True
+    speed: Speed | None = None
 
     @classmethod
     def from_request(cls, request: CommonRequest, cancelled: Event, ids: Sequence[int] | None = None) -> RequestOptions:

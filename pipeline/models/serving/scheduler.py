@@ -17,15 +17,17 @@ import copy
 import queue
 import secrets
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
-from ktconvert.pipeline.models.generating import chunk_prefill
+from ktconvert.pipeline.models.generating import Speed, chunk_prefill
 from ktconvert.pipeline.models.serving.authentication import shutdown_error
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, find_options
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text
@@ -74,6 +76,14 @@ class GenerationEnded(Exception):
     """Raised out of a computation whose client has gone, or that is complete before its length limit."""
 
 
+@dataclass
+class TokenCounts:
+    """Tokens of prompts that the model has read, and tokens that it has generated."""
+
+    prompt: int = 0
+    new: int = 0
+
+
 class Answer:
     """The answer to one request, as the streamer of `model.generate`.
 
@@ -81,13 +91,17 @@ class Answer:
     is_complete  whether it has come to its end
     """
 
-    def __init__(self, decoder: StreamDecoder, options: RequestOptions, emit: Callable[[Any], None]) -> None:
+    def __init__(
+        self, decoder: StreamDecoder, options: RequestOptions, emit: Callable[[Any], None], counts: TokenCounts
+    ) -> None:
         self.decoder = decoder
         self.options = options
         self.emit = emit
+        self.counts = counts
         self.is_complete = False
         self.ids = GeneratedIds()
-        self._is_prompt = True  # the first tokens that model.generate adds
+        self._prompt_length: int | None = None  # set by the first tokens that model.generate adds
+        self._begin = self._first = 0.0  # when generation began, and when it added its first token
 
     @property
     def total_tokens(self) -> int:
@@ -100,13 +114,20 @@ class Answer:
 
     def add(self, tokens: torch.Tensor) -> None:
         """Add a new token [1]; the first call has the prompt [1, T]. Raises GenerationEnded after a stop string."""
-        if self._is_prompt:
-            self._is_prompt = False
+        now = time.perf_counter()
+        if self._prompt_length is None:
+            self._prompt_length = tokens.shape[-1]
+            self._begin = now
             return
+        if not self.ids:
+            self._first = now
+            self.counts.prompt += self._prompt_length
         for token in tokens.tolist():
             self.ids.append(token)
+            self.counts.new += 1
             for item in self.decoder.add(token):
                 self.emit(item)
+        self.options.speed = Speed(self._prompt_length, len(self.ids), self._first - self._begin, now - self._first)
         if self.decoder.stopped:
             self.is_complete = True
             raise GenerationEnded
@@ -135,11 +156,13 @@ class Scheduler(utils.BaseGenerateManager):
         self.switch = switch
         self.processor = copy.deepcopy(processor)  # a fast tokenizer cannot encode while another thread decodes
         self.lock = FairLock()
+        self.counts = TokenCounts()
+        self._caches: dict[threading.Thread, Any] = {}  # key-value caches of the current generations
         self._jobs = queue.SimpleQueue[tuple[RequestOptions, Callable[[], Any], Future[Any]] | None]()
         self._thread = threading.local()  # .options: of the request that this thread computes
         self._stopping = False
         self._random: Any = torch.cuda if model.device.type == "cuda" else torch
-        model.register_forward_pre_hook(self._let_others_compute)
+        model.register_forward_pre_hook(self._let_others_compute, with_kwargs=True)
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 module.register_forward_pre_hook(self._check_cancelled)
@@ -192,6 +215,22 @@ class Scheduler(utils.BaseGenerateManager):
         for thread in self.threads:
             thread.join(STOP_SECONDS / len(self.threads))
 
+    # --- measured by Metrics ----------------------------------------------------------------------
+
+    def count_waiting(self) -> int:
+        """Return the number of generations that wait for a thread."""
+        return self._jobs.qsize()
+
+    def count_running(self) -> int:
+        """Return the number of generations that a thread has begun."""
+        return len(self._caches)
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of the key-value caches of all current generations."""
+        layers = [layer for cache in list(self._caches.values()) for layer in getattr(cache, "layers", ())]
+        tensors = [value for layer in layers for value in list(vars(layer).values()) if torch.is_tensor(value)]
+        return sum(tensor.nbytes for tensor in tensors)
+
     # --- ours -------------------------------------------------------------------------------------
 
     def end_ids(self, config: Any) -> Sequence[int]:
@@ -219,6 +258,7 @@ class Scheduler(utils.BaseGenerateManager):
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._thread.options, function, future = job
+            self._caches[threading.current_thread()] = None
             if future.set_running_or_notify_cancel():
                 try:
                     with self.lock:
@@ -230,11 +270,12 @@ class Scheduler(utils.BaseGenerateManager):
                     future.set_result(result)
                     del result
             self._thread.options = None
+            del self._caches[threading.current_thread()]
             del job, function, future  # free the prompt and the answer while this thread waits for a job
 
     def _create_answer(self, request_id: str, config: Any, parser: Any, emit: Callable[[Any], None]) -> Answer:
         decoder = StreamDecoder(self.processor, parser, self.end_ids(config), _as_tuple(config.stop_strings))
-        return Answer(decoder, find_options(request_id), emit)
+        return Answer(decoder, find_options(request_id), emit, self.counts)
 
     def _generate(self, answer: Answer, inputs: Any, config: Any) -> None:
         """Generate until the answer ends or its client has gone. Raises RequestError if the server shuts down."""
@@ -267,9 +308,10 @@ class Scheduler(utils.BaseGenerateManager):
         if options is not None and (self._stopping or options.cancelled.is_set()):
             raise GenerationEnded
 
-    def _let_others_compute(self, *_: Any) -> None:
+    def _let_others_compute(self, _: Any, arguments: Any, named: dict[str, Any]) -> None:
         """Let waiting threads compute first, and restore the random state and the adapter of this thread's request."""
         self._check_cancelled()
+        self._caches[threading.current_thread()] = named.get("past_key_values")
         if getattr(self._thread, "options", None) is not None and self.lock.has_waiters():
             state = self._random.get_rng_state()
             self.lock.requeue()

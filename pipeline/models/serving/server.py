@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,16 @@ READ_SECONDS = 60.0  # limit for the client to read part of an answer whose buff
 SHUTDOWN_SECONDS = 1  # limit for answers in transit; a client that does not read does not delay the shutdown
 EXIT_SECONDS = 5.0  # limit from a signal to the end of the process, also if threads still run
 INTERRUPTED = 130  # exit code
+LOGGING: dict[str, Any] = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(asctime)s %(levelname)s %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "loggers": {
+        "uvicorn": {"handlers": ["stderr"], "propagate": False},
+        "transformers.cli.serving": {"level": "ERROR"},  # its handlers warn of every request
+    },
+}
 
 
 def _update_after(name: str) -> Any:
@@ -110,7 +120,8 @@ class Server(uvicorn.Server):
     """A uvicorn server that ends answers at a signal, where uvicorn waits for them."""
 
     def __init__(self, application: Any, scheduler: Scheduler, **settings: Any) -> None:
-        more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off", "use_colors": False}
+        more: dict[str, Any] = {"http": Connection, "ws": "none", "lifespan": "off", "log_config": LOGGING}
+        more["access_log"] = False  # the application logs each request when its answer is complete
         super().__init__(uvicorn.Config(application, timeout_graceful_shutdown=SHUTDOWN_SECONDS, **more, **settings))
         self._scheduler = scheduler
 
@@ -137,15 +148,21 @@ class Server(uvicorn.Server):
             raise
 
 
-def listen(choice: ModelChoice, host: str, port: int, **options: Any) -> None:
+def listen(choice: ModelChoice, host: str, port: int, origins: Sequence[str] = (), **options: Any) -> None:
     """Load the model and serve it at http://host:port/v1 until interrupted.
 
+    origins  origins of web pages that may send requests; * for all
     options  arguments of load_application
 
     Raises KtconvertError, before the model is loaded, if the port is in use.
     """
     _require_free(host, port)
     application, scheduler = load_application(choice, **options)
+    if origins:
+        from starlette.middleware.cors import CORSMiddleware
+
+        methods = ("GET", "POST")
+        application = CORSMiddleware(application, origins, methods, ["*"], expose_headers=["x-request-id"])
     Server(application, scheduler, host=host, port=port, log_level="info").run()
 
 
