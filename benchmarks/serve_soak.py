@@ -78,7 +78,7 @@ def invalid_request(draw: random.Random) -> Request:
         {"messages": [{"role": "user", "content": "x"}], "temperature": -1},
         {"messages": [{"role": "user", "content": "\ud800"}]},
         {"messages": [{"role": "user", "content": "import os\n" * 2000}]},
-        {"messages": [{"role": "user", "content": "x"}], "n": 3},
+        {"messages": [{"role": "user", "content": "x"}], "n": 300},
         {"messages": "x", "max_tokens": 0},
     ]
     return "/v1/chat/completions", draw.choice(bodies)

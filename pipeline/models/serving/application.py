@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -27,7 +28,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import GenerationState
 
 from ktconvert.pipeline.models.generating import Speed
-from ktconvert.pipeline.models.serving import completions, metrics, pages, schemas
+from ktconvert.pipeline.models.serving import answers, completions, metrics, pages, schemas
 from ktconvert.pipeline.models.serving.authentication import RequestError, require_api_key, shutdown_error
 from ktconvert.pipeline.models.serving.model_manager import ServedModel, chat_inputs
 from ktconvert.pipeline.models.serving.pages import PathDescription
@@ -222,7 +223,8 @@ class Application:
             if not has_begun:
                 await call.respond(shutdown.status, shutdown.body())
             elif is_streaming:
-                await send({"type": "http.response.body", "body": format_event(shutdown.body()), "more_body": False})
+                event = answers.format_event(shutdown.body())
+                await send({"type": "http.response.body", "body": event, "more_body": False})
         except Exception:
             if has_begun:
                 raise
@@ -311,50 +313,55 @@ class Application:
         if request.stream:
             return await self._answer(call, request, None, prompts[0])
         configs = [self._generation_config(request, len(ids)) for ids in prompts]
-        answers = []
-        for number, (ids, config) in enumerate(zip(prompts, configs, strict=True)):
-            request_id = f"cmpl-{call.id}" + (f"-{number}" if number else "")
-            prompt = request.prompt[number]
-            options = RequestOptions.from_request(request, call.disconnected, ids)
-            call.generations.append(options)
-            with register_options(request_id, options):
+        texts = [*zip(request.prompt, prompts, configs, strict=True)]
+        whole: list[dict[str, Any]] = []
+        for (prompt, ids, config), number in itertools.product(texts, range(request.n)):
+            request_id = f"cmpl-{call.id}" + (f"-{len(whole)}" if whole else "")
+            with self._register(call, request, request_id, number, ids) as options:
                 answer = await completions.complete(self.manager, self.scheduler, request, prompt, config, request_id)
-            answers.append(set_finish_reason(answer, options.truncated))
-        merged = answers[0]
-        merged["choices"] = [{**answer["choices"][0], "index": n} for n, answer in enumerate(answers)]
-        counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-        merged["usage"] = {count: sum(answer["usage"][count] for answer in answers) for count in counts}
-        await call.respond(200, merged, merged["id"])
+            whole.append(answers.set_finish_reason(answer, options.truncated))
+        await call.respond(200, answers.merge_answers(whole, request.n), whole[0]["id"])
+
+    @contextlib.contextmanager
+    def _register(
+        self, call: Call, request: Any, request_id: str, number: int, ids: list[int] | None
+    ) -> Iterator[RequestOptions]:
+        """Register the options of one of a request's choices until the end of the context."""
+        options = RequestOptions.from_request(request, call.disconnected, number, ids)
+        call.generations.append(options)
+        with register_options(request_id, options):
+            yield options
 
     async def _answer(self, call: Call, request: Any, inputs: Any, ids: list[int] | None = None) -> None:
-        """Send the handler's answer to the client.
+        """Send the handler's answers to the client; several choices are generated one after another.
 
         inputs  the model's inputs, for a chat or response
         ids     token ids of the prompt, for a completion
         """
-        options = RequestOptions.from_request(request, call.disconnected, ids)
-        call.generations.append(options)
-        is_text = isinstance(request, schemas.TextRequest)
         _, prefix, prompt = KINDS[type(request)]
         request_id = prefix + call.id
         length = inputs["input_ids"].shape[-1] if ids is None else len(ids)
-        config = json.dumps(self._generation_config(request, length))
         # A placeholder for the prompt, which the handler gets from chat_inputs or the registered options.
         body = {prompt: [] if ids is None else ".", "stream": request.stream, "model": request.model}
-        body["generation_config"] = config
+        body["generation_config"] = json.dumps(self._generation_config(request, length))
         chat_inputs.set(inputs)
-        try:
-            with register_options(request_id, options):
-                response = await self.handlers[type(request)].handle_request(body, request_id)
-        except HTTPException as error:  # 422 for an unknown field, which is 400 in OpenAI's API
-            status = 400 if error.status_code == 422 else error.status_code
-            raise RequestError(status, str(error.detail)) from error
-        if not request.stream:
-            answer = set_finish_reason(json.loads(response.body), options.truncated)
-            return await call.respond(200, answer, request_id)
-        usage = is_text and request.stream_options is not None and request.stream_options.include_usage
-        events = convert_stream(response.body_iterator, options, length if usage else None, ends_with_done=is_text)
-        await call.stream(events, request_id)
+
+        async def generate(number: int) -> tuple[Any, RequestOptions]:
+            try:
+                with self._register(call, request, request_id, number, ids) as options:
+                    return await self.handlers[type(request)].handle_request(body, request_id), options
+            except HTTPException as error:  # 422 for an unknown field, which is 400 in OpenAI's API
+                status = 400 if error.status_code == 422 else error.status_code
+                raise RequestError(status, str(error.detail)) from error
+
+        choices = getattr(request, "n", 1)
+        if request.stream:
+            return await call.stream(_stream_choices(request, generate, choices, length), request_id)
+        whole = []
+        for number in range(choices):
+            response, options = await generate(number)
+            whole.append(answers.convert_answer(json.loads(response.body), options))
+        await call.respond(200, answers.merge_answers(whole, choices), request_id)
 
     def _generation_config(self, request: schemas.CommonRequest, length: int) -> dict[str, Any]:
         """Return the generation_config for a prompt of this length. Raises RequestError if no token is left."""
@@ -380,63 +387,29 @@ def _tools(request: schemas.Chat | schemas.Responses) -> list[dict[str, Any]] | 
     return _dump(request.tools) if request.tools and request.tool_choice != "none" else None
 
 
-# --- conversion of the handlers' answers ----------------------------------------------------------
-
-
-def format_event(content: Any) -> bytes:
-    """Return a server-sent event with JSON content."""
-    return b"data: " + json.dumps(content).encode() + b"\n\n"
-
-
-async def convert_stream(
-    stream: AsyncIterator[str], options: RequestOptions, prompt_tokens: int | None, ends_with_done: bool
+async def _stream_choices(
+    request: Any, generate: Callable[[int], Awaitable[tuple[Any, RequestOptions]]], choices: int, prompt_tokens: int
 ) -> AsyncIterator[bytes]:
-    """Yield the events of a handler's stream in OpenAI's format. Each chunk of the stream has complete events.
+    """Yield the events of all choices, one choice after another.
 
-    prompt_tokens   number of tokens of the prompt, if the client asks for usage
-    ends_with_done  whether OpenAI ends such a stream with [DONE]
+    generate  returns the handler's response for the choice of an index, and its options
     """
-    async for chunk in stream:
-        contents = map(_parse_event, chunk.split("\n\n")[:-1])
-        yield b"".join(
-            format_event(new) for old in contents for new in convert_event(old, options.truncated, prompt_tokens)
+    is_text = isinstance(request, schemas.TextRequest)
+    has_usage = is_text and request.stream_options is not None and request.stream_options.include_usage
+    completion_tokens = 0
+    last: dict[str, Any] = {}
+    for number in range(choices):
+        response, options = await generate(number)
+        async for chunk in response.body_iterator:
+            for content in answers.parse_events(chunk):
+                last = answers.convert_event(content, options, number)
+                completion_tokens += (last.pop("usage", None) or {}).get("completion_tokens", 0)
+                yield answers.format_event(last)
+        if "error" in last:
+            break
+    if has_usage and "error" not in last:
+        yield answers.format_event(
+            {**last, "choices": [], "usage": answers.count_usage(prompt_tokens, completion_tokens)}
         )
-    if ends_with_done:
-        yield b"data: [DONE]\n\n"
-
-
-def _parse_event(text: str) -> Any:
-    text = text.removeprefix("data: ")
-    try:
-        content = json.loads(text)
-    except ValueError:  # the handlers do not escape quotes in an error
-        content = {"error": text.removeprefix('{"error": "').removesuffix('"}')}
-    return RequestError(500, content["error"]).body() if isinstance(content.get("error"), str) else content
-
-
-def convert_event(content: Any, truncated: bool, prompt_tokens: int | None) -> Iterator[Any]:
-    """Yield the content of an event in OpenAI's format: usage has an event of its own."""
-    if content.get("type") == "response.completed":
-        content["response"] = set_finish_reason(content["response"], truncated)
-        content["type"] = f"response.{content['response']['status']}"
-    if any(choice.get("finish_reason") for choice in content.get("choices", ())):
-        set_finish_reason(content, truncated)
-    usage = content.pop("usage", None)
-    yield content
-    if prompt_tokens is not None and usage is not None:
-        usage |= {"prompt_tokens": prompt_tokens, "total_tokens": prompt_tokens + usage["completion_tokens"]}
-        yield {**content, "choices": [], "usage": usage}
-
-
-def set_finish_reason(answer: dict[str, Any], truncated: bool) -> dict[str, Any]:
-    """Return an answer, or a stream's last event, that says how it ended.
-
-    The handlers call every response completed, and call a text truncated whose last token is the last permitted one.
-    """
-    if answer.get("object") == "response":
-        reason = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-        return {**answer, **reason} if truncated else answer
-    for choice in answer["choices"]:
-        if choice.get("finish_reason", "stop") in ("stop", "length"):
-            choice["finish_reason"] = "length" if truncated else "stop"
-    return answer
+    if is_text:
+        yield answers.DONE

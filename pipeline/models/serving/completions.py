@@ -15,7 +15,7 @@ from ktconvert.pipeline.models.serving.model_manager import ServedModel
 from ktconvert.pipeline.models.serving.request_options import find_options
 from ktconvert.pipeline.models.serving.scheduler import GenerationEnded, Scheduler
 from ktconvert.pipeline.models.serving.schemas import Completion
-from ktconvert.pipeline.models.serving.stream_decoder import INCOMPLETE, StreamDecoder
+from ktconvert.pipeline.models.serving.stream_decoder import StreamDecoder, name_token
 
 MAX_LOGITS = 1 << 29  # logits of one text: 1 GiB in BF16
 ROWS = 64  # positions whose logits are in memory as float32 at a time
@@ -118,17 +118,11 @@ def score(model: Any, ids: list[int], top: int, add_likeliest: bool = False) -> 
 
 def _format_logprobs(tokenizer: Any, scores: Scores, first: int) -> dict[str, Any]:
     """Return OpenAI's `logprobs` of the tokens from `first` on; the first token of a text has None."""
-    names = [_name_token(tokenizer, token) for token in scores.ids[first:]]
-    likeliest = [{_name_token(tokenizer, token): value for token, value in pairs} for pairs in scores.likeliest]
+    names = [name_token(tokenizer, token) for token in scores.ids[first:]]
+    likeliest = [{name_token(tokenizer, token): value for token, value in pairs} for pairs in scores.likeliest]
     return {
         "tokens": names,
         "token_logprobs": [None, *scores.logprobs][first:],
         "top_logprobs": [None, *likeliest][first:],
         "text_offset": list(accumulate(map(len, names[:-1]), initial=0))[: len(names)],
     }
-
-
-def _name_token(tokenizer: Any, token: int) -> str:
-    """Return a token's text. Incomplete characters all look the same: return their name in the vocabulary."""
-    text = str(tokenizer.decode([token]))
-    return str(tokenizer.convert_ids_to_tokens(token)) if INCOMPLETE in text else text

@@ -7,6 +7,7 @@ registered under the request's id, and the scheduler looks them up.
 from __future__ import annotations
 
 from asyncio import Event
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,10 +29,14 @@ class RequestOptions:
 
     ids          token ids of a completion's prompt, used instead of the text in the request
     model        name of the model or of an adapter
-    seed         seed of this request's random numbers
+    seed         seed of this answer's random numbers
     presence_penalty, frequency_penalty   as in OpenAI's API: subtracted from the logits of tokens that were generated
                  before, once and for each time
     logit_bias   added to the logits of these token ids
+    top_logprobs number of likeliest tokens to return at each position, besides the token's own log probability; None:
+                 neither
+    logits       [vocabulary], of the latest pass through the model, if top_logprobs is set
+    scores       a result: for each item of the answer, OpenAI's log probabilities of its tokens
     cancelled    set when nobody waits for the answer any more
     truncated    a result: whether the text ended with neither an end token nor a stop string
     speed        a result: tokens and seconds of the generation; None before its first new token
@@ -43,19 +48,28 @@ class RequestOptions:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    logits: torch.Tensor | None = None
+    scores: deque[list[dict[str, Any]]] = field(default_factory=deque)
     cancelled: Event = field(default_factory=Event)
     truncated: bool = True
     speed: Speed | None = None
 
     @classmethod
-    def from_request(cls, request: CommonRequest, cancelled: Event, ids: Sequence[int] | None = None) -> RequestOptions:
-        """Return the options of a request.
+    def from_request(
+        cls, request: CommonRequest, cancelled: Event, number: int, ids: Sequence[int] | None
+    ) -> RequestOptions:
+        """Return the options of one of a request's choices.
 
-        ids  token ids of a completion's prompt
+        number  index of the choice, which is added to the seed
+        ids     token ids of a completion's prompt
         """
         names = ("presence_penalty", "frequency_penalty", "logit_bias")
         values = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
-        return cls(ids, request.model, request.seed, cancelled=cancelled, **values)
+        if getattr(request, "logprobs", None) is True:
+            values["top_logprobs"] = getattr(request, "top_logprobs", None) or 0
+        seed = None if request.seed is None else request.seed + number
+        return cls(ids, request.model, seed, cancelled=cancelled, **values)
 
     def logits_processors(self, prompt_length: int) -> list[Any]:
         """Return the logits_processor argument of model.generate. Penalties do not count tokens of the prompt."""

@@ -18,7 +18,7 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import Speed, chunk_prefill
 from ktconvert.pipeline.models.serving.authentication import shutdown_error
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, find_options
-from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, is_text
+from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, format_score, is_text
 
 THREADS = 4  # generations that hold a key-value cache; further ones wait and hold only token ids
 STOP_SECONDS = 1.0  # time to wait for threads
@@ -101,6 +101,7 @@ class Answer:
         self.is_complete = False
         self.ids = GeneratedIds()
         self._prompt_length: int | None = None  # set by the first tokens that model.generate adds
+        self._scores: list[dict[str, Any]] = []  # of tokens that no item contains yet
         self._begin = self._first = 0.0  # when generation began, and when it added its first token
 
     @property
@@ -125,12 +126,37 @@ class Answer:
         for token in tokens.tolist():
             self.ids.append(token)
             self.counts.new += 1
-            for item in self.decoder.add(token):
-                self.emit(item)
+            if self.options.top_logprobs is not None:
+                self._scores.append(self._score(token))
+            self.emit_all(self.decoder.add(token))
         self.options.speed = Speed(self._prompt_length, len(self.ids), self._first - self._begin, now - self._first)
         if self.decoder.stopped:
             self.is_complete = True
             raise GenerationEnded
+
+    def emit_all(self, items: Iterable[Any]) -> None:
+        """Emit items, and add their scores to the options."""
+        for item in items:
+            if self.options.top_logprobs is not None:
+                self.options.scores.append(self._take_scores(item) if is_text(item) else [])
+            self.emit(item)
+
+    def _score(self, token: int) -> dict[str, Any]:
+        """Return OpenAI's log probabilities at the position of the latest token."""
+        assert self.options.logits is not None
+        logprobs = self.options.logits.float().log_softmax(-1)
+        values, ids = logprobs.topk(min(self.options.top_logprobs or 0, len(logprobs)))
+        pairs = zip([token, *ids.tolist()], [float(logprobs[token]), *values.tolist()], strict=True)
+        own, *likeliest = (format_score(self.decoder.tokenizer, *pair) for pair in pairs)
+        return {**own, "top_logprobs": likeliest}
+
+    def _take_scores(self, text: str) -> list[dict[str, Any]]:
+        """Return the scores of the tokens of a text, without those of markup before it."""
+        ids = self.ids[len(self.ids) - len(self._scores) :]
+        begins = (begin for begin in reversed(range(len(ids))) if text.strip() in self.decoder.decode(ids[begin:]))
+        scores = self._scores[next(begins, 0) :]
+        self._scores = []
+        return scores
 
     put = add  # the name that model.generate calls
 
@@ -163,6 +189,7 @@ class Scheduler(utils.BaseGenerateManager):
         self._stopping = False
         self._random: Any = torch.cuda if model.device.type == "cuda" else torch
         model.register_forward_pre_hook(self._let_others_compute, with_kwargs=True)
+        model.register_forward_hook(self._keep_logits)
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 module.register_forward_pre_hook(self._check_cancelled)
@@ -298,8 +325,7 @@ class Scheduler(utils.BaseGenerateManager):
             answer.is_complete = True
         if self._stopping and not answer.is_complete:
             raise shutdown_error()
-        for item in answer.decoder.end():
-            answer.emit(item)
+        answer.emit_all(answer.decoder.end())
         options.truncated = not answer.decoder.ended
 
     def _check_cancelled(self, *_: Any) -> None:
@@ -307,6 +333,12 @@ class Scheduler(utils.BaseGenerateManager):
         options = getattr(self._thread, "options", None)
         if options is not None and (self._stopping or options.cancelled.is_set()):
             raise GenerationEnded
+
+    def _keep_logits(self, _: Any, arguments: Any, output: Any) -> None:
+        """Keep the last logits if the request that this thread computes needs log probabilities."""
+        options = getattr(self._thread, "options", None)
+        if options is not None and options.top_logprobs is not None:
+            options.logits = output.logits[0, -1]
 
     def _let_others_compute(self, _: Any, arguments: Any, named: dict[str, Any]) -> None:
         """Let waiting threads compute first, and restore the random state and the adapter of this thread's request."""

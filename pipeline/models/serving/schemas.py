@@ -30,6 +30,8 @@ MAX_PROMPTS = 256  # prompts of one request
 MAX_STOPS = 16  # stop strings of one request
 MAX_STOP_LENGTH = 256  # characters of a stop string
 MAX_BIASES = 1024
+MAX_CHOICES = 16  # answers to one prompt
+MAX_LOGPROBS = 20  # likeliest tokens at a position
 MAX_METADATA = 16  # entries, the limit of OpenAI's API
 TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 INT64 = 1 << 63
@@ -86,7 +88,7 @@ def as_token_ids(value: Any) -> Any:
 
 
 ToolChoice = Annotated[Any, allow_only("auto", "none", reason="only auto and none are supported")]
-NO_LOGPROBS = "only /v1/completions returns log probabilities"
+NO_LOGPROBS = "only chats and completions return log probabilities"
 NO_REASONING = "is not supported; leave it out, or use chat_template_kwargs for settings of the chat template"
 UNSET_REASONING = ({"effort": None}, {"summary": None}, {"effort": None, "summary": None})
 UNSUPPORTED = "only the default is supported; leave it out"
@@ -151,7 +153,7 @@ class TextRequest(CommonRequest):
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(as_token_ids), Field(max_length=MAX_BIASES)] | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[Any, allow_only(1, reason="each request gets one answer; send the request again for more")] = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
 
     @model_validator(mode="after")
     def _require_stream(self) -> TextRequest:
@@ -186,8 +188,8 @@ class Chat(TextRequest, WithTools):
         Any, allow_only({"type": "text"}, reason="only text is supported; a format cannot be enforced")
     ] = None
     modalities: Annotated[Any, allow_only(["text"], reason="only text is supported")] = None
-    logprobs: Annotated[Any, allow_only(False, reason=NO_LOGPROBS)] = None
-    top_logprobs: Annotated[Any, allow_only(0, reason=NO_LOGPROBS)] = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     reasoning: Annotated[Any, allow_only({}, *UNSET_REASONING, reason=NO_REASONING)] = None
     include_reasoning: Annotated[Any, allow_only(True, reason=UNSUPPORTED)] = None
     verbosity: Annotated[Any, allow_only("medium", reason=UNSUPPORTED)] = None
@@ -196,6 +198,12 @@ class Chat(TextRequest, WithTools):
     add_generation_prompt: Annotated[Any, allow_only(True, reason=UNSUPPORTED)] = None
     continue_final_message: Annotated[Any, allow_only(False, reason=UNSUPPORTED)] = None
 
+    @model_validator(mode="after")
+    def _require_logprobs(self) -> Chat:
+        if self.top_logprobs and not self.logprobs:
+            raise invalid_value("top_logprobs: only with logprobs")
+        return self
+
 
 class Completion(TextRequest):
     """A request to /v1/completions."""
@@ -203,12 +211,14 @@ class Completion(TextRequest):
     prompt: Annotated[list[Any], BeforeValidator(as_prompts)]
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[Any, allow_only(1, reason="each prompt gets one answer; leave it out")] = None
     suffix: Annotated[Any, allow_only("", reason="text cannot be inserted before a suffix; leave it out")] = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Completion:
+        if len(self.prompt) * self.n > MAX_PROMPTS:
+            raise invalid_value(f"n: a request may have {MAX_PROMPTS} answers, those to all prompts together")
         if self.max_tokens == 0 and not self.echo:
             raise invalid_value("max_tokens: 0 is only supported with echo")
         if self.stream and (self.logprobs is not None or self.echo or len(self.prompt) > 1):

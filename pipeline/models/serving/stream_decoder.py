@@ -22,6 +22,7 @@ THINKING: tuple[dict[str, bool], ...] = ({}, {"enable_thinking": True}, {"enable
 MAX_HELD = 64  # tokens to hold back because their text may still change
 _get_template, _decode_prefix = utils.get_response_template, utils._decode_prefix  # transformers' own functions
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the text of an incomplete character
+MIN_LOGPROB = -9999.0  # OpenAI's value for tokens without a probability
 
 
 class StreamDecoder:
@@ -51,8 +52,8 @@ class StreamDecoder:
         if self.ended:
             return []
         self._ids.append(token)
-        returned_text = self._decode(self._ids[: self._returned])
-        text = self._decode(self._ids)
+        returned_text = self.decode(self._ids[: self._returned])
+        text = self.decode(self._ids)
         if len(text) <= len(returned_text) or (
             text.endswith(INCOMPLETE) and len(self._ids) - self._returned < MAX_HELD
         ):
@@ -65,12 +66,13 @@ class StreamDecoder:
         """Return the items for the remaining text."""
         items = list[Any]()
         if not self.stopped:
-            items += self._take_text(self._decode(self._ids)[len(self._decode(self._ids[: self._returned])) :])
+            items += self._take_text(self.decode(self._ids)[len(self.decode(self._ids[: self._returned])) :])
         if not self.stopped:
             items += self._parse(self._held)
         return items + (self._run_parser(lambda parser: parser.finalize()[1]) if self.parser is not None else [])
 
-    def _decode(self, ids: list[int]) -> str:
+    def decode(self, ids: list[int]) -> str:
+        """Return the text of token ids, with special tokens only if there is a parser."""
         return str(self.tokenizer.decode(ids, skip_special_tokens=self.parser is None))
 
     def _take_text(self, text: str) -> list[Any]:
@@ -170,3 +172,17 @@ def parse_message(
 def is_text(item: Any) -> bool:
     """Return whether an item is text of the answer."""
     return isinstance(item, str) and not isinstance(item, utils.ReasoningText)
+
+
+def name_token(tokenizer: Any, token: int) -> str:
+    """Return a token's text. Incomplete characters all look the same: return their name in the vocabulary."""
+    text = str(tokenizer.decode([token]))
+    return str(tokenizer.convert_ids_to_tokens(token)) if INCOMPLETE in text else text
+
+
+def format_score(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+    """Return a token and its log probability in OpenAI's format; `bytes` is None for an incomplete character."""
+    text = str(tokenizer.decode([token]))
+    is_complete = INCOMPLETE not in text
+    name = name_token(tokenizer, token)
+    return {"token": name, "logprob": max(logprob, MIN_LOGPROB), "bytes": [*text.encode()] if is_complete else None}
