@@ -1,6 +1,7 @@
 """Tests of `ktconvert serve`: its pages for browsers, metrics, log and CORS, with a server in its own process."""
 
 import html
+import json
 import os
 import re
 import shutil
@@ -25,6 +26,7 @@ KEY = "sk-0123456789"
 ORIGIN = "https://chat.example.org"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 WITH_KEY = {"authorization": f"Bearer {KEY}"}
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) \S.*")
 
 
@@ -37,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(example: Path, folder: Path) -> Iterator[str]:
     (folder / "key").write_text(KEY)
     (folder / "key").chmod(0o600)
-    options = ("--api-key-file", str(folder / "key"), "--cors-origin", ORIGIN)
+    options = ("--api-key-file", str(folder / "key"), "--cors-origin", ORIGIN, "--model-name", "qwen3-moe-small")
     with start_server(example, folder / "log", *options) as (_, address):
         yield address
 
@@ -123,7 +125,7 @@ def test_pages_need_no_key_and_load_nothing_from_elsewhere(url):
     assert httpx.get(f"{url}/metrics").status_code == 401
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@needs_curl
 def test_docs_describe_every_path_with_a_command_that_works(url, folder):
     """curl gets an answer from every path but /load_model, whose example has a placeholder."""
     page = httpx.get(f"{url}/docs").text
@@ -137,6 +139,29 @@ def test_docs_describe_every_path_with_a_command_that_works(url, folder):
         environment = {**os.environ, "KEY": KEY}
         result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, env=environment)
         assert result.stdout[-3:] == ("404" if '"NAME"' in command else "200"), result.stdout
+
+
+def read_json(text: str) -> list[dict[str, Any]]:
+    """Return the JSON objects of an answer or of a stream's events, except the values that change."""
+    text = " ".join(text.replace("data: [DONE]", "").replace("data: ", "").split())
+    objects, end = [], 0
+    while end < len(text):
+        content, end = json.JSONDecoder().raw_decode(text, end)
+        objects.append({name: value for name, value in content.items() if name not in ("id", "created")})
+        end += 1
+    return objects
+
+
+@needs_curl
+def test_curl_commands_of_the_docs_have_the_printed_output(url, folder):
+    page = (Path(__file__).parents[1] / "docs/how-to/serve.md").read_text()
+    examples = re.findall(r"```bash\n(curl .*?)```\n\n```json\n(.*?)```", page, re.S)
+    assert len(examples) == 3
+    for command, printed in examples:
+        script = command.replace("http://127.0.0.1:8000", url)
+        result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, cwd=folder)
+        assert read_json(result.stdout) == read_json(printed)
+        assert result.stdout.endswith("data: [DONE]\n\n") == ("-sN" in command)
 
 
 def test_only_pages_of_the_given_origin_may_send_requests(url):

@@ -74,7 +74,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "logprobs": [1],
         "top_logprobs": [2, 21],
         "reasoning_effort": ["high"],
-        "response_format": [{"type": "json_object"}],
+        "response_format": [{"type": "xml"}],
         "tool_choice": ["required"],
         "reasoning": [{"effort": "high"}],
         "ignore_eos": [True],
@@ -102,7 +102,7 @@ FIELDS: dict[str, dict[str, list[Any]]] = {
         "truncation": ["auto"],
         "background": [True],
         "previous_response_id": ["resp_1"],
-        "text": [{"format": {"type": "json_object"}}],
+        "text": ["plain"],
         "reasoning": [{"effort": "low", "summary": None}],
     },
 }
@@ -124,7 +124,6 @@ REFUSED: list[tuple[str, Any, str | None]] = [
     (CHAT, chat(messages=[*SAID, {"role": "user", "content": "a", "colour": "red"}]), "messages[1].colour"),
     (CHAT, chat(messages=[None]), "messages[0]"),
     (CHAT, b'{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}', "temperature"),
-    (CHAT, chat(tools=[{"type": "function", "function": {"name": "f"}}], parallel_tool_calls=False), None),
     *((CHAT, chat(stop=stop), "stop[0]") for stop in ("", "a" * 1000)),
     (CHAT, chat(logit_bias={"1": 101}), None),
     *(

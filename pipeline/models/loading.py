@@ -34,7 +34,7 @@ RUN_PACKAGES = ("torch", "transformers", "accelerate")
 REQUIRED_PACKAGES = {
     "run": RUN_PACKAGES,
     "train": (*RUN_PACKAGES, "peft", "datasets"),
-    "serve": (*RUN_PACKAGES, "fastapi", "uvicorn", "openai", "pydantic", "prometheus_client"),
+    "serve": (*RUN_PACKAGES, "fastapi", "uvicorn", "openai", "pydantic", "prometheus_client", "llguidance"),
     "gpu": (*RUN_PACKAGES, "compressed_tensors"),
 }
 # Number of kernels that torch's linears keep, each for one number of tokens. The default 1024 needs a gigabyte.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -22,18 +23,22 @@ from fastapi import HTTPException, Response
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from pydantic_core import from_json
+from transformers.cli.serving import utils
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import GenerationState
 
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.models.generating import Speed
 from ktconvert.pipeline.models.serving import answers, completions, metrics, pages, schemas
 from ktconvert.pipeline.models.serving.authentication import RequestError, require_api_key, shutdown_error
+from ktconvert.pipeline.models.serving.constraints import Constraint, Constraints
 from ktconvert.pipeline.models.serving.model_manager import ServedModel, chat_inputs
 from ktconvert.pipeline.models.serving.pages import PathDescription
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, generation_config, register_options
 from ktconvert.pipeline.models.serving.scheduler import Scheduler
+from ktconvert.pipeline.models.serving.stream_decoder import find_reasoning_texts
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -174,6 +179,7 @@ class Application:
         self.scheduler = scheduler
         self.key = key
         self.prompts = manager.prompts
+        self.constraints: Constraints | None = None  # made by the first request that needs it: for a second, perhaps
         state: Any = GenerationState()
         state.get_manager = lambda *_arguments, **_settings: scheduler
         self.handlers = {kind: handler(manager, state) for kind, (handler, _, _) in KINDS.items()}
@@ -345,10 +351,13 @@ class Application:
         body = {prompt: [] if ids is None else ".", "stream": request.stream, "model": request.model}
         body["generation_config"] = json.dumps(self._generation_config(request, length))
         chat_inputs.set(inputs)
+        constrain = await self._prepare_constraint(request, inputs) if ids is None else None
 
         async def generate(number: int) -> tuple[Any, RequestOptions]:
             try:
                 with self._register(call, request, request_id, number, ids) as options:
+                    if constrain is not None:
+                        options.constraint = await asyncio.to_thread(constrain)
                     return await self.handlers[type(request)].handle_request(body, request_id), options
             except HTTPException as error:  # 422 for an unknown field, which is 400 in OpenAI's API
                 status = 400 if error.status_code == 422 else error.status_code
@@ -362,6 +371,37 @@ class Application:
             response, options = await generate(number)
             whole.append(answers.convert_answer(json.loads(response.body), options))
         await call.respond(200, answers.merge_answers(whole, choices), request_id)
+
+    async def _prepare_constraint(
+        self, request: schemas.Chat | schemas.Responses, inputs: Any
+    ) -> Callable[[], Constraint] | None:
+        """Return the function that starts the constraint of an answer; None if it may be any text.
+
+        Raises RequestError for an unsupported schema, tool or model.
+        """
+        functions = request.list_forced_functions()
+        schema = request.json_schema()
+        if not functions and schema is None:
+            return None
+        param = "tool_choice" if functions else "response_format" if isinstance(request, schemas.Chat) else "text"
+
+        def prepare() -> Callable[[], Constraint]:
+            try:
+                self.constraints = self.constraints or self._make_constraints()
+            except (ValueError, UnsupportedError) as error:
+                raise RequestError(400, f"{param}: not supported for this model: {error}", param) from error
+            call_grammar, json_grammar = self.constraints.make_call_grammar, self.constraints.make_json_grammar
+            grammar = call_grammar(functions) if functions else json_grammar(schema or {}, param)
+            end = utils._decode_prefix(self.prompts.tokenizer, inputs["input_ids"])
+            return functools.partial(self.constraints.start, grammar, end)
+
+        constrain: Callable[[], Constraint] = await self.prompts.run_in_thread(prepare)
+        return constrain
+
+    def _make_constraints(self) -> Constraints:
+        reasoning = find_reasoning_texts(self.manager.processor, self.manager.model)
+        end_ids = self.scheduler.end_ids(self.manager.model.generation_config)
+        return Constraints(self.prompts.tokenizer, self.prompts.vocabulary, end_ids, reasoning)
 
     def _generation_config(self, request: schemas.CommonRequest, length: int) -> dict[str, Any]:
         """Return the generation_config for a prompt of this length. Raises RequestError if no token is left."""
@@ -384,7 +424,7 @@ def _dump(items: Iterable[BaseModel]) -> list[dict[str, Any]]:
 
 
 def _tools(request: schemas.Chat | schemas.Responses) -> list[dict[str, Any]] | None:
-    return _dump(request.tools) if request.tools and request.tool_choice != "none" else None
+    return _dump(request.tools) if request.tools and request.tool_choice[0] != "none" else None
 
 
 async def _stream_choices(

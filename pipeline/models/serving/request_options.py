@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ktconvert.pipeline.models.generating import Speed, clamp_temperature
-from ktconvert.pipeline.models.serving.schemas import CommonRequest
+from ktconvert.pipeline.models.serving.schemas import CommonRequest, WithTools
 
 if TYPE_CHECKING:
     import torch
+
+    from ktconvert.pipeline.models.serving.constraints import Constraint
 
 DEFAULT_LENGTH = 1024  # new tokens, as in transformers' server
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
@@ -37,6 +39,9 @@ class RequestOptions:
                  neither
     logits       [vocabulary], of the latest pass through the model, if top_logprobs is set
     scores       a result: for each item of the answer, OpenAI's log probabilities of its tokens
+    constraint   what the answer must match; None: anything
+    calls_tool   whether the answer is a call in the grammar of its constraint
+    single_call  whether the answer ends after its first call of a tool
     cancelled    set when nobody waits for the answer any more
     truncated    a result: whether the text ended with neither an end token nor a stop string
     speed        a result: tokens and seconds of the generation; None before its first new token
@@ -51,6 +56,9 @@ class RequestOptions:
     top_logprobs: int | None = None
     logits: torch.Tensor | None = None
     scores: deque[list[dict[str, Any]]] = field(default_factory=deque)
+    constraint: Constraint | None = None
+    calls_tool: bool = False
+    single_call: bool = False
     cancelled: Event = field(default_factory=Event)
     truncated: bool = True
     speed: Speed | None = None
@@ -68,6 +76,9 @@ class RequestOptions:
         values = {name: getattr(request, name) for name in names if getattr(request, name, None) is not None}
         if getattr(request, "logprobs", None) is True:
             values["top_logprobs"] = getattr(request, "top_logprobs", None) or 0
+        if isinstance(request, WithTools):
+            values["calls_tool"] = bool(request.list_forced_functions())
+            values["single_call"] = request.parallel_tool_calls is False
         seed = None if request.seed is None else request.seed + number
         return cls(ids, request.model, seed, cancelled=cancelled, **values)
 
@@ -82,7 +93,12 @@ class RequestOptions:
             tokens = ids.new_tensor(list(self.logit_bias))
             return scores.index_add(-1, tokens, scores.new_tensor([list(self.logit_bias.values())]))
 
-        steps = ((penalize, self.presence_penalty or self.frequency_penalty), (add_bias, self.logit_bias))
+        def enforce(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            assert self.constraint is not None
+            return self.constraint.mask(scores)
+
+        penalty = self.presence_penalty or self.frequency_penalty
+        steps = ((penalize, penalty), (add_bias, self.logit_bias), (enforce, self.constraint))
         return [process for process, is_used in steps if is_used]
 
 

@@ -28,6 +28,7 @@ from transformers.cli.serving import utils
 
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 from ktconvert.pipeline.models.generating import Speed, chunk_prefill
+from ktconvert.pipeline.models.serving import constraints
 from ktconvert.pipeline.models.serving.authentication import shutdown_error
 from ktconvert.pipeline.models.serving.request_options import RequestOptions, find_options
 from ktconvert.pipeline.models.serving.stream_decoder import GeneratedIds, StreamDecoder, format_score, is_text
@@ -101,6 +102,7 @@ class Answer:
         self.is_complete = False
         self.ids = GeneratedIds()
         self._prompt_length: int | None = None  # set by the first tokens that model.generate adds
+        self._call_text = ""  # of a call in the grammar of the options' constraint
         self._scores: list[dict[str, Any]] = []  # of tokens that no item contains yet
         self._begin = self._first = 0.0  # when generation began, and when it added its first token
 
@@ -114,7 +116,7 @@ class Answer:
         self.options.cancelled.set()
 
     def add(self, tokens: torch.Tensor) -> None:
-        """Add a new token [1]; the first call has the prompt [1, T]. Raises GenerationEnded after a stop string."""
+        """Add a new token [1]; the first call has the prompt [1, T]. Raises GenerationEnded at its end."""
         now = time.perf_counter()
         if self._prompt_length is None:
             self._prompt_length = tokens.shape[-1]
@@ -129,14 +131,33 @@ class Answer:
             if self.options.top_logprobs is not None:
                 self._scores.append(self._score(token))
             self.emit_all(self.decoder.add(token))
+            self._check_end(token)
         self.options.speed = Speed(self._prompt_length, len(self.ids), self._first - self._begin, now - self._first)
-        if self.decoder.stopped:
-            self.is_complete = True
+        self.is_complete = self.is_complete or self.decoder.stopped
+        if self.is_complete:
             raise GenerationEnded
+
+    def _check_end(self, token: int) -> None:
+        """Let the decoder end the answer if it is complete by its constraint."""
+        constraint = self.options.constraint
+        if constraint is not None and not self.decoder.ended:
+            self.is_complete = self.decoder.ended = constraint.add(token, self.decoder.decode)
+
+    def finish(self) -> None:
+        """Emit the remaining text, and a call in the grammar of the options' constraint."""
+        self.emit_all(self.decoder.end())
+        if self._call_text:
+            call = constraints.read_call(self._call_text)
+            self.emit(self._call_text if call is None else utils.ToolCall(*call))
 
     def emit_all(self, items: Iterable[Any]) -> None:
         """Emit items, and add their scores to the options."""
         for item in items:
+            if self.options.calls_tool and is_text(item):
+                self._call_text += item
+                continue
+            if isinstance(item, utils.ToolCall) and self.options.single_call:
+                self.is_complete = self.decoder.stopped = self.decoder.ended = True
             if self.options.top_logprobs is not None:
                 self.options.scores.append(self._take_scores(item) if is_text(item) else [])
             self.emit(item)
@@ -325,7 +346,7 @@ class Scheduler(utils.BaseGenerateManager):
             answer.is_complete = True
         if self._stopping and not answer.is_complete:
             raise shutdown_error()
-        answer.emit_all(answer.decoder.end())
+        answer.finish()
         options.truncated = not answer.decoder.ended
 
     def _check_cancelled(self, *_: Any) -> None:

@@ -6,6 +6,7 @@ A known parameter is supported, or has no effect on the answer, or may only have
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import groupby
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from ktconvert.pipeline.models.serving.messages import (
     FAIL_FAST,
     UNKNOWN,
     FlatTool,
+    Function,
     Item,
     Message,
     Strict,
@@ -29,6 +31,8 @@ from ktconvert.pipeline.models.serving.messages import (
 MAX_PROMPTS = 256  # prompts of one request
 MAX_STOPS = 16  # stop strings of one request
 MAX_STOP_LENGTH = 256  # characters of a stop string
+MAX_SCHEMA = 1 << 16  # characters of a JSON schema
+SCHEMA_FIELDS = {"name", "description", "schema", "strict"}
 MAX_BIASES = 1024
 MAX_CHOICES = 16  # answers to one prompt
 MAX_LOGPROBS = 20  # likeliest tokens at a position
@@ -87,13 +91,46 @@ def as_token_ids(value: Any) -> Any:
     return {int(name): bias for name, bias in value.items()}
 
 
-ToolChoice = Annotated[Any, allow_only("auto", "none", reason="only auto and none are supported")]
+def as_json_schema(value: Any) -> dict[str, Any] | None:
+    """Return the JSON schema of a response format; None for plain text.
+
+    Chats have it under json_schema, responses beside the type.
+    """
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in ("text", "json_object", "json_schema"):
+        raise invalid_value("type has to be text, json_object or json_schema")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    declared = value.get("json_schema", {name: more for name, more in value.items() if name != "type"})
+    if not isinstance(declared, dict) or declared.keys() - SCHEMA_FIELDS:
+        raise invalid_value(f"json_schema has to be an object with {', '.join(sorted(SCHEMA_FIELDS))}")
+    schema = declared.get("schema")
+    if not isinstance(schema, dict):
+        raise invalid_value("the schema has to be an object")
+    if len(json.dumps(schema)) > MAX_SCHEMA:
+        raise invalid_value(f"the schema has more than {MAX_SCHEMA} characters")
+    return schema
+
+
+def as_tool_choice(value: Any) -> tuple[str, str | None]:
+    """Return a tool choice as auto, none, required or function, and the name of the function."""
+    if value in ("auto", "none", "required"):
+        return value, None
+    function = value.get("function", value) if isinstance(value, dict) and value.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise invalid_value("has to be auto, none, required, or an object with the type function and a name")
+    return "function", name
+
+
+JsonFormat = Annotated[dict[str, Any] | None, BeforeValidator(as_json_schema)]
+ToolChoice = Annotated[tuple[str, str | None], BeforeValidator(as_tool_choice)]
 NO_LOGPROBS = "only chats and completions return log probabilities"
 NO_REASONING = "is not supported; leave it out, or use chat_template_kwargs for settings of the chat template"
 UNSET_REASONING = ({"effort": None}, {"summary": None}, {"effort": None, "summary": None})
 UNSUPPORTED = "only the default is supported; leave it out"
-FORMAT, VERBOSITY = {"format": {"type": "text"}}, {"verbosity": "medium"}
-PLAIN_TEXT: tuple[Any, ...] = ({}, FORMAT, VERBOSITY, FORMAT | VERBOSITY)
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -165,14 +202,34 @@ class TextRequest(CommonRequest):
 class WithTools(Strict):
     """Parameters of requests with tools. Subclasses declare `tools`, whose type differs."""
 
-    tool_choice: ToolChoice = None
+    tool_choice: ToolChoice = ("auto", None)
     parallel_tool_calls: bool | None = None
 
     @model_validator(mode="after")
-    def _allow_parallel_calls(self) -> WithTools:
-        if self.parallel_tool_calls is False and getattr(self, "tools", None) and self.tool_choice != "none":
-            raise invalid_value("parallel_tool_calls: parallel calls cannot be disabled; leave it out")
+    def _check_tool_choice(self) -> WithTools:
+        kind, name = self.tool_choice
+        names = [function.name for function in self.list_functions()]
+        if kind == "required" and not names:
+            raise invalid_value("tool_choice: required needs tools")
+        if kind == "function" and name not in names:
+            raise invalid_value(f"tool_choice: {name} is not among the tools")
+        if kind == "auto" and names and self.json_schema() is not None:
+            raise invalid_value("tool_choice: give none, required or a function; auto is not supported with a format")
         return self
+
+    def list_functions(self) -> list[Function]:
+        """Return the functions of all tools."""
+        return [getattr(tool, "function", tool) for tool in getattr(self, "tools", None) or ()]
+
+    def list_forced_functions(self) -> list[Function]:
+        """Return the functions of which the answer has to call one; none if the model decides."""
+        kind, name = self.tool_choice
+        is_forced = kind in ("required", "function")
+        return [function for function in self.list_functions() if is_forced and name in (None, function.name)]
+
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return the schema of the answer; None for plain text."""
+        raise NotImplementedError
 
 
 class Chat(TextRequest, WithTools):
@@ -184,9 +241,7 @@ class Chat(TextRequest, WithTools):
     functions: Annotated[Any, allow_only([], reason="was replaced by tools; use tools")] = None
     function_call: Annotated[Any, allow_only("auto", "none", reason="was replaced by tool_choice; use that")] = None
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: Annotated[
-        Any, allow_only({"type": "text"}, reason="only text is supported; a format cannot be enforced")
-    ] = None
+    response_format: JsonFormat = None
     modalities: Annotated[Any, allow_only(["text"], reason="only text is supported")] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -203,6 +258,10 @@ class Chat(TextRequest, WithTools):
         if self.top_logprobs and not self.logprobs:
             raise invalid_value("top_logprobs: only with logprobs")
         return self
+
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return the schema of the answer; None for plain text."""
+        return self.response_format
 
 
 class Completion(TextRequest):
@@ -229,6 +288,13 @@ class Completion(TextRequest):
         return self
 
 
+class TextOptions(Strict):
+    """The format of a response's text."""
+
+    format: JsonFormat = None
+    verbosity: Annotated[Any, allow_only("medium", reason=UNSUPPORTED)] = None
+
+
 class Responses(CommonRequest, WithTools):
     """A request to /v1/responses."""
 
@@ -237,7 +303,7 @@ class Responses(CommonRequest, WithTools):
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     tools: Annotated[list[FlatTool], FAIL_FAST] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None  # of OpenAI's own tools
-    text: Annotated[Any, allow_only(*PLAIN_TEXT, reason="only text is supported; a format cannot be enforced")] = None
+    text: TextOptions | None = None
     stream_options: StreamOptions | None = None
     top_logprobs: Annotated[Any, allow_only(0, reason=NO_LOGPROBS)] = None
     reasoning: Annotated[Any, allow_only({}, *UNSET_REASONING, reason=NO_REASONING)] = None
@@ -248,6 +314,10 @@ class Responses(CommonRequest, WithTools):
     background: Annotated[
         Any, allow_only(False, reason="responses in the background are not supported; leave it out")
     ] = None
+
+    def json_schema(self) -> dict[str, Any] | None:
+        """Return the schema of the answer; None for plain text."""
+        return self.text.format if self.text is not None else None
 
     def input_with_instructions(self) -> list[Item]:
         """Return the input after the instructions.

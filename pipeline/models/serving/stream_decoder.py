@@ -14,6 +14,7 @@ from typing import Any
 from transformers.cli.serving import chat_completion, response, utils
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.pipeline.models.serving.prompts import ChatTemplate
 
 # Texts of a user that show what the template writes, independent of the text.
@@ -157,6 +158,18 @@ async def _find_beginnings(chat_template: ChatTemplate, template: Any) -> set[tu
         if len(ends) == 1:
             beginnings |= {end for end in ends if end is not None}
     return beginnings
+
+
+def find_reasoning_texts(processor: Any, model: Any) -> tuple[str, str] | None:
+    """Return the texts between which the model reasons before its answer, after install_parser; None for neither.
+
+    Raises UnsupportedError if more than that precedes an answer.
+    """
+    fields = (utils.get_response_template(processor, model) or {}).get("fields", {})
+    if {"open", "open_pattern"} & fields.get("content", {}).keys():
+        raise UnsupportedError("the model writes its answers in a format of its own")
+    reasoning = fields.get("thinking", {})
+    return (reasoning["open"], reasoning["close"]) if {"open", "close"} <= reasoning.keys() else None
 
 
 def parse_message(
