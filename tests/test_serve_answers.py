@@ -17,6 +17,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 chat_parsing = pytest.importorskip("transformers.utils.chat_parsing")
 constraints = pytest.importorskip("ktconvert.pipeline.models.serving.constraints")
+prompts = pytest.importorskip("ktconvert.pipeline.models.serving.prompts")
 request_options = pytest.importorskip("ktconvert.pipeline.models.serving.request_options")
 scheduler = pytest.importorskip("ktconvert.pipeline.models.serving.scheduler")
 stream_decoder = pytest.importorskip("ktconvert.pipeline.models.serving.stream_decoder")
@@ -282,6 +283,21 @@ def test_a_constraint_begins_after_the_reasoning(example, tmp_path):
     assert len(thinking.choices[0].message.reasoning_content) > 20
     assert not thinking.choices[0].message.content
     assert is_thing(direct.choices[0].message.content)
+
+
+def test_the_reasoning_effort_reaches_the_chat_template(chat, client):
+    """If it can only turn reasoning on or off, any effort turns it on. Settings of the template override it."""
+    plain = chat(max_tokens=1).usage.prompt_tokens
+    settings = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    efforts = [{"reasoning_effort": "high"}, {"reasoning_effort": "none"}, {"reasoning_effort": "high", **settings}]
+    tokens = [chat(max_tokens=1, **more).usage.prompt_tokens for more in efforts]
+    assert tokens[0] > plain
+    assert tokens[1:] == [plain, plain]
+    reply = {"model": "small", "input": "import os", "max_output_tokens": 1}
+    replies = [client.responses.create(**reply, reasoning={"effort": effort}) for effort in ("low", "none")]
+    assert [one.usage.input_tokens for one in replies] == tokens[:2]
+    assert prompts.find_effort_settings({"reasoning_effort", "enable_thinking"}, "low") == {"reasoning_effort": "low"}
+    assert prompts.find_effort_settings({"messages"}, "low") == {}
 
 
 @pytest.mark.parametrize("begins", ["the prompt", "the answer"])

@@ -299,7 +299,8 @@ class Application:
         request: schemas.Chat = await self._read_request(call, schemas.Chat)
         messages, tools = await asyncio.to_thread(lambda: (_dump(request.messages), _tools(request)))
         settings = request.chat_template_kwargs or {}
-        await self._answer(call, request, await self.prompts.encode_chat(messages, tools, settings, param="messages"))
+        inputs = await self.prompts.encode_chat(messages, tools, settings, request.effort(), "messages")
+        await self._answer(call, request, inputs)
 
     async def _create_response(self, call: Call) -> None:
         request: schemas.Responses = await self._read_request(call, schemas.Responses)
@@ -310,7 +311,8 @@ class Application:
             return handler._normalize_input(items), handler._normalize_tools(_tools(request))
 
         messages, tools = await asyncio.to_thread(normalize)
-        await self._answer(call, request, await self.prompts.encode_chat(messages, tools, {}, param="input"))
+        inputs = await self.prompts.encode_chat(messages, tools, {}, request.effort(), "input")
+        await self._answer(call, request, inputs)
 
     async def _create_completion(self, call: Call) -> None:
         """Answer /v1/completions; the texts of several prompts are generated one after another."""

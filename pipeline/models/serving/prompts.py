@@ -106,6 +106,18 @@ class ChatTemplate:
         )
 
 
+def find_effort_settings(variables: Collection[str], effort: str | None) -> dict[str, Any]:
+    """Return the settings for a reasoning effort of a chat template that reads these names.
+
+    Most templates can only turn reasoning on or off. Those of models that do not reason have no setting.
+    """
+    if effort is None:
+        return {}
+    if "reasoning_effort" in variables:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if "enable_thinking" in variables else {}
+
+
 class Prompts:
     """The tokenizer and the limits of a loaded model.
 
@@ -146,10 +158,13 @@ class Prompts:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
             raise RequestError(400, f"{param}: this model's token ids are 0 to {self.vocabulary - 1}", param)
 
-    async def encode_chat(self, messages: Any, tools: Any, settings: Mapping[str, Any], param: str) -> Any:
+    async def encode_chat(
+        self, messages: Any, tools: Any, settings: Mapping[str, Any], effort: str | None, param: str
+    ) -> Any:
         """Return the model's inputs for a chat, rendered by its chat template.
 
         settings  settings of the template
+        effort    reasoning effort, which settings override
         param     the request's parameter with the messages
 
         Raises RequestError for messages, tools or settings that the template does not support.
@@ -163,7 +178,9 @@ class Prompts:
 
         try:
             async with self._rendering:
-                self._check_settings(await template.find_variables(tools), tools, settings)
+                variables = await template.find_variables(tools)
+            self._check_settings(variables, tools, settings)
+            settings = {**find_effort_settings(variables, effort), **settings}
             converted, job = await asyncio.to_thread(prepare)
             async with self._rendering:
                 text = await template.render(job)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from itertools import groupby
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
@@ -128,11 +128,10 @@ def as_tool_choice(value: Any) -> tuple[str, str | None]:
 JsonFormat = Annotated[dict[str, Any] | None, BeforeValidator(as_json_schema)]
 ToolChoice = Annotated[tuple[str, str | None], BeforeValidator(as_tool_choice)]
 NO_LOGPROBS = "only chats and completions return log probabilities"
-NO_REASONING = "is not supported; leave it out, or use chat_template_kwargs for settings of the chat template"
-UNSET_REASONING = ({"effort": None}, {"summary": None}, {"effort": None, "summary": None})
 UNSUPPORTED = "only the default is supported; leave it out"
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 ONE_OR_MORE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
@@ -179,6 +178,23 @@ class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[Any, allow_only(False, reason=UNSUPPORTED)] = None
     include_obfuscation: Annotated[Any, allow_only(False, reason="is not supported; leave it out")] = None
+
+
+class ReasoningOptions(Strict):
+    """Amount of reasoning before an answer. Summaries are not supported."""
+
+    effort: Effort | None = None
+    summary: Annotated[Any, allow_only(reason=UNSUPPORTED)] = None
+
+
+class WithReasoning(Strict):
+    """Parameters of requests to models that may reason."""
+
+    reasoning: ReasoningOptions | None = None
+
+    def effort(self) -> str | None:
+        """Return the requested effort; None for the model's default."""
+        return self.reasoning.effort if self.reasoning is not None else None
 
 
 class TextRequest(CommonRequest):
@@ -232,7 +248,7 @@ class WithTools(Strict):
         raise NotImplementedError
 
 
-class Chat(TextRequest, WithTools):
+class Chat(TextRequest, WithTools, WithReasoning):
     """A request to /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -245,7 +261,7 @@ class Chat(TextRequest, WithTools):
     modalities: Annotated[Any, allow_only(["text"], reason="only text is supported")] = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    reasoning: Annotated[Any, allow_only({}, *UNSET_REASONING, reason=NO_REASONING)] = None
+    reasoning_effort: Effort | None = None
     include_reasoning: Annotated[Any, allow_only(True, reason=UNSUPPORTED)] = None
     verbosity: Annotated[Any, allow_only("medium", reason=UNSUPPORTED)] = None
     prediction: Any = None
@@ -262,6 +278,10 @@ class Chat(TextRequest, WithTools):
     def json_schema(self) -> dict[str, Any] | None:
         """Return the schema of the answer; None for plain text."""
         return self.response_format
+
+    def effort(self) -> str | None:
+        """Return the requested effort; None for the model's default."""
+        return self.reasoning_effort or super().effort()
 
 
 class Completion(TextRequest):
@@ -295,7 +315,7 @@ class TextOptions(Strict):
     verbosity: Annotated[Any, allow_only("medium", reason=UNSUPPORTED)] = None
 
 
-class Responses(CommonRequest, WithTools):
+class Responses(CommonRequest, WithTools, WithReasoning):
     """A request to /v1/responses."""
 
     input: Annotated[list[Item], Field(min_length=1, fail_fast=True), BeforeValidator(as_items)]
@@ -306,7 +326,6 @@ class Responses(CommonRequest, WithTools):
     text: TextOptions | None = None
     stream_options: StreamOptions | None = None
     top_logprobs: Annotated[Any, allow_only(0, reason=NO_LOGPROBS)] = None
-    reasoning: Annotated[Any, allow_only({}, *UNSET_REASONING, reason=NO_REASONING)] = None
     truncation: Annotated[Any, allow_only("disabled", reason="inputs that are too long are rejected; leave it out")] = (
         None
     )
