@@ -1,8 +1,11 @@
 """Tests of `ktconvert run`: the text that a model generates, streamed, and its speed."""
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +105,59 @@ def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):
     assert int(SPEED.findall(result.stderr)[0][0]) == count_tokens(example, "user says import os assistant says")
 
 
+CHAT = """/help
+first \\
+line
+/system you
+\"\"\"
+/new
+ second
+
+\"\"\"
+third
+/usr/bin is no command
+/exit
+never
+"""
+
+
+def test_chat_has_commands_and_messages_of_several_lines(example, monkeypatch):
+    """Only whole commands are commands. /system begins a new chat, and nothing is read after /exit."""
+    chats: list[list[dict[str, str]]] = []
+    chat_inputs = generating.chat_inputs
+    monkeypatch.setattr(generating, "chat_inputs", lambda of, chat: chats.append([*chat]) or chat_inputs(of, chat))
+    result = call(example, "--chat", "--system", "be", "--max-new-tokens", 2, stdin=CHAT)
+    assert result.exit_code == 0, result.exception
+    assert "/system TEXT" in result.stderr
+    said = [
+        [(message["role"], message["content"]) for message in chat if message["role"] != "assistant"] for chat in chats
+    ]
+    second = [("system", "you"), ("user", "/new\n second\n")]
+    assert said[0] == [("system", "be"), ("user", "first \nline")]
+    assert said[1] == second
+    assert said[2] == [*second, ("user", "third")]
+    assert said[3] == [*said[2], ("user", "/usr/bin is no command")]
+    assert len(said) == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals")
+def test_chat_remembers_lines_of_earlier_chats(example, tmp_path):
+    """In a file that other users cannot read. The arrow key recalls the last line."""
+    pytest.importorskip("readline")
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "run", str(example), "--chat", "--max-new-tokens", "1"]
+    environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "xterm"}
+    for typed in (b"import os\n/exit\n", b"\x1b[A\x1b[A\n/exit\n"):
+        ours, theirs = os.openpty()
+        os.write(ours, typed)
+        subprocess.run(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment, check=True, timeout=300)
+        os.close(theirs)
+        os.close(ours)
+    file = tmp_path / "ktconvert" / "chat_history"
+    assert file.stat().st_mode & 0o777 == 0o600
+    lines = file.read_text().splitlines()
+    assert lines == ["import os", "/exit", "import os", "/exit"]
+
+
 def test_tiny_temperature_and_too_many_threads_are_clamped(example):
     """Logits divided by this temperature would overflow; `serve` clamps it as well."""
     options = ("--max-new-tokens", 2, "--temperature", 1e-38, "--threads", 4 * 10**18)
@@ -147,12 +203,13 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
 REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
     ((), UsageError, "either --prompt TEXT or --chat"),
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
+    (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
     (("--prompt", ""), InputError, "the prompt contains no tokens"),
     (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: not a directory"),
 ]
 
 
-@pytest.mark.parametrize(("options", "kind", "message"), REFUSED, ids=["neither", "both", "empty", "nowhere"])
+@pytest.mark.parametrize(("options", "kind", "message"), REFUSED, ids=["neither", "both", "system", "empty", "nowhere"])
 def test_run_rejects_invalid_options(example, options, kind, message):
     error = call(example, *options).exception
     assert type(error) is kind and message in str(error)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 import click
 
-from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.rotation import RotatedError
-from ktconvert.pipeline.cli import preconditions
+from ktconvert.pipeline.cli import chat, preconditions
 from ktconvert.pipeline.cli.command import command
 from ktconvert.pipeline.options.model_options import RunOptions
 from ktconvert.pipeline.report import terminal
@@ -37,6 +35,8 @@ def run(options: RunOptions) -> None:
         raise UsageError("--torch-experts and --cpu-weights exclude each other; leave out one of them.")
     if options.chat == (options.prompt is not None):
         raise UsageError("give either --prompt TEXT or --chat")
+    if options.system is not None and not options.chat:
+        raise UsageError("--system needs --chat")
     from ktconvert.pipeline.models import generating, loading, pretrained
     from ktconvert.pipeline.report.progress import Reporter
 
@@ -66,30 +66,10 @@ def run(options: RunOptions) -> None:
         _say(options.prompt)
         write(inputs)
         return
-    messages: list[dict[str, str]] = []
-    for line in _read_lines():
-        messages.append({"role": "user", "content": line})
-        messages.append({"role": "assistant", "content": write(generating.chat_inputs(loaded[1], messages))})
+    chat.answer_messages(options.system, lambda messages: write(generating.chat_inputs(loaded[1], messages)))
 
 
 def _say(text: str) -> None:
     stream = sys.stdout if sys.stdout.isatty() else terminal.raw_stream(sys.stdout)
     stream.write(text)
     stream.flush()
-
-
-def _read_lines() -> Iterator[str]:
-    """Yield the lines of stdin but for empty ones. Raises InputError if they are not UTF-8."""
-    if interactive := sys.stdin.isatty():
-        with suppress(ImportError):
-            import readline  # noqa: F401  # input() then edits lines and remembers them
-    while True:
-        try:
-            line = input("> " if interactive else "")
-            line.encode()  # some locales make Python accept any byte
-        except EOFError:
-            return
-        except UnicodeError as error:
-            raise InputError("standard input is not UTF-8 text; convert it first") from error
-        if line.strip():
-            yield line

@@ -63,6 +63,7 @@ class RunOptions(ModelOptions):
     adapter: Path | None = declare(ADAPTER)
     prompt: str | None = option("Text to continue (or use --chat).")
     chat: bool = option("Chat with the model, one message per line; Ctrl-D ends.", default=False)
+    system: str | None = option("System message of the chat.", Text())
     max_new_tokens: int = option("Maximum number of tokens per answer.", Integer(min=1), default=256)
     temperature: float = option(
         "Sampling temperature; 0 always chooses the most likely token.", FiniteFloat(min=0), default=0.0

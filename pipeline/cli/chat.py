@@ -1,0 +1,122 @@
+"""The chat of `ktconvert run`: its messages, commands and history."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+
+from ktconvert.layouts.errors import InputError
+
+HELP = '''\
+/help          Show this help.
+/new           Begin a new chat, with the same system message.
+/system TEXT   Begin a new chat with this system message, or without one.
+/exit          End, as Ctrl-D does.
+A line that ends with \\ continues on the next one. A line """ begins and ends a message of several lines.
+The arrow keys recall earlier lines, also those of earlier chats.'''
+QUOTES = '"""'
+HISTORY_LINES = 1000
+
+
+@dataclass
+class Conversation:
+    """A chat with a model.
+
+    system    the system message
+    messages  all messages, in the form that chat templates read
+    """
+
+    system: str | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def add(self, role: str, content: str) -> None:
+        """Add a message, after the system message if it is the first one."""
+        if not self.messages and self.system:
+            self.messages.append({"role": "system", "content": self.system})
+        self.messages.append({"role": role, "content": content})
+
+    def restart(self, system: str | None) -> None:
+        """Forget all messages, and use this system message."""
+        self.system = system
+        self.messages = []
+
+
+def answer_messages(system: str | None, answer: Callable[[list[dict[str, str]]], str]) -> None:
+    """Answer the messages on stdin until its end or /exit.
+
+    answer  prints the model's answer to a chat and returns it
+
+    Raises InputError if stdin is not UTF-8.
+    """
+    chat = Conversation(system)
+    with _keep_history():
+        for text in _read_messages():
+            command, _, argument = text.strip().partition(" ")
+            if command == "/exit":
+                return
+            if command == "/help":
+                click.echo(HELP, err=True)
+            elif command == "/new":
+                chat.restart(chat.system)
+            elif command == "/system":
+                chat.restart(argument.strip() or None)
+            elif command:
+                chat.add("user", text)
+                chat.add("assistant", answer(chat.messages))
+
+
+def _read_messages() -> Iterator[str]:
+    """Yield the messages and commands of stdin."""
+    while (line := _read_line("> ")) is not None:
+        lines = []
+        if line.strip() == QUOTES:
+            while (line := _read_line("... ")) is not None and line.strip() != QUOTES:
+                lines.append(line)
+        else:
+            while line.endswith("\\"):
+                lines.append(line[:-1])
+                line = _read_line("... ") or ""
+            lines.append(line)
+        yield "\n".join(lines)
+
+
+def _read_line(prompt: str) -> str | None:
+    """Return a line of stdin, or None at its end. Raises InputError if it is not UTF-8."""
+    try:
+        line = input(prompt if sys.stdin.isatty() else "")
+        line.encode()  # some locales make Python accept any byte
+    except EOFError:
+        return None
+    except UnicodeError as error:
+        raise InputError("standard input is not UTF-8 text; convert it first") from error
+    return line
+
+
+@contextmanager
+def _keep_history() -> Iterator[None]:
+    """Let input() edit lines and remember them, in a file that only this user can read, if stdin is a terminal."""
+    try:
+        import readline
+    except ImportError:
+        readline = None  # type: ignore[assignment]
+    if readline is None or not sys.stdin.isatty():
+        yield
+        return
+    file = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ktconvert" / "chat_history"
+    with suppress(OSError):
+        readline.read_history_file(file)
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+            readline.write_history_file(file)
+            file.chmod(0o600)
