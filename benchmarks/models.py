@@ -92,7 +92,7 @@ def deepseek(layers: int, experts: int) -> tuple[list[Tensor], dict[str, Any]]:
             ("kv_b_proj", (32768, 512)),
             ("o_proj", (hidden, 16384)),
         ):
-            tensors += _linear(f"{base}.self_attn.{name}.weight", shape, "F8_E4M3")
+            tensors += linear(f"{base}.self_attn.{name}.weight", shape, "F8_E4M3")
         for norm, size in (
             ("self_attn.q_a_layernorm", 1536),
             ("self_attn.kv_a_layernorm", 512),
@@ -101,11 +101,11 @@ def deepseek(layers: int, experts: int) -> tuple[list[Tensor], dict[str, Any]]:
         ):
             tensors.append(Tensor(f"{base}.{norm}.weight", "BF16", (size,)))
         if n < 3:
-            tensors += _mlp(f"{base}.mlp", hidden, dense, "F8_E4M3")
+            tensors += mlp(f"{base}.mlp", hidden, dense, "F8_E4M3")
             continue
         tensors.append(Tensor(f"{base}.mlp.gate.weight", "BF16", (experts, hidden)))
         tensors.append(Tensor(f"{base}.mlp.gate.e_score_correction_bias", "F32", (experts,)))
-        tensors += _mlp(f"{base}.mlp.shared_experts", hidden, width, "F8_E4M3")
+        tensors += mlp(f"{base}.mlp.shared_experts", hidden, width, "F8_E4M3")
         tensors += _experts(base, experts, hidden, width, "F8_E4M3")
     config = {
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -196,7 +196,7 @@ def _to_fp8(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     return (nearest + 128 * (values < 0)).astype(np.uint8)
 
 
-def _linear(name: str, shape: tuple[int, int], dtype: str) -> list[Tensor]:
+def linear(name: str, shape: tuple[int, int], dtype: str) -> list[Tensor]:
     if dtype == "MXFP4":
         codes, scales = (shape[0], shape[1] // 2), (shape[0], shape[1] // GROUP)
         return [Tensor(f"{name}_packed", "U8", codes), Tensor(f"{name}_scale", "F8_E8M0", scales)]
@@ -213,13 +213,13 @@ def _linear(name: str, shape: tuple[int, int], dtype: str) -> list[Tensor]:
     return tensors
 
 
-def _mlp(base: str, hidden: int, width: int, dtype: str) -> list[Tensor]:
+def mlp(base: str, hidden: int, width: int, dtype: str) -> list[Tensor]:
     shapes = {"down_proj": (hidden, width), "gate_proj": (width, hidden), "up_proj": (width, hidden)}
-    return [t for proj, shape in shapes.items() for t in _linear(f"{base}.{proj}.weight", shape, dtype)]
+    return [t for proj, shape in shapes.items() for t in linear(f"{base}.{proj}.weight", shape, dtype)]
 
 
 def _experts(base: str, experts: int, hidden: int, width: int, dtype: str) -> list[Tensor]:
-    return [t for e in range(experts) for t in _mlp(f"{base}.mlp.experts.{e}", hidden, width, dtype)]
+    return [t for e in range(experts) for t in mlp(f"{base}.mlp.experts.{e}", hidden, width, dtype)]
 
 
 def _split_into_shards(tensors: Sequence[Tensor], shards: int) -> list[list[Tensor]]:

@@ -289,6 +289,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "ktconvert status": run_json("status", out) + run_json("status", folder / "begun"),
         "ktconvert verify": run_json("verify", out, "--against", example),
         "ktconvert inspect": [run_json("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
+        "ktconvert fit": run_json("fit", example, "--vram", "24GB", "--bandwidth", "100GB"),
         "ktconvert bench": run_json("bench", out, "--tokens", 1),
         "ktconvert experts": run_json("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
         "ktconvert convert-adapter": run_json("convert-adapter", kt, "--model", example, "-o", folder / "peft"),

@@ -34,7 +34,19 @@ BELOW = {
 # The packages of two levels, lowest first: each may import only from itself and from those before it, inside functions
 # too.
 PACKAGES = {
-    "pipeline": ("report", "options", "engine", "models", "calibration", "stages", "verify", "plans", "api", "cli"),
+    "pipeline": (
+        "report",
+        "options",
+        "engine",
+        "models",
+        "calibration",
+        "stages",
+        "verify",
+        "plans",
+        "fit",
+        "api",
+        "cli",
+    ),
     "layouts": ("files", "sources", "encodings", "checkpoints", "statistics", "outputs"),
 }
 HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "gguf", "accelerate"}

@@ -163,6 +163,18 @@ def expert_bytes(encoding: Encoding, slicing: Slicing) -> int:
     )
 
 
+def output_bytes(model: MoeModel, fmt: Format, slices: int, layers: Iterable[int] | None = None) -> int:
+    """Return the size of all experts in a format, in this number of NUMA slices; `layers`: only of these layers."""
+    total = 0
+    slices = slices if fmt.arrangement.sliced else 1
+    fmt = fmt.with_biases() if model.has_biases else fmt
+    for layer in model.layers if layers is None else layers:
+        experts, hidden, intermediate = model.shape(layer)
+        slicing = Slicing(layer, hidden, intermediate, slices, gated=model.is_gated)
+        total += experts * expert_bytes(fmt.encoding, slicing)
+    return total
+
+
 def collapse_equal(values: Iterable[int]) -> int | list[int]:
     """Return the value if all are equal, else the sorted list of distinct values."""
     distinct = sorted(set(values))

@@ -14,11 +14,17 @@ FOLDER = "/path/to/this/folder"
 ORIGINAL = "/path/to/the/original/checkpoint"
 CPU_EXPERTS = "/path/to/the/cpu/experts"
 NUMA_NODES = "NUMA_NODES"
+CORES = "PHYSICAL_CORES"
 PER_LAYER = "--kt-num-gpu-experts EXPERTS_PER_LAYER_ON_THE_GPU"
 
 
 def make_options(
-    model: str, weights: str, method: str, numa: int | str = NUMA_NODES, placement: Sequence[str] = (PER_LAYER,)
+    model: str,
+    weights: str,
+    method: str,
+    numa: int | str = NUMA_NODES,
+    placement: Sequence[str] = (PER_LAYER,),
+    cores: int | str = CORES,
 ) -> tuple[str, ...]:
     """Return the options of SGLang, each with its value; they are the same for upstream and for sglang-kt.
 
@@ -26,12 +32,13 @@ def make_options(
     weights    the CPU's experts, in a format of this method
     numa       their number of NUMA slices; a format without slices suits any number of nodes
     placement  options that choose the GPU's experts
+    cores      physical cores of the server
     """
     return (
         f"--model {shlex.quote(model)}",
         f"--kt-weight-path {shlex.quote(weights)}",
         f"--kt-method {method}",
-        "--kt-cpuinfer PHYSICAL_CORES",
+        f"--kt-cpuinfer {cores}",
         f"--kt-threadpool-count {numa}",
         *placement,
         # The default of sglang-kt. Upstream would route tokens to a shared expert that the CPU's half does not have.

@@ -101,7 +101,7 @@ class CheckpointExperts(ExpertSource):
                 open_converted(self.path).require_metadata(layer)
             missing = required.find_missing(count)
             whole = Slicing(layer, h, i, gated=model.is_gated)
-            slicing = _divide(self.path, rows, whole, required.slices, len(pool.nodes))
+            slicing = divide_experts(self.path, rows, whole, required.slices, len(pool.nodes))
             slice_bytes = [0] * slicing.numa
             for numa_slice in slicing.all_slices(set(range(count)) - missing):
                 tensors = rows[numa_slice.projection].tensors(numa_slice.n, numa_slice.k)
@@ -196,7 +196,7 @@ def _describe_integers(weight: Weight, group: int) -> list[str]:
     ]
 
 
-def _divide(path: Path, rows: dict[str, Method], whole: Slicing, required: int | None, nodes: int) -> Slicing:
+def divide_experts(path: Path, rows: dict[str, Method], whole: Slicing, required: int | None, nodes: int) -> Slicing:
     """Divide the experts into NUMA slices. Raises UnsupportedError if the required number is impossible."""
     name = rows["up"].name
     multiple = max(row.multiple for row in rows.values())

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = {
     "status": "Show the progress of a conversion, from any host.",
     "verify": "Check an output, by itself or against its source or another output.",
     "inspect": "Describe a checkpoint or an output, and list the possible conversions.",
+    "fit": "Predict what of a model fits a machine, how fast and how accurate, and print the commands.",
     "bench": "Measure how fast this machine computes an output's experts, and its memory bandwidth.",
     "experts": "Choose hot experts by their routing counts.",
     "train": "Train a LoRA adapter with converted experts.",

@@ -17,12 +17,11 @@ from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_ten
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
-from ktconvert.layouts.outputs import Format, formats_by_option
-from ktconvert.layouts.outputs.format import expert_bytes, explain_illegal_count, legal_counts
+from ktconvert.layouts.outputs import formats_by_option
+from ktconvert.layouts.outputs.format import explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.native_quant import kernels, machine
@@ -285,18 +284,6 @@ def dequantize_output(source: TensorSource, source_name: str) -> dict[str, Any]:
         "dequantized_bytes": sum(tensor.entry.nbytes for tensor in tensors),
         "dequantize": [shlex.join(["ktconvert", "dequantize", source_name, f"{output_name}-dequantized"])],
     }
-
-
-def output_bytes(model: MoeModel, fmt: Format, slices: int) -> int:
-    """Return the size of all experts in a format, in this number of NUMA slices."""
-    total = 0
-    slices = slices if fmt.arrangement.sliced else 1
-    fmt = fmt.with_biases() if model.has_biases else fmt
-    for layer in model.layers:
-        experts, hidden, intermediate = model.shape(layer)
-        slicing = Slicing(layer, hidden, intermediate, slices, gated=model.is_gated)
-        total += experts * expert_bytes(fmt.encoding, slicing)
-    return total
 
 
 def cpu_commands(model: MoeModel, source_name: str) -> list[str]:

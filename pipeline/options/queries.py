@@ -21,8 +21,19 @@ from ktconvert.pipeline.options.option_groups import (
     Reporting,
     Workers,
 )
-from ktconvert.pipeline.options.types import FilePath, Integer, OutputPath, PathOrHubId, TokenCountList
+from ktconvert.pipeline.options.types import (
+    FilePath,
+    Integer,
+    OutputPath,
+    PathOrHubId,
+    Size,
+    SizeList,
+    Text,
+    TokenCountList,
+)
 
+RUNTIMES = ("sglang", "ktconvert")
+PREFERENCES = ("quality", "speed", "memory")
 # Values of --quant-method of verify (options and names of formats) -> name of the format
 FORMAT_BY_WORD = {word.lower(): fmt.name for fmt in reversed(FORMATS.values()) for word in (fmt.option, fmt.name)}
 
@@ -80,6 +91,42 @@ class ExpertsOptions(Options):
     )
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
+
+
+class FitOptions(Options):
+    model: str = option(
+        "Checkpoint or GGUF, or a hub id, of which only headers and config are read.",
+        PathOrHubId(),
+        argument="model",
+        default=REQUIRED,
+    )
+    ram: int | None = option("Main memory of the server.", Size(), unset="this machine's")
+    vram: Any = option("Memory of each GPU, such as 24GB,24GB; 0 for none.", SizeList(), unset="this machine's GPUs")
+    gpu: str | None = option("Name of the GPU, instead of --vram, such as 4090 or 2x4090.", Text())
+    numa: int | None = option("Number of NUMA nodes.", Integer(min=1), unset="this machine's")
+    disk: int | None = option("Free disk space.", Size(), unset="free space of the current directory")
+    context: int = option("Number of tokens of a sequence, prompt and answer.", Integer(min=1), default=32768)
+    sequences: int = option("Number of sequences at a time.", Integer(min=1), default=1)
+    bandwidth: int | None = option(
+        "Bytes per second that all cores together read from memory, such as 400GB.", Size(), unset="measured here"
+    )
+    gpu_bandwidth: int | None = option(
+        "Bytes per second that a GPU reads from its memory.", Size(), unset="that of a known GPU, else 800GB"
+    )
+    runtime: str | None = option(
+        "Server: sglang, with ktconvert's runtime, or ktconvert.",
+        click.Choice(RUNTIMES),
+        unset="sglang with a GPU, else ktconvert",
+    )
+    prefer: str = option(
+        "What to prefer among choices that fit: quality, speed, or memory.",
+        click.Choice(PREFERENCES),
+        default=PREFERENCES[0],
+    )
+    explain: bool = option("Also print the parts of each choice's memory, and the limits.", default=False)
+    hub: Hub = Hub()
+    arch: ArchFile = ArchFile()
+    as_json: bool = declare(AS_JSON, default=False)
 
 
 class InspectOptions(Options):

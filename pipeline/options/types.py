@@ -29,6 +29,20 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # generic only since cli
         return int(amount)
 
 
+class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    """Sizes, separated by commas, such as 24GB,24GB; 0 or none is an empty list."""
+
+    name = "sizes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        text = str(value).strip().lower()
+        if text in ("0", "none"):
+            return ()
+        return tuple(Size().convert(part, param, ctx) for part in text.split(","))
+
+
 class Integer(click.IntRange):
     """An integer below 2**62: C and torch take no larger ones."""
 

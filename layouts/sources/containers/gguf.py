@@ -35,6 +35,12 @@ KEYS = {
     "activation_situ_beta": "activation.situ_beta",
     "activation_situ_linear_beta": "activation.situ_linear_beta",
     "hidden_act": "hidden_activation",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "v_head_dim": "attention.value_length",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
 }
 LAYERS, MTP_LAYERS = "block_count", "nextn_predict_layers"  # the last blocks are the MTP layers
 

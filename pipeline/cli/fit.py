@@ -1,0 +1,255 @@
+"""`ktconvert fit`: the forms of a model that fit a machine, and the commands for the best of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ktconvert.layouts.errors import ResourceError, UsageError
+from ktconvert.native_quant import machine
+from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.queries import FitOptions
+from ktconvert.pipeline.report.text import duration, format_table
+
+if TYPE_CHECKING:
+    from ktconvert.pipeline.fit.estimate import Choice, Machine, ModelShape, Use
+    from ktconvert.pipeline.fit.machines import Gpu
+
+GPU_CHOICE = re.compile(r"(?:(\d{1,2})\s*x\s*)?(\S.*)", re.IGNORECASE)
+
+
+@command("fit", FitOptions)
+def fit(options: FitOptions) -> None:
+    """Predict which forms of a model fit a machine, and print the commands for the best of them.
+
+    MODEL is a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf). No weights are read
+    or downloaded. Sizes of outputs are exact; other figures are predictions. The machine is this one, unless options
+    describe a different one. The exit code is 4 if nothing fits.
+
+    Examples:
+      ktconvert fit /models/Qwen3-30B-A3B
+      ktconvert fit deepseek-ai/DeepSeek-V3.1 --ram 512GB --gpu 2x4090 --numa 2 --bandwidth 400GB --disk 2TB
+      ktconvert fit /models/Qwen3-30B-A3B --ram 64GB --vram 24GB --context 131072 --explain
+    """
+    from ktconvert.pipeline.fit.estimate import list_choices
+    from ktconvert.pipeline.fit.reading import read_model
+
+    target = describe_machine(options)
+    use = _describe_use(options, target)
+    model = read_model(options.model, options.hub.revision, options.arch.load_text(), target.numa, use.runtime)
+    choices = list_choices(model.shape, target, use)
+    document = _make_document(options.model, model.shape, target, use, choices)
+    best = choices[0] if not choices[0].problem else None
+    if best is not None:
+        from ktconvert.pipeline.fit.steps import list_commands
+
+        steps = list_commands(best, model.names, target, use)
+        document["commands"] = [{"step": step, "command": line} for step, line in steps]
+    problem = f"{options.model}: nothing fits; the smallest form {_find_smallest(choices)}."
+    if options.as_json:
+        click.echo(json.dumps(document))
+        if best is None:  # the object contains the reasons: an error event would repeat one
+            click.echo(f"ktconvert: {problem}", err=True)
+            sys.exit(ResourceError.exit_code)
+        return
+    click.echo("\n".join(format_document(document, explain=options.explain)))
+    if best is None:
+        raise ResourceError(problem)
+
+
+def describe_machine(options: FitOptions) -> Machine:
+    """Return the machine of the options; what they leave out is this machine's. Raises UsageError."""
+    from ktconvert.pipeline.fit.estimate import Machine
+    from ktconvert.pipeline.fit.machines import USUAL_GPU_BANDWIDTH
+
+    vram, known = _choose_gpus(options)
+    gpu_bandwidth = options.gpu_bandwidth or (known.bandwidth if known else USUAL_GPU_BANDWIDTH)
+    cores = machine.physical_cores() if options.bandwidth is None else None
+    return Machine(
+        options.ram or min(machine.memory_total(), machine.memory_limit() or machine.memory_total()),
+        vram,
+        options.numa or machine.pool_count(),
+        options.disk or machine.disk_free(Path()),
+        options.bandwidth or _measure_bandwidth(machine.physical_cores()),
+        gpu_bandwidth,
+        cores,
+    )
+
+
+def _measure_bandwidth(threads: int) -> float:
+    """Return the bytes per second that the cores of this machine read from memory; takes a second."""
+    from ktconvert.native_quant.runtime.benchmark import read_bandwidth
+
+    return max(read_bandwidth(threads).values())
+
+
+def _choose_gpus(options: FitOptions) -> tuple[tuple[int, ...], Gpu | None]:
+    """Return the memory of each GPU, and what is known about their kind.
+
+    Raises UsageError for an unknown name, and for a name together with sizes.
+    """
+    from ktconvert.pipeline.fit.machines import GPUS, find_gpu, list_gpus
+
+    if options.gpu is None:
+        if options.vram is not None:
+            return options.vram, None
+        gpus = list_gpus()
+        return tuple(memory for _, memory in gpus), find_gpu(gpus[0][0]) if gpus else None
+    if options.vram is not None:
+        raise UsageError("--gpu and --vram exclude each other; give one of them.")
+    match = GPU_CHOICE.fullmatch(options.gpu.strip())
+    known = find_gpu(match[2]) if match else None
+    if match is None or known is None or match[1] == "0":
+        raise UsageError(f"--gpu {options.gpu}: unknown; give --vram and --gpu-bandwidth, or one of {', '.join(GPUS)}.")
+    return (known.memory,) * int(match[1] or 1), known
+
+
+def _describe_use(options: FitOptions, target: Machine) -> Use:
+    from ktconvert.pipeline.fit.estimate import KTCONVERT, SGLANG, Use
+
+    runtime = options.runtime or (SGLANG if target.vram else KTCONVERT)
+    if runtime == SGLANG and not target.vram:
+        raise UsageError("--runtime sglang needs a GPU; give --vram or --gpu, or --runtime ktconvert.")
+    return Use(options.context, options.sequences, runtime, options.prefer)
+
+
+def _find_smallest(choices: list[Choice]) -> str:
+    smallest = min(choices, key=lambda choice: (bool(choice.form.refusal), choice.ram_bytes + choice.vram_bytes))
+    return f"({smallest.form.name}) {smallest.problem}"
+
+
+def _make_document(model: str, shape: ModelShape, target: Machine, use: Use, choices: list[Choice]) -> dict[str, Any]:
+    """Return the predictions as a JSON object: sizes in bytes, rates in bytes per second, times in seconds."""
+    return {
+        "event": "fit",
+        "model": model,
+        "machine": {
+            "ram": target.ram,
+            "vram": list(target.vram),
+            "numa": target.numa,
+            "disk": target.disk,
+            "bandwidth": round(target.bandwidth),
+            "gpu_bandwidth": round(target.gpu_bandwidth),
+        },
+        "runtime": use.runtime,
+        "context": use.context,
+        "sequences": use.sequences,
+        "prefer": use.prefer,
+        "layers": shape.layers,
+        "moe_layers": len(shape.experts),
+        "experts": max(shape.experts),
+        "experts_per_token": shape.topk,
+        "routed_bytes": shape.routed_bytes,
+        "download_bytes": shape.download,
+        "cache_known": bool(shape.caches),
+        "choices": [_describe_choice(choice) for choice in choices],
+        "commands": [],
+    }
+
+
+def _describe_choice(choice: Choice) -> dict[str, Any]:
+    return {
+        "quant_method": choice.form.option or None,
+        "method": choice.form.method,
+        "scale": choice.form.scale,
+        "rest": choice.rest.name,
+        "gpu_experts": choice.gpu_experts,
+        "ram": choice.ram_bytes,
+        "ram_parts": choice.ram,
+        "vram": choice.vram_bytes,
+        "vram_parts": choice.vram,
+        "disk": choice.disk,
+        "output": choice.form.disk,
+        "seconds": choice.seconds,
+        "tokens_per_second": choice.tokens_per_second,
+        "loss": choice.loss,
+        "fits": not choice.problem,
+        "problem": choice.problem,
+        "limit": choice.limit,
+    }
+
+
+# --- text ------------------------------------------------------------------------------------------
+
+
+def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
+    """Return the lines of the report."""
+    target = document["machine"]
+    cards = ", ".join(map(_gigabytes, target["vram"])) or "none"
+    cache = f"{document['context']} tokens, {document['sequences']} at a time"
+    rows = [
+        ("model", f"{document['model']}: {document['moe_layers']} of {document['layers']} layers with experts"),
+        ("experts", f"{document['experts']} per layer, {document['experts_per_token']} per token"),
+        ("RAM", f"{_gigabytes(target['ram'])}, {_gigabytes(target['bandwidth'])}/s, NUMA nodes: {target['numa']}"),
+        ("GPUs", cards + (f", {_gigabytes(target['gpu_bandwidth'])}/s" if target["vram"] else "")),
+        ("disk", f"{_gigabytes(target['disk'])} free"),
+        ("sequences", cache + ("" if document["cache_known"] else "; the config describes no attention: no KV cache")),
+        ("runtime", document["runtime"]),
+    ]
+    choices = (
+        document["choices"]
+        if explain
+        else [*{_name(choice): choice for choice in document["choices"][::-1]}.values()][::-1]
+    )
+    fitting = [choice for choice in choices if choice["fits"]]
+    others = [choice for choice in choices if not choice["fits"]]
+    lines = format_table(rows)
+    if fitting:
+        lines += ["", *format_table([HEADING, *map(_choice_row, fitting)])]
+    if others:
+        lines += ["", "does not fit", *format_table([(_name(c), c["rest"], c["problem"]) for c in others], "  ")]
+    if explain:
+        lines += [line for choice in fitting for line in ("", *_explain_choice(choice))]
+    for step in document["commands"]:
+        lines += ["", f"# {step['step']}", step["command"]]
+    return lines
+
+
+def _keep_best(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the first choice of each form of the experts."""
+    best: dict[str, dict[str, Any]] = {}
+    for choice in choices:
+        best.setdefault(_name(choice), choice)
+    return [*best.values()]
+
+
+HEADING = ("experts", "rest", "on GPU", "RAM", "VRAM", "disk", "time", "tokens/s", "loss")
+
+
+def _choice_row(choice: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        _name(choice),
+        choice["rest"],
+        str(choice["gpu_experts"]),
+        _gigabytes(choice["ram"]),
+        _gigabytes(choice["vram"]) if choice["vram"] else "-",
+        _gigabytes(choice["disk"]) if choice["disk"] else "-",
+        duration(choice["seconds"]) if choice["seconds"] else "-",
+        f"{choice['tokens_per_second']:.1f}",
+        f"{choice['loss']:.4f}" if choice["loss"] else "none",
+    )
+
+
+def _name(choice: dict[str, Any]) -> str:
+    scale = f", {choice['scale']}" if choice["scale"] != "absmax" else ""
+    return f"{choice['quant_method']}{scale}" if choice["quant_method"] else f"as it is ({choice['method']})"
+
+
+def _explain_choice(choice: dict[str, Any]) -> list[str]:
+    rows = [
+        (label, ", ".join(f"{part} {_gigabytes(nbytes)}" for part, nbytes in parts.items()))
+        for label, parts in (("RAM", choice["ram_parts"]), ("each GPU", choice["vram_parts"]))
+        if parts
+    ]
+    return [f"{_name(choice)}, rest {choice['rest']}", *format_table([*rows, ("limit", choice["limit"])], "  ")]
+
+
+def _gigabytes(nbytes: float) -> str:
+    from ktconvert.pipeline.fit.estimate import gigabytes
+
+    return gigabytes(nbytes)

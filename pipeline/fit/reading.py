@@ -1,0 +1,41 @@
+"""Opening a model for a prediction: a path, or the headers of a model of the hub."""
+
+from __future__ import annotations
+
+import gc
+from typing import NamedTuple
+
+from ktconvert.layouts.checkpoints.recognition import recognize
+from ktconvert.layouts.sources import hub_headers
+from ktconvert.layouts.sources.source import open_checkpoint
+from ktconvert.pipeline.fit.estimate import ModelShape
+from ktconvert.pipeline.fit.model_shape import read_shape
+from ktconvert.pipeline.fit.steps import Names, name_model
+from ktconvert.pipeline.plans.checkpoint import arch_table
+
+
+class NamedShape(NamedTuple):
+    """The shape of a model, and its names in commands."""
+
+    shape: ModelShape
+    names: Names
+
+
+def read_model(name: str, revision: str | None, arch_file: str | None, numa: int, runtime: str) -> NamedShape:
+    """Read the shape of a checkpoint from its headers.
+
+    arch_file  the text of --arch-file
+
+    Raises InputError and UnsupportedError as `inspect` does.
+    """
+    gc.disable()  # hundreds of thousands of records without cycles: the collector would take half of the time
+    try:
+        path = hub_headers.find_headers(name, revision)
+        with open_checkpoint(path.path, None if path.is_remote else revision) as source:
+            model = recognize(source, arch_table(arch_file))
+            download = sum(shard.size for shard in source.shards) if path.is_remote else 0
+            shape = read_shape(model, numa, runtime, download)
+            experts_only = source.container.experts_only
+        return NamedShape(shape, name_model(name, is_local=not path.is_remote, experts_only=experts_only))
+    finally:
+        gc.enable()

@@ -1,0 +1,93 @@
+"""The commands of a choice: download, convert, choose hot experts, verify, and start the server."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconvert.layouts.outputs import launch
+from ktconvert.pipeline.fit.estimate import KTCONVERT, Choice, Machine, Use
+from ktconvert.quantizers.quantizer import ABSMAX
+
+
+@dataclass(frozen=True)
+class Names:
+    """Names in the commands of a model.
+
+    model     what the user gave: a path or a hub id
+    stem      beginning of the names of outputs
+    is_local  whether nothing must be downloaded
+    rest      checkpoint that provides the rest of the model; the model itself, unless it is a GGUF
+    """
+
+    model: str
+    stem: str
+    is_local: bool
+    rest: str
+
+
+def name_model(model: str, *, is_local: bool, experts_only: bool) -> Names:
+    stem = Path(model.rpartition(":")[2]).expanduser().resolve().name.removesuffix(".gguf")
+    return Names(model, stem, is_local, launch.ORIGINAL if experts_only else model if is_local else stem)
+
+
+def list_commands(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[tuple[str, str]]:
+    """Yield (step, command) in the order in which a user runs them."""
+    source = names.model
+    if not names.is_local:
+        repository, _, file = names.model.partition(":")
+        yield "download", _join("hf download", repository, *filter(None, [file]), "--local-dir", names.stem)
+        source = f"{names.stem}/{file}" if file else names.stem
+    weights, form = source, choice.form
+    if form.option:
+        weights = f"{names.stem}-{form.method}"
+        scale = () if form.scale == ABSMAX.name else ("--scale", form.scale)
+        slices = ("--threadpool-count", machine.numa) if form.sliced else ()
+        yield (
+            "convert",
+            _join("ktconvert cpu -i", source, "-o", weights, "--quant-method", form.option, *scale, *slices),
+        )
+        yield "verify", _join("ktconvert verify", weights, "--against", source)
+    rest = names.rest
+    if choice.rest.disk:
+        rest = f"{names.stem}-{choice.rest.name}"
+        kind = ("--quant-method", "RTN", "--quant-type", choice.rest.name)
+        yield "convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind)
+    hot = "hot.safetensors" if use.runtime == KTCONVERT else "hot.json"
+    if _has_hot_experts(choice):
+        yield from _choose_hot_experts(choice, names, hot, use)
+    yield "launch", _launch(choice, rest, weights, hot, machine, use)
+
+
+def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[tuple[str, str]]:
+    statistics = f"{names.stem}-statistics"
+    yield "count tokens", _join("ktconvert calibrate", names.rest, "--output", statistics)
+    form = "mask" if use.runtime == KTCONVERT else "sglang"
+    number = ("--num-gpu-experts", choice.gpu_experts)
+    yield "choose hot experts", _join("ktconvert experts", statistics, "--format", form, "--output", hot, *number)
+
+
+def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine, use: Use) -> str:
+    if use.runtime == KTCONVERT:
+        cpu_weights = () if weights == rest else ("--cpu-weights", weights)
+        number = ("--num-gpu-experts", choice.gpu_experts) if choice.gpu_experts else ()
+        mask = ("--gpu-experts-mask", hot) if _has_hot_experts(choice) else number
+        return _join("ktconvert serve", rest, *cpu_weights, *mask)
+    experts = f"--kt-num-gpu-experts {choice.gpu_experts}"
+    placement = launch.place_experts(Path(hot), experts, by_counts=False) if _has_hot_experts(choice) else (experts,)
+    cores = machine.cores or launch.CORES
+    options = launch.make_options(rest, weights, choice.form.method, machine.numa, placement, cores)
+    cards = len(machine.vram)
+    sizes = (*((f"--tp-size {cards}",) if cards > 1 else ()), f"--context-length {use.context}")
+    return launch.join_command((*options, *sizes, f"--max-running-requests {use.sequences}"))
+
+
+def _has_hot_experts(choice: Choice) -> bool:
+    """Return whether some of the experts are on the GPU, so that it matters which."""
+    return bool(choice.gpu_experts and choice.ram["experts"])
+
+
+def _join(command: str, *words: object) -> str:
+    return f"{command} {shlex.join(map(str, words))}"

@@ -1,0 +1,396 @@
+"""`ktconvert fit`: exact sizes, memory of the runtime, caches by attention, what fits, and the commands for it."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ktconvert.layouts.checkpoints.attention import LayerCache, find_caches
+from ktconvert.layouts.checkpoints.recognition import recognize
+from ktconvert.layouts.sources.source import open_checkpoint
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.pipeline.fit.estimate import (
+    KTCONVERT,
+    PREFERENCES,
+    SGLANG,
+    Choice,
+    ExpertForm,
+    Machine,
+    ModelShape,
+    Predictor,
+    RestForm,
+    Use,
+    list_choices,
+)
+from ktconvert.pipeline.fit.machines import GPUS, find_gpu
+from ktconvert.pipeline.fit.model_shape import read_shape
+from rig import conversion, gguf
+from rig.scripts import FOLDER, load_benchmark
+
+EXAMPLE = FOLDER.parent / "examples" / "qwen3-moe-small"
+GIB = 1 << 30
+# A machine that every tiny model fits; no measurement of this one.
+LARGE = ("--ram", "1TB", "--vram", "24GB", "--disk", "4TB", "--bandwidth", "100GB", "--numa", "2")
+sys.path.insert(0, str(FOLDER))  # benchmarks import each other by name
+shapes = load_benchmark("shapes")
+models = load_benchmark("models")
+
+
+def fit(model: object, *options: object) -> dict[str, Any]:
+    """Return the JSON object of `ktconvert fit`."""
+    done = conversion.ktconvert("fit", str(model), *map(str, options), "--json")
+    assert done.returncode in (0, 4), done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def read_plan(*arguments: object) -> dict[str, Any]:
+    """Return the plan of a dry run."""
+    done = conversion.ktconvert(*map(str, arguments), "--dry-run", "--json", "-q")
+    assert done.returncode == 0, done.stderr
+    plan: dict[str, Any] = next(e for e in conversion.parse_events(done.stdout) if e["event"] == "plan")
+    return plan
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return conversion.checkpoint(tmp_path_factory.mktemp("fit") / "model")
+
+
+# ---- sizes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_size_of_each_form_is_the_size_of_the_real_output(tmp_path, tiny, slices):
+    document = fit(tiny, *LARGE, "--numa", slices)
+    forms = {choice["quant_method"]: choice for choice in document["choices"] if choice["rest"] == "published"}
+    assert {"int4", "int8", "rawint4", "mxfp4", "fp8", "bf16", None} == forms.keys()
+    for method, choice in forms.items():
+        if method is None:
+            assert choice["output"] == 0 and choice["loss"] == 0
+            continue
+        if choice["problem"]:  # FP8 needs 128 columns in each slice, INT4 too
+            assert "slices" in choice["problem"] and slices == 2
+            continue
+        command = ("cpu", "-i", tiny, "-o", tmp_path / method, "--quant-method", method, "--threadpool-count", slices)
+        assert read_plan(*command)["bytes_out"] == choice["output"]
+        done = conversion.ktconvert(*map(str, command))
+        assert done.returncode == 0, done.stderr
+        index = json.loads((tmp_path / method / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == choice["output"], method
+
+
+def test_size_of_a_whole_model_for_the_gpu_is_that_of_its_plan(tmp_path, tiny):
+    document = fit(tiny, *LARGE)
+    packed = next(choice for choice in document["choices"] if choice["rest"] == "W4A16")
+    plan = read_plan("gpu", "-i", tiny, "-o", tmp_path / "out", "--quant-method", "RTN", "--quant-type", "W4A16")
+    assert plan["bytes_out"] == packed["disk"] - packed["output"]
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_sizes_for_shapes_of_released_models_are_those_of_their_plans(tmp_path, name):
+    shape = shapes.SHAPES[name]
+    tensors, config = shapes.list_tensors(shape, layers=shape.dense + 1)
+    models.write_model(tmp_path / "model", tensors, config, 3)
+    document = fit(tmp_path / "model", *LARGE, "--ram", "2TB")
+    fitting = {choice["quant_method"]: choice for choice in document["choices"] if not choice["problem"]}
+    assert len(fitting) >= 2 and document["cache_known"]
+    method = next(method for method in fitting if method)
+    command = ("cpu", "-i", tmp_path / "model", "-o", tmp_path / "out", "--quant-method", method)
+    assert read_plan(*command, "--threadpool-count", 2)["bytes_out"] == fitting[method]["output"]
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+GROWTH = """
+import sys
+from pathlib import Path
+from ktconvert.native_quant import machine
+from ktconvert.native_quant.runtime.experts import Experts, open_experts
+open_experts(Path(sys.argv[1])).require_computable()
+before = machine.rss()
+experts = Experts.load(Path(sys.argv[1]), int(sys.argv[2]), memory="copy")
+print(machine.rss() - before)
+"""
+
+
+@pytest.mark.parametrize(("name", "count"), [("Qwen3-30B-A3B", 40), ("DeepSeek-V3", 5)])
+@pytest.mark.parametrize("method", [None, "int4"])
+def test_memory_of_experts_is_that_of_the_runtime(tmp_path, name, count, method):
+    shape = shapes.SHAPES[name]
+    tensors, config = shapes.list_tensors(shape, layers=shape.dense + 1)
+    key = next(key for key in ("num_experts", "n_routed_experts") if key in config)
+    config |= {key: count, "num_experts_per_tok": 2}
+    kept = [t for t in tensors if f".{shape.dense}.mlp.experts." in t.name and expert_of(t.name) < count]
+    models.write_model(tmp_path / "model", kept, config, 1)
+    shape_of_layer = read_shape(recognize(open_checkpoint(tmp_path / "model")), 1, SGLANG)
+    form = next(form for form in shape_of_layer.forms if form.option == (method or ""))
+    weights = tmp_path / "model"
+    if method is not None:
+        weights = tmp_path / "out"
+        command = ("cpu", "-i", tmp_path / "model", "-o", weights, "--quant-method", method, "--threadpool-count", "1")
+        assert conversion.ktconvert(*command).returncode == 0
+    with Experts.load(weights, shape.dense, memory="copy") as experts:
+        assert experts.nbytes == count * form.expert[0]
+    arguments = [sys.executable, "-c", GROWTH, str(weights), str(shape.dense)]
+    grown = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
+    assert abs(grown / (count * form.expert[0]) - 1) < 0.05
+
+
+def expert_of(name: str) -> int:
+    """Return the number of an expert in the name of its tensor."""
+    return int(name.partition("experts.")[2].partition(".")[0])
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "expected"),
+    [
+        ("Qwen3-30B-A3B", 1000, 48 * 1000 * 2 * 4 * 128 * 2),
+        ("DeepSeek-V3", 1000, 61 * 1000 * (512 + 64) * 2),
+        ("gpt-oss-120b", 1000, 18 * (1000 + 128) * 2 * 8 * 64 * 2),
+        ("Llama-4-Scout-17B-16E", 10_000, (12 * 10_000 + 36 * 8192) * 2 * 8 * 128 * 2),
+    ],
+)
+def test_cache_follows_the_attention_of_the_config(name, tokens, expected):
+    config = shapes.SHAPES[name].config
+    caches = find_caches(config, shapes.SHAPES[name].sizes["num_hidden_layers"])
+    assert caches is not None and sum(cache.bytes_of(tokens) for cache in caches) == expected
+
+
+def test_linear_attention_keeps_a_state_of_fixed_size():
+    shape = shapes.SHAPES["Qwen3.5-397B-A17B"]
+    caches = find_caches(shape.config, 60)
+    assert caches is not None
+    growing = [layer for layer, cache in enumerate(caches) if cache.token]
+    assert growing == [*range(3, 60, 4)] and caches[3].token == 2 * 2 * 256 * 2
+    assert caches[0].bytes_of(1) == caches[0].bytes_of(100_000) > 64 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "windowed"),
+    [
+        ({"sliding_window": 8, "use_sliding_window": False}, []),
+        ({"sliding_window": None}, []),
+        ({"sliding_window": 8}, [0, 1, 2, 3]),
+        ({"sliding_window": 8, "sliding_window_pattern": 2}, [0, 2]),
+        ({"sliding_window": 8, "hybrid_layer_pattern": [0, 1, 1, 0]}, [1, 2]),
+        ({"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"] * 2}, [1, 3]),
+    ],
+)
+def test_windows_are_in_the_layers_that_the_config_names(config, windowed):
+    caches = find_caches({"num_attention_heads": 4, "hidden_size": 64, **config}, 4)
+    assert caches is not None
+    assert [layer for layer, cache in enumerate(caches) if cache.most == 8] == windowed
+    assert all(cache.token == 2 * 4 * 16 * 2 for cache in caches)
+
+
+def test_a_config_without_attention_has_no_cache():
+    assert find_caches({"hidden_size": 64}, 2) is None
+
+
+# ---- predictions ----------------------------------------------------------------------------------------------------
+
+
+def make_shape(layers: int, experts: int, hidden: int, token: int) -> ModelShape:
+    """Return a model whose experts take the same bytes in every layer."""
+    nbytes = hidden * hidden
+    forms = tuple(
+        ExpertForm(
+            option, option, "absmax", (nbytes // share,) * layers, nbytes // share * experts * layers, loss, 1e10
+        )
+        for option, share, loss in (("int4", 2, 0.004), ("int8", 1, 0.0004))
+    )
+    rest = RestForm("published", nbytes * layers, nbytes * layers, (2 * nbytes,) * layers)
+    caches = (LayerCache(token, heads=4),) * layers
+    return ModelShape((experts,) * layers, min(8, experts), layers, hidden, 1000, forms, (rest,), caches, nbytes)
+
+
+SIZES = st.integers(0, 1 << 36)
+SHAPES = st.builds(make_shape, st.integers(1, 4), st.integers(1, 64), st.integers(256, 8192), st.integers(1, 4096))
+MACHINES = st.builds(
+    Machine, SIZES, st.lists(SIZES, max_size=3).map(tuple), st.just(1), SIZES, st.just(1e11), st.just(1e12)
+)
+USES = st.builds(
+    Use,
+    st.integers(1, 1 << 17),
+    st.integers(1, 8),
+    st.sampled_from([SGLANG, KTCONVERT]),
+    st.sampled_from(PREFERENCES),
+)
+
+
+def predict(shape: ModelShape, target: Machine, use: Use) -> list[Choice]:
+    predictor = Predictor(shape, target, use)
+    return [predictor.predict(form, shape.rests[0]) for form in shape.forms]
+
+
+@given(SHAPES, MACHINES, USES, SIZES)
+def test_more_gpu_memory_never_means_fewer_experts_on_the_gpu(shape, target, use, more):
+    larger = Machine(**vars(target) | {"vram": tuple(size + more for size in target.vram)})
+    for less, much in zip(predict(shape, target, use), predict(shape, larger, use), strict=True):
+        assert less.gpu_experts <= much.gpu_experts and less.ram["experts"] >= much.ram["experts"]
+        assert less.problem or not much.problem
+
+
+@given(SHAPES, MACHINES, USES, st.integers(1, 1 << 17))
+def test_a_longer_context_never_means_more_experts_on_the_gpu(shape, target, use, more):
+    longer = Use(use.context + more, use.sequences, use.runtime, use.prefer)
+    for short, long in zip(predict(shape, target, use), predict(shape, target, longer), strict=True):
+        assert short.gpu_experts >= long.gpu_experts
+        assert short.ram["experts"] <= long.ram["experts"] and (short.problem == "" or long.problem != "")
+
+
+@given(SHAPES, MACHINES, USES)
+def test_choices_that_fit_stay_within_the_machine_and_come_first(shape, target, use):
+    choices = list_choices(shape, target, use)
+    assert [bool(c.problem) for c in choices] == sorted(bool(c.problem) for c in choices)
+    for choice in choices:
+        assert choice.tokens_per_second > 0
+        if not choice.problem:
+            assert choice.ram_bytes <= target.ram and choice.disk <= target.disk
+            assert not choice.vram or choice.vram_bytes <= max(target.vram)
+
+
+@given(SHAPES, MACHINES, USES)
+def test_one_more_expert_per_layer_would_exceed_the_gpu(shape, target, use):
+    predictor = Predictor(shape, target, use)
+    for choice in predict(shape, target, use):
+        if choice.vram and not choice.problem and choice.gpu_experts < max(shape.experts):
+            more = choice.vram["experts"] + predictor.cards * 2 * shape.hidden**2 * shape.layers
+            assert choice.vram_bytes - choice.vram["experts"] + more > predictor.card
+
+
+def test_preference_decides_which_choice_comes_first():
+    shape = make_shape(4, 64, 4096, 64)
+    target = Machine(64 * GIB, (), 1, 1 << 40, 1e11, 1e12)
+    best = {prefer: list_choices(shape, target, Use(prefer=prefer, runtime=KTCONVERT))[0] for prefer in PREFERENCES}
+    assert {prefer: choice.form.option for prefer, choice in best.items()} == {
+        "quality": "int8",
+        "speed": "int4",
+        "memory": "int4",
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("4090", "rtx4090"),
+        ("RTX 5090", "rtx5090"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("voodoo", None),
+    ],
+)
+def test_names_of_gpus_are_recognized(name, known):
+    assert find_gpu(name) == (None if known is None else GPUS[known])
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_printed_commands_convert_and_verify(tmp_path):
+    document = fit(EXAMPLE, *LARGE, "--vram", "0", "--numa", "1", "--prefer", "memory")
+    steps = {row["step"]: shlex.split(row["command"]) for row in document["commands"]}
+    assert [*steps] == ["convert", "verify", "launch"]
+    for step in ("convert", "verify"):
+        done = conversion.ktconvert(*steps[step][1:], cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert steps["launch"] == ["ktconvert", "serve", str(EXAMPLE), "--cpu-weights", steps["convert"][5]]
+    assert (tmp_path / steps["convert"][5] / "manifest.json").exists()
+
+
+def test_hot_experts_are_chosen_if_the_gpu_has_room_for_some(tmp_path):
+    shape = shapes.SHAPES["Qwen3-30B-A3B"]
+    models.write_model(tmp_path / "model", *shapes.list_tensors(shape, layers=4), 2)
+    document = fit(tmp_path / "model", *LARGE, "--vram", "3600MB", "--prefer", "memory")
+    assert 0 < document["choices"][0]["gpu_experts"] < 128
+    steps = {row["step"]: row["command"] for row in document["commands"]}
+    assert [*steps][-3:] == ["count tokens", "choose hot experts", "launch"]
+    launch = steps["launch"]
+    for part in (
+        "sglang.launch_server",
+        "--kt-method AMXINT4",
+        "--init-expert-location hot.json",
+        "--kt-threadpool-count 2",
+    ):
+        assert part in launch
+    assert f"--kt-num-gpu-experts {document['choices'][0]['gpu_experts']}" in launch
+
+
+def test_a_gguf_fits_as_it_is_with_the_cache_of_its_metadata(tmp_path):
+    attention = {"attention.head_count": 8, "attention.head_count_kv": 2, "attention.key_length": 64}
+    metadata = gguf.model_metadata(2, **attention)
+    path = gguf.write(tmp_path / "model.gguf", gguf.model([("Q4_K", "Q4_K", "Q6_K")] * 2), metadata)
+    document = fit(path, *LARGE, "--vram", "0", "--context", 1000)
+    stored = next(choice for choice in document["choices"] if choice["quant_method"] is None)
+    assert stored["method"] == "LLAMAFILE" and stored["fits"] and stored["disk"] == 0
+    assert stored["ram_parts"]["cache"] == 2 * 1000 * 2 * 2 * 64 * 2
+    with Experts.load(path, 0, memory="copy") as experts:
+        assert stored["ram_parts"]["experts"] == 2 * experts.nbytes
+
+
+def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):
+    done = conversion.ktconvert("fit", str(tiny), *LARGE, "--ram", "1GB", "--vram", "0")
+    conversion.check_refusal(done, 4, "nothing fits", "of RAM, has 1.0 GB")
+    assert "does not fit" in done.stdout
+    document = fit(tiny, *LARGE, "--ram", "1GB", "--vram", "0")
+    assert document["commands"] == [] and not any(choice["fits"] for choice in document["choices"])
+
+
+def test_explain_prints_the_parts_of_memory_and_the_limits(tiny):
+    done = conversion.ktconvert("fit", str(tiny), *LARGE, "--explain")
+    assert done.returncode == 0, done.stderr
+    for part in ("cache 0.0 GB", "context 1.1 GB", "process 4.3 GB", "all experts are on the GPU", "# launch"):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (("--ram", "much"), 2, "is not a size"),
+        (("--vram", "24GB,x"), 2, "is not a size"),
+        (("--vram", ""), 2, "is not a size"),
+        (("--disk", "0"), 2, "is not a size"),
+        (("--bandwidth", "fast"), 2, "is not a size"),
+        (("--gpu-bandwidth", "-1"), 2, "is not a size"),
+        (("--numa", "0"), 2, "numa"),
+        (("--context", "0"), 2, "context"),
+        (("--sequences", "0"), 2, "sequences"),
+        (("--runtime", "vllm"), 2, "runtime"),
+        (("--prefer", "luck"), 2, "prefer"),
+        (("--gpu", "voodoo"), 2, "--gpu voodoo: unknown"),
+        (("--gpu", "0x4090"), 2, "unknown"),
+        (("--gpu", ""), 2, "unknown"),
+        (("--gpu", "4090", "--vram", "24GB"), 2, "exclude each other"),
+        (("--vram", "0", "--runtime", "sglang"), 2, "needs a GPU"),
+        (("--revision", "main"), 2, "is a local path"),
+    ],
+)
+def test_bad_options_are_explained_in_one_sentence(tiny, options, code, text):
+    base = () if "--vram" in options or "--gpu" in options else ("--vram", "0")
+    done = conversion.ktconvert("fit", str(tiny), *base, *(() if "--bandwidth" in options else LARGE[-4:]), *options)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    assert text in done.stderr and len(done.stderr.strip().splitlines()) <= 4, done.stderr  # usage, and one sentence
+
+
+@pytest.mark.parametrize("name", ["absent", "a/b/c"])
+def test_a_model_that_does_not_exist_is_explained(name):
+    conversion.check_refusal(conversion.ktconvert("fit", name, *LARGE), 5, f"{name}: no such file or directory")
+
+
+def test_defaults_are_those_of_this_machine(tiny):
+    document = fit(tiny, "--vram", "0")
+    assert document["machine"]["numa"] == machine.pool_count()
+    assert document["machine"]["bandwidth"] > 1e8 and document["runtime"] == "ktconvert"

@@ -1,0 +1,128 @@
+"""Headers of models of the hub: read with range requests, cached by commit, and equal to those of the whole files."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.layouts.sources.hub_headers import FIRST_BYTES
+from ktconvert.layouts.sources.source import open_checkpoint
+from rig import conversion
+from rig.hub_server import COMMIT, Hub, serve_hub
+
+pytest.importorskip("huggingface_hub")
+ROOT = Path(__file__).resolve().parents[1]
+GGUF = ROOT / "tests" / "golden" / "llama_cpp.MXFP4_MOE.gguf"
+MACHINE = ("--ram", "1TB", "--vram", "0", "--disk", "4TB", "--bandwidth", "100GB")
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[Hub]:
+    conversion.checkpoint(tmp_path / "models" / "small", experts=8)
+    (tmp_path / "models" / "gguf").mkdir()
+    shutil.copy(GGUF, tmp_path / "models" / "gguf" / "small.gguf")
+    with serve_hub({f"org/{name}": tmp_path / "models" / name for name in ("small", "gguf")}) as hub:
+        yield hub
+
+
+def fit(hub: Hub, tmp_path: Path, name: str, *options: str) -> Any:
+    """Run `ktconvert fit` with this hub and caches of its own."""
+    env = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+    return conversion.ktconvert("fit", name, *MACHINE, *options, env=env)
+
+
+def headers_folder(tmp_path: Path, name: str) -> Path:
+    """Return the folder of the cached headers of a model."""
+    return tmp_path / "cache" / "ktconvert" / "headers" / f"models--org--{name}" / COMMIT
+
+
+def read_document(done: Any) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_a_model_of_the_hub_is_predicted_like_its_copy_on_disk(hub, tmp_path):
+    remote = read_document(fit(hub, tmp_path, "org/small", "--json"))
+    local = read_document(fit(hub, tmp_path, str(tmp_path / "models" / "small"), "--json"))
+    weights = sum(path.stat().st_size for path in (tmp_path / "models" / "small").glob("*.safetensors"))
+    assert remote["download_bytes"] == weights and local["download_bytes"] == 0
+    for ours, theirs in zip(remote["choices"], local["choices"], strict=True):
+        assert ours.pop("disk") == theirs.pop("disk") + weights
+        assert ours == theirs
+    assert remote["commands"][0] == {"step": "download", "command": "hf download org/small --local-dir small"}
+    assert not (tmp_path / "hub").exists()
+
+
+def test_weights_are_not_read_and_headers_only_once(hub, tmp_path):
+    fit(hub, tmp_path, "org/small")
+    sent = hub.sent
+    folder = headers_folder(tmp_path, "small")
+    source = tmp_path / "models" / "small"
+    with open_checkpoint(folder) as ours, open_checkpoint(source) as theirs:
+        assert ours.tensors == theirs.tensors and ours.config == theirs.config
+        assert [s.header_sha256 for s in ours.shards] == [s.header_sha256 for s in theirs.shards]
+    assert all((folder / s.name).stat().st_blocks * 512 < s.size + 8192 for s in ours.shards)
+    assert all(span for method, path, span in hub.requests if method == "GET" and path.endswith(".safetensors"))
+    fit(hub, tmp_path, "org/small")
+    assert hub.sent == sent > 0
+    assert [*folder.glob(".*")] == []
+
+
+def test_headers_longer_than_the_first_request_are_read_to_their_end(hub, tmp_path):
+    source = conversion.checkpoint(tmp_path / "models" / "many", layers=1, experts=256, hidden=32, width=32)
+    hub.models["org/many"] = source
+    assert fit(hub, tmp_path, "org/many").returncode == 0
+    with open_checkpoint(headers_folder(tmp_path, "many")) as ours, open_checkpoint(source) as theirs:
+        assert ours.tensors == theirs.tensors
+    starts = [span.partition("-")[0] for _, path, span in hub.requests if path.endswith("00001-of-00002.safetensors")]
+    assert {"bytes=0", f"bytes={FIRST_BYTES}"} <= {*starts}
+
+
+def test_a_file_of_a_gguf_repository_is_predicted(hub, tmp_path):
+    document = read_document(fit(hub, tmp_path, "org/gguf:small.gguf", "--json"))
+    assert document["download_bytes"] == GGUF.stat().st_size
+    assert document["commands"][0]["command"] == "hf download org/gguf small.gguf --local-dir small"
+
+
+def test_a_complete_snapshot_in_the_cache_needs_no_network(hub, tmp_path):
+    model = tmp_path / "hub" / "models--org--small"
+    shutil.copytree(tmp_path / "models" / "small", model / "snapshots" / COMMIT)
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(COMMIT)
+    document = read_document(fit(hub, tmp_path, "org/small", "--json"))
+    assert document["download_bytes"] == 0 and hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("org/absent", (), "public model of the hub"),
+        ("org/small", ("--revision", "v9"), "has no revision v9"),
+        ("org/gguf:absent.gguf", (), "has no file absent.gguf"),
+    ],
+)
+def test_what_the_hub_does_not_have_is_named(hub, tmp_path, name, options, text):
+    conversion.check_refusal(fit(hub, tmp_path, name, *options), 5, text)
+
+
+def test_a_hub_that_does_not_answer_is_explained(tmp_path):
+    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "XDG_CACHE_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub")}
+    env |= {"HF_HUB_OFFLINE": "0"}
+    conversion.check_refusal(conversion.ktconvert("fit", "org/small", *MACHINE, env=env), 5, "org/small: cannot be")
+
+
+def test_without_a_network_the_cache_is_named(tmp_path):
+    env = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+    conversion.check_refusal(conversion.ktconvert("fit", "org/small", *MACHINE, env=env), 5, "HF_HUB_OFFLINE is set")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written_is_named(hub, tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o500)
+    conversion.check_refusal(fit(hub, tmp_path, "org/small"), 4, "cannot be written")
