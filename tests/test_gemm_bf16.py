@@ -16,7 +16,7 @@ FORMATS = ("MXFP4", "FP8", "BF16")
 BY_DEFINITION = ("scalar", "avx2", "avxvnni", "avx512", "avx512vnni", "amx")
 NEAR = 2.0**-8  # bound of the relative L2 distance between instruction sets
 # Numbers of tokens around every block size of a kernel.
-TOKENS = (1, 2, 3, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97)
+TOKENS = (1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 40, 96, 97)
 ALL = 200
 # Rows and columns: one block, several panels, full and partial panels of 256 columns.
 SHAPES = {

@@ -290,10 +290,25 @@ typedef void kt_chunk_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, 
 typedef void kt_scales_fn(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                           float *out);
 
+/* Codings that kernels can decode in registers, if an expert has few tokens. */
+enum {
+    KT_OTHER_CODES, /* only `chunk` decodes them */
+    KT_BF16_CODES,  /* BF16 numbers */
+    KT_NIBBLES,     /* codes of 4 bits, in the order of MXFP4 (bytes.md), and a table of their values */
+    KT_E4M3,        /* FP8 E4M3 */
+    KT_CODINGS,
+};
+
+/* Whether codes of these columns must be decoded by `chunk`, whatever their coding is. */
+typedef int kt_is_special_fn(const kt_bf16_panel *panel, int64_t first, int64_t columns);
+
 /* 32 rows of a weight: their codes and scales (formats.h).
      bits         bits of a code
      sum_columns  aligned columns of a row that share a scale
      terms        number of chunks whose sum is the weights
+     coding       KT_OTHER_CODES .. KT_E4M3
+     values       KT_NIBBLES: BF16 value of each code; values[0] is 0
+     is_special   NULL: no columns are special
      chunk        converts codes to chunks; NULL: codes are stored as chunks
      integers     converts codes to chunks of int16, -4096 to 4096, for gemm_int16; or NULL
      scale        reads the scales, normal numbers that multiply the sums of products; NULL: no scales
@@ -302,6 +317,9 @@ struct kt_bf16_panel {
     const uint8_t *codes, *scales;
     int bits, terms;
     int64_t sum_columns;
+    int coding;
+    const uint16_t *values;
+    kt_is_special_fn *is_special;
     kt_chunk_fn *chunk, *integers;
     kt_scales_fn *scale, *least;
 };

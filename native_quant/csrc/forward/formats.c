@@ -20,23 +20,18 @@ static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0
 static const uint16_t uint4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                    0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
 
-static void chunk_nibbles(const kt_kernels *kernels, const uint16_t *values, const kt_bf16_panel *panel, int64_t first,
-                          int64_t columns, uint16_t *chunk) {
-    kernels->chunk_nibbles(values, panel->codes + first * KT_PANEL_ROWS / 2, columns, chunk);
+static void chunk_nibbles(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                          uint16_t *chunk) {
+    kernels->chunk_nibbles(panel->values, panel->codes + first * KT_PANEL_ROWS / 2, columns, chunk);
 }
 
-static void chunk_int4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                       uint16_t *chunk) {
-    chunk_nibbles(kernels, int4, panel, first, columns, chunk);
+/* Whether an E8M0 scale is 0, which is 2^-127 and not a normal number. Their number is `columns`: one for each of 32
+   rows and 32 columns. */
+static int has_zero_scale(const kt_bf16_panel *panel, int64_t first, int64_t columns) {
+    return memchr(panel->scales + first, 0, (size_t)columns) != NULL;
 }
 
-static void chunk_uint4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                        uint16_t *chunk) {
-    chunk_nibbles(kernels, uint4, panel, first, columns, chunk);
-}
-
-/* Halves the weights whose E8M0 scale is 0, which is 2^-127 and not a normal number; scales_e8m0 returns 2^-126 for it.
-   Halving is exact. scales: one for each of 32 rows and 32 columns, so their number is `columns`. */
+/* Halves the weights whose E8M0 scale is 0; scales_e8m0 returns 2^-126 for it. Halving is exact. */
 static void halve_weights(const uint8_t *scales, int64_t columns, uint16_t *chunk) {
     for (int64_t i = 0; i < columns; i++) {
         if (scales[i]) continue;
@@ -52,15 +47,15 @@ static void scales_e8m0(const kt_kernels *kernels, const kt_bf16_panel *panel, i
                         float *scale) {
     const uint8_t *scales = panel->scales + first;
     kernels->widen_scales(1, scales, columns, scale);
-    if (!memchr(scales, 0, (size_t)columns)) return;
+    if (!has_zero_scale(panel, first, columns)) return;
     for (int64_t i = 0; i < columns; i++)
         if (!scales[i]) scale[i] = 0x1p-126f;
 }
 
 static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk) {
-    chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
-    if (memchr(panel->scales + first, 0, (size_t)columns)) halve_weights(panel->scales + first, columns, chunk);
+    chunk_nibbles(kernels, panel, first, columns, chunk);
+    if (has_zero_scale(panel, first, columns)) halve_weights(panel->scales + first, columns, chunk);
 }
 
 static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -71,7 +66,7 @@ static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int
 static void chunk_mxfp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         uint16_t *chunk) {
     chunk_fp8(kernels, panel, first, columns, chunk);
-    if (memchr(panel->scales + first, 0, (size_t)columns)) halve_weights(panel->scales + first, columns, chunk);
+    if (has_zero_scale(panel, first, columns)) halve_weights(panel->scales + first, columns, chunk);
 }
 
 /* A panel's scales begin with the scale of the whole weight. Codes times the scales of 16 columns are exact in BF16. */
@@ -79,7 +74,7 @@ static void chunk_nvfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, i
                         uint16_t *chunk) {
     const uint8_t *scales = panel->scales + KTQ_NVFP4_HEADER + 2 * first;
     uint16_t groups[2 * KT_CHUNK_COLUMNS];
-    chunk_nibbles(kernels, e2m1, panel, first, columns, chunk);
+    chunk_nibbles(kernels, panel, first, columns, chunk);
     kernels->decode(KTQ_FP8_E4M3, scales, 0, 1, 2 * columns, 1, groups, 0);
     kernels->scale_chunk(groups, columns, chunk);
 }
@@ -98,12 +93,22 @@ static void scales_bf16(const kt_kernels *kernels, const kt_bf16_panel *panel, i
     kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
 }
 
+/* Writes a scale for 32 rows and some columns, four times at once. */
+static void repeat_scale(const uint8_t *scale, int64_t columns, float *out) {
+    float one;
+    memcpy(&one, scale, sizeof one);
+    const float four[4] = {one, one, one, one};
+    for (int64_t i = 0; i < columns; i += 4) memcpy(out + i, four, sizeof four);
+}
+
 /* One scale for 128 columns and all rows. */
 static void scales_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                        float *scale) {
     (void)kernels;
-    for (int64_t i = 0; i < columns; i++)
-        memcpy(scale + i, panel->scales + (first + i) / 128 * (int64_t)sizeof *scale, sizeof *scale);
+    for (int64_t end = first + columns, count; first < end; first += count, scale += count) {
+        count = 128 - first % 128 < end - first ? 128 - first % 128 : end - first;
+        repeat_scale(panel->scales + first / 128 * (int64_t)sizeof *scale, count, scale);
+    }
 }
 
 static void scales_rows(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -116,7 +121,7 @@ static void scales_rows(const kt_kernels *kernels, const kt_bf16_panel *panel, i
 static void scales_weight(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                           float *scale) {
     (void)kernels, (void)first;
-    for (int64_t i = 0; i < columns; i++) memcpy(scale + i, panel->scales, sizeof *scale);
+    repeat_scale(panel->scales, columns, scale);
 }
 
 /* FP16 for each row and 32 columns. */
@@ -227,31 +232,32 @@ static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128
 static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], 4, 1, 0, sizeof(float), .gemm = gemm_int4},
     [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], 8, 1, 0, sizeof(float), .gemm = gemm_int8},
-    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp4,
-                          .scale = scales_e8m0},
-    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .chunk = chunk_fp8,
-                        .scale = scales_fp8},
-    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, 16, 1},
-    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .chunk = chunk_fp8,
-                                   .scale = scales_rows},
-    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .chunk = chunk_mxfp8,
-                          .scale = scales_e8m0},
-    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .chunk = chunk_nvfp4,
-                          .scale = scales_weight},
-    [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
-                            .integers = integers, .scale = scales_bf16},
-    [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .chunk = chunk_int4,
-                              .integers = integers, .scale = scales_gptq},
-    [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .chunk = chunk_int4,
-                                 .integers = integers, .scale = scales_gptq},
-    [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .chunk = chunk_int4,
-                                 .integers = integers, .scale = scales_gptq},
-    [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .chunk = chunk_int4,
-                         .integers = integers, .scale = scales_f16},
+    [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .coding = KT_NIBBLES,
+                          .values = e2m1, .is_special = has_zero_scale, .chunk = chunk_mxfp4, .scale = scales_e8m0},
+    [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .coding = KT_E4M3,
+                        .chunk = chunk_fp8, .scale = scales_fp8},
+    [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .coding = KT_BF16_CODES},
+    [KTQ_FORMAT_FP8_PERCHANNEL] = {&kt_bf16_arithmetic, &by_32, 8, 1, 0, sizeof(float), .coding = KT_E4M3,
+                                   .chunk = chunk_fp8, .scale = scales_rows},
+    [KTQ_FORMAT_MXFP8] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint8_t), .coding = KT_E4M3,
+                          .is_special = has_zero_scale, .chunk = chunk_mxfp8, .scale = scales_e8m0},
+    [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .values = e2m1,
+                          .chunk = chunk_nvfp4, .scale = scales_weight},
+    [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .coding = KT_NIBBLES,
+                            .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_bf16},
+    [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .coding = KT_NIBBLES,
+                              .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_gptq},
+    [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .coding = KT_NIBBLES,
+                                 .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_gptq},
+    [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .coding = KT_NIBBLES,
+                                 .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_gptq},
+    [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .coding = KT_NIBBLES,
+                         .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_f16},
     [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_integers,
                          .integers = integers, .scale = scales_f16},
-    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_uint4,
-                         .integers = integers_k, .scale = scales_k, .least = least_k, .sum_columns = KT_SUM_COLUMNS},
+    [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .coding = KT_NIBBLES,
+                         .values = uint4, .chunk = chunk_nibbles, .integers = integers_k, .scale = scales_k,
+                         .least = least_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_integers,
                          .integers = integers_k, .scale = scales_k, .least = least_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k,

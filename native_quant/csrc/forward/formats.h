@@ -17,6 +17,9 @@ typedef struct {
     int64_t scale_rows, scale_columns, scale_bytes, header_bytes;
     kt_gemm_fn *(*gemm)(const kt_kernels *kernels); /* only for int8 arithmetic */
     /* Only for BF16 arithmetic: fields of kt_bf16_panel. */
+    int coding;
+    const uint16_t *values;
+    kt_is_special_fn *is_special;
     kt_chunk_fn *chunk, *integers;
     kt_scales_fn *scale, *least;
     int64_t sum_columns; /* 0: scale_columns determine it */
@@ -48,9 +51,18 @@ int kt_check_size(const kt_format *format, int64_t n, int64_t k);
 static inline kt_bf16_panel kt_get_bf16_panel(const kt_format *format, const void *codes, const void *scales, int64_t k,
                                               int64_t index) {
     int64_t row = index * KT_PANEL_ROWS;
-    kt_bf16_panel panel = {(const uint8_t *)codes + row * k * format->bits / 8, scales, format->bits,
-                           kt_terms(format), kt_sum_columns(format), format->chunk, format->integers,
-                           format->scale, format->least};
+    kt_bf16_panel panel = {.codes = (const uint8_t *)codes + row * k * format->bits / 8,
+                           .scales = scales,
+                           .bits = format->bits,
+                           .terms = kt_terms(format),
+                           .sum_columns = kt_sum_columns(format),
+                           .coding = format->coding,
+                           .values = format->values,
+                           .is_special = format->is_special,
+                           .chunk = format->chunk,
+                           .integers = format->integers,
+                           .scale = format->scale,
+                           .least = format->least};
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* skip the scales of the panels before */
         panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;

@@ -38,11 +38,6 @@ enum {
     PAGE = 4096,
 };
 
-/* Whether the chunks that are multiplied and prefetched do not fit into L1. */
-static inline int has_small_l1(void) {
-    return kt_l1_bytes && kt_l1_bytes < 48 << 10;
-}
-
 /* Kinds of kernels.
  *     ONE    reads a chunk of one panel
  *     TWO    reads a chunk of each of two panels
@@ -231,7 +226,7 @@ static void multiply_few(const kt_gemm *job) {
                         remaining ? tiles + count * KT_TILE_BYTES : next_tiles(job, s + i, first, at_once);
                     streams[i] = make_stream(tiles, prefetch, next * KT_TILE_BYTES, job->c + (s + i) * job->c_pitch);
                 }
-                kernel_fn *run = kernels[has_small_l1()][panels == 2 ? TWO : ONE][job->m];
+                kernel_fn *run = kernels[kt_has_small_l1()][panels == 2 ? TWO : ONE][job->m];
                 run(streams, count, a + done * TILE_COLUMNS * job->m);
             }
         }
@@ -259,7 +254,7 @@ static void multiply_chunk(const kt_gemm *job, int64_t first, int64_t columns, i
             int64_t from = tokens * b / blocks, to = tokens * (b + 1) / blocks;
             chunk.prefetch = next + bytes * b / blocks;
             chunk.c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS;
-            kernel_fn *run = kernels[has_small_l1()][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from];
+            kernel_fn *run = kernels[kt_has_small_l1()][!STORES_CODES ? ONE : b ? AGAIN : FIRST][to - from];
             run(&chunk, count, a + from * columns);
         }
     }
@@ -282,7 +277,7 @@ static void multiply_many(const kt_gemm *job) {
 }
 
 static int gemm(const kt_gemm *job) {
-    if (has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1)
+    if (kt_has_small_l1() && job->m <= KT_FEW && job->tile_rows == 1)
         return (BITS == 8 ? kt_gemm_int8_avx2 : kt_gemm_int4_avx2)(job);
     begin_sums(job);
     (job->m <= BLOCK ? multiply_few : multiply_many)(job);

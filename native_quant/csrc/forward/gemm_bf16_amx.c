@@ -86,7 +86,7 @@ static void copy(const uint16_t *a, int64_t columns, void *out) {
 enum { FEW_COLUMNS = 128 };
 
 static const kt_bf16_steps steps = {
-    BLOCK, 0, sizeof(uint16_t), KT_CHUNK_COLUMNS * sizeof(uint16_t), copy, block, FEW_COLUMNS,
+    BLOCK, 0, sizeof(uint16_t), KT_CHUNK_COLUMNS * sizeof(uint16_t), copy, block, FEW_COLUMNS, {{NULL}},
 };
 
 KT_TARGET_AMX void kt_gemm_bf16_amx(const kt_bf16_gemm *job) {

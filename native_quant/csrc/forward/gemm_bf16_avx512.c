@@ -1,6 +1,9 @@
 /* Products of BF16, AVX-512 without AVX512-BF16: 16 rows' first or second columns as float32, and fused multiply-adds.
  * Products of BF16 are exact in float32, so the sums are those of vdpbf16ps. */
-#define TARGET KT_TARGET_AVX512
+#include "nibbles_avx512.h"
+
+#include "fp8_to_bf16.h"
+
 typedef float item;
 
 #include "gemm_avx512.h"
@@ -20,8 +23,12 @@ TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
     }
 }
 
+#define FEW(X) KT_UP_TO_6(X, KT_BF16_CODES) KT_UP_TO_6(X, KT_E4M3) KT_UP_TO_4(X, KT_NIBBLES)
+#include "gemm_bf16_few.h"
+
 static const kt_bf16_steps steps = {
     BLOCK, 0, sizeof(item), KT_CHUNK_COLUMNS * sizeof(item), copy, run_block, KT_IN_ORDER_COLUMNS,
+    {FEW(KT_NAME_FEW)},
 };
 
 void kt_gemm_bf16_avx512(const kt_bf16_gemm *job) {

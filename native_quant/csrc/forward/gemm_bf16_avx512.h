@@ -1,5 +1,5 @@
 /* The code shared by the products of BF16 of AVX-512: up to 12 tokens, 24 registers of sums. A file that includes this
- * must define
+ * must include fp8_to_bf16.h and nibbles_avx512.h, and define
  *
  *     TARGET       the attribute of its functions
  *     item         an activation as it is read
@@ -13,8 +13,8 @@
 
 enum { BLOCK = 12 }; /* most tokens of a block */
 
-/* Multiplies wide * KT_SUM_COLUMNS columns of one or both halves of the rows, with independent sums. */
-KT_INLINE TARGET void multiply_columns(int halves, int wide, int tokens, const uint8_t *chunk, const float *scale,
+/* Multiplies wide * KT_SUM_COLUMNS columns, with independent sums. */
+KT_INLINE TARGET void multiply_columns(int wide, int tokens, const uint8_t *chunk, const float *scale,
                                        int64_t scale_step, const item *a, float *c, const uint8_t *prefetch,
                                        int64_t step) {
     __m512 sum[4][BLOCK][2];
@@ -23,27 +23,27 @@ KT_INLINE TARGET void multiply_columns(int halves, int wide, int tokens, const u
 #pragma GCC unroll 12
         for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-            for (int h = 0; h < halves; h++) sum[w][t][h] = _mm512_setzero_ps();
+            for (int h = 0; h < 2; h++) sum[w][t][h] = _mm512_setzero_ps();
     for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, chunk += 64, a += 2)
 #pragma GCC unroll 4
-        for (int w = 0; w < wide; w++, prefetch += step / 2 * halves) {
+        for (int w = 0; w < wide; w++, prefetch += step) {
             __m512i weights[2];
 #pragma GCC unroll 2
-            for (int h = 0; h < halves; h++) {
+            for (int h = 0; h < 2; h++) {
                 weights[h] = _mm512_loadu_si512(chunk + w * KT_TILE_BYTES + h * KT_HALF_BYTES);
                 _mm_prefetch((const char *)prefetch + step / 2 * h, _MM_HINT_T0);
             }
 #pragma GCC unroll 12
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-                for (int h = 0; h < halves; h++)
+                for (int h = 0; h < 2; h++)
                     sum[w][t][h] =
                         multiply(sum[w][t][h], weights[h], a + t * KT_CHUNK_COLUMNS + w * KT_SUM_COLUMNS);
         }
 #pragma GCC unroll 12
     for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-        for (int h = 0; h < halves; h++) {
+        for (int h = 0; h < 2; h++) {
             __m512 total = _mm512_load_ps(c + t * KT_PANEL_ROWS + h * KT_HALF_ROWS);
 #pragma GCC unroll 4
             for (int w = 0; w < wide; w++) {
@@ -54,30 +54,75 @@ KT_INLINE TARGET void multiply_columns(int halves, int wide, int tokens, const u
         }
 }
 
-KT_INLINE TARGET void multiply_chunk(int halves, int tokens, const kt_bf16_block *work) {
+KT_INLINE TARGET void block(int tokens, const kt_bf16_block *work) {
     const int wide = tokens <= 3 ? 4 : tokens <= 6 ? 2 : 1; /* enough sums to hide the latency of additions */
     const uint8_t *prefetch = work->prefetch;
-    for (int64_t j = 0, at_once; j < work->columns; j += at_once) {
+    for (int64_t j = 0, at_once; j < work->columns; j += at_once, prefetch += work->step * at_once / 2) {
         at_once = work->columns - j < wide * KT_SUM_COLUMNS ? KT_SUM_COLUMNS : wide * KT_SUM_COLUMNS;
-        for (int h = 0; h < 2; h += halves, prefetch += work->step * at_once / 4 * halves) {
-            const uint8_t *weights = work->chunk + j * 64 + h * KT_HALF_BYTES;
-            const float *scale = work->scale + j / KT_SUM_COLUMNS * work->scale_step + h * KT_HALF_ROWS;
-            const item *a = (const item *)work->a + j;
-            float *c = work->c + h * KT_HALF_ROWS;
-            if (at_once > KT_SUM_COLUMNS)
-                multiply_columns(halves, wide, tokens, weights, scale, work->scale_step, a, c, prefetch, work->step);
-            else multiply_columns(halves, 1, tokens, weights, scale, work->scale_step, a, c, prefetch, work->step);
-        }
+        const uint8_t *weights = work->chunk + j * 64;
+        const float *scale = work->scale + j / KT_SUM_COLUMNS * work->scale_step;
+        const item *a = (const item *)work->a + j;
+        if (at_once > KT_SUM_COLUMNS)
+            multiply_columns(wide, tokens, weights, scale, work->scale_step, a, work->c, prefetch, work->step);
+        else multiply_columns(1, tokens, weights, scale, work->scale_step, a, work->c, prefetch, work->step);
     }
-}
-
-/* In order is one half of the rows after the other (Zen 4, few tokens: 1.4 times as fast as both at once). */
-KT_INLINE TARGET void block(int tokens, const kt_bf16_block *work) {
-    if (tokens <= 6 && work->in_memory) multiply_chunk(1, tokens, work);
-    else multiply_chunk(2, tokens, work);
 }
 
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 #include "gemm_bf16_blocks.h"
+
+/* Decodes 4 pairs of columns of 16 rows. */
+KT_INLINE TARGET void decode(int coding, const uint8_t *codes, table values, __m512i *pairs) {
+    __m512i words = _mm512_loadu_si512(codes);
+    if (coding == KT_E4M3) {
+        fp8_to_bf16(codes, pairs);
+        fp8_to_bf16(codes + 64, pairs + 2);
+    } else
+#pragma GCC unroll 4
+        for (int g = 0; g < 4; g++) {
+            pairs[g] = coding == KT_NIBBLES ? look_up_values(values, words) : _mm512_loadu_si512(codes + g * 64);
+            words = _mm512_srli_epi16(words, 4);
+        }
+}
+
+/* BF16 is read in the order of its bytes (Zen 4: 1.4 to 2.5 times as fast as other orders). Of other codes, both halves
+   are read at once, for more independent sums. */
+KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
+    const int halves = coding == KT_BF16_CODES ? 1 : 2;
+    const int small_l1 = kt_has_small_l1();
+    const int64_t pairs_bytes = coding == KT_NIBBLES ? 64 : coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
+    const table values = coding == KT_NIBBLES ? load_table(work->values) : (table){0};
+    const uint8_t *codes = work->chunk;
+    const float *scale = work->scale;
+    for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS, scale += work->scale_step)
+        for (int first = 0; first < 2; first += halves, codes += halves * 4 * pairs_bytes) {
+            const item *a = (const item *)work->a + j;
+            __m512 sum[KT_FEW_TOKENS][2];
+#pragma GCC unroll 6
+            for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = _mm512_setzero_ps();
+#pragma GCC unroll 1
+            for (int64_t at = 0; at < 4 * pairs_bytes; at += pairs_bytes, a += 8)
+#pragma GCC unroll 2
+                for (int h = 0; h < halves; h++) {
+                    const uint8_t *place = codes + h * 4 * pairs_bytes + at;
+                    __m512i pairs[4];
+                    decode(coding, place, values, pairs);
+                    kt_fetch_codes(small_l1, coding, place, pairs_bytes);
+#pragma GCC unroll 4
+                    for (int g = 0; g < 4; g++)
+#pragma GCC unroll 6
+                        for (int t = 0; t < tokens; t++)
+                            sum[t][h] = multiply(sum[t][h], pairs[g], a + t * KT_CHUNK_COLUMNS + 2 * g);
+                }
+#pragma GCC unroll 6
+            for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+                for (int h = 0; h < halves; h++) {
+                    const int row = (first + h) * KT_HALF_ROWS;
+                    float *c = work->c + t * KT_PANEL_ROWS + row;
+                    _mm512_store_ps(c, _mm512_fmadd_ps(_mm512_loadu_ps(scale + row), sum[t][h], _mm512_load_ps(c)));
+                }
+        }
+}
 
 #endif

@@ -2,6 +2,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "nibbles_avx512.h"
+
+#include "fp8_to_bf16.h"
+
+#undef TARGET
 #define TARGET KT_TARGET_AVX512BF16
 typedef uint16_t item;
 
@@ -19,8 +24,12 @@ static void copy(const uint16_t *a, int64_t columns, void *out) {
     memcpy(out, a, (size_t)columns * sizeof *a);
 }
 
+#define FEW(X) KT_UP_TO_6(X, KT_BF16_CODES) KT_UP_TO_6(X, KT_E4M3) KT_UP_TO_6(X, KT_NIBBLES)
+#include "gemm_bf16_few.h"
+
 static const kt_bf16_steps steps = {
     BLOCK, 0, sizeof(item), KT_CHUNK_COLUMNS * sizeof(item), copy, run_block, KT_IN_ORDER_COLUMNS,
+    {FEW(KT_NAME_FEW)},
 };
 
 void kt_gemm_bf16_avx512bf16(const kt_bf16_gemm *job) {

@@ -40,42 +40,51 @@ static void copy(const kt_bf16_gemm *job, const kt_bf16_steps *steps, int64_t fi
         steps->copy(job->a + t * job->a_pitch + first, columns, out);
 }
 
+static kt_bf16_block_fn *find_few(const kt_bf16_steps *steps, const kt_bf16_panel *panel, int64_t tokens) {
+    return tokens <= KT_FEW_TOKENS ? steps->few[panel->coding][tokens - 1] : NULL;
+}
+
 /* Multiplies columns of panel s with tokens whose activations are in scratch, block by block. Meanwhile prefetches
    `bytes` bytes. */
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch, int64_t s, int64_t first,
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *prefetch, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
     kt_chunk_fn *to_chunk = steps->integers ? panel->integers : panel->chunk;
+    kt_bf16_block_fn *few = find_few(steps, panel, tokens);
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
     const int64_t at_once = kt_chunk_columns(panel), block_bytes = bytes / (blocks * terms),
                   step = block_bytes / (columns / 2);
     for (int64_t j = 0, count; j < columns; j += count) {
         count = minimum(columns - j, at_once);
         const uint8_t *chunk = get_codes(panel, first + j);
-        if (to_chunk) {
+        const int is_few = few && !(panel->is_special && panel->is_special(panel, first + j, count));
+        if (to_chunk && !is_few) {
             to_chunk(job->kernels, panel, first + j, count, scratch->chunk);
             chunk = (const uint8_t *)scratch->chunk;
         }
         if (panel->scale) panel->scale(job->kernels, panel, first + j, count, scratch->scale);
         for (int64_t b = 0; b < blocks * terms; b++, prefetch += block_bytes * count / columns) {
             int64_t from = tokens * (b % blocks) / blocks, to = tokens * (b % blocks + 1) / blocks;
-            steps->block(&(kt_bf16_block){.tokens = to - from,
-                                          .chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2,
-                                          .in_memory = !to_chunk && blocks == 1,
-                                          .columns = count,
-                                          .sum_columns = panel->sum_columns,
-                                          .scale = panel->scale ? scratch->scale : ones,
-                                          .scale_step = panel->scale ? KT_PANEL_ROWS : 0,
-                                          .a = scratch->a + from * steps->row_bytes + j * steps->item_bytes,
-                                          .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
-                                          .prefetch = prefetch,
-                                          .step = step});
+            const kt_bf16_block work = {.tokens = to - from,
+                                        .chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2,
+                                        .columns = count,
+                                        .sum_columns = panel->sum_columns,
+                                        .values = panel->values,
+                                        .scale = panel->scale ? scratch->scale : ones,
+                                        .scale_step = panel->scale ? KT_PANEL_ROWS : 0,
+                                        .a = scratch->a + from * steps->row_bytes + j * steps->item_bytes,
+                                        .c = job->c + s * job->c_pitch + (token + from) * KT_PANEL_ROWS,
+                                        .prefetch = prefetch,
+                                        .step = step};
+            (is_few ? few : steps->block)(&work);
         }
     }
 }
 
 static void multiply_few(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch) {
-    const int64_t most = job->panel->chunk ? FEW_DECODED : steps->few_columns;
+    const int64_t most = find_few(steps, job->panel, job->m) ? KT_IN_ORDER_COLUMNS * 16 / job->panel->bits
+                         : job->panel->chunk                 ? FEW_DECODED
+                                                             : steps->few_columns;
     for (int64_t pair = 0; pair < job->panels; pair += 2)
         for (int64_t first = 0, columns; first < job->k; first += columns) {
             columns = minimum(job->k - first, most);

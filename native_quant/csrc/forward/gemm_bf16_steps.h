@@ -2,7 +2,7 @@
  * defines.
  *
  * - few tokens (at most `tokens`): memory is the limit. Two panels are read in turn, chunk by chunk, and each chunk is
- *   multiplied while it is in L1.
+ *   multiplied while it is in L1; or codes are multiplied as they are read (`few`).
  * - many tokens: arithmetic is the limit. For each KT_CHUNK_COLUMNS columns, the chunk of each panel is made once, and
  *   multiplied with one block of tokens after the other. The activations stay in L2. */
 #ifndef KT_GEMM_BF16_STEPS_H
@@ -10,20 +10,21 @@
 
 #include "kernels.h"
 
-/* few_columns of the kernels that read a chunk nearly in the order of its bytes. */
-enum { KT_IN_ORDER_COLUMNS = 64 };
+enum {
+    KT_FEW_TOKENS = 6,        /* most tokens of `few` */
+    KT_IN_ORDER_COLUMNS = 64, /* columns of BF16 in 4 KiB, which `few` reads at a time of each of two panels */
+};
 
 /* Copies a token's activations, at most KT_CHUNK_COLUMNS, in the form that `block` reads. */
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
 /* Adds to c[token * 32 + row] the scaled products of a chunk with the copied activations of some tokens. The scales of
    the first KT_SUM_COLUMNS columns are scale[32]; those of the next columns are `scale_step` floats further. Meanwhile
-   prefetches `step` bytes for each two columns. sum_columns: as in kt_bf16_panel. in_memory: the chunk is not in L1, so
-   it is best read in the order of its bytes. */
+   prefetches `step` bytes for each two columns. sum_columns and values: as in kt_bf16_panel. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;
-    int in_memory;
     int64_t columns, sum_columns;
+    const uint16_t *values;
     const float *scale;
     int64_t scale_step;
     const void *a;
@@ -40,7 +41,10 @@ typedef struct {
     int64_t row_bytes;  /* bytes between the activations of two tokens */
     kt_bf16_copy_fn *copy;
     kt_bf16_block_fn *block;
-    int64_t few_columns; /* columns of a chunk that few tokens read from memory */
+    int64_t few_columns; /* columns that few tokens read at a time of codes that are chunks */
+    /* [coding][tokens - 1]: as `block`, but reads codes instead of a chunk, in the order of their bytes, and decodes
+       them in registers. NULL: codes must become a chunk. */
+    kt_bf16_block_fn *few[KT_CODINGS][KT_FEW_TOKENS];
 } kt_bf16_steps;
 
 /* Initializes the sums of panel s: 0 minus the products with its least values. least: scratch, KT_CHUNK_COLUMNS floats
@@ -50,6 +54,17 @@ void kt_begin_bf16_sums(const kt_bf16_gemm *job, int64_t s, float *least);
 /* Columns of a chunk, such that the chunks of all terms fit into the space of one. */
 static inline int64_t kt_chunk_columns(const kt_bf16_panel *panel) {
     return KT_CHUNK_COLUMNS / panel->terms;
+}
+
+/* Prefetches the codes KT_CHUNK_AHEAD bytes further. With an L1 of 32 KiB: into L2, and no BF16, for which the
+   processor's own prefetching is better (Zen 4: up to 1.5 times as fast as prefetching into L1). */
+static inline __attribute__((always_inline)) void kt_fetch_codes(int small_l1, int coding, const uint8_t *codes,
+                                                                 int64_t bytes) {
+    if (small_l1 && coding == KT_BF16_CODES) return;
+    for (int64_t i = KT_CHUNK_AHEAD; i < KT_CHUNK_AHEAD + bytes; i += 64) {
+        if (small_l1) __builtin_prefetch(codes + i, 0, 2);
+        else __builtin_prefetch(codes + i);
+    }
 }
 
 void kt_gemm_bf16_in_steps(const kt_bf16_gemm *job, const kt_bf16_steps *steps);

@@ -94,5 +94,5 @@ TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
 }
 
 static const kt_bf16_steps steps = {
-    BLOCK, 1, sizeof(int16_t), sizeof(kt_int16_row), copy, run_block, KT_IN_ORDER_COLUMNS,
+    BLOCK, 1, sizeof(int16_t), sizeof(kt_int16_row), copy, run_block, KT_IN_ORDER_COLUMNS, {{NULL}},
 };

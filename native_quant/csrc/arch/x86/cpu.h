@@ -31,5 +31,9 @@ static inline void kt_pause(void) {
 
 /* Bytes of a core's first-level data cache; 0 if unknown. Set when the library is loaded. */
 extern unsigned kt_l1_bytes;
+/* Whether the chunks that are multiplied and prefetched do not fit into L1. */
+static inline int kt_has_small_l1(void) {
+    return kt_l1_bytes && kt_l1_bytes < 48 << 10;
+}
 
 #endif
