@@ -1,14 +1,16 @@
 #!/bin/sh
 # Runs tests of the kernels for AMX and AVX-VNNI on any CPU that has AVX-512 VNNI, even if it lacks these two. The build, in
 # build/emulated or $OUT, reports both as available. Tile instructions are trapped (tests/rig/amx_trapped.c); AVX-VNNI is
-# compiled to AVX-512's encoding and has kernels only for AMXINT4 and AMXINT8. The build uses -O1, which compiles faster: do
-# not measure its speed. KTCONVERT_CFLAGS adds flags; PRELOAD names more libraries to preload.
+# compiled to AVX-512's encoding and has kernels only for AMXINT4, AMXINT8 and
+# integers. The build uses -O1, which compiles faster: do not measure its speed. KTCONVERT_CFLAGS adds flags; PRELOAD names more libraries to preload.
 # Usage: tests/emulated.sh [PYTHON [PYTEST-ARGUMENTS...]]   (default: .venv/bin/python, and the tests of products)
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath -s "${1:-.venv/bin/python}")
 [ $# -eq 0 ] || shift
-[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py tests/test_runtime.py::test_exact_mode_gives_the_bits_of_kt_kernel \
+[ $# -gt 0 ] || set -- tests/test_gemm.py tests/test_gemm_bf16.py \
+    tests/test_llamafile.py::test_instruction_sets_give_the_same_sums \
+    tests/test_llamafile.py::test_largest_products_do_not_overflow tests/test_runtime.py::test_exact_mode_gives_the_bits_of_kt_kernel \
     tests/test_runtime.py::test_every_instruction_set_and_pool_gives_the_same_bits \
     tests/test_runtime.py::test_incomplete_token_blocks_compute \
     tests/test_forward_bf16.py::test_neither_threads_nor_the_batch_change_a_bit \

@@ -54,7 +54,7 @@ def sum_in_order(a: Any, weights: Any, columns: Iterable[int]) -> Any:
 
 def multiplication_form(isa: str, name: str) -> str:
     """Return how an instruction set multiplies a format: BF16 in pairs or in tiles, or integers."""
-    return "tiles" if isa == "amx" else "integers" if name in floats.INTEGERS and isa != "avx512bf16" else "pairs"
+    return "tiles" if isa == "amx" else "integers" if name in floats.INTEGERS else "pairs"
 
 
 def integer_units(a: Any) -> Any:

@@ -302,25 +302,36 @@ enum {
 /* Whether codes of these columns must be decoded by `chunk`, whatever their coding is. */
 typedef int kt_is_special_fn(const kt_bf16_panel *panel, int64_t first, int64_t columns);
 
+/* Codes that are integers, of 4, 5, 6 or 8 bits.
+     chunk        converts codes to chunks of int16, -4096 to 4096
+     offset       what makes them unsigned, if it is added; 0: they are unsigned, or have 8 bits
+     has_factors  1: signed bytes for each 16 columns multiply the codes (Q6_K, ktq.h) */
+typedef struct {
+    kt_chunk_fn *chunk;
+    int offset, has_factors;
+} kt_integers;
+
 /* 32 rows of a weight: their codes and scales (formats.h).
      bits         bits of a code
+     scale_bytes  bytes of the scales of KT_SUM_COLUMNS columns, if the codes are integers
      sum_columns  aligned columns of a row that share a scale
      terms        number of chunks whose sum is the weights
      coding       KT_OTHER_CODES .. KT_E4M3
      values       KT_NIBBLES: BF16 value of each code; values[0] is 0
      is_special   NULL: no columns are special
      chunk        converts codes to chunks; NULL: codes are stored as chunks
-     integers     converts codes to chunks of int16, -4096 to 4096, for gemm_int16; or NULL
+     integers     how codes are integers, for gemm_int16; or NULL
      scale        reads the scales, normal numbers that multiply the sums of products; NULL: no scales
      least        reads the least values: a weight is code * scale - least; NULL: least is 0 */
 struct kt_bf16_panel {
     const uint8_t *codes, *scales;
     int bits, terms;
-    int64_t sum_columns;
+    int64_t scale_bytes, sum_columns;
     int coding;
     const uint16_t *values;
     kt_is_special_fn *is_special;
-    kt_chunk_fn *chunk, *integers;
+    kt_chunk_fn *chunk;
+    const kt_integers *integers;
     kt_scales_fn *scale, *least;
 };
 

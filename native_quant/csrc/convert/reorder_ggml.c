@@ -32,7 +32,8 @@ static uint32_t narrow_codes(uint64_t codes) {
     return (uint32_t)((codes | codes >> 24) & 0xffff);
 }
 
-/* 32 columns of row r of a block of 4 to 6 bits: nibbles as MXFP4's, then the upper bits of each half's lines. */
+/* 32 columns of row r of a block of 4 to 6 bits: nibbles as MXFP4's, then lines of their upper bits. A byte of such a
+   line belongs to a byte of 2 (6 bits) or 4 lines: the bits of the first line's nibbles begin at bit 4. */
 static void put_codes(int bits, const uint8_t codes[COLUMNS], int r, uint8_t *block) {
     uint8_t *half = block + r / KT_HALF_ROWS * (KT_HALF_ROWS * COLUMNS * bits / 8);
     for (int v = 0; v < 4; v++) {
@@ -41,14 +42,13 @@ static void put_codes(int bits, const uint8_t codes[COLUMNS], int r, uint8_t *bl
         uint32_t word = narrow_codes(eight) | narrow_codes(eight >> 8) << 16;
         memcpy(half + 64 * v + r % KT_HALF_ROWS * 4, &word, sizeof word);
     }
-    int more = bits - 4, lines = more ? 16 / more : 0; /* of a word */
-    for (int w = 0; w < more; w++)
-        for (int odd = 0; odd < 2; odd++) {
-            uint16_t word = 0;
-            for (int line = 0; line < lines; line++)
-                word |= (uint16_t)(codes[2 * (w * lines + line) + odd] >> 4 << (4 + more * line) % 16);
-            memcpy(half + 256 + 64 * w + (r % KT_HALF_ROWS * 2 + odd) * 2, &word, sizeof word);
-        }
+    const int more = bits - 4;
+    uint8_t upper[2][4] = {0};
+    for (int c = 0; c < COLUMNS; c++) {
+        int v = c / 8, bit = (4 + 2 * more * v) % 8 + c / 2 % 2 * more;
+        upper[v * more / 4][c % 2 * 2 + c % 8 / 4] |= (uint8_t)(codes[c] >> 4 << bit);
+    }
+    for (int w = 0; w < more; w++) memcpy(half + 256 + 64 * w + r % KT_HALF_ROWS * 4, upper[w], sizeof upper[w]);
 }
 
 static void put_bytes(const int8_t codes[COLUMNS], int r, uint8_t *block) {

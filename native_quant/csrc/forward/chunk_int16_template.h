@@ -22,7 +22,7 @@ unpack_codes(int bits, const uint8_t *codes, const uint8_t *scales, int64_t colu
                     if (bits == 6) pairs = sub_epi16(mullo_epi16(pairs, scale), offset);
                     storeu_si(chunk + (4 * v + g) * 32 + at, pairs);
                     low = srli_epi16(low, 4);
-                    high = bits == 6 ? srli_epi16(high, 2) : srli_epi16(high, 1);
+                    high = g == 1 ? srli_epi16(high, 12 - bits) : srli_epi16(high, bits - 4); /* the next byte */
                 }
             }
         }

@@ -57,7 +57,7 @@ unpack_codes(int bits, int is_scaled, const uint8_t *codes, const uint16_t *scal
                     if (is_scaled) pairs = scaled(pairs, scale, far);
                     storeu_si(chunk + (4 * v + g) * 32 + at, pairs);
                     low = srli_epi16(low, 4);
-                    high = bits == 6 ? srli_epi16(high, 2) : srli_epi16(high, 1);
+                    high = g == 1 ? srli_epi16(high, 12 - bits) : srli_epi16(high, bits - 4); /* the next byte */
                 }
             }
         }

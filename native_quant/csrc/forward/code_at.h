@@ -9,10 +9,10 @@
 static inline int kt_code_at(int bits, const uint8_t *codes, int64_t i) {
     if (bits == 8) return (int8_t)codes[i];
     if (bits == 4) return kt_load16(codes + (i / 128 * 32 + i % 32) * 2) >> i / 32 % 4 * 4 & 15;
-    int line = (int)(i / 32 % 16), at = (int)(i % 32), more = bits - 4, lines = 16 / more;
+    int line = (int)(i / 32 % 16), at = (int)(i % 32), v = line / 4, g = line % 4, more = bits - 4;
     const uint8_t *half = codes + i / 512 * (64 * bits);
-    int low = kt_load16(half + line / 4 * 64 + 2 * at) >> line % 4 * 4 & 15;
-    int high = kt_load16(half + 256 + line / lines * 64 + 2 * at) >> (4 + more * (line % lines)) % 16;
+    int low = kt_load16(half + v * 64 + 2 * at) >> g * 4 & 15;
+    int high = half[256 + v * more / 4 * 64 + 2 * at + g / 2] >> ((4 + 2 * more * v) % 8 + more * (g % 2));
     return (low | (high & ((1 << more) - 1)) << 4) - (bits == 6 ? 32 : 0);
 }
 

@@ -226,6 +226,9 @@ static void chunk_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, int
     kernels->chunk_halves(get_codes(panel, first), columns, chunk);
 }
 
+static const kt_integers unsigned_integers = {integers_k, 0, 0}, signed_integers = {integers, 8, 0},
+                         bytes = {integers, 0, 0}, scaled_integers = {integers_q6_k, 32, 1};
+
 static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1},
                           by_k = {32, KTQ_K_COLUMNS, 1};
 
@@ -244,24 +247,28 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_NVFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 16, 1, KTQ_NVFP4_HEADER, .values = e2m1,
                           .chunk = chunk_nvfp4, .scale = scales_weight},
     [KTQ_FORMAT_RAWINT4] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .coding = KT_NIBBLES,
-                            .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_bf16},
+                            .values = int4, .chunk = chunk_nibbles, .integers = &signed_integers, .scale = scales_bf16},
     [KTQ_FORMAT_GPTQ_INT4] = {&kt_bf16_arithmetic, &by_128, 4, 1, 128, sizeof(float), .coding = KT_NIBBLES,
-                              .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_gptq},
+                              .values = int4, .chunk = chunk_nibbles, .integers = &signed_integers,
+                              .scale = scales_gptq},
     [KTQ_FORMAT_GPTQ_INT4_64] = {&kt_bf16_arithmetic, &by_64, 4, 1, 64, sizeof(float), .coding = KT_NIBBLES,
-                                 .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_gptq},
+                                 .values = int4, .chunk = chunk_nibbles, .integers = &signed_integers,
+                                 .scale = scales_gptq},
     [KTQ_FORMAT_GPTQ_INT4_32] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(float), .coding = KT_NIBBLES,
-                                 .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_gptq},
+                                 .values = int4, .chunk = chunk_nibbles, .integers = &signed_integers,
+                                 .scale = scales_gptq},
     [KTQ_FORMAT_Q4_0] = {&kt_bf16_arithmetic, &by_32, 4, 1, 32, sizeof(uint16_t), .coding = KT_NIBBLES,
-                         .values = int4, .chunk = chunk_nibbles, .integers = integers, .scale = scales_f16},
+                         .values = int4, .chunk = chunk_nibbles, .integers = &signed_integers, .scale = scales_f16},
     [KTQ_FORMAT_Q8_0] = {&kt_bf16_arithmetic, &by_32, 8, 1, 32, sizeof(uint16_t), .chunk = chunk_integers,
-                         .integers = integers, .scale = scales_f16},
+                         .integers = &bytes, .scale = scales_f16},
     [KTQ_FORMAT_Q4_K] = {&kt_bf16_arithmetic, &by_k, 4, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .coding = KT_NIBBLES,
-                         .values = uint4, .chunk = chunk_nibbles, .integers = integers_k, .scale = scales_k,
+                         .values = uint4, .chunk = chunk_nibbles, .integers = &unsigned_integers, .scale = scales_k,
                          .least = least_k, .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q5_K] = {&kt_bf16_arithmetic, &by_k, 5, 1, KTQ_K_COLUMNS, KTQ_K_SCALE_BYTES, .chunk = chunk_integers,
-                         .integers = integers_k, .scale = scales_k, .least = least_k, .sum_columns = KT_SUM_COLUMNS},
+                         .integers = &unsigned_integers, .scale = scales_k, .least = least_k,
+                         .sum_columns = KT_SUM_COLUMNS},
     [KTQ_FORMAT_Q6_K] = {&kt_bf16_arithmetic, &by_k, 6, 1, KTQ_K_COLUMNS, KTQ_Q6_K_SCALE_BYTES, .chunk = chunk_q6_k,
-                         .integers = integers_q6_k, .scale = scales_q6_k},
+                         .integers = &scaled_integers, .scale = scales_q6_k},
     [KTQ_FORMAT_F16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .chunk = chunk_f16, .two_terms = 1},
 };
 enum { FORMATS = sizeof formats / sizeof formats[0] };

@@ -20,7 +20,8 @@ typedef struct {
     int coding;
     const uint16_t *values;
     kt_is_special_fn *is_special;
-    kt_chunk_fn *chunk, *integers;
+    kt_chunk_fn *chunk;
+    const kt_integers *integers;
     kt_scales_fn *scale, *least;
     int64_t sum_columns; /* 0: scale_columns determine it */
     int two_terms;       /* 1: weights are sums of two terms; h has two terms if down is in such a format */
@@ -63,6 +64,8 @@ static inline kt_bf16_panel kt_get_bf16_panel(const kt_format *format, const voi
                            .integers = format->integers,
                            .scale = format->scale,
                            .least = format->least};
+    if (format->integers)
+        panel.scale_bytes = format->scale_bytes * KT_PANEL_ROWS * KT_SUM_COLUMNS / format->scale_columns;
     int64_t of_row = format->scale_columns ? k / format->scale_columns : 1;
     if (format->scale_bytes) /* skip the scales of the panels before */
         panel.scales += row / format->scale_rows * of_row * format->scale_bytes + index * format->header_bytes;

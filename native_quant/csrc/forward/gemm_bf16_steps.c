@@ -49,7 +49,7 @@ static kt_bf16_block_fn *find_few(const kt_bf16_steps *steps, const kt_bf16_pane
 static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space *scratch, int64_t s, int64_t first,
                      int64_t columns, int64_t token, int64_t tokens, const uint8_t *prefetch, int64_t bytes) {
     const kt_bf16_panel *panel = &job->panel[s];
-    kt_chunk_fn *to_chunk = steps->integers ? panel->integers : panel->chunk;
+    kt_chunk_fn *to_chunk = steps->integers ? panel->integers->chunk : panel->chunk;
     kt_bf16_block_fn *few = find_few(steps, panel, tokens);
     const int64_t blocks = (tokens + steps->tokens - 1) / steps->tokens, terms = panel->terms;
     const int64_t at_once = kt_chunk_columns(panel), block_bytes = bytes / (blocks * terms),

@@ -1,4 +1,8 @@
-/* Activations as int16 (numerics.md, section 5b), for products with chunks of int16. */
+/* Products of integers: activations of 14 bits and a sign (numerics.md, section 5b), exact in int32.
+ *
+ * - many tokens: codes become chunks of int16, for the loops of gemm_bf16_steps.h
+ * - few tokens: codes are decoded in registers (gemm_int16_few.c). Codes of 4 to 6 bits become bytes, activations two
+ *   bytes each, 128 * h + l: instructions that multiply bytes add up the products with h and those with l. */
 #ifndef KT_GEMM_INT16_H
 #define KT_GEMM_INT16_H
 
@@ -9,6 +13,7 @@ enum {
     KT_INT16_BITS = 14, /* bits of the largest code: sums with KT_SUM_COLUMNS weights up to 4096 fit into int32 */
     KT_LEAST_EXPONENT = KT_INT16_BITS, /* least biased exponent for which unit and reciprocal are normal numbers */
     KT_CHUNK_SUMS = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS,
+    KT_UNIT_COLUMNS = KT_CHUNK_COLUMNS, /* most columns of a panel that few tokens read at a time */
 };
 
 /* A token's activations for the columns of a chunk: integers with a unit for each KT_SUM_COLUMNS columns. */
@@ -16,6 +21,50 @@ typedef struct {
     int16_t a[KT_CHUNK_COLUMNS];
     float unit[KT_CHUNK_SUMS];
 } kt_int16_row;
+
+/* KT_SUM_COLUMNS activations of a token.
+     a      with codes of 8 bits: int16. With fewer: for each 8 columns, h of columns 0 4 1 5 and their l, then h of
+            columns 2 6 3 7 and their l; h is -128..127, l -63..64
+     start  -offset * (sum of the activations), where the sum of products begins; with factors: of the first and of the
+            last 16 columns
+     unit   their unit */
+typedef struct {
+    uint8_t a[2 * KT_SUM_COLUMNS];
+    int32_t start[2];
+    float unit;
+} kt_int16_columns;
+
+/* Converts a token's activations for the weights of a panel. columns: a multiple of KT_SUM_COLUMNS. */
+typedef void kt_int16_convert_fn(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns,
+                                 kt_int16_columns *out);
+
+/* Adds to c[token * 32 + row] the scaled products of some columns of a panel with the activations of some tokens, which
+   are `pitch` structs apart. scale: [columns / KT_SUM_COLUMNS][32]. */
+typedef struct {
+    int64_t tokens, first, columns;
+    const uint8_t *codes, *scales; /* codes: of column `first`; scales: of the panel */
+    const float *scale;
+    const kt_int16_columns *a;
+    int64_t pitch;
+    float *c;
+} kt_int16_block;
+typedef void kt_int16_block_fn(const kt_int16_block *work);
+
+typedef struct {
+    int64_t tokens; /* most tokens of a block */
+    kt_int16_convert_fn *convert;
+    /* [tokens - 1] of codes that are signed nibbles, unsigned ones, and of 5, 6 and 8 bits */
+    kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *bits_5, *const *bits_6, *const *bits_8;
+} kt_int16_few;
+
+/* Runs a job whose activations fit into the scratch memory, at least KT_UNIT_COLUMNS columns at a time. */
+void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few);
+
+/* Of a panel with factors: those of KT_SUM_COLUMNS columns, [2][32], from the address of its scales. */
+static inline const int8_t *kt_factors_at(const uint8_t *scales, int64_t column) {
+    scales += column / KTQ_K_COLUMNS * KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS + 2 * KT_PANEL_ROWS;
+    return (const int8_t *)scales + column % KTQ_K_COLUMNS / 16 * KT_PANEL_ROWS;
+}
 
 /* Returns the unit of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is not
  * finite. */

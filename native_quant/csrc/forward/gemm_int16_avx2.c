@@ -1,17 +1,11 @@
-/* Products of int16, AVX2: 12 of 16 registers hold sums. */
+/* Products of integers, AVX2: 12 of 16 registers hold sums. */
 #include "vectors_avx2.h"
+#include "gemm_int16_maddubs.h"
 
-enum { BLOCK = 6 };
+enum { BLOCK = 6, FEW_BLOCK = 3 };
 #define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
-
-TARGET static inline ints add_products(ints sum, ints weights, ints pairs) {
-    sum = add_epi32(sum, madd_epi16(weights, pairs));
-    __asm__("" : "+x"(sum)); /* here, so that it stays in its register: GCC would put all products off */
-    return sum;
-}
+#define FEW_BLOCKS(X) X(1) X(2) X(3)
+#define FEW(bits) ((bits) < 6 ? 8 : (bits) == 6 ? 4 : 6)
 
 #include "gemm_int16_template.h"
-
-void kt_gemm_int16_avx2(const kt_bf16_gemm *job) {
-    kt_gemm_bf16_in_steps(job, &steps);
-}
+#include "gemm_int16_few_template.h"

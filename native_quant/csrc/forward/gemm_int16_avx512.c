@@ -1,14 +1,11 @@
-/* Products of int16, AVX-512. */
-#include "gemm_int16_avx512.h"
+/* Products of integers, AVX-512: 24 of 32 registers hold sums. */
+#include "vectors_avx512.h"
+#include "gemm_int16_maddubs.h"
 
-TARGET static inline ints add_products(ints sum, ints weights, ints pairs) {
-    sum = add_epi32(sum, madd_epi16(weights, pairs));
-    __asm__("" : "+v"(sum));
-    return sum;
-}
+enum { BLOCK = 12, FEW_BLOCK = 6 };
+#define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define FEW_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FEW(bits) ((bits) < 6 ? 12 : (bits) == 6 ? 5 : 16)
 
 #include "gemm_int16_template.h"
-
-void kt_gemm_int16_avx512(const kt_bf16_gemm *job) {
-    kt_gemm_bf16_in_steps(job, &steps);
-}
+#include "gemm_int16_few_template.h"

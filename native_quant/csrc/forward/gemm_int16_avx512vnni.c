@@ -1,16 +1,30 @@
-/* Products of int16, AVX-512 VNNI: vpdpwssd takes 16 pairs at a time, and adds. */
-#include "gemm_int16_avx512.h"
+/* Products of integers, AVX-512 VNNI: vpdpbusd and vpdpwssd add all products of an int32. 24 of 32 registers hold
+ * sums. */
+#include "vectors_avx512.h"
 #undef TARGET
+#undef KERNEL_OF
 #define TARGET KT_TARGET_AVX512VNNI
+#define KERNEL_OF(family) kt_##family##_avx512vnni
 
-TARGET static inline ints add_products(ints sum, ints weights, ints pairs) {
-    sum = _mm512_dpwssd_epi32(sum, weights, pairs);
-    __asm__("" : "+v"(sum));
+enum { BLOCK = 12, FEW_BLOCK = 6 };
+#define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define FEW_BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FEW(bits) ((bits) < 6 ? 16 : (bits) == 6 ? 8 : 24)
+#define PART_LINES(bits) 4
+
+TARGET static inline ints add_products(ints sum, ints weights, ints a) {
+    sum = _mm512_dpwssd_epi32(sum, weights, a);
+    __asm__("" : "+v"(sum)); /* here, so that it stays in its register: GCC would put all products off */
     return sum;
 }
 
-#include "gemm_int16_template.h"
-
-void kt_gemm_int16_avx512vnni(const kt_bf16_gemm *job) {
-    kt_gemm_bf16_in_steps(job, &steps);
+TARGET static inline ints add_quads(ints part, ints weights, ints a) {
+    return _mm512_dpbusd_epi32(part, weights, a);
 }
+
+TARGET static inline ints widen(ints high, ints low) {
+    return add_epi32(slli_epi32(high, 7), low);
+}
+
+#include "gemm_int16_template.h"
+#include "gemm_int16_few_template.h"

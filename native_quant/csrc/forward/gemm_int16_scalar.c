@@ -31,7 +31,7 @@ void kt_gemm_int16_scalar(const kt_bf16_gemm *job) {
         kt_begin_bf16_sums(job, s, (float *)job->scratch);
         for (int64_t first = 0; first < job->k; first += KT_SUM_COLUMNS) {
             const kt_bf16_panel *panel = &job->panel[s];
-            panel->integers(job->kernels, panel, first, KT_SUM_COLUMNS, (uint16_t *)job->scratch);
+            panel->integers->chunk(job->kernels, panel, first, KT_SUM_COLUMNS, (uint16_t *)job->scratch);
             panel->scale(job->kernels, panel, first, KT_SUM_COLUMNS, scale);
             for (int64_t t = 0; t < job->m; t++) {
                 float unit = round_to_units(job->a + t * job->a_pitch + first, a);

@@ -1,5 +1,5 @@
-/* Products of int16 (numerics.md, section 5b): a pair of columns of as many rows as a vector has words, at a time. A
- * file that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
+/* Products of int16 with many tokens (gemm_int16.h): a pair of columns of as many rows as a vector has words at a time.
+ * A file that includes this must define BLOCK, the most tokens whose sums fit into registers, BLOCKS(X), which is
  * X(1) .. X(BLOCK), and add_products(sum, weights, pairs): the sums with those of both products of each pair. */
 #include "gemm_int16.h"
 
@@ -71,25 +71,31 @@ __attribute__((always_inline)) TARGET static inline void block(int tokens, const
 
 #include "gemm_bf16_blocks.h"
 
+/* The unit of KT_SUM_COLUMNS activations. */
+TARGET static inline float find_unit(const uint16_t *a) {
+    const ints magnitude = set1_epi16(KT_BF16_MAGNITUDE);
+    ints most = and_si(loadu_si(a), magnitude);
+    for (int i = AT_ONCE; i < KT_SUM_COLUMNS; i += AT_ONCE)
+        most = max_epu16(most, and_si(loadu_si(a + i), magnitude));
+    return kt_int16_unit(reduce_max_epu16(most));
+}
+
 /* Rounds LANES activations to units. */
 TARGET static inline ints round_to_units(const uint16_t *a, floats reciprocal) {
     return cvtps_epi32(mul_ps(castsi_ps(slli_epi32(load_epu16_epi32(a), 16)), reciprocal));
 }
 
+/* AT_ONCE of them, as int16. */
+TARGET static inline ints to_int16(const uint16_t *a, floats reciprocal) {
+    return after_pack(packs_epi32(round_to_units(a, reciprocal), round_to_units(a + LANES, reciprocal)));
+}
+
 TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
     kt_int16_row *row = out;
-    const ints magnitude = set1_epi16(KT_BF16_MAGNITUDE);
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS) {
-        ints most = and_si(loadu_si(a + j), magnitude);
-        for (int i = AT_ONCE; i < KT_SUM_COLUMNS; i += AT_ONCE)
-            most = max_epu16(most, and_si(loadu_si(a + j + i), magnitude));
-        const float unit = kt_int16_unit(reduce_max_epu16(most));
+        const float unit = row->unit[j / KT_SUM_COLUMNS] = find_unit(a + j);
         const floats reciprocal = set1_ps(kt_int16_reciprocal(unit));
-        row->unit[j / KT_SUM_COLUMNS] = unit;
-        for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
-            ints low = round_to_units(a + j + i, reciprocal), high = round_to_units(a + j + i + LANES, reciprocal);
-            storeu_si(row->a + j + i, after_pack(packs_epi32(low, high)));
-        }
+        for (int64_t i = j; i < j + KT_SUM_COLUMNS; i += AT_ONCE) storeu_si(row->a + i, to_int16(a + i, reciprocal));
     }
 }
 

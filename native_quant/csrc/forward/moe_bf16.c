@@ -48,7 +48,8 @@ static void copy_token(const kt_pass *pass, kt_group *group, int64_t token, cons
    panels are multiplied as int16 and others as BF16, each panel gets its own call. */
 static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *a, const float *sums, int64_t panels,
                      const kt_bf16_panel *panel, const kt_worker_scratch *scratch) {
-    const int64_t step = panels > 1 && !panel[0].integers != !panel[1].integers ? 1 : panels;
+    const int differ = panels > 1 && (panel[0].bits != panel[1].bits || panel[0].integers != panel[1].integers);
+    const int64_t step = differ ? 1 : panels;
     for (int64_t s = 0; s < panels; s += step) {
         kt_bf16_gemm_fn *gemm = panel[s].integers ? pass->kernels->gemm_int16 : pass->kernels->gemm_bf16;
         gemm(&(kt_bf16_gemm){.m = m,

@@ -2,14 +2,15 @@
 #ifndef KT_UPPER_BITS_H
 #define KT_UPPER_BITS_H
 
-/* The upper bits of the four lines of words number v: those of the first line begin at bit 4, the others follow. */
-TARGET static inline ints upper_bits(int bits, const uint8_t *words, int v) {
+/* The bits above the lowest 4 of the codes of line v: those of low nibbles begin at bit 4 of each byte, those of high
+   nibbles follow. */
+TARGET static inline ints upper_bits(int bits, const uint8_t *lines, int v) {
     if (bits == 6) {
-        ints two = loadu_si(words + v / 2 * 64);
-        return v % 2 ? or_si(srli_epi16(two, 8), slli_epi16(two, 8)) : two;
+        ints two = loadu_si(lines + v / 2 * 64);
+        return v % 2 ? slli_epi16(two, 4) : two;
     }
-    ints all = loadu_si(words);
-    return v == 0 ? all : v == 1 ? srli_epi16(all, 4) : v == 2 ? srli_epi16(all, 8) : slli_epi16(all, 4);
+    ints all = loadu_si(lines);
+    return v == 0 ? all : v == 1 ? srli_epi16(all, 2) : v == 2 ? slli_epi16(all, 4) : slli_epi16(all, 2);
 }
 
 #endif

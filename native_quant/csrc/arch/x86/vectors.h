@@ -45,6 +45,7 @@
 #define max_epi32 OF_WIDTH(max_epi32)
 #define max_epu32 OF_WIDTH(max_epu32)
 #define mullo_epi16 OF_WIDTH(mullo_epi16)
+#define mullo_epi32 OF_WIDTH(mullo_epi32)
 #define madd_epi16 OF_WIDTH(madd_epi16)
 #define maddubs_epi16 OF_WIDTH(maddubs_epi16)
 
@@ -81,6 +82,8 @@
 #define half_unpackhi_epi8 OF_HALF(unpackhi_epi8)
 #define half_unpacklo_epi16 OF_HALF(unpacklo_epi16)
 #define half_unpackhi_epi16 OF_HALF(unpackhi_epi16)
+
+#define fetch_to_l2(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
 
 /* Repeats 16 bytes in each 128 bits; load_repeated_bytes: the lower or the upper bytes of 16 words. */
 #define load_repeated(p) repeated(_mm_loadu_si128((const __m128i *)(p)))

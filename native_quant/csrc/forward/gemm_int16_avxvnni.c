@@ -1,0 +1,30 @@
+/* Products of integers, AVX-VNNI: vpdpbusd adds all products of an int32. 12 of 16 registers hold sums. */
+#include "arch/x86/dpbusd256.h"
+#include "vectors_avx2.h"
+#undef TARGET
+#undef KERNEL_OF
+#define TARGET KT_TARGET_AVXVNNI
+#define KERNEL_OF(family) kt_##family##_avxvnni
+
+enum { BLOCK = 6, FEW_BLOCK = 3 };
+#define BLOCKS(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FEW_BLOCKS(X) X(1) X(2) X(3)
+#define FEW(bits) ((bits) < 6 ? 8 : (bits) == 6 ? 4 : 6)
+#define PART_LINES(bits) 4
+
+TARGET static inline ints add_products(ints sum, ints weights, ints a) {
+    sum = add_epi32(sum, madd_epi16(weights, a));
+    __asm__("" : "+x"(sum)); /* here, so that it stays in its register: GCC would put all products off */
+    return sum;
+}
+
+TARGET static inline ints add_quads(ints part, ints weights, ints a) {
+    return KT_DPBUSD256(part, weights, a);
+}
+
+TARGET static inline ints widen(ints high, ints low) {
+    return add_epi32(slli_epi32(high, 7), low);
+}
+
+#include "gemm_int16_template.h"
+#include "gemm_int16_few_template.h"

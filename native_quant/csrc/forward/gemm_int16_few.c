@@ -1,0 +1,83 @@
+/* Products of integers with few tokens: gemm_int16.h. Two panels are read in turn, KT_UNIT_COLUMNS columns at a time,
+ * which stay in L1 while one block of tokens after the other is multiplied. Activations are converted once for all
+ * panels, as many columns at a time as fit into the scratch memory. */
+#include "gemm_int16.h"
+
+enum {
+    UNIT_SUMS = KT_UNIT_COLUMNS / KT_SUM_COLUMNS,
+    SCALES = UNIT_SUMS * KT_PANEL_ROWS,
+    CAPACITY = (KT_GEMM_SCRATCH - SCALES * (int)sizeof(float)) / (int)sizeof(kt_int16_columns),
+};
+
+typedef struct {
+    float scale[SCALES];
+    kt_int16_columns a[CAPACITY];
+} space;
+_Static_assert(sizeof(space) <= KT_GEMM_SCRATCH, "activations take the remaining space");
+
+static int64_t minimum(int64_t x, int64_t y) {
+    return x < y ? x : y;
+}
+
+/* Prefetches the scales of columns first .. of panel s, if there is one. */
+static void fetch_scales(const kt_bf16_gemm *job, int64_t s, int64_t first, int64_t columns) {
+    if (s >= job->panels) return;
+    const kt_bf16_panel *panel = &job->panel[s];
+    const uint8_t *scales = panel->scales + first / KT_SUM_COLUMNS * panel->scale_bytes;
+    const int64_t bytes = columns / KT_SUM_COLUMNS * panel->scale_bytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(scales + i, 0, 2);
+}
+
+static kt_int16_block_fn *const *choose_blocks(const kt_bf16_panel *panel, const kt_int16_few *few) {
+    switch (panel->bits) {
+    case 4: return panel->integers->offset ? few->signed_4 : few->unsigned_4;
+    case 5: return few->bits_5;
+    case 6: return few->bits_6;
+    default: return few->bits_8;
+    }
+}
+
+/* Multiplies work->columns columns of panel s, from `first` on, with the activations at work->a. */
+static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t s, int64_t first,
+                          kt_int16_block work) {
+    const kt_bf16_panel *panel = &job->panel[s];
+    const int64_t blocks = (job->m + few->tokens - 1) / few->tokens;
+    const kt_int16_columns *a = work.a;
+    fetch_scales(job, s + 2, first, work.columns);
+    panel->scale(job->kernels, panel, first, work.columns, scratch->scale);
+    work.codes = panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
+    work.first = first;
+    work.scales = panel->scales;
+    work.scale = scratch->scale;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t from = job->m * b / blocks, to = job->m * (b + 1) / blocks;
+        work.tokens = to - from;
+        work.a = a + from * work.pitch;
+        work.c = job->c + s * job->c_pitch + from * KT_PANEL_ROWS;
+        choose_blocks(panel, few)[work.tokens - 1](&work);
+    }
+}
+
+static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t first,
+                             int64_t columns) {
+    kt_int16_block work = {.pitch = columns / KT_SUM_COLUMNS};
+    for (int64_t s = 0; s < 2; s++) fetch_scales(job, s, first, columns);
+    for (int64_t t = 0; t < job->m; t++)
+        few->convert(job->panel, job->a + t * job->a_pitch + first, columns, scratch->a + t * work.pitch);
+    for (int64_t pair = 0; pair < job->panels; pair += 2) {
+        const int64_t end = minimum(pair + 2, job->panels);
+        for (int64_t s = pair; !first && s < end; s++) kt_begin_bf16_sums(job, s, scratch->scale);
+        for (int64_t j = 0; j < columns; j += KT_UNIT_COLUMNS)
+            for (int64_t s = pair; s < end; s++) {
+                work.columns = minimum(columns - j, KT_UNIT_COLUMNS);
+                work.a = scratch->a + j / KT_SUM_COLUMNS;
+                multiply_unit(job, few, scratch, s, first + j, work);
+            }
+    }
+}
+
+void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few) {
+    const int64_t at_once = CAPACITY / job->m / UNIT_SUMS * KT_UNIT_COLUMNS;
+    for (int64_t first = 0; first < job->k; first += at_once)
+        multiply_columns(job, few, (space *)job->scratch, first, minimum(job->k - first, at_once));
+}

@@ -1,0 +1,180 @@
+/* Products of integers with few tokens (gemm_int16.h): vectors of the codes of LANES rows, decoded in registers. A file
+ * that includes this after gemm_int16_template.h must define
+ *
+ *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block; X(1) .. X(FEW_BLOCK)
+ *     FEW(bits)                   the most tokens that are few, for codes of so many bits
+ *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
+ *     widen(high, low)            128 * high + low of two such parts, as int32
+ *     PART_LINES(bits)            lines of two quads whose products a part may hold */
+#include "upper_bits.h"
+
+#define INLINE __attribute__((always_inline)) TARGET static inline
+
+/* Two vectors at a time: the halves of the rows, or the two parts of one half after the other. */
+enum { TOGETHER = 2 };
+
+/* Codes of line v as unsigned bytes, four columns of each row: of the low or the high nibbles. */
+INLINE ints get_quads(int bits, int is_signed, int high, const uint8_t *half, int v) {
+    ints line = loadu_si(half + v * 64);
+    if (is_signed) line = xor_si(line, set1_epi8(0x88));
+    ints quads = and_si(high ? srli_epi16(line, 4) : line, set1_epi8(15));
+    if (bits == 4) return quads;
+    ints upper = upper_bits(bits, half + 256, v);
+    if (high) upper = srli_epi16(upper, bits - 4);
+    return or_si(quads, and_si(upper, set1_epi8(bits == 6 ? 48 : 16)));
+}
+
+INLINE ints broadcast(const uint8_t *four) {
+    int32_t word;
+    memcpy(&word, four, sizeof word);
+    return set1_epi32(word);
+}
+
+/* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of codes of 4 to 6 bits. factors: signed bytes for
+   each 16 columns and row, with 6 bits. */
+INLINE void multiply_quads(int bits, int is_signed, int tokens, const uint8_t *const *half,
+                           const int8_t *const *factors, const kt_int16_columns *a, int64_t pitch,
+                           ints (*sum)[TOGETHER]) {
+    const int lines = bits == 6 ? 2 : 4, step = PART_LINES(bits) < lines ? PART_LINES(bits) : lines;
+    ints part[FEW_BLOCK][TOGETHER][2], group[FEW_BLOCK][TOGETHER];
+#pragma GCC unroll 4
+    for (int v = 0; v < 4; v++) {
+#pragma GCC unroll 2
+        for (int high = 0; high < 2; high++) {
+            ints quads[TOGETHER];
+#pragma GCC unroll 2
+            for (int x = 0; x < TOGETHER; x++) quads[x] = get_quads(bits, is_signed, high, half[x], v);
+#pragma GCC unroll 6
+            for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+                for (int plane = 0; plane < 2; plane++) {
+                    const ints four = broadcast(a[t * pitch].a + v * 16 + high * 8 + plane * 4);
+#pragma GCC unroll 2
+                    for (int x = 0; x < TOGETHER; x++) {
+                        ints before = v % step || high ? part[t][x][plane] : setzero_si();
+                        part[t][x][plane] = add_quads(before, quads[x], four);
+                    }
+                }
+        }
+        if ((v + 1) % step) continue;
+#pragma GCC unroll 6
+        for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+            for (int x = 0; x < TOGETHER; x++) {
+                ints before = v / step * step % lines ? group[t][x] : set1_epi32(a[t * pitch].start[v / lines]);
+                group[t][x] = add_epi32(before, widen(part[t][x][0], part[t][x][1]));
+                if ((v + 1) % lines) continue;
+                ints products = group[t][x];
+                if (bits == 6) {
+                    const int8_t *of_columns = factors[x] + v / lines * KT_PANEL_ROWS;
+                    products = mullo_epi32(products, load_epi8_epi32(of_columns));
+                }
+                sum[t][x] = v < lines ? products : add_epi32(sum[t][x], products);
+            }
+    }
+}
+
+/* The same of codes of 8 bits. */
+INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int16_columns *a, int64_t pitch,
+                           ints (*sum)[TOGETHER]) {
+#pragma GCC unroll 6
+    for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+        for (int x = 0; x < TOGETHER; x++) sum[t][x] = setzero_si();
+#pragma GCC unroll 4
+    for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++) {
+        ints codes[TOGETHER];
+#pragma GCC unroll 2
+        for (int x = 0; x < TOGETHER; x++)
+            codes[x] = load_epi8_epi16(half[x] + pair * 2 * KT_HALF_ROWS);
+#pragma GCC unroll 6
+        for (int t = 0; t < tokens; t++) {
+            const ints two = broadcast(a[t * pitch].a + pair * 4);
+#pragma GCC unroll 2
+            for (int x = 0; x < TOGETHER; x++) sum[t][x] = add_products(sum[t][x], codes[x], two);
+        }
+    }
+}
+
+INLINE void few_block(int bits, int is_signed, int tokens, const kt_int16_block *work) {
+    const int64_t half_bytes = 64 * bits, line_bytes = bits == 8 ? 32 : 64; /* a line: of the rows of a half */
+    for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS)
+        for (int pass = 0; pass < PASSES; pass++) {
+            const uint8_t *codes = work->codes + j * (KT_PANEL_ROWS * bits / 8) + pass * half_bytes, *half[TOGETHER];
+            const int8_t *factors[TOGETHER];
+            ints sum[FEW_BLOCK][TOGETHER];
+            const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
+            for (int i = 0; i < 2 * bits / PASSES; i++) fetch_to_l2(codes + KT_CHUNK_AHEAD + i * 64);
+            for (int x = 0; x < TOGETHER; x++) {
+                const int row = (pass * TOGETHER + x) * LANES;
+                half[x] = codes + row % KT_HALF_ROWS * line_bytes / KT_HALF_ROWS +
+                          (PASSES == 1 ? x * half_bytes : 0);
+                factors[x] = bits == 6 ? kt_factors_at(work->scales, work->first + j) + row : NULL;
+            }
+            if (bits == 8) multiply_pairs(tokens, half, a, work->pitch, sum);
+            else multiply_quads(bits, is_signed, tokens, half, factors, a, work->pitch, sum);
+#pragma GCC unroll 6
+            for (int t = 0; t < tokens; t++)
+#pragma GCC unroll 2
+                for (int x = 0; x < TOGETHER; x++) {
+                    const int row = (pass * TOGETHER + x) * LANES;
+                    float *c = work->c + t * KT_PANEL_ROWS + row;
+                    floats product = mul_ps(cvtepi32_ps(sum[t][x]), set1_ps(a[t * work->pitch].unit));
+                    store_ps(c, fmadd_ps(load_ps(work->scale + j + row), product, load_ps(c)));
+                }
+        }
+}
+
+#define DEFINE_BLOCKS(NAME)                                                                                            \
+    FEW_BLOCKS(DEFINE_##NAME)                                                                                          \
+    static kt_int16_block_fn *const NAME[FEW_BLOCK] = {FEW_BLOCKS(ADDRESS_##NAME)};
+#define DEFINE_BLOCK(NAME, N, BITS, IS_SIGNED)                                                                         \
+    TARGET static void NAME##_##N(const kt_int16_block *work) {                                                        \
+        few_block(BITS, IS_SIGNED, N, work);                                                                           \
+    }
+#define DEFINE_signed_4(N) DEFINE_BLOCK(signed_4, N, 4, 1)
+#define DEFINE_unsigned_4(N) DEFINE_BLOCK(unsigned_4, N, 4, 0)
+#define DEFINE_bits_5(N) DEFINE_BLOCK(bits_5, N, 5, 0)
+#define DEFINE_bits_6(N) DEFINE_BLOCK(bits_6, N, 6, 0)
+#define DEFINE_bits_8(N) DEFINE_BLOCK(bits_8, N, 8, 0)
+#define ADDRESS_signed_4(N) signed_4_##N,
+#define ADDRESS_unsigned_4(N) unsigned_4_##N,
+#define ADDRESS_bits_5(N) bits_5_##N,
+#define ADDRESS_bits_6(N) bits_6_##N,
+#define ADDRESS_bits_8(N) bits_8_##N,
+DEFINE_BLOCKS(signed_4)
+DEFINE_BLOCKS(unsigned_4)
+DEFINE_BLOCKS(bits_5)
+DEFINE_BLOCKS(bits_6)
+DEFINE_BLOCKS(bits_8)
+
+/* The bytes of kt_int16_columns. */
+INLINE ints split(ints x) {
+    static const uint8_t order[16] = {0, 8, 2, 10, 1, 9, 3, 11, 4, 12, 6, 14, 5, 13, 7, 15};
+    ints high = srai_epi16(add_epi16(x, set1_epi16(63)), 7), low = sub_epi16(x, slli_epi16(high, 7));
+    return shuffle_epi8(or_si(and_si(high, set1_epi16(0xff)), slli_epi16(low, 8)), load_repeated(order));
+}
+
+TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
+    static const int16_t ones[48] = {[16] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; /* 16 after 16 zeros */
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, a += KT_SUM_COLUMNS, out++) {
+        out->unit = find_unit(a);
+        const floats reciprocal = set1_ps(kt_int16_reciprocal(out->unit));
+        int32_t sum[2] = {0, 0};
+        for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
+            const ints x = to_int16(a + i, reciprocal);
+            storeu_si(out->a + 2 * i, panel->bits == 8 ? x : split(x));
+            for (int h = 0; panel->integers->offset && h < AT_ONCE; h += 16)
+                sum[(i + h) / 16] = reduce_add_epi32(madd_epi16(x, loadu_si(ones + 16 - h)));
+        }
+        out->start[0] = -panel->integers->offset * (panel->integers->has_factors ? sum[0] : sum[0] + sum[1]);
+        out->start[1] = -panel->integers->offset * sum[1];
+    }
+}
+
+static const kt_int16_few few = {FEW_BLOCK, convert, signed_4, unsigned_4, bits_5, bits_6, bits_8};
+
+void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {
+    if (job->m <= FEW(job->panel->bits)) kt_multiply_few_integers(job, &few);
+    else kt_gemm_bf16_in_steps(job, &steps);
+}

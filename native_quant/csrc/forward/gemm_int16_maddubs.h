@@ -1,0 +1,20 @@
+/* The products of gemm_int16_template.h and gemm_int16_few_template.h without VNNI: vpmaddubsw adds two products of
+ * bytes to an int16. A byte of an activation is -128 to 127, so that int16 holds the sums of 8 quads of codes up to 15,
+ * 4 up to 31 or 2 up to 63. */
+#define PART_LINES(bits) (4 >> ((bits)-4))
+
+TARGET static inline ints add_products(ints sum, ints weights, ints a) {
+    sum = add_epi32(sum, madd_epi16(weights, a));
+    __asm__("" : "+v"(sum));
+    return sum;
+}
+
+TARGET static inline ints add_quads(ints part, ints weights, ints a) {
+    part = add_epi16(part, maddubs_epi16(weights, a));
+    __asm__("" : "+v"(part)); /* here, so that it stays in its register: GCC would put all products off */
+    return part;
+}
+
+TARGET static inline ints widen(ints high, ints low) {
+    return add_epi32(madd_epi16(high, set1_epi16(128)), madd_epi16(low, set1_epi16(1)));
+}
