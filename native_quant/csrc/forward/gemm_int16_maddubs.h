@@ -5,13 +5,13 @@
 
 TARGET static inline ints add_products(ints sum, ints weights, ints a) {
     sum = add_epi32(sum, madd_epi16(weights, a));
-    __asm__("" : "+v"(sum));
+    KEEP_IN_REGISTER(sum);
     return sum;
 }
 
 TARGET static inline ints add_quads(ints part, ints weights, ints a) {
     part = add_epi16(part, maddubs_epi16(weights, a));
-    __asm__("" : "+v"(part)); /* here, so that it stays in its register: GCC would put all products off */
+    KEEP_IN_REGISTER(part);
     return part;
 }
 

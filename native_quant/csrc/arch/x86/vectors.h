@@ -5,6 +5,9 @@
 #ifndef KT_VECTORS_H
 #define KT_VECTORS_H
 
+/* Computes a vector here, so that it stays in its register: GCC would put off all products of a loop. */
+#define KEEP_IN_REGISTER(vector) __asm__("" : "+v"(vector))
+
 #define add_ps OF_WIDTH(add_ps)
 #define sub_ps OF_WIDTH(sub_ps)
 #define mul_ps OF_WIDTH(mul_ps)
