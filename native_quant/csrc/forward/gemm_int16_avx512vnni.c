@@ -14,7 +14,7 @@ enum { BLOCK = 12, FEW_BLOCK = 6 };
 
 TARGET static inline ints add_products(ints sum, ints weights, ints a) {
     sum = _mm512_dpwssd_epi32(sum, weights, a);
-    __asm__("" : "+v"(sum)); /* here, so that it stays in its register: GCC would put all products off */
+    KEEP_IN_REGISTER(sum);
     return sum;
 }
 

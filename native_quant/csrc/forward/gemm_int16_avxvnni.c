@@ -14,7 +14,7 @@ enum { BLOCK = 6, FEW_BLOCK = 3 };
 
 TARGET static inline ints add_products(ints sum, ints weights, ints a) {
     sum = add_epi32(sum, madd_epi16(weights, a));
-    __asm__("" : "+x"(sum)); /* here, so that it stays in its register: GCC would put all products off */
+    KEEP_IN_REGISTER(sum);
     return sum;
 }
 
