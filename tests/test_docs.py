@@ -35,6 +35,7 @@ from ktconvert.pipeline.report import events as report_events
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion, reference
 from rig.adapters import write_kt_adapter
+from rig.hub_server import serve_hub
 from rig.safetensors import write_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -102,7 +103,8 @@ def rows_of_options(name: str) -> dict[str, str]:
         for parameter in click_parameters(option_field):
             spellings = [*parameter.opts, *parameter.secondary_opts]
             if isinstance(parameter, click.Argument):
-                spellings, default = [spelling.upper() for spelling in spellings], "required"
+                spellings = [spelling.upper() for spelling in spellings]
+                default = "required" if parameter.nargs == 1 else default
             elif option.argument is not None:
                 text, default = f"Same as {option.argument.upper()}.", ""
             flags = ", ".join(f"`{spelling}`" for spelling in spellings)
@@ -281,6 +283,12 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     plans = run_json("cpu", "-i", example, "-o", out, "--overwrite", "--dry-run")
     plans += run_json("cpu", "-i", example, "-o", out, "--quant-method", "int4,int8", "--dry-run")
     run_json("cpu", "-i", example, "-o", folder / "begun", "--part", "0/2")
+
+    def check_with_hub() -> Any:
+        with serve_hub({"org/tiny": example}) as hub:
+            arguments = ("models", "--check", folder / "counts", "--against", "org/tiny", "--json")
+            return json.loads(conversion.ktconvert(*arguments, env={"HF_ENDPOINT": hub.url}).stdout)
+
     text = ("--text", ROOT / "examples" / "heldout.txt", "--window", 64, "--max-windows", 1)
     return {
         "events": [line for line in lines if line["event"] not in ("plan", "plans")],
@@ -290,6 +298,8 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "ktconvert verify": run_json("verify", out, "--against", example),
         "ktconvert inspect": [run_json("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
         "ktconvert fit": run_json("fit", example, "--vram", "24GB", "--bandwidth", "100GB"),
+        "ktconvert models": run_json("models", folder),
+        "ktconvert models --check": [check_with_hub()],
         "ktconvert bench": run_json("bench", out, "--tokens", 1),
         "ktconvert experts": run_json("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
         "ktconvert convert-adapter": run_json("convert-adapter", kt, "--model", example, "-o", folder / "peft"),

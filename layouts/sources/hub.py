@@ -17,8 +17,10 @@ from ktconvert.layouts.sources.containers.gguf import split_names
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 FILE = re.compile(rf"({HUB_ID.pattern}):([^:]+\.gguf)")  # a file of a repository, which may hold dozens of models
 COMMIT = re.compile(r"[0-9a-f]{40}")
-COMPANIONS = ("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken", "*.md", "LICENSE*", "NOTICE*")
-FILES = (*(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only), *COMPANIONS)
+LOADED = ("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken")  # companions that loaders may read
+COMPANIONS = (*LOADED, "*.md", "LICENSE*", "NOTICE*")
+WEIGHTS = tuple(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only)
+FILES = (*WEIGHTS, *COMPANIONS)
 TRUE = ("1", "true", "yes", "on")
 
 
@@ -68,10 +70,15 @@ def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
 
 
 def require_network(name: str, revision: str | None, cached: Path | None, files: Sequence[str] = ()) -> None:
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE:
+    if is_offline():
         problem = "is incomplete in" if cached else "is not in"
         remedy = f"unset it or run `{_command(name, revision, files)}` where there is a network"
         raise InputError(f"{name}: {problem} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
+
+
+def is_offline() -> bool:
+    """Return whether the user forbids requests to the hub."""
+    return os.environ.get("HF_HUB_OFFLINE", "").lower() in TRUE
 
 
 def cache_root() -> Path:
@@ -126,6 +133,7 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
 
 
 def explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
+    """Return the error for an exception of huggingface_hub or a library below it."""
     kinds = {kind.__name__ for kind in type(e).__mro__}
     at = f" at revision {revision}" if revision else ""
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

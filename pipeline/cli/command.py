@@ -81,7 +81,9 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         return
     text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
     if option.argument is not None:
-        yield click.Argument([option.argument], type=option_field.click_type, required=not option.flags)
+        required = not option.flags and default is REQUIRED
+        number = -1 if option_field.value_type is tuple else 1
+        yield click.Argument([option.argument], type=option_field.click_type, required=required, nargs=number)
         if not option.flags:
             return
         text = f"Same as {option.argument.upper()}."

@@ -139,6 +139,23 @@ class InspectOptions(Options):
     as_json: bool = declare(AS_JSON, default=False)
 
 
+class ModelsOptions(Options):
+    folders: tuple[Path, ...] = option(
+        "Folders whose checkpoints, outputs and unfinished conversions are listed.",
+        FilePath(directory=True),
+        argument="folders",
+        default=(),
+        unset="the current directory",
+    )
+    check: str | None = option(
+        "Checkpoint to compare with the hub: a hub id in the local cache, or a directory.", PathOrHubId()
+    )
+    against: str | None = option("Hub id to compare with, if --check names a directory.", Text())
+    hub: Hub = Hub()
+    repair: bool = option("With --check, download different and missing files again.", default=False)
+    as_json: bool = declare(AS_JSON, default=False)
+
+
 class StatusOptions(Options):
     output: Path = option(
         "Output of an unfinished conversion.", FilePath(absolute=True), argument="output", default=REQUIRED

@@ -800,11 +800,17 @@ def source_commands(inputs: Inputs) -> list[list[object]]:
         ["gpu", "-i", source, "-o", new, *RTN, "--dry-run"],
         ["merge", "-i", inputs.root / "loose", "-r", source, "-o", new, "--dry-run"],
         ["verify", inputs.root / "output", "--against", source, "--report", inputs.root / "report.html"],
+        ["models", inputs.root],
     ]
 
 
 def broken_commands(inputs: Inputs) -> list[list[object]]:
-    return [["inspect", inputs.broken], ["resume", inputs.broken, "--dry-run"], ["status", inputs.broken]]
+    return [
+        ["inspect", inputs.broken],
+        ["resume", inputs.broken, "--dry-run"],
+        ["status", inputs.broken],
+        ["models", inputs.root],
+    ]
 
 
 def gguf_commands(inputs: Inputs) -> list[list[object]]:

@@ -27,6 +27,7 @@ class Hub:
     sent      bytes of files that it has sent
     rate      bytes per second of all connections together; 0: no limit
     faults    what goes wrong with the next reads of weights: "429", "503", "reset" or "short"
+    flipped   names of files whose last bit is flipped on the way
     """
 
     def __init__(self, models: dict[str, Path], url: str) -> None:
@@ -34,6 +35,7 @@ class Hub:
         self.requests: list[tuple[str, str, str]] = []
         self.sent = 0
         self.faults: list[str] = []
+        self.flipped: set[str] = set()
         self.rate = 0
         self._lock = threading.Lock()
         self._free_at = 0.0
@@ -51,6 +53,15 @@ def _identify(path: Path) -> str:
     """Return the SHA-256 of a file, by which the hub identifies it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _describe_file(folder: Path, name: str) -> dict[str, Any]:
+    """Return what the hub states about a file: the SHA-256 of weights, and the hash of git for other files."""
+    data = (folder / name).read_bytes()
+    blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data, usedforsecurity=False).hexdigest()
+    lfs = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+    weights = {"lfs": lfs} if name.endswith((".safetensors", ".gguf")) else {}
+    return {"rfilename": name, "size": len(data), "blobId": blob, **weights}
 
 
 def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
@@ -90,7 +101,7 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             ]
             document: Any = entries
             if kind in (None, "revision"):
-                siblings = [{"rfilename": e["path"], "size": e["size"], "blobId": e["oid"]} for e in entries]
+                siblings = [_describe_file(folder, file) for file in sorted(files)]
                 document = {"_id": "0", "id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
             elif kind == "paths-info":
                 asked = self.body.decode()
@@ -108,6 +119,8 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             with path.open("rb") as file:
                 file.seek(start)
                 data = file.read(stop - start) if self.command == "GET" else b""
+            if data and path.name in hub.flipped:
+                data = data[:-1] + bytes([data[-1] ^ 1])
             if span and hub.faults:
                 fault = hub.faults.pop(0)
                 if fault.isdigit():
