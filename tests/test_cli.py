@@ -8,8 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.cli.command import Command
+from ktconvert.pipeline.options.declare import Option, option_fields
 from rig import stored
 from rig.safetensors import edit_file, read_folder
 
@@ -131,3 +136,32 @@ def test_version_and_help_do_not_import_numpy(option: str) -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (result.returncode, result.stderr) == (0, "False\n") and "ktconvert" in result.stdout
+
+
+def read_help(name: str, flag: str = "--help") -> list[str]:
+    """Return the lines that a command's help prints on a terminal of 80 columns."""
+    return CliRunner().invoke(group, [name, flag], terminal_width=80).output.splitlines()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_fits_a_screen_and_has_examples(name: str) -> None:
+    lines = read_help(name)
+    assert len(lines) <= 60 and max(map(len, lines)) <= 80, lines
+    assert any(line.startswith(f"    ktconvert {name}") for line in lines[lines.index("  Examples:") :])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_all_lists_every_option_once_and_ignored_ones_last(name: str) -> None:
+    command = group.get_command(click.Context(group), name)
+    assert isinstance(command, Command)
+    lines = read_help(name, "--help-all")
+    assert max(map(len, lines)) <= 80
+    heads = [line.split("  ")[1] for line in lines if line.startswith("  -")]
+    listed = [flag for head in heads for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", head)]
+    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    assert sorted(["--help-all", *listed]) == sorted(
+        flag for each in options for flag in each.opts + each.secondary_opts
+    )
+    declared = [each.declaration for each in option_fields(command.settings) if isinstance(each.declaration, Option)]
+    headings = [line for line in lines if re.fullmatch(r"[A-Z].*:", line)]
+    assert not any(each.ignored for each in declared) or headings[-1] == "Ignored options of kt-kernel:"

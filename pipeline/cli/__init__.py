@@ -57,16 +57,16 @@ Exit codes:
   4        not enough disk space or memory
   5        bad input data, or a source that changed
   6        verification failed
-  7        the output is in use, not from ktconvert, or was made with other options
-  130/143  interrupted (Ctrl-C / SIGTERM); continue with `ktconvert resume OUTPUT`
+  7        the output is in use, not ours, or was made with other options
+  130/143  interrupted (Ctrl-C, SIGTERM); continue with `ktconvert resume OUT`
 
 \b
 Examples:
   ktconvert inspect Qwen/Qwen3-30B-A3B
-  ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT8 --quant-method int8
-  ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-method RTN --quant-type W4A16
-  ktconvert resume /models/Qwen3-30B-A3B-INT8
-  ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B
+  ktconvert cpu -i MODEL -o OUT --quant-method int8
+  ktconvert gpu -i MODEL -o OUT --quant-method RTN --quant-type W4A16
+  ktconvert resume OUT
+  ktconvert verify OUT --against MODEL
 """
 
 # Messages of Python and the dynamic linker when this process reaches a limit

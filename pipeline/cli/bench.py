@@ -26,10 +26,10 @@ def bench(options: BenchOptions) -> None:
     not from a cache.
 
     Examples:
-      ktconvert bench /models/Qwen3-30B-A3B-INT4
-      ktconvert bench /models/Qwen3-30B-A3B-INT4 --layer 20 --tokens 1,8,512 --threads 16
-      ktconvert bench /models/Qwen3-30B-A3B-INT4 --json --plot bench.svg
-      ktconvert bench /models/Qwen3-30B-A3B                                              the original experts
+      ktconvert bench OUT
+      ktconvert bench OUT --layer 20 --tokens 1,8,512 --threads 16
+      ktconvert bench OUT --json --plot bench.svg
+      ktconvert bench MODEL                            the original experts
     """
     from ktconvert.pipeline.report.plots import plot_bench
 

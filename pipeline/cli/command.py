@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
 
 from ktconvert.layouts.errors import UsageError
-from ktconvert.pipeline.options.declare import REQUIRED, O, Option, OptionField, Options, build, option_fields
+from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
+from ktconvert.pipeline.options.types import Integer
+
+if TYPE_CHECKING:
+    from click.types import OptionHelpExtra
+
+SHOW_ALL = "ktconvert.help-all"  # key of click's context
+MAX_CHOICES = 56  # characters of choices that --help shows next to the option; longer lists follow the text
 
 
 class Command(click.Command):
-    """A command whose --help lists options under the titles of their groups."""
+    """A command whose --help lists common options, and --help-all every option, under the headings of their groups."""
 
     def __init__(self, name: str, cls: type[Options], function: Callable[[Any], None]) -> None:
         self.settings = cls
@@ -26,27 +33,66 @@ class Command(click.Command):
 
         super().__init__(
             name,
-            params=[parameter for option_field in option_fields(cls) for parameter in click_parameters(option_field)],
+            params=[p for option_field in option_fields(cls) for p in click_parameters(option_field)] + [HELP_ALL],
             callback=callback,
             help=text,
             epilog=f"\b\n{title}{examples}",
         )
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        titles = {option_field.name: option_field.title for option_field in option_fields(self.settings)}
-        declarations = [option_field.declaration for option_field in option_fields(self.settings)]
-        arguments = {option.argument: option.help for option in declarations if isinstance(option, Option)}
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for parameter in sorted(self.get_params(ctx), key=lambda parameter: not isinstance(parameter, click.Argument)):
-            if isinstance(parameter, click.Argument):  # click before 8.5 has no help for arguments
-                row: tuple[str, str] | None = (parameter.human_readable_name, arguments[parameter.name])
-            else:
-                row = parameter.get_help_record(ctx)
-            if row is not None:
-                groups.setdefault(titles.get(parameter.name or "", "Options"), []).append(row)
-        for title, rows in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
+        parameters = {parameter.name: parameter for parameter in self.params}
+        groups: dict[Group, list[tuple[str, str]]] = {group: [] for group in Group}
+        for option_field in option_fields(self.settings):
+            if isinstance(option_field.declaration, Option):
+                groups[option_field.declaration.group] += _help_rows(option_field, parameters, ctx)
+        hidden = [group for group, rows in groups.items() if rows and group.is_hidden and not ctx.meta.get(SHOW_ALL)]
+        for group, rows in groups.items():
+            if rows and group not in hidden:
+                with formatter.section(self.settings.find_heading(group)):
+                    formatter.write_dl(rows)
+        if hidden:
+            titles = ", ".join(group.title[0].lower() + group.title[1:] for group in hidden)
+            formatter.write_paragraph()
+            formatter.write_text(f"More options with --help-all: {titles}.")
+
+
+def _help_rows(
+    option_field: OptionField, parameters: Mapping[str, click.Parameter], ctx: click.Context
+) -> Iterator[tuple[str, str]]:
+    """Yield the lines of --help on an option, with its positional argument: spellings and text."""
+    option = option_field.declaration
+    assert isinstance(option, Option)
+    if option.argument is not None:  # click before 8.5 has no help for arguments
+        yield parameters[option.argument].make_metavar(ctx), option.help
+    if option_field.name in parameters and (row := parameters[option_field.name].get_help_record(ctx)) is not None:
+        yield row
+
+
+def _print_all_options(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[SHOW_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+HELP_ALL = click.Option(["--help-all"], is_flag=True, expose_value=False, is_eager=True, callback=_print_all_options)
+
+
+class HelpOption(click.Option):
+    """An option whose --help shows the default of an unset value, and not that a number must be at least 1.
+
+    unset  shown as the default, if it is not None
+    """
+
+    def __init__(self, unset: str | None, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._unset = unset
+
+    def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
+        extra = super().get_help_extra(ctx)
+        if isinstance(self.type, Integer):
+            extra.pop("range", None)
+        return extra if self._unset is None else {**extra, "default": self._unset}
 
 
 class MultiValueCommand(Command):
@@ -81,23 +127,30 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         return
     text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
     if option.argument is not None:
+        name, kind = option.argument.upper(), option_field.click_type
         required = not option.flags and default is REQUIRED
         number = -1 if option_field.value_type is tuple else 1
-        yield click.Argument([option.argument], type=option_field.click_type, required=required, nargs=number)
+        yield click.Argument([option.argument], type=kind, required=required, nargs=number, metavar=name)
         if not option.flags:
             return
         text = f"Same as {option.argument.upper()}."
     show_default = not any(default is hidden_default for hidden_default in (REQUIRED, None, False, ()))
+    metavar = getattr(option_field.click_type, "metavar", None)
+    if len("|".join(words := getattr(option_field.click_type, "choices", ()))) > MAX_CHOICES:
+        metavar = "WORD"
+        text = f"{text} One of {', '.join(words)}."
     is_flag = option_field.value_type is bool
     keywords: dict[str, Any] = {"is_flag": True} if is_flag else {"type": option_field.click_type}
     if default is not REQUIRED:
         keywords["default"] = default
-    yield click.Option(
+    yield HelpOption(
+        option.unset,
         [option_field.name, *(option.flags or (option_field.flag,))],
         required=default is REQUIRED and option.argument is None,
         multiple=option_field.value_type is tuple,
         show_default=show_default or None,
-        help=f"{text} [default: {option.unset}]" if option.unset else text,
+        metavar=metavar,
+        help=text,
         **keywords,
     )
 

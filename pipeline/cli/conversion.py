@@ -37,20 +37,14 @@ IGNORED = "is accepted for compatibility with kt-kernel and has no effect"
 def cpu(options: ConversionOptions) -> None:
     """Convert a checkpoint's routed experts to AMXINT4, AMXINT8, RAWINT4, MXFP4, FP8 or BF16 weights for the CPU.
 
-    The input is safetensors in BF16, FP16, F32, FP8, MXFP8, MXFP4, NVFP4, packed INT4 or INT8, GPTQ or AWQ, or GGUF. No
-    GPU is needed. Memory holds a few experts (--scale gptq: one layer), whatever the model's size.
+    No GPU is needed, and memory holds a few experts (--scale gptq: one layer), whatever the model's size.
 
     Examples:
-      ktconvert cpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-INT4
-      ktconvert cpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-INT8 --quant-method int8 --threadpool-count 2
-      ktconvert cpu -i Qwen3-30B-A3B-Q8_0.gguf --config Qwen/Qwen3-30B-A3B -o OUT --quant-method int8
-      ktconvert cpu -i MODEL -o OUT --scale mse                               same size, smaller error
-      ktconvert cpu -i MODEL -o OUT --scale gptq --dataset texts.jsonl        smallest error, takes hours
-      ktconvert cpu -i MODEL -o OUT --quant-method int4,int8                  OUT-int4 and OUT-int8 from one read
-      ktconvert cpu -i MODEL -o OUT --dry-run                                 print the plan
-      ktconvert cpu -i MODEL -o OUT --layers 3-10                             convert some layers only
-
-    To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
+      ktconvert cpu -i Qwen3-30B-A3B -o Qwen3-INT8 --quant-method int8
+      ktconvert cpu -i MODEL -o OUT --scale mse        same size, smaller error
+      ktconvert cpu -i MODEL -o OUT --dry-run          print the plan
+      ktconvert cpu -i X.gguf -o OUT --config Qwen/Qwen3-30B-A3B
+      ktconvert resume OUT                             after an interruption
     """
     convert(options)
 
@@ -59,16 +53,15 @@ def cpu(options: ConversionOptions) -> None:
 def gpu(options: ConversionOptions) -> None:
     """Quantize a checkpoint's routed experts to W4A16 or W8A16 for the GPU.
 
-    SGLang, vLLM and transformers load the output. The input formats are those of `cpu`; all other tensors are copied.
-    Memory holds a few experts (RTN) or one layer (GPTQ), whatever the model's size.
+    SGLang, vLLM and transformers load the output; all other tensors are copied. Memory holds a few experts (RTN) or one
+    layer (GPTQ), whatever the model's size.
 
     Examples:
-      ktconvert gpu -i /models/Qwen3-30B-A3B -o /models/Qwen3-30B-A3B-W4A16 --quant-type W4A16   GPTQ, on ultrachat_200k
-      ktconvert gpu -i /models/Qwen3-30B-A3B -o OUT --dataset texts.jsonl --num-calibration-samples 128
-      ktconvert gpu -i deepseek-ai/DeepSeek-V3.1 -o DeepSeek-V3.1-W8A16 --quant-method RTN       no calibration
-      ktconvert gpu -i MODEL -o OUT --dry-run                                                    print the plan
-
-    To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
+      ktconvert gpu -i MODEL -o OUT --quant-type W4A16    GPTQ, on ultrachat
+      ktconvert gpu -i MODEL -o OUT --dataset texts.jsonl
+      ktconvert gpu -i MODEL -o OUT --quant-method RTN    no calibration
+      ktconvert gpu -i MODEL -o OUT --dry-run             print the plan
+      ktconvert resume OUT                                after an interruption
     """
     convert(options)
 
@@ -77,16 +70,14 @@ def gpu(options: ConversionOptions) -> None:
 def calibrate(options: ConversionOptions) -> None:
     """Measure the inputs of a model's routed experts: routing counts, and the importance of each column.
 
-    MODEL is a directory, a .safetensors file, or a hub id (org/name). The model reads the samples with one layer in
-    memory, as for GPTQ; nothing is quantized. The output folder gets imatrix.gguf, counts.safetensors and
-    statistics.json.
+    The model reads the samples with one layer in memory, as for GPTQ; nothing is quantized. The output folder gets
+    imatrix.gguf, counts.safetensors and statistics.json.
 
     Examples:
-      ktconvert calibrate /models/Qwen3-30B-A3B --output /models/Qwen3-30B-A3B-statistics       on ultrachat_200k
-      ktconvert calibrate /models/Qwen3-30B-A3B --output DIR --dataset book.txt --max-sequence-length 512
-      ktconvert calibrate deepseek-ai/DeepSeek-V3.1 --output DIR --dry-run                      print the plan
-
-    To continue after an interruption, repeat the command or run `ktconvert resume DIR`.
+      ktconvert calibrate MODEL --output DIR              on ultrachat
+      ktconvert calibrate MODEL --output DIR --dataset book.txt
+      ktconvert calibrate MODEL --output DIR --dry-run    print the plan
+      ktconvert resume DIR                            after an interruption
     """
     convert(options)
 
@@ -95,15 +86,13 @@ def calibrate(options: ConversionOptions) -> None:
 def dequantize(options: ConversionOptions) -> None:
     """Write a quantized checkpoint as a BF16 release: a whole model for any loader.
 
-    SRC is a directory, a .safetensors file, or a hub id (org/name); OUT is the output directory. Quantized weights
-    become BF16, all other tensors are copied, and config.json no longer declares a quantized model. Memory holds a few
-    MiB, whatever the model's size.
+    Quantized weights become BF16, all other tensors are copied, and config.json no longer declares a quantized model.
+    Memory holds a few MiB, whatever the model's size.
 
     Examples:
-      ktconvert dequantize /models/DeepSeek-V3.1 /models/DeepSeek-V3.1-BF16
-      ktconvert dequantize moonshotai/Kimi-K2-Thinking Kimi-K2-Thinking-BF16 --dry-run
-
-    To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
+      ktconvert dequantize DeepSeek-V3.1 DeepSeek-V3.1-BF16
+      ktconvert dequantize moonshotai/Kimi-K2-Thinking OUT --dry-run
+      ktconvert resume OUT                             after an interruption
     """
     convert(options)
 
@@ -132,10 +121,9 @@ def merge(options: ConversionOptions) -> None:
     """Merge loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index.
 
     Examples:
-      ktconvert merge -i /models/loose -o /models/merged
-      ktconvert merge -i /models/loose -o /models/merged -r /models/Qwen3-30B-A3B    with config and tokenizer
-
-    To continue after an interruption, repeat the command or run `ktconvert resume`.
+      ktconvert merge -i loose -o merged
+      ktconvert merge -i loose -o merged -r MODEL      with config and tokenizer
+      ktconvert resume merged                          after an interruption
     """
     convert(options)
 
@@ -144,14 +132,13 @@ def merge(options: ConversionOptions) -> None:
 def merge_adapter(options: ConversionOptions) -> None:
     """Fold a LoRA adapter into its model: a BF16 checkpoint for `cpu`, `gpu` and any loader.
 
-    MODEL is a directory, a .safetensors file, or a hub id (org/name); quantized weights become BF16 first.
-    W + scaling * B A is computed in float32 and rounded once. Memory holds a few matrices.
+    Quantized weights become BF16 first. W + scaling * B A is computed in float32 and rounded once. Memory holds a few
+    matrices.
 
     Examples:
-      ktconvert merge-adapter /models/Qwen3-30B-A3B --adapter ADAPTER -o /models/Qwen3-30B-A3B-tuned
-      ktconvert cpu -i /models/Qwen3-30B-A3B-tuned -o /models/Qwen3-30B-A3B-tuned-INT4
-
-    To continue after an interruption, repeat the command or run `ktconvert resume`.
+      ktconvert merge-adapter MODEL --adapter ADAPTER -o TUNED
+      ktconvert cpu -i TUNED -o TUNED-INT4
+      ktconvert resume TUNED                           after an interruption
     """
     convert(options)
 
@@ -165,10 +152,9 @@ def resplit(options: ConversionOptions) -> None:
     where slices are joined, and the plan states the error.
 
     Examples:
-      ktconvert resplit /models/Qwen3-30B-A3B-INT8 /models/Qwen3-30B-A3B-INT8-4 --threadpool-count 4
-      ktconvert resplit OUT NEW --threadpool-count 1 --against MODEL --dry-run      is converting again better?
-
-    To continue after an interruption, repeat the command or run `ktconvert resume NEW`.
+      ktconvert resplit OUTPUT NEW --threadpool-count 4
+      ktconvert resplit OUTPUT NEW --threadpool-count 1 --against MODEL --dry-run
+      ktconvert resume NEW                             after an interruption
     """
     convert(options)
 
@@ -178,8 +164,8 @@ def resume(options: ResumeOptions) -> None:
     """Finish an interrupted conversion or training. Its options are stored next to the output.
 
     Examples:
-      ktconvert resume /models/Qwen3-30B-A3B-INT8 --dry-run    print finished and remaining units
-      ktconvert resume /models/Qwen3-30B-A3B-INT8
+      ktconvert resume OUT
+      ktconvert resume OUT --dry-run                   list the remaining units
     """
     resume_conversion(options)
 

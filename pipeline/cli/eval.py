@@ -15,14 +15,12 @@ from ktconvert.pipeline.options.model_options import EvalOptions
 def eval(options: EvalOptions) -> None:
     """Measure the accuracy of converted experts: perplexity, divergence from the original model, error per layer.
 
-    MODEL is a directory or a hub id (org/name). Both models read the same text, window by window. Memory must hold the
-    original model, with --gpu-weights twice.
+    Both models read the same text, window by window. Memory must hold the original model, with --gpu-weights twice.
 
     Examples:
-      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT4 --text book.txt
-      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --max-windows 20 --plot int4.png
-      ktconvert eval /models/Qwen3-30B-A3B --cpu-weights OUT --text book.txt --adapter ADAPTER    both with an adapter
-      ktconvert eval /models/Qwen3-30B-A3B --gpu-weights /models/Qwen3-30B-A3B-W4A16 --text book.txt --skip-windows 20
+      ktconvert eval MODEL --cpu-weights OUT --text book.txt
+      ktconvert eval MODEL --cpu-weights OUT --text book.txt --plot int4.png
+      ktconvert eval MODEL --gpu-weights OUT --text book.txt --skip-windows 20
     """
     from ktconvert.layouts.errors import UsageError
     from ktconvert.pipeline.models import evaluate

@@ -28,17 +28,14 @@ ENDINGS = {"mask": (), "sglang": (".json",), "sglang-kt": (".pt",)}
 def experts(options: ExpertsOptions) -> None:
     """Choose the hot experts, those that got the most tokens in COUNTS, and report their share of tokens.
 
-    COUNTS is a folder written by `ktconvert calibrate` or by --save-statistics, an output that has
-    expert_counts.json, or what the expert distribution recorder of SGLang or sglang-kt wrote. `run` and `serve` take
-    the output as --gpu-experts-mask. With --format sglang or sglang-kt, it is for --init-expert-location, and the
-    command that starts the server is printed.
+    `run` and `serve` take the output as --gpu-experts-mask. With --format sglang or sglang-kt, it is for
+    --init-expert-location, and the command that starts the server is printed.
 
     Examples:
-      ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --num-gpu-experts 32
-      ktconvert experts /models/Qwen3-30B-A3B-INT4 --format sglang --output hot.json --num-gpu-experts 32
-      ktconvert experts expert_distribution_recorder_1.pt --format sglang-kt --output hot.pt --num-gpu-experts 32
-      ktconvert experts /models/Qwen3-30B-A3B-statistics --output mask.safetensors --total 1536 --plot mask.svg
-      ktconvert run MODEL --cpu-weights CPU_WEIGHTS --gpu-experts-mask mask.safetensors --chat
+      ktconvert experts DIR --output mask.safetensors --num-gpu-experts 32
+      ktconvert experts DIR --format sglang --output hot.json --num-gpu-experts 32
+      ktconvert experts DIR --output mask.safetensors --total 1536 --plot mask.svg
+      ktconvert run MODEL --gpu-experts-mask mask.safetensors --chat
     """
     from ktconvert.native_quant.runtime import expert_placement, hot_experts
     from ktconvert.pipeline.report.plots import plot_experts

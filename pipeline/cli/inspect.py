@@ -25,14 +25,14 @@ from ktconvert.quantizers import equalizing
 def inspect(options: InspectOptions) -> None:
     """Describe a checkpoint, an output or an unfinished conversion, and list the possible conversions.
 
-    PATH is a directory, a .safetensors or .gguf file, or a hub id (org/name, org/name:FILE.gguf). Only headers are
-    read, with two exceptions: --columns reads weights, and an AMXINT4 output without ktconvert's manifest is searched
-    for codes of -8, which kt-kernel misreads. The exit code is 3 if no command can convert a checkpoint.
+    Only headers are read, with two exceptions: --columns reads weights, and an AMXINT4 output without ktconvert's
+    manifest is searched for codes of -8, which kt-kernel misreads. The exit code is 3 if no command can convert a
+    checkpoint.
 
     Examples:
-      ktconvert inspect /models/Qwen3-30B-A3B              possible outputs, and the commands
-      ktconvert inspect /models/Qwen3-30B-A3B-INT8         format, sizes, completeness
-      ktconvert inspect /models/Qwen3-30B-A3B --columns    would --equalize help?
+      ktconvert inspect Qwen/Qwen3-30B-A3B     possible outputs, and the commands
+      ktconvert inspect OUT                    format, sizes, completeness
+      ktconvert inspect MODEL --columns        would --equalize help?
     """
     revision = options.hub.revision
     row = options.arch.load_text()

@@ -19,17 +19,15 @@ from ktconvert.pipeline.report import terminal
 def run(options: RunOptions) -> None:
     """Generate text with transformers, with the routed experts computed by ktconvert's runtime.
 
-    MODEL is a directory or a hub id (org/name), in BF16, FP8 or from `ktconvert gpu`. Without --cpu-weights, the
-    runtime computes the experts in MODEL's own format if it can; otherwise transformers does, and a note says why. Text
-    goes to stdout, tokens per second to stderr.
+    Without --cpu-weights, the runtime computes the experts in MODEL's own format if it can; otherwise transformers
+    does, and a note says why. Text goes to stdout, tokens per second to stderr.
 
     Examples:
-      ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --prompt "Once upon a time"
-      ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --chat
-      ktconvert run /models/Qwen3-30B-A3B-W4A16 --cpu-weights /models/Qwen3-30B-A3B-INT8 --num-gpu-experts 32 --chat
-      ktconvert run /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --adapter ADAPTER --chat
-      ktconvert run examples/qwen3-moe-small --prompt "def add("           with the original experts
-      ktconvert run examples/qwen3-moe-small --prompt "def add(" --torch-experts           by transformers, to compare
+      ktconvert run MODEL --cpu-weights OUT --prompt "Once upon a time"
+      ktconvert run MODEL --cpu-weights OUT --chat
+      ktconvert run MODEL --cpu-weights OUT --num-gpu-experts 32 --chat
+      ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --chat
+      ktconvert run MODEL --chat                       the original experts
     """
     if options.torch_experts and options.cpu_weights is not None:
         raise UsageError("--torch-experts and --cpu-weights exclude each other; leave out one of them.")

@@ -16,14 +16,15 @@ ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+")
 def serve(options: ServeOptions) -> None:
     """Serve a model with transformers' OpenAI-compatible server, with its experts computed by ktconvert's runtime.
 
-    MODEL is a directory or a hub id (org/name). Without --cpu-weights, the runtime computes the experts in MODEL's own
-    format. The server offers only this model and its adapters; Ctrl-C ends it.
+    Without --cpu-weights, the runtime computes the experts in MODEL's own format. The server offers only this model and
+    its adapters; Ctrl-C ends it.
 
     Examples:
-      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8
-      ktconvert serve /models/Qwen3-30B-A3B-FP8                                          with the original experts
-      ktconvert serve /models/Qwen3-30B-A3B --cpu-weights OUT --adapter prose=ADAPTER --adapter sql=OTHER
-      curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+      ktconvert serve MODEL --cpu-weights OUT
+      ktconvert serve MODEL                            the original experts
+      ktconvert serve MODEL --cpu-weights OUT --adapter sql=ADAPTER
+      curl localhost:8000/v1/chat/completions \\
+          -H 'Content-Type: application/json' \\
           -d '{"messages": [{"role": "user", "content": "Hello!"}]}'
     """
     from ktconvert.layouts.extras import require_packages

@@ -20,16 +20,13 @@ from ktconvert.pipeline.options.model_options import TrainOptions
 def train(options: TrainOptions) -> None:
     """Train a LoRA adapter for a model whose experts are computed from converted weights.
 
-    MODEL is a directory or a hub id (org/name). The adapter is an ordinary PEFT adapter, for the converted and for the
-    original model. It appears in one step at the end; until then, ADAPTER.work next to it holds checkpoints.
+    The adapter is an ordinary PEFT adapter, for the converted and for the original model. It appears in one step at the
+    end; until then, ADAPTER.work next to it holds checkpoints.
 
     Examples:
-      ktconvert train /models/Qwen3-30B-A3B --cpu-weights /models/Qwen3-30B-A3B-INT8 --dataset chats.jsonl -o ADAPTER
-      ktconvert train MODEL --cpu-weights OUT --dataset book.txt --eval-dataset other.txt -o ADAPTER --plot
-      ktconvert train MODEL --cpu-weights OUT --dataset book.txt -o ADAPTER --dry-run          print the memory it needs
-      ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --prompt "Once upon a time"
-
-    To continue after an interruption, repeat the command or run `ktconvert resume ADAPTER`.
+      ktconvert train MODEL --cpu-weights OUT --dataset chats.jsonl -o ADAPTER
+      ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --prompt "Hello"
+      ktconvert resume ADAPTER                         after an interruption
     """
     start(options)
 

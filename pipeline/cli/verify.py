@@ -33,19 +33,15 @@ def verify(options: VerifyOptions) -> None:
     """Check an output of ktconvert or kt-kernel: structure, sizes, counts and the hash of every file.
 
     With --against SOURCE, every expert is quantized again and must have the same bytes, and the error is measured. With
-    --against OTHER_OUTPUT, tensors that differ are listed. With --run, all experts of one layer are computed; OUTPUT
-    may then be a checkpoint. If transformers is installed, it loads outputs for the GPU: without weights, or completely
-    with --against SOURCE. The exit code is 6 if a check fails.
+    --against OTHER_OUTPUT, tensors that differ are listed. With --run, OUTPUT may be a checkpoint. If transformers is
+    installed, it loads outputs for the GPU. The exit code is 6 if a check fails.
 
     Examples:
-      ktconvert verify /models/Qwen3-30B-A3B-INT8
-      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/Qwen3-30B-A3B        compare with the source
-      ktconvert verify /models/Qwen3-30B-A3B-INT8 --against /models/made-by-kt-kernel    compare two outputs
-      ktconvert verify /models/made-by-kt-kernel --numa 2 --quant-method int8            check the format
-      ktconvert verify /models/Qwen3-30B-A3B-INT8 --run                                  compute a layer
-      ktconvert verify /models/Qwen3-30B-A3B-FP8 --run                                   compute a checkpoint's layer
-      ktconvert verify /models/Qwen3-30B-A3B-W4A16 --against /models/Qwen3-30B-A3B       compare predictions
-      ktconvert verify /models/Qwen3-30B-A3B-INT4 --against /models/Qwen3-30B-A3B --full --report report.html
+      ktconvert verify OUT
+      ktconvert verify OUT --against MODEL             compare with the source
+      ktconvert verify OUT --against OTHER             compare two outputs
+      ktconvert verify OUT --numa 2 --quant-method int8
+      ktconvert verify OUT --against MODEL --full --report report.html
     """
     # stdout gets only the report: a table or one JSON object
     reporter = with_values(options.reporting, json_events=False).reporter

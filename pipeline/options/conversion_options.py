@@ -14,6 +14,7 @@ from ktconvert.pipeline.options import option_groups as groups
 from ktconvert.pipeline.options.declare import (
     REQUIRED,
     Effect,
+    Group,
     Options,
     files_option,
     option,
@@ -43,7 +44,7 @@ AOCL = (
 INPUT, OUTPUT = ("-i", "--input-path"), ("-o", "--output")
 CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
 CONVERT_CHANGED = "On resume, convert units again whose input files changed."
-NUMA_SLICES = "Number of NUMA slices per expert: the NUMA nodes that the server may use."
+NUMA_SLICES = "Number of NUMA slices: the NUMA nodes that the server may use."
 # Methods of kt-kernel's script that are unsupported, or require --layout -> the reason
 UNSUPPORTED_METHODS = {
     "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input",
@@ -59,17 +60,17 @@ def choice(words: Iterable[str]) -> click.Choice[str]:
 
 def input_option(help: str, *flags: str, argument: str | None = None) -> Any:
     """Return the field of a command's input."""
-    return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=REQUIRED)
+    return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=REQUIRED, group=Group.INPUT)
 
 
 def output_option(*flags: str, help: str = "Output directory.", argument: str | None = None) -> Any:
     """Return the field of a command's output."""
-    return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=REQUIRED)
+    return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=REQUIRED, group=Group.OUTPUT)
 
 
 def shard_size_option(unset: str) -> Any:
     """Return the field of --max-shard-size."""
-    return files_option("Maximum size of a shard, e.g. 5GB.", Size(), unset=unset)
+    return files_option("Maximum size of a shard, e.g. 5GB.", Size(), unset=unset, group=Group.ADVANCED)
 
 
 class QuantizationOptions(groups.ConversionOptions):
@@ -83,10 +84,13 @@ class QuantizationOptions(groups.ConversionOptions):
         "Make only every N-th file, from number R on: R/N, or env (RANK/WORLD_SIZE or a SLURM array).",
         KeywordText("env"),
         unset="all",
+        group=Group.MACHINES,
     )
     max_shard_size: int | None = shard_size_option("one shard per layer")
     equalize: bool = weights_option(
-        "Equalize the columns of down_proj by powers of two; the model computes the same.", default=False
+        "Equalize the columns of down_proj by powers of two; the model computes the same.",
+        default=False,
+        group=Group.ADVANCED,
     )
     arch_row: str | None = record(Effect.FILES, "--arch-file")
     engine: str = record(Effect.WEIGHTS, default="stream")
@@ -104,6 +108,12 @@ class QuantizationOptions(groups.ConversionOptions):
     def calibrated(self) -> bool:
         """True if codes are chosen while the model runs on calibration data."""
         raise NotImplementedError
+
+    @classmethod
+    def find_heading(cls, group: Group) -> str:
+        title = super().find_heading(group)
+        is_calibration = group in (Group.CALIBRATION, Group.CALIBRATION_DETAILS)
+        return f"{title} (only with {cls.CALIBRATED_BY})" if is_calibration else title
 
     def find_unused(self) -> dict[str, str]:
         """Without --equalize neither plans nor fingerprints name it."""
@@ -131,52 +141,73 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     )
     output: Path = output_option(*OUTPUT)
     input_type: str | None = tuning_option(
-        "Expected encoding of the experts; a mismatch is an error.", choice(input_types()), unset="from the headers"
+        "Expected encoding of the experts; a mismatch is an error.",
+        choice(input_types()),
+        unset="from the headers",
+        group=Group.ADVANCED,
     )
     quant_method: str = weights_option(
-        "Output format, or several (int4,int8) from one read of the input into OUT-int4 and OUT-int8.",
+        "Output format; several (int4,int8) share one read of the input.",
         ChoiceList([*formats_by_option("cpu"), *UNSUPPORTED_METHODS]),
         default="int4",
+        group=Group.QUANTIZATION,
     )
     method_map: tuple[str, ...] = weights_option(
-        "Other method for some layers, e.g. 0-5=int8; may be repeated (not for kt-kernel).", Text(), default=()
+        "Other method for some layers, e.g. 0-5=int8; may be repeated (not for kt-kernel).",
+        Text(),
+        default=(),
+        group=Group.ADVANCED,
     )
     config: str | None = files_option(
-        "Hugging Face model that provides config.json and tokenizer (for GGUF input).", PathOrHubId(absolute=True)
+        "Model that provides config.json and tokenizer (for GGUF input).",
+        PathOrHubId(absolute=True),
+        group=Group.INPUT,
     )
     scale: str = weights_option(
-        "How scales are chosen: absmax, mse, imatrix, or gptq, which runs the model on text.",
+        "How scales are chosen; gptq runs the model on text.",
         choice(QUANTIZERS),
         default=ABSMAX.name,
+        group=Group.QUANTIZATION,
     )
     importance: groups.ImportanceFile = groups.ImportanceFile()
     imatrix_sha256: str | None = record(Effect.WEIGHTS, "--imatrix")
     second_moments_sha256: str | None = record(Effect.WEIGHTS, "--statistics")
     gptq: groups.Gptq = groups.Gptq(calibrate="mixed", gptq_steps="full")
-    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=2)
+    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=2, group=Group.QUANTIZATION)
     layout: str | None = weights_option(
         "File layout: NUMA slices (numa), kt-kernel's native checkpoints (kt), or its aarch64 build (plain).",
         choice(LAYOUTS),
         unset="the method's first layout",
+        group=Group.ADVANCED,
     )
-    gpu: bool = option(ignored="no GPU is needed", default=False)
+    gpu: bool = option(ignored="no GPU is needed", default=False, group=Group.IGNORED)
     no_merge_safetensor: bool = weights_option(
-        "Write loose per-layer folders of .kt files, not safetensors.", default=False
+        "Write loose per-layer folders of .kt files, not safetensors.", default=False, group=Group.ADVANCED
     )
     resume_layer: int = option(
-        "Skip layers below this one, as kt-kernel does (not needed to resume).", Integer(min=0), default=0
+        "Skip layers below this one, as kt-kernel does (not needed to resume).",
+        Integer(min=0),
+        default=0,
+        group=Group.ADVANCED,
     )
     save_backward_weights: bool = weights_option(
-        "Also write the transposed matrices that fine-tuning needs (for bf16: only these).", default=False
+        "Also write the transposed matrices that fine-tuning needs (for bf16: only these).",
+        default=False,
+        group=Group.ADVANCED,
     )
-    fp8_expert_batch: int | None = option(type=click.INT, ignored="memory is bounded by one expert")
-    profile: bool = option(ignored="--json gives the time of every layer", default=False)
-    layers: str = files_option("MoE layers to convert, e.g. 3-60,62.", KeywordText("all"), default="all")
+    fp8_expert_batch: int | None = option(
+        type=click.INT, ignored="memory is bounded by one expert", group=Group.IGNORED
+    )
+    profile: bool = option(ignored="--json gives the time of every layer", default=False, group=Group.IGNORED)
+    layers: str = files_option(
+        "MoE layers to convert, e.g. 3-60,62.", KeywordText("all"), default="all", group=Group.INPUT
+    )
     kept_layers: tuple[int, ...] | None = record(Effect.FILES, "--resume-layer")
     non_experts: str = files_option(
-        "Non-expert tensors: skip, copy (with kt-kernel's names), or keep, which makes a whole model.",
+        "Non-expert tensors: skip, copy, or keep (for a whole model).",
         choice(["skip", "copy", "keep"]),
         default="skip",
+        group=Group.OUTPUT,
     )
 
     CALIBRATED_BY = "--scale gptq"
@@ -199,40 +230,55 @@ class GpuOptions(QuantizationOptions, command="gpu"):
         "GPTQ (calibrates on a data set) or RTN (rounds to nearest; fast, no data).",
         choice(["GPTQ", "RTN"]),
         default="GPTQ",
+        group=Group.QUANTIZATION,
     )
     quant_type: str = weights_option(
         "Output format: 4 or 8 bits, symmetric, with one BF16 scale per group of columns.",
         choice(formats_by_option("gpu")),
         default="W8A16",
+        group=Group.QUANTIZATION,
     )
     group_size: int = weights_option(
-        "Number of columns that share a scale.", IntegerChoice(GROUP_SIZES), default=GROUP_SIZES[0]
+        "Number of columns that share a scale.",
+        IntegerChoice(GROUP_SIZES),
+        default=GROUP_SIZES[0],
+        group=Group.QUANTIZATION,
     )
     rounding: str = weights_option(
         "Rounding: llmcompressor's bits (library), or one rounding less (float32).",
         choice(["library", "float32"]),
         default="library",
+        group=Group.ADVANCED,
     )
     ignore_patterns: tuple[str, ...] = files_option(
         "Modules to leave unquantized besides kt-kernel's list: names, or re:REGEX; may be repeated.",
         Text(),
         default=(),
+        group=Group.ADVANCED,
     )
     engine: str = weights_option(
         "GPTQ implementation: layer by layer (stream), or llmcompressor on the whole model (oneshot).",
         choice(["stream", "oneshot"]),
         default="stream",
+        group=Group.ADVANCED,
     )
     torch_dtype: str = weights_option(
         "Dtype that experts are rounded from; only bfloat16 is supported.",
         choice(["bfloat16", "float16", "float32"]),
         default="bfloat16",
+        group=Group.ADVANCED,
     )
     max_cpu_memory: int | None = option(
-        "Accepted and ignored, with a note; --max-memory sets a limit.", Size(), unset="1000GiB with --max-gpu-memory"
+        "Accepted and ignored, with a note; --max-memory sets a limit.",
+        Size(),
+        unset="1000GiB with --max-gpu-memory",
+        group=Group.IGNORED,
     )
     tp_size: tuple[int, ...] = tuning_option(
-        "Tensor-parallel size that the output must support; may be repeated.", Integer(min=1), default=(1,)
+        "Tensor-parallel size that the output must support; may be repeated.",
+        Integer(min=1),
+        default=(1,),
+        group=Group.ADVANCED,
     )
     max_shard_size: int | None = shard_size_option("5GB")
 
@@ -266,7 +312,7 @@ class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
     input: str = input_option(CHECKPOINT, argument="model")
     output: Path = output_option(*OUTPUT, help="Output folder.")
     second_moments: bool = weights_option(
-        "Also write second moments of the experts' inputs, for `cpu --scale mse`.", default=False
+        "Also write second moments of the experts' inputs, for `cpu --scale mse`.", default=False, group=Group.OUTPUT
     )
     arch_row: str | None = record(Effect.FILES, "--arch-file")
     samples: groups.Samples = groups.Samples(num_calibration_samples=128)
@@ -278,7 +324,7 @@ class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
 class DequantizeOptions(groups.ConversionOptions, command="dequantize"):
     input: str = input_option(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
     output: Path = output_option(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
-    config_path: str | None = option(ignored="SRC has the config")
+    config_path: str | None = option(ignored="SRC has the config", group=Group.IGNORED)
     max_shard_size: int | None = shard_size_option("5GB")
     hub: groups.Hub = groups.Hub()
     streaming: groups.Streaming = groups.Streaming()
@@ -303,7 +349,9 @@ class MergeAdapterOptions(DequantizeOptions, command="merge-adapter"):
     input: str = input_option(CHECKPOINT, argument="model")
     output: Path = output_option(*OUTPUT)
     config_path: str | None = record(Effect.CALL)
-    adapter: Path = weights_option("Directory of the adapter.", FilePath(absolute=True), default=REQUIRED)
+    adapter: Path = weights_option(
+        "Directory of the adapter.", FilePath(absolute=True), default=REQUIRED, group=Group.INPUT
+    )
 
 
 class MergeOptions(groups.ConversionOptions, command="merge"):
@@ -318,13 +366,19 @@ class MergeOptions(groups.ConversionOptions, command="merge"):
         "Original checkpoint whose config, tokenizer and other companion files are copied.",
         FilePath(absolute=True),
         flags=("-r", "--original-path"),
+        group=Group.INPUT,
     )
     with_companions: bool = record(Effect.FILES, "--original-path", default=False)
-    max_tensors: int = files_option("Maximum number of tensors per shard.", Integer(min=1), default=3000)
-    layers: str = files_option(
-        "Merge only these layers, e.g. 3-60,62; others may be missing.", KeywordText("all"), default="all"
+    max_tensors: int = files_option(
+        "Maximum number of tensors per shard.", Integer(min=1), default=3000, group=Group.ADVANCED
     )
-    verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False)
+    layers: str = files_option(
+        "Merge only these layers, e.g. 3-60,62; others may be missing.",
+        KeywordText("all"),
+        default="all",
+        group=Group.INPUT,
+    )
+    verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False, group=Group.ADVANCED)
 
 
 class ResplitOptions(groups.ConversionOptions, command="resplit"):
@@ -332,13 +386,15 @@ class ResplitOptions(groups.ConversionOptions, command="resplit"):
 
     input: str = input_option("Output to read.", argument="output")
     output: Path = output_option(help="Output to write.", argument="new")
-    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=REQUIRED)
+    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=REQUIRED, group=Group.OUTPUT)
     against: str | None = option(
-        "Source checkpoint of OUTPUT: report whether converting again is better.", PathOrHubId(absolute=True)
+        "Source checkpoint of OUTPUT: report whether converting again is better.",
+        PathOrHubId(absolute=True),
+        group=Group.INPUT,
     )
-    revision: str | None = option("Branch, tag or commit, if --against is a hub id.")
+    revision: str | None = option("Branch, tag or commit, if --against is a hub id.", group=Group.INPUT)
     max_shard_size: int | None = shard_size_option("one shard per layer")
-    verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False)
+    verify_inputs: bool = tuning_option(CONVERT_CHANGED, default=False, group=Group.ADVANCED)
     no_merge_safetensor: bool | None = record(Effect.WEIGHTS)
     layers: str | None = record(Effect.FILES)
     arch_row: str | None = record(Effect.FILES, "--arch-file")
@@ -347,8 +403,10 @@ class ResplitOptions(groups.ConversionOptions, command="resplit"):
 class ResumeExecution(groups.Execution):
     """Limits for the remaining work on this machine."""
 
-    cpuinfer_threads: int | None = option(groups.THREADS, Integer(min=1), unset="as before")
-    max_memory: int | None = option("Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before")
+    cpuinfer_threads: int | None = option(groups.THREADS, Integer(min=1), unset="as before", group=Group.RESOURCES)
+    max_memory: int | None = option(
+        "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before", group=Group.RESOURCES
+    )
 
 
 # Command -> its options, for each command that converts; plan_NAME in pipeline/plans/NAME.py builds its plan
@@ -369,9 +427,11 @@ CONVERSION_OPTIONS: Mapping[str, type[groups.ConversionOptions]] = {
 
 class ResumeOptions(Options):
     output: Path = output_option(help="Output of the interrupted conversion.", argument="output")
-    dry_run: bool = option("Print finished and remaining units, and why; write nothing.", default=False)
-    verify_inputs: bool = option("Convert units again whose input files changed.", default=False)
-    allow_machine_change: bool = option(groups.ALLOW_MACHINE_CHANGE, default=False)
+    dry_run: bool = option(
+        "Print finished and remaining units, and why; write nothing.", default=False, group=Group.OUTPUT
+    )
+    verify_inputs: bool = option("Convert units again whose input files changed.", default=False, group=Group.ADVANCED)
+    allow_machine_change: bool = option(groups.ALLOW_MACHINE_CHANGE, default=False, group=Group.ADVANCED)
     execution: ResumeExecution = ResumeExecution()
     workers: groups.Workers = groups.Workers()
     earlier_run: groups.EarlierRun = groups.EarlierRun()

@@ -36,6 +36,30 @@ class Effect(enum.Enum):
     WEIGHTS = "the bytes of experts: as FILES, and part of the fingerprint of every unit that makes experts"
 
 
+class Group(enum.Enum):
+    """Headings in --help, in this order, and whether only --help-all lists the options below them."""
+
+    INPUT = ("Input", False)
+    OUTPUT = ("Output", False)
+    EXPERTS = ("Experts", False)
+    ADAPTER = ("Adapter", False)
+    QUANTIZATION = ("Quantization", False)
+    CHECKS = ("Checks", False)
+    CALIBRATION = ("Calibration", False)
+    TRAINING = ("Training", False)
+    OPTIONS = ("Options", False)
+    RESOURCES = ("Resources", False)
+    REPORTING = ("Reporting", False)
+    CALIBRATION_DETAILS = ("Details of the calibration", True)
+    MACHINES = ("Several machines", True)
+    ADVANCED = ("Advanced", True)
+    IGNORED = ("Ignored options of kt-kernel", True)
+
+    def __init__(self, title: str, is_hidden: bool) -> None:
+        self.title = title
+        self.is_hidden = is_hidden
+
+
 @dataclass(frozen=True)
 class Option:
     """An option of the command line. Its name is the field's, with dashes; a bool is a flag, a tuple may be repeated.
@@ -45,6 +69,7 @@ class Option:
     argument  name of the positional argument that may replace the flags (or must, if there are none)
     unset     shown as the default if None, False or an empty text would not explain it
     ignored   reason why the option is accepted (for compatibility with kt-kernel) without effect
+    group     heading in --help
     """
 
     help: str = ""
@@ -54,6 +79,7 @@ class Option:
     argument: str | None = None
     unset: str | None = None
     ignored: str | None = None
+    group: Group = Group.OPTIONS
 
 
 @dataclass(frozen=True)
@@ -95,17 +121,20 @@ def record(effect: Effect, flag: str | None = None, shape: Any = None, default: 
 class Options:
     """Base class of settings: frozen dataclasses whose fields are declarations or groups.
 
-    Arguments of a subclass: `title`, the heading in --help; `command`, the name of the command with these settings.
+    Argument of a subclass: `command`, the name of the command with these settings.
     """
 
-    TITLE: ClassVar[str] = "Options"
     command: ClassVar[str] = ""  # name of the command with these settings
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
-    def __init_subclass__(cls, title: str | None = None, command: str | None = None) -> None:
-        cls.TITLE = title or cls.TITLE
+    def __init_subclass__(cls, command: str | None = None) -> None:
         cls.command = command or cls.command
         dataclass(frozen=True, kw_only=True)(cls)
+
+    @classmethod
+    def find_heading(cls, group: Group) -> str:
+        """Return the heading of a group of options in --help."""
+        return group.title
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -116,13 +145,11 @@ class OptionField:
     """One option of a settings class.
 
     path        names of the fields that lead to it
-    title       heading in --help
     annotation  type of its field
     default     default value; REQUIRED if a value must be given
     """
 
     path: tuple[str, ...]
-    title: str
     declaration: Option | RecordedValue
     annotation: Any = field(hash=False)
     default: Any = field(hash=False)
@@ -186,7 +213,7 @@ def _flatten_field(cls: type[Options], class_field: Field[Any], hint: Any) -> It
     """Yield the option of a field, or those of its group."""
     if class_field.metadata:
         declaration = class_field.metadata["declaration"]
-        yield OptionField((class_field.name,), cls.TITLE, declaration, hint, class_field.default)
+        yield OptionField((class_field.name,), declaration, hint, class_field.default)
         return
     group = getattr(cls, class_field.name)
     for option_field in option_fields(type(group)):

@@ -6,7 +6,16 @@ from pathlib import Path
 
 import click
 
-from ktconvert.pipeline.options.declare import REQUIRED, Option, Options, declare, files_option, option, tuning_option
+from ktconvert.pipeline.options.declare import (
+    REQUIRED,
+    Group,
+    Option,
+    Options,
+    declare,
+    files_option,
+    option,
+    tuning_option,
+)
 from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
     DATASET,
@@ -22,7 +31,7 @@ from ktconvert.pipeline.options.option_groups import (
 )
 from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, NamedPath, OutputPath, PathOrHubId, Text
 
-ADAPTER = Option("LoRA adapter for MODEL, from `train` or PEFT.", FilePath())
+ADAPTER = Option("LoRA adapter for MODEL, from `train` or PEFT.", FilePath(), group=Group.ADAPTER)
 CPU_WEIGHTS = "Converted experts (or a checkpoint of MODEL) that the runtime computes."
 THREADS = "Number of threads for the experts and torch."
 
@@ -30,23 +39,28 @@ THREADS = "Number of threads for the experts and torch."
 class ModelOptions(Options):
     """Options that `run`, `serve` and `eval` share."""
 
-    model: str = option(MODEL, PathOrHubId(), argument="model", default=REQUIRED)
-    cpu_weights: Path | None = option(CPU_WEIGHTS, FilePath(), unset="MODEL")
-    threads: int | None = option(THREADS, Integer(min=1), unset="physical cores")
+    model: str = option(MODEL, PathOrHubId(), argument="model", default=REQUIRED, group=Group.INPUT)
+    cpu_weights: Path | None = option(CPU_WEIGHTS, FilePath(), unset="MODEL", group=Group.EXPERTS)
+    threads: int | None = option(THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES)
     memory: str = option(
         "Memory of converted experts: copy, map (pages of their files), or auto (copy if they fit).",
         click.Choice(["auto", "map", "copy"]),
         default="auto",
+        group=Group.RESOURCES,
     )
-    exact: bool = option("Round as kt-kernel does, bit for bit.", default=False)
-    trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False)
+    exact: bool = option("Round as kt-kernel does, bit for bit.", default=False, group=Group.ADVANCED)
+    trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)
 
 
 class EvalOptions(ModelOptions):
     cpu_weights: Path | None = option(
-        "Experts converted for the CPU, or a checkpoint of MODEL (or use --gpu-weights).", FilePath()
+        "Experts converted for the CPU, or a checkpoint of MODEL (or use --gpu-weights).",
+        FilePath(),
+        group=Group.EXPERTS,
     )
-    gpu_weights: Path | None = option("Model converted for the GPU (or use --cpu-weights).", FilePath())
+    gpu_weights: Path | None = option(
+        "Model converted for the GPU (or use --cpu-weights).", FilePath(), group=Group.EXPERTS
+    )
     adapter: Path | None = declare(ADAPTER)
     text: Path = option("UTF-8 text file that both models read.", FilePath(), default=REQUIRED)
     window: int = option("Number of tokens per window.", Integer(min=2), default=512)
@@ -58,7 +72,9 @@ class EvalOptions(ModelOptions):
 
 
 class RunOptions(ModelOptions):
-    torch_experts: bool = option("Let transformers compute the experts, for comparison.", default=False)
+    torch_experts: bool = option(
+        "Let transformers compute the experts, for comparison.", default=False, group=Group.EXPERTS
+    )
     gpu_experts: GpuExperts = GpuExperts()
     adapter: Path | None = declare(ADAPTER)
     prompt: str | None = option("Text to continue (or use --chat).")
@@ -93,64 +109,94 @@ class ServeOptions(ModelOptions):
     )
 
 
-class LoraOptions(Options, title="Adapter"):
-    rank: int = files_option("Rank r of LoRA.", Integer(min=1), default=16)
-    alpha: float = files_option("Alpha of LoRA; updates are scaled by alpha / r.", FiniteFloat(min=0), default=32.0)
-    dropout: float = files_option("Dropout of LoRA's inputs during training.", FiniteFloat(0, 0.99), default=0.0)
+class LoraOptions(Options):
+    rank: int = files_option("Rank r of LoRA.", Integer(min=1), default=16, group=Group.ADAPTER)
+    alpha: float = files_option(
+        "Alpha of LoRA; updates are scaled by alpha / r.", FiniteFloat(min=0), default=32.0, group=Group.ADAPTER
+    )
+    dropout: float = files_option(
+        "Dropout of LoRA's inputs during training.", FiniteFloat(0, 0.99), default=0.0, group=Group.ADVANCED
+    )
     target_modules: str | None = files_option(
         "Names of modules to train, separated by commas, as in PEFT; experts: the routed experts.",
         Text(),
         unset="the linear layers of attention, and experts",
+        group=Group.ADAPTER,
     )
 
 
-class Schedule(Options, title="Training"):
-    epochs: float = files_option("Number of epochs.", FiniteFloat(min=0.001), default=1.0)
-    max_steps: int | None = files_option("Number of steps (instead of --epochs).", Integer(min=1))
+class Schedule(Options):
+    epochs: float = files_option("Number of epochs.", FiniteFloat(min=0.001), default=1.0, group=Group.TRAINING)
+    max_steps: int | None = files_option("Number of steps (instead of --epochs).", Integer(min=1), group=Group.TRAINING)
     sequence_length: int = files_option(
-        "Number of tokens per sequence; texts are packed into sequences.", Integer(min=2), default=512
+        "Number of tokens per sequence; texts are packed into sequences.",
+        Integer(min=2),
+        default=512,
+        group=Group.TRAINING,
     )
-    batch_size: int = files_option("Number of sequences per batch.", Integer(min=1), default=4)
-    gradient_accumulation: int = files_option("Number of batches per step.", Integer(min=1), default=1)
-    learning_rate: float = files_option("Highest learning rate.", FiniteFloat(min=0), default=2e-4)
+    batch_size: int = files_option("Number of sequences per batch.", Integer(min=1), default=4, group=Group.TRAINING)
+    gradient_accumulation: int = files_option(
+        "Number of batches per step.", Integer(min=1), default=1, group=Group.ADVANCED
+    )
+    learning_rate: float = files_option(
+        "Highest learning rate.", FiniteFloat(min=0), default=2e-4, group=Group.TRAINING
+    )
     schedule: str = files_option(
         "Learning-rate schedule: cosine, linear or constant.",
         click.Choice(["cosine", "linear", "constant"], case_sensitive=False),
         default="cosine",
+        group=Group.ADVANCED,
     )
-    warmup: float = files_option("Fraction of the steps used for warm-up.", FiniteFloat(0, 1), default=0.03)
-    weight_decay: float = files_option("Weight decay of AdamW.", FiniteFloat(min=0), default=0.0)
-    max_grad_norm: float = files_option("Norm to which gradients are clipped.", FiniteFloat(min=0), default=1.0)
+    warmup: float = files_option(
+        "Fraction of the steps used for warm-up.", FiniteFloat(0, 1), default=0.03, group=Group.ADVANCED
+    )
+    weight_decay: float = files_option("Weight decay of AdamW.", FiniteFloat(min=0), default=0.0, group=Group.ADVANCED)
+    max_grad_norm: float = files_option(
+        "Norm to which gradients are clipped.", FiniteFloat(min=0), default=1.0, group=Group.ADVANCED
+    )
     seed: int = files_option(
-        "Seed of initial weights, order of texts, and dropout.", Integer(0, (1 << 32) - 1), default=42
+        "Seed of initial weights, order of texts, and dropout.",
+        Integer(0, (1 << 32) - 1),
+        default=42,
+        group=Group.ADVANCED,
     )
     gradient_checkpointing: bool = files_option(
-        "Keep only one layer's activations, and compute the others twice.", default=False
+        "Keep only one layer's activations, and compute the others twice.", default=False, group=Group.ADVANCED
     )
 
 
 class TrainOptions(OutputOptions, command="train"):
-    input: str = option(MODEL, PathOrHubId(absolute=True), argument="model", default=REQUIRED)
+    input: str = option(MODEL, PathOrHubId(absolute=True), argument="model", default=REQUIRED, group=Group.INPUT)
     output: Path = option(
-        "Directory of the adapter.", OutputPath(absolute=True), flags=("-o", "--output"), default=REQUIRED
+        "Directory of the adapter.",
+        OutputPath(absolute=True),
+        flags=("-o", "--output"),
+        default=REQUIRED,
+        group=Group.OUTPUT,
     )
-    cpu_weights: Path | None = files_option(CPU_WEIGHTS, FilePath(absolute=True), unset="MODEL")
-    dataset: str = files_option(f"Training texts: {DATASET}.", PathOrHubId(absolute=True), default=REQUIRED)
-    dataset_split: str = files_option("Split of a data set from the hub.", default="train")
+    cpu_weights: Path | None = files_option(CPU_WEIGHTS, FilePath(absolute=True), unset="MODEL", group=Group.INPUT)
+    dataset: str = files_option(
+        f"Training texts: {DATASET}.", PathOrHubId(absolute=True), default=REQUIRED, group=Group.INPUT
+    )
+    dataset_split: str = files_option("Split of a data set from the hub.", default="train", group=Group.ADVANCED)
     eval_dataset: str | None = files_option(
         "Evaluation texts; their loss is measured at the start, every checkpoint and the end.",
         PathOrHubId(absolute=True),
+        group=Group.INPUT,
     )
     lora: LoraOptions = LoraOptions()
     schedule_options: Schedule = Schedule()
     save_steps: int = files_option(
-        "Number of steps between checkpoints, from which `resume` continues.", Integer(min=1), default=100
+        "Number of steps between checkpoints, from which `resume` continues.",
+        Integer(min=1),
+        default=100,
+        group=Group.ADVANCED,
     )
-    threads: int | None = tuning_option(THREADS, Integer(min=1), unset="physical cores")
-    plot: bool = files_option("Add a plot of the losses to the adapter's card.", default=False)
+    threads: int | None = tuning_option(THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES)
+    plot: bool = files_option("Add a plot of the losses to the adapter's card.", default=False, group=Group.OUTPUT)
     hub: Hub = Hub()
-    trust_remote_code: bool = tuning_option(TRUST_REMOTE_CODE, default=False)
-    dry_run: bool = option("Print the memory that training needs, and exit.", default=False)
+    trust_remote_code: bool = tuning_option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)
+    dry_run: bool = option("Print the memory that training needs, and exit.", default=False, group=Group.OUTPUT)
     existing: ExistingOutput = ExistingOutput()
     reporting: Reporting = Reporting()
 

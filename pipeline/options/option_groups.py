@@ -14,6 +14,7 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.declare import (
     REQUIRED,
     Effect,
+    Group,
     Option,
     Options,
     PlannedOptions,
@@ -35,28 +36,34 @@ from ktconvert.pipeline.options.types import (
 from ktconvert.pipeline.report.progress import Reporter
 
 ALLOW_MACHINE_CHANGE = "Continue a calibration on a different CPU, GPU, library version or number of threads."
-AS_JSON = Option("Print one JSON object.", flags=("--json",))
-DATASET = "file or folder (.txt, .jsonl, .json, .parquet), or hub id"
+AS_JSON = Option("Print one JSON object.", flags=("--json",), group=Group.REPORTING)
+DATASET = "file, folder or hub id"
 MODEL = "Directory or hub id (org/name)."
-PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath())
-THREADS = "Number of threads, capped at the CPUs available to this process."
+PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath(), group=Group.REPORTING)
+THREADS = "Number of threads."
 TRUST_REMOTE_CODE = "Let transformers run Python code that comes with the model."
 
 
-class Reporting(Options, title="Reporting"):
-    json_events: bool = option("Print one JSON event per line on stdout.", flags=("--json",), default=False)
-    quiet: bool = option("Print only warnings and errors.", flags=("-q", "--quiet"), default=False)
-    verbose: bool = option("Print more details.", flags=("-v", "--verbose"), default=False)
+class Reporting(Options):
+    json_events: bool = option(
+        "Print one JSON event per line on stdout.", flags=("--json",), default=False, group=Group.REPORTING
+    )
+    quiet: bool = option(
+        "Print only warnings and errors.", flags=("-q", "--quiet"), default=False, group=Group.REPORTING
+    )
+    verbose: bool = option("Print more details.", flags=("-v", "--verbose"), default=False, group=Group.REPORTING)
 
     @property
     def reporter(self) -> Reporter:
         return Reporter(json_events=self.json_events, verbosity=-1 if self.quiet else int(self.verbose))
 
 
-class Execution(Options, title="Execution"):
-    cpuinfer_threads: int | None = tuning_option(THREADS, Integer(min=1), unset="the CPUs this process may use")
+class Execution(Options):
+    cpuinfer_threads: int | None = tuning_option(
+        THREADS, Integer(min=1), unset="all usable CPUs", group=Group.RESOURCES
+    )
     max_memory: int | None = tuning_option(
-        "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="the free memory"
+        "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="the free memory", group=Group.RESOURCES
     )
 
     @property
@@ -65,30 +72,36 @@ class Execution(Options, title="Execution"):
         return self.cpuinfer_threads or machine.usable_cpus()
 
 
-class Workers(Options, title="Execution"):
+class Workers(Options):
     executor: str = option(
         "Backend that runs the work: threads[:N], dask:local[:N], or dask:ADDRESS for many hosts.",
         KeywordText("threads|dask(:(local|tcp|tls))?"),
         default="threads",
+        group=Group.MACHINES,
     )
     executor_timeout: int | None = option(
-        "Number of seconds to wait for Dask workers while there are none.", Integer(min=1), unset="3600"
+        "Number of seconds to wait for Dask workers while there are none.",
+        Integer(min=1),
+        unset="3600",
+        group=Group.MACHINES,
     )
 
 
-class EarlierRun(Options, title="Existing output"):
+class EarlierRun(Options):
     """Options for the lock and the finished files of an earlier run."""
 
-    force_unlock: bool = option("Remove a stale lock left by another host.", default=False)
+    force_unlock: bool = option("Remove a stale lock left by another host.", default=False, group=Group.ADVANCED)
     trust_store: bool = option(
-        "Reuse finished files of an earlier run if their sizes match, without hashing them.", default=False
+        "Reuse finished files of an earlier run if their sizes match, without hashing them.",
+        default=False,
+        group=Group.ADVANCED,
     )
 
 
 class ExistingOutput(EarlierRun):
-    overwrite: bool = option("Replace the existing output once the new one is complete.", default=False)
+    overwrite: bool = option("Replace an existing output at the end.", default=False, group=Group.OUTPUT)
     delete_others: bool = tuning_option(
-        "With --overwrite, also delete files that no manifest of ktconvert lists.", default=False
+        "With --overwrite, also delete files that no manifest of ktconvert lists.", default=False, group=Group.ADVANCED
     )
 
     def require_consistent(self) -> None:
@@ -108,8 +121,10 @@ class OutputOptions(PlannedOptions):
 
     input: str = record(Effect.CALL, default=REQUIRED)
     output: Path = record(Effect.CALL, default=REQUIRED)
-    dry_run: bool = option("Print the plan and exit; read only headers, write nothing.", default=False)
-    verify_inputs: bool = tuning_option("Hash all input files, and detect changed ones on resume.", default=False)
+    dry_run: bool = option("Print the plan; write nothing.", default=False, group=Group.OUTPUT)
+    verify_inputs: bool = tuning_option(
+        "Hash all input files, and detect changed ones on resume.", default=False, group=Group.ADVANCED
+    )
     part: str | None = record(Effect.TUNING)
 
     @property
@@ -143,7 +158,9 @@ class ConversionOptions(OutputOptions):
 
 
 class Hub(Options):
-    revision: str | None = tuning_option("Branch, tag or commit of a hub id.", Text(), unset="main")
+    revision: str | None = tuning_option(
+        "Branch, tag or commit of a hub id.", Text(), unset="main", group=Group.ADVANCED
+    )
 
 
 class Streaming(Options):
@@ -154,7 +171,9 @@ class Streaming(Options):
 
 class ArchFile(Options):
     arch_file: Path | None = tuning_option(
-        "TOML file that describes an architecture missing from the built-in table.", FilePath(absolute=True)
+        "TOML file that describes an architecture missing from the built-in table.",
+        FilePath(absolute=True),
+        group=Group.ADVANCED,
     )
 
     def load_text(self) -> str | None:
@@ -169,12 +188,14 @@ class ArchFile(Options):
 
 class ImportanceFile(Options):
     imatrix: Path | None = tuning_option(
-        "Importance matrix for --scale imatrix, from llama.cpp or `calibrate` (.gguf or .dat).",
+        "Importance matrix (.gguf or .dat) for --scale imatrix.",
         FilePath(absolute=True),
+        group=Group.QUANTIZATION,
     )
     statistics: Path | None = tuning_option(
-        "Folder written by `calibrate`, for --scale imatrix or mse (instead of --imatrix).",
+        "Folder of `calibrate`, for --scale imatrix or mse (not with --imatrix).",
         FilePath(absolute=True),
+        group=Group.QUANTIZATION,
     )
 
     @property
@@ -187,39 +208,56 @@ class ImportanceFile(Options):
         return self.imatrix if self.statistics is None else self.statistics / IMATRIX
 
 
-class Samples(Options, title="Calibration"):
+class Samples(Options):
     dataset: str = weights_option(
-        f"Calibration texts: {DATASET}.", PathOrHubId(absolute=True), default="HuggingFaceH4/ultrachat_200k"
+        f"Calibration texts: {DATASET}.",
+        PathOrHubId(absolute=True),
+        default="HuggingFaceH4/ultrachat_200k",
+        group=Group.CALIBRATION,
     )
-    dataset_split: str = weights_option("Split of a data set from the hub.", default="train_sft")
+    dataset_split: str = weights_option(
+        "Split of a data set from the hub.", default="train_sft", group=Group.CALIBRATION_DETAILS
+    )
     num_calibration_samples: int = weights_option(
-        "Number of samples, from the first rows of the split.", Integer(min=1), default=512
+        "Number of samples.", Integer(min=1), default=512, group=Group.CALIBRATION
     )
     max_sequence_length: int = weights_option(
-        "Number of tokens at which a sample is cut.", Integer(min=2), default=2048
+        "Number of tokens at which a sample is cut.", Integer(min=2), default=2048, group=Group.CALIBRATION_DETAILS
     )
-    random_seed: int = weights_option("Seed for the order of samples.", Integer(min=0), default=42)
+    random_seed: int = weights_option(
+        "Seed for the order of samples.", Integer(min=0), default=42, group=Group.CALIBRATION_DETAILS
+    )
 
 
-class Gptq(Options, title="Calibration"):
+class Gptq(Options):
     dampening_frac: float = weights_option(
-        "Dampening of the Hessian's diagonal, as a fraction of its mean.", FiniteFloat(min=0, max=1), default=0.1
+        "Dampening of the Hessian's diagonal, as a fraction of its mean.",
+        FiniteFloat(min=0, max=1),
+        default=0.1,
+        group=Group.CALIBRATION_DETAILS,
     )
     calibrate: str = weights_option(
         "Tokens that calibrate an expert: all, those routed to it, or mixed (down: routed; others: all).",
         click.Choice(["all", "routed", "mixed"], case_sensitive=False),
         default="all",
+        group=Group.CALIBRATION_DETAILS,
     )
     gptq_steps: str = weights_option(
         "GPTQ only (plain), then coordinate descent (descent), weighted by Fisher information (full).",
         click.Choice(["plain", "descent", "full"], case_sensitive=False),
         default="plain",
+        group=Group.CALIBRATION_DETAILS,
     )
     min_expert_tokens: int = weights_option(
-        "Minimum number of tokens for GPTQ of a linear (not with --calibrate all).", Integer(min=1), default=32
+        "Minimum number of tokens for GPTQ of a linear (not with --calibrate all).",
+        Integer(min=1),
+        default=32,
+        group=Group.CALIBRATION_DETAILS,
     )
     save_statistics: Path | None = tuning_option(
-        "Also write the files of `calibrate` into this folder.", OutputPath(absolute=True)
+        "Also write the files of `calibrate` into this folder.",
+        OutputPath(absolute=True),
+        group=Group.CALIBRATION_DETAILS,
     )
     with_statistics: bool | None = record(Effect.FILES, "--save-statistics")
 
@@ -239,18 +277,18 @@ class RecordedMachine(MachineFacts):
     device_type: str
 
 
-class Hardware(Options, title="Calibration"):
+class Hardware(Options):
     """Options for the machine that runs a model.
 
     machine  the properties of the first run's machine that can change bytes
     """
 
-    trust_remote_code: bool = weights_option(TRUST_REMOTE_CODE, default=False)
-    force_cpu: bool = tuning_option("Do not use a GPU.", default=False)
+    trust_remote_code: bool = weights_option(TRUST_REMOTE_CODE, default=False, group=Group.CALIBRATION_DETAILS)
+    force_cpu: bool = tuning_option("Do not use a GPU.", default=False, group=Group.CALIBRATION_DETAILS)
     max_gpu_memory: int | None = tuning_option(
-        "Limit of the GPU memory to use, e.g. 40GiB.", Size(), unset="the GPU's memory"
+        "Limit of the GPU memory to use, e.g. 40GiB.", Size(), unset="the GPU's memory", group=Group.CALIBRATION_DETAILS
     )
-    allow_machine_change: bool = tuning_option(ALLOW_MACHINE_CHANGE, default=False)
+    allow_machine_change: bool = tuning_option(ALLOW_MACHINE_CHANGE, default=False, group=Group.CALIBRATION_DETAILS)
     machine: dict[str, int | str] | None = record(Effect.WEIGHTS, shape=RecordedMachine)
 
     @property
@@ -263,7 +301,9 @@ class Hardware(Options, title="Calibration"):
 class GpuExperts(Options):
     """The hot experts: those that come from MODEL and not from --cpu-weights."""
 
-    gpu_experts_mask: Path | None = option("Safetensors file that selects the experts computed from MODEL.")
+    gpu_experts_mask: Path | None = option(
+        "Safetensors file that selects the experts computed from MODEL.", group=Group.EXPERTS
+    )
     num_gpu_experts: int | None = option(
-        "Number of experts per layer computed from MODEL (instead of a mask).", Integer(min=0)
+        "Number of experts per layer computed from MODEL (instead of a mask).", Integer(min=0), group=Group.EXPERTS
     )

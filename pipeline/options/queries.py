@@ -10,7 +10,7 @@ import click
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.conversion_options import CHECKPOINT, choice, output_option
-from ktconvert.pipeline.options.declare import REQUIRED, Effect, Options, declare, option, record
+from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Options, declare, option, record
 from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
     PLOT,
@@ -171,29 +171,45 @@ class VerifyOptions(Options):
     """
 
     output: Path = option(
-        "Output of ktconvert or kt-kernel.", FilePath(absolute=True), argument="output", default=REQUIRED
+        "Output of ktconvert or kt-kernel.",
+        FilePath(absolute=True),
+        argument="output",
+        default=REQUIRED,
+        group=Group.INPUT,
     )
     against: str | None = option(
-        "Source checkpoint (directory, file or hub id) or other output to compare with.", PathOrHubId(absolute=True)
+        "Source checkpoint (directory, file or hub id) or other output to compare with.",
+        PathOrHubId(absolute=True),
+        group=Group.CHECKS,
     )
-    revision: str | None = option("Branch, tag or commit, if --against is a hub id.")
-    numa: int | None = option("Required number of NUMA slices.", Integer(min=1))
-    quant_method: str | None = option("Required format; kt-kernel does not notice a wrong one.", choice(FORMAT_BY_WORD))
+    revision: str | None = option("Branch, tag or commit, if --against is a hub id.", group=Group.ADVANCED)
+    numa: int | None = option("Required number of NUMA slices.", Integer(min=1), group=Group.CHECKS)
+    quant_method: str | None = option(
+        "Required format; kt-kernel does not notice a wrong one.", choice(FORMAT_BY_WORD), group=Group.CHECKS
+    )
     arch: ArchFile = ArchFile()
-    full: bool = option("Measure the error of every expert, not only of 8 per layer.", default=False)
+    full: bool = option(
+        "Measure the error of every expert, not only of 8 per layer.", default=False, group=Group.CHECKS
+    )
     load: bool = option(
         "Also load a GPU output with transformers; with --against SOURCE, compare predictions.",
         flags=("--load/--no-load",),
         default=True,
+        group=Group.ADVANCED,
     )
     text: Path | None = option(
-        "UTF-8 text file for comparing predictions.", FilePath(), unset="a built-in text of a few lines"
+        "UTF-8 text file for comparing predictions.",
+        FilePath(),
+        unset="a built-in text of a few lines",
+        group=Group.ADVANCED,
     )
     importance: ImportanceFile = ImportanceFile()
-    report: Path | None = option("Also write the report as one HTML page.", OutputPath())
-    run: bool = option("Also compute a few random tokens through one layer, and compare with float.", default=False)
+    report: Path | None = option("Also write the report as one HTML page.", OutputPath(), group=Group.REPORTING)
+    run: bool = option(
+        "Also compute a few random tokens through one layer, and compare with float.", default=False, group=Group.CHECKS
+    )
     workers: Workers = Workers()
-    cpuinfer_threads: int | None = option(THREADS, Integer(min=1), unset="the CPUs this process may use")
+    cpuinfer_threads: int | None = option(THREADS, Integer(min=1), unset="all usable CPUs", group=Group.RESOURCES)
     reporting: Reporting = Reporting()
     arch_row: str | None = record(Effect.CALL, "--arch-file")
 

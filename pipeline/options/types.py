@@ -1,4 +1,7 @@
-"""Click types of options: which texts they accept on the command line, and the values that they return."""
+"""Click types of options: which texts they accept on the command line, and the values that they return.
+
+The attribute `metavar` of a type stands for the value in --help.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,8 @@ class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic only since
 class Integer(click.IntRange):
     """An integer below 2**62: C and torch take no larger ones."""
 
+    metavar = "N"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         number: int = super().convert(value, param, ctx)
         if number >= MAX_INTEGER:
@@ -65,6 +70,8 @@ class IntegerChoice(click.Choice):  # type: ignore[type-arg]  # generic only sin
 
 class FiniteFloat(click.FloatRange):
     """A number that is neither infinite nor NaN."""
+
+    metavar = "X"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         number: float = super().convert(value, param, ctx)
@@ -117,6 +124,8 @@ class PathOrHubId(click.types.StringParamType):
 
     absolute  whether to make an existing path absolute
     """
+
+    metavar = "PATH"
 
     def __init__(self, *, absolute: bool = False) -> None:
         self._absolute = absolute
