@@ -40,6 +40,12 @@ def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, 
     assert "int4 (AMXINT4) and int8 (AMXINT8)" in result.stderr
 
 
+def test_a_method_that_is_always_refused_is_not_offered(tmp_path: Path, cli: Any) -> None:
+    offered = next(line for line in read_help("cpu") if "--quant-method [" in line)
+    assert "int4" in offered and "awq" not in offered
+    assert "awq" not in cli("cpu", "-i", "a", "-o", "b", "--quant-method", "awk", code=2).stderr
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     result = cli("cpu", "-i", example, "-o", out, "--dry-run")

@@ -45,12 +45,12 @@ INPUT, OUTPUT = ("-i", "--input-path"), ("-o", "--output")
 CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
 CONVERT_CHANGED = "On resume, convert units again whose input files changed."
 NUMA_SLICES = "Number of NUMA slices: the NUMA nodes that the server may use."
-# Methods of kt-kernel's script that are unsupported, or require --layout -> the reason
-UNSUPPORTED_METHODS = {
-    "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input",
-    "moe_int4": AOCL,
-    "moe_int8": AOCL,
+# Methods of kt-kernel's script that are always refused, and those that require --layout -> the reason
+REFUSED_METHODS = {
+    "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input"
 }
+PLAIN_METHODS = {"moe_int4": AOCL, "moe_int8": AOCL}
+UNSUPPORTED_METHODS = REFUSED_METHODS | PLAIN_METHODS
 
 
 def choice(words: Iterable[str]) -> click.Choice[str]:
@@ -148,7 +148,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     )
     quant_method: str = weights_option(
         "Output format; several (int4,int8) share one read of the input.",
-        ChoiceList([*formats_by_option("cpu"), *UNSUPPORTED_METHODS]),
+        ChoiceList([*formats_by_option("cpu"), *PLAIN_METHODS], REFUSED_METHODS),
         default="int4",
         group=Group.QUANTIZATION,
     )

@@ -170,15 +170,20 @@ class Text(click.types.StringParamType):
 
 
 class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
-    """Words of a choice in any case, separated by commas. Each word makes an output of its own."""
+    """Words of a choice in any case, separated by commas. Each word makes an output of its own.
 
-    def __init__(self, words: Iterable[str]) -> None:
+    refused  words that the command refuses with a reason; --help and completion do not offer them
+    """
+
+    def __init__(self, words: Iterable[str], refused: Iterable[str] = ()) -> None:
         super().__init__(tuple(words), case_sensitive=False)
+        self._refused = frozenset(refused)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         words: list[str] = []
         for word in str(value).split(","):
-            words.append(super().convert(word.strip(), param, ctx))
+            word = word.strip().lower()
+            words.append(word if word in self._refused else super().convert(word, param, ctx))
             if words[-1] in words[:-1]:
                 self.fail(f"{words[-1]} is given twice", param, ctx)
         return ",".join(words)
