@@ -88,7 +88,7 @@ compat:
 demo: setup
 	@rm -rf build/demo && mkdir -p build/demo
 	$(BIN)/ktconvert inspect examples/qwen3-moe-small
-	$(BIN)/ktconvert cpu --input-path examples/qwen3-moe-small --output build/demo/qwen3-moe-small-int4 --quant-method int4 --threadpool-count 2
+	$(BIN)/ktconvert cpu --input-path examples/qwen3-moe-small --output build/demo/qwen3-moe-small-int4 --quant-method int4 --numa 2
 	$(BIN)/ktconvert verify build/demo/qwen3-moe-small-int4 --against examples/qwen3-moe-small --full
 	@ls -l build/demo/qwen3-moe-small-int4
 	$(BIN)/ktconvert eval examples/qwen3-moe-small --cpu-weights build/demo/qwen3-moe-small-int4 --text examples/heldout.txt --max-windows 4

@@ -188,7 +188,7 @@ def test_a_dry_run_refuses_the_same_changes_as_a_run(bench: Bench) -> None:
     bench.stop_after(1)
     other = ("--threadpool-count", "1", "--dry-run")
     before = conversion.identity(bench.work)
-    conversion.check_refusal(bench.cpu(*other), 7, "--threadpool-count was 2, is 1")
+    conversion.check_refusal(bench.cpu(*other), 7, "--numa was 2, is 1")
     result = bench.cpu(*other, "--overwrite")
     assert result.returncode == 0
     assert f"{LAYERS} to run" in result.stderr
@@ -215,7 +215,7 @@ def test_overwrite_never_mixes_bytes_of_two_option_sets(bench: Bench, units: int
     other = ("--layers", "0-1", "--threadpool-count", "1")
     expected = bench.convert_fresh() if return_to_first else bench.convert_fresh(*other)
     bench.stop_after(units)
-    conversion.check_refusal(bench.cpu(*other), 7, "--threadpool-count was 2, is 1", "--overwrite")
+    conversion.check_refusal(bench.cpu(*other), 7, "--numa was 2, is 1", "--overwrite")
     if return_to_first:
         for n in (12, 30, 45, 60, 75):
             assert bench.cpu(*other, "--overwrite", kill=n).returncode in (0, killpoint.KILLED)

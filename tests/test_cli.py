@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command
+from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Option, option_fields
 from rig import stored
 from rig.safetensors import edit_file, read_folder
@@ -28,7 +29,7 @@ def test_options_accept_underscores_and_capitals(tmp_path: Path, cli: Any, examp
 
 
 def test_ignored_options_give_a_note(tmp_path: Path, cli: Any, example: Path) -> None:
-    flags = ("--gpu", "--fp8-expert-batch 4", "--profile", "--cpuinfer-threads 4096")
+    flags = ("--gpu", "--fp8-expert-batch 4", "--profile", "--threads 4096")
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", *" ".join(flags).split())
     for flag in flags:
         assert f"note: {flag.removesuffix(' 4')}" in result.stderr
@@ -144,9 +145,32 @@ def test_version_and_help_do_not_import_numpy(option: str) -> None:
     assert (result.returncode, result.stderr) == (0, "False\n") and "ktconvert" in result.stdout
 
 
+def get_command(name: str) -> Command:
+    command = group.get_command(click.Context(group), name)
+    assert isinstance(command, Command)
+    return command
+
+
 def read_help(name: str, flag: str = "--help") -> list[str]:
     """Return the lines that a command's help prints on a terminal of 80 columns."""
     return CliRunner().invoke(group, [name, flag], terminal_width=80).output.splitlines()
+
+
+@pytest.mark.parametrize("name", CONVERSION_OPTIONS)
+def test_every_conversion_has_the_same_names(name: str) -> None:
+    flags = {flag for parameter in get_command(name).params for flag in parameter.opts}
+    assert {"-i", "--input", "-o", "--output", "--threads", "--cpuinfer-threads"} <= flags
+
+
+def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path, read_tree: Any) -> None:
+    """Positional arguments stand for the missing ones of -i and -o; too few or too many are an error."""
+    lines = ([example, tmp_path / "a"], ["-i", example, tmp_path / "b"], ["-o", tmp_path / "c", example])
+    for line in lines:
+        cli("cpu", *line, "--numa", 1, "--layers", 0, "-q")
+    assert read_tree(tmp_path / "a") == read_tree(tmp_path / "b") == read_tree(tmp_path / "c")
+    cli("resplit", tmp_path / "a", "-o", tmp_path / "d", "--numa", 2, "-q")
+    assert "OUT is missing" in cli("cpu", example, code=2).stderr
+    assert "OUT is given twice" in cli("cpu", "-i", example, "-o", tmp_path / "e", tmp_path / "f", code=2).stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -158,11 +182,10 @@ def test_help_fits_a_screen_and_has_examples(name: str) -> None:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_all_lists_every_option_once_and_ignored_ones_last(name: str) -> None:
-    command = group.get_command(click.Context(group), name)
-    assert isinstance(command, Command)
+    command = get_command(name)
     lines = read_help(name, "--help-all")
     assert max(map(len, lines)) <= 80
-    heads = [line.split("  ")[1] for line in lines if line.startswith("  -")]
+    heads = [line.split("  ")[1] for line in lines if re.match(r"  ([A-Z]+, )?-", line)]
     listed = [flag for head in heads for flag in re.findall(r"(?<![\w-])--?[a-z][\w-]*", head)]
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     assert sorted(["--help-all", *listed]) == sorted(

@@ -101,8 +101,8 @@ def blocks(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def dequantize(source: Path, out: Path) -> Tensors:
     """Dequantize in this process and verify the output, also against its source; return its tensors."""
-    run(make_plan(make_options("dequantize", input=source, output=out, cpuinfer_threads=2)))
-    report = verify(VerifyOptions(output=out, against=str(source), cpuinfer_threads=2), Reporter(verbosity=-1))
+    run(make_plan(make_options("dequantize", input=source, output=out, threads=2)))
+    report = verify(VerifyOptions(output=out, against=str(source), threads=2), Reporter(verbosity=-1))
     assert report.sentence is None, report.sentence
     return read_folder(out)
 
@@ -231,7 +231,7 @@ def test_decoded_weights_that_are_not_finite_are_refused(code: int, tmp_path: Pa
         rf"model\.safetensors: tensor '{name}\.weight' contains a value that is not finite at row 200, column 100; "
     )
     with pytest.raises(InputError, match=message):
-        run(make_plan(make_options("dequantize", input=source, output=tmp_path / "out", cpuinfer_threads=1)))
+        run(make_plan(make_options("dequantize", input=source, output=tmp_path / "out", threads=1)))
     assert not (tmp_path / "out").exists()
 
 
@@ -284,7 +284,7 @@ def test_options_of_kt_kernel_are_accepted(blocks: Model, cli: Cli, tmp_path: Pa
     assert "--config-path is accepted for compatibility with kt-kernel" in cli("dequantize", *kt).stderr
     cli("dequantize", "--input-fp8-hf-path", source, "--output-bf16-hf-path", tmp_path / "b")
     assert tree(tmp_path / "a") == tree(tmp_path / "b") and read_folder(tmp_path / "a") == release
-    assert "SRC is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
+    assert "MODEL is missing" in cli("dequantize", "--output-dir", tmp_path / "c", code=2).stderr
     assert "OUT is given twice" in cli("dequantize", source, tmp_path / "c", "-o", tmp_path / "c", code=2).stderr
 
 

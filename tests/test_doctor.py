@@ -121,6 +121,6 @@ def test_doctor_plan_and_inspect_report_the_same_nodes(
     assert json.loads(run_in_process("doctor", "--json", "--disk", tmp_path).stdout)["pools"] == pools
     options = ("--threadpool-count", 4, "--quant-method", "int8", "--dry-run")
     note = run_in_process("cpu", "-i", example, "-o", tmp_path / "out", *options).stderr.splitlines()[0]
-    assert NODES_HERE[counts] in note and note.endswith(f"--threadpool-count {pools}")
+    assert NODES_HERE[counts] in note and note.endswith(f"--numa {pools}")
     commands = json.loads(run_in_process("inspect", example, "--json").stdout)["convert"]
     assert all(f"--threadpool-count {pools}" in line for line in commands if "--threadpool-count" in line)

@@ -55,7 +55,7 @@ def servers() -> Iterator[Forks]:
 
 
 def options_of(command: str, source: Path, output: Path, **options: Any) -> ConversionOptions:
-    return commands.make_options(command, input=source, output=output, cpuinfer_threads=2, **options)
+    return commands.make_options(command, input=source, output=output, threads=2, **options)
 
 
 def test_workers_write_the_same_bytes_as_threads(

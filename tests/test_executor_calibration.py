@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 GPTQ = {"scale": "gptq", "min_expert_tokens": 4}
 # All GPTQ steps, and only GPTQ; Hessians that experts share, and of their own; non-expert tensors beside the weights.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "cpu": ("cpu", {**GPTQ, "threadpool_count": 2, "non_experts": "keep"}),
+    "cpu": ("cpu", {**GPTQ, "numa": 2, "non_experts": "keep"}),
     "cpu plain": ("cpu", {**GPTQ, "gptq_steps": "plain", "calibrate": "routed", "no_merge_safetensor": True}),
     "gpu": ("gpu", {"quant_type": "W8A16"}),
     "calibrate": ("calibrate", {"second_moments": True}),
@@ -57,7 +57,7 @@ def plan(case: str, output: Path, dataset: Path, **extra: Any) -> Any:
     command, options = CASES[case]
     data = {"dataset": str(dataset), "max_sequence_length": calibrated.MAX_LENGTH, "force_cpu": True}
     statistics = {"save_statistics": f"{output}.statistics"} if case in STATISTICS else {}
-    settings = {**data, **statistics, **options, "cpuinfer_threads": 1, **extra}
+    settings = {**data, **statistics, **options, "threads": 1, **extra}
     return commands.make_plan(commands.make_options(command, input=calibrated.EXAMPLE, output=output, **settings))
 
 

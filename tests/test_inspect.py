@@ -123,7 +123,7 @@ def test_output_is_described(options, tmp_path, example, cli):
     assert (report["method"], report["arrangement"]) == (("AMXINT8", "loose") if options else ("AMXINT4", "merged"))
     assert (report["numa"], report["experts"], report["hidden"], report["intermediate"]) == (2, 8, 256, 256)
     assert report["layers"] == [0, 1]
-    assert report["settings"]["threadpool_count"] == 2
+    assert report["settings"]["numa"] == 2
     assert "yes, by names and sizes" in cli("inspect", output).stdout
     (output / "manifest.json").unlink()
     assert "not ktconvert" in cli("inspect", output).stdout

@@ -114,6 +114,6 @@ def test_merge_gives_the_same_bytes(example, tmp_path, golden):
 @pytest.mark.parametrize("kind", ["W4A16", "W8A16"])
 def test_gptq_plans_have_the_same_fingerprints(kind, example, golden):
     pytest.importorskip("llmcompressor")
-    tuning = {"cpuinfer_threads": 2, "force_cpu": True, "max_gpu_memory": None, "allow_machine_change": False}
+    tuning = {"threads": 2, "force_cpu": True, "max_gpu_memory": None, "allow_machine_change": False}
     settings = {**CALIBRATED, "quant_type": kind}
     compare(golden, f"gptq_{kind}", {"units": unit_fingerprints("gpu", example, settings, **tuning)})

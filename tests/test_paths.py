@@ -10,7 +10,7 @@ from ktconvert.pipeline.options.types import FilePath, PathOrHubId
 from rig.conversion import run_in_process
 
 FILL = {"model": "m", "output": "o", "path": "p", "input": "i", "src": "s", "out": "u"}
-FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "threadpool_count": "2", "dir": "d", "adapter": "a"}
+FILL |= {"cpu_weights": "c", "text": "t", "new": "n", "numa": "2", "dir": "d", "adapter": "a"}
 FILL |= {"dataset": "b", "counts": "k"}
 
 

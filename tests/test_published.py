@@ -42,7 +42,7 @@ Outputs = Callable[..., Path]
 
 def convert(command: str, source: Path, output: Path, **options: Any) -> Path:
     """Run a conversion in this process."""
-    run_plan(make_plan(make_options(command, input=source, output=output, cpuinfer_threads=1, **options)))
+    run_plan(make_plan(make_options(command, input=source, output=output, threads=1, **options)))
     return output
 
 
@@ -59,7 +59,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> Outputs:
             elif output == BF16:
                 made[form, output] = convert("dequantize", get(form), folder)
             else:
-                made[form, output] = convert("cpu", get(form), folder, quant_method=output, threadpool_count=1)
+                made[form, output] = convert("cpu", get(form), folder, quant_method=output, numa=1)
         return made[form, output]
 
     return get
@@ -184,7 +184,7 @@ def test_run_generates_the_text_of_transformers(form: str, paths: Outputs, tmp_p
     edit_file(
         model / "model.safetensors", lambda tensors: set_head(tensors, original.get_output_embeddings().weight.data)
     )
-    converted = convert("cpu", model, tmp_path / "bf16", quant_method=BF16, threadpool_count=1)
+    converted = convert("cpu", model, tmp_path / "bf16", quant_method=BF16, numa=1)
     for experts in (("--cpu-weights", converted), ())[: 1 + bool(method)]:
         done = call(run, model, *experts, "--prompt", prompt, "--max-new-tokens", decided.TOKENS, "--threads", 1)
         assert (done.exit_code, "note" in done.stderr) == (0, False), (done.exception, done.stderr)

@@ -213,7 +213,7 @@ def test_advised_command_chooses_scales_in_the_same_way(source, tmp_path, cli):
     cli("cpu", "-q", "-i", source, "-o", tmp_path / "mse", "--scale", "mse")
     arguments = ("resplit", tmp_path / "mse", tmp_path / "new", "--threadpool-count", 1, "--against", source)
     *_, plan = json_lines(cli(*arguments, "--dry-run", "--json"))
-    assert " --quant-method int4 --threadpool-count 1 --scale mse" in plan["notes"][-1]
+    assert " --quant-method int4 --numa 1 --scale mse" in plan["notes"][-1]
 
 
 def test_no_advice_if_resplit_is_as_good(tmp_path, cli, converted, source):
@@ -300,7 +300,7 @@ def test_edited_input_is_detected(bench):
     shutil.rmtree(bench.output)
     assert bench.run(*arguments).returncode == 0
     bench.check_output(before)
-    conversion.check_refusal(bench.run(*arguments[:3], "--threadpool-count", "2"), 7, "--threadpool-count was 1, is 2")
+    conversion.check_refusal(bench.run(*arguments[:3], "--threadpool-count", "2"), 7, "--numa was 1, is 2")
 
 
 def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
@@ -311,7 +311,7 @@ def test_unsupported_outputs_are_refused(tmp_path, cli, converted, source):
         assert all(message in output for message in messages), output
         assert not new.exists()
 
-    check_refusal(converted("int4", 2), 3, "Legal here: int4 (AMXINT4) takes --threadpool-count 1, 2, 3, 6", numa=4)
+    check_refusal(converted("int4", 2), 3, "Legal here: int4 (AMXINT4) takes --numa 1, 2, 3, 6", numa=4)
     check_refusal(source, 3, "contains no expert weights of kt-kernel")
     check_refusal(tmp_path / "absent", 5, "no such directory")
     check_refusal(converted("int4", 1, "--no-merge-safetensor"), 2, "loose", options=("--max-shard-size", "5GB"))

@@ -79,7 +79,7 @@ def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
         warnings.simplefilter("error")
         Experts.load(damaged, 1, parts=1)
         Experts.load(damaged, 1, parts=2)
-    with pytest.raises(UnsupportedError, match="--threadpool-count 1"):
+    with pytest.raises(UnsupportedError, match="--numa 1"):
         Experts.load(damaged, 0, parts=1, strict=True)
 
 

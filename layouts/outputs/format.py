@@ -208,7 +208,7 @@ def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
         counts = legal_counts(candidate, [(hidden, intermediate)])
         listed = ", ".join(map(str, counts)) if counts else "no NUMA count"
-        choices.append(f"{candidate.option} ({candidate.name}) takes --threadpool-count {listed}")
+        choices.append(f"{candidate.option} ({candidate.name}) takes --numa {listed}")
     raise UnsupportedError(
         f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}. Legal here: {'; '.join(choices)}."
     )

@@ -491,7 +491,7 @@ _weight_bytes = functools.cache(kernels.weight_bytes)
 def _report_slice_count(path: str, have: int, required: int, strict: bool) -> None:
     message = (
         f"{path}: made for {have} NUMA slices, run with {required}: the result is right, but memory may be read across "
-        f"nodes; `ktconvert resplit --threadpool-count {required}` rewrites it for full speed."
+        f"nodes; `ktconvert resplit --numa {required}` rewrites it for full speed."
     )
     if strict:
         raise UnsupportedError(message)

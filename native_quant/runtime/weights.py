@@ -364,7 +364,7 @@ def warn_of_shortages(
     if (shortages := placement.describe_shortages(slice_bytes, nodes, available)) and binds_memory():
         _warn_once(
             f"{path}: too large for the NUMA nodes of its threads ({shortages}); the rest is on other nodes, "
-            "and slower to read. Free memory there, or convert with a different --threadpool-count."
+            "and slower to read. Free memory there, or convert with a different --numa."
         )
 
 

@@ -7,10 +7,10 @@ when they are used: converting needs no torch.)
 Options of the command line are keyword arguments with underscores, and have the same defaults:
 
 >>> import ktconvert
->>> (plan,) = ktconvert.plan("cpu", input="model", output="model-int8", quant_method="int8", threadpool_count=1)
+>>> (plan,) = ktconvert.plan("cpu", input="model", output="model-int8", quant_method="int8", numa=1)
 >>> plan.facts["method"], len(plan.units)
 ('AMXINT8', 2)
->>> ktconvert.convert("cpu", input="model", output="model-int8", quant_method="int8", threadpool_count=1, quiet=True)
+>>> ktconvert.convert("cpu", input="model", output="model-int8", quant_method="int8", numa=1, quiet=True)
 [PosixPath('.../model-int8')]
 >>> report = ktconvert.verify("model-int8", against="model")
 >>> report.sentence is None, [check.name for check in report.checks][-2:]
@@ -137,7 +137,7 @@ def verify(
         numa=numa,
         quant_method=quant_method,
         full=full,
-        cpuinfer_threads=threads,
+        threads=threads,
     )
     return verify_output(options, Reporter(verbosity=-1))
 

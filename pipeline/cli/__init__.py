@@ -63,8 +63,8 @@ Exit codes:
 \b
 Examples:
   ktconvert inspect Qwen/Qwen3-30B-A3B
-  ktconvert cpu -i MODEL -o OUT --quant-method int8
-  ktconvert gpu -i MODEL -o OUT --quant-method RTN --quant-type W4A16
+  ktconvert cpu MODEL OUT --quant-method int8
+  ktconvert gpu MODEL OUT --quant-method RTN --quant-type W4A16
   ktconvert resume OUT
   ktconvert verify OUT --against MODEL
 """
@@ -163,7 +163,7 @@ def main() -> None:
         _discard(sys.stdout)
         sys.exit(141)
     except MemoryError:
-        _fail("not enough memory; set --max-memory or lower --cpuinfer-threads, then resume", 4)
+        _fail("not enough memory; set --max-memory or lower --threads, then resume", 4)
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
@@ -176,7 +176,7 @@ def main() -> None:
         if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):
             _fail(
                 "this process reached its limit of threads or memory; raise its limits (ulimit -u, ulimit -v) "
-                "or lower --cpuinfer-threads, then resume",
+                "or lower --threads, then resume",
                 4,
             )
         if code is None:

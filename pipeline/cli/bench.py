@@ -29,7 +29,7 @@ def bench(options: BenchOptions) -> None:
       ktconvert bench OUT
       ktconvert bench OUT --layer 20 --tokens 1,8,512 --threads 16
       ktconvert bench OUT --json --plot bench.svg
-      ktconvert bench MODEL                            the original experts
+      ktconvert bench MODEL    the original experts
     """
     from ktconvert.pipeline.report.plots import plot_bench
 

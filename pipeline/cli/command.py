@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from click.core import ParameterSource
@@ -43,8 +44,9 @@ class Command(click.Command):
         parameters = {parameter.name: parameter for parameter in self.params}
         groups: dict[Group, list[tuple[str, str]]] = {group: [] for group in Group}
         for option_field in option_fields(self.settings):
-            if isinstance(option_field.declaration, Option):
-                groups[option_field.declaration.group] += _help_rows(option_field, parameters, ctx)
+            option = option_field.declaration
+            if isinstance(option, Option):
+                groups[option.group].append(_help_row(option, parameters[option_field.name], ctx))
         hidden = [group for group, rows in groups.items() if rows and group.is_hidden and not ctx.meta.get(SHOW_ALL)]
         for group, rows in groups.items():
             if rows and group not in hidden:
@@ -56,16 +58,15 @@ class Command(click.Command):
             formatter.write_text(f"More options with --help-all: {titles}.")
 
 
-def _help_rows(
-    option_field: OptionField, parameters: Mapping[str, click.Parameter], ctx: click.Context
-) -> Iterator[tuple[str, str]]:
-    """Yield the lines of --help on an option, with its positional argument: spellings and text."""
-    option = option_field.declaration
-    assert isinstance(option, Option)
-    if option.argument is not None:  # click before 8.5 has no help for arguments
-        yield parameters[option.argument].make_metavar(ctx), option.help
-    if option_field.name in parameters and (row := parameters[option_field.name].get_help_record(ctx)) is not None:
-        yield row
+def _help_row(option: Option, parameter: click.Parameter, ctx: click.Context) -> tuple[str, str]:
+    """Return the spellings and the text of an option, or of a positional argument without flags, for --help."""
+    argument = "" if option.argument is None else option.argument.upper()
+    if isinstance(parameter, click.Argument):  # click before 8.5 has no help for arguments
+        return argument, option.help
+    spellings, text = parameter.get_help_record(ctx) or ("", "")
+    for alias in () if ctx.meta.get(SHOW_ALL) else option.aliases:
+        spellings = re.sub(rf", {alias}(?![\w-])", "", spellings)
+    return (f"{argument}, {spellings}" if argument else spellings), text
 
 
 def _print_all_options(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -133,7 +134,6 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         yield click.Argument([option.argument], type=kind, required=required, nargs=number, metavar=name)
         if not option.flags:
             return
-        text = f"Same as {option.argument.upper()}."
     show_default = not any(default is hidden_default for hidden_default in (REQUIRED, None, False, ()))
     metavar = getattr(option_field.click_type, "metavar", None)
     if len("|".join(words := getattr(option_field.click_type, "choices", ()))) > MAX_CHOICES:
@@ -145,7 +145,7 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         keywords["default"] = default
     yield HelpOption(
         option.unset,
-        [option_field.name, *(option.flags or (option_field.flag,))],
+        [option_field.name, *(option.flags or (option_field.flag,)), *option.aliases],
         required=default is REQUIRED and option.argument is None,
         multiple=option_field.value_type is tuple,
         show_default=show_default or None,
@@ -157,19 +157,21 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
 
 def build_settings(cls: type[O], params: Mapping[str, Any]) -> O:
     """Return the settings of a command line. Raises UsageError for a value that is missing or given twice."""
-    values = {}
-    for option_field in option_fields(cls):
-        option = option_field.declaration
-        name = option_field.name
-        if not isinstance(option, Option):
-            continue
-        if option.argument is None:
-            values[name] = params[name]
-        elif not option.flags:
-            values[name] = params[option.argument]
-        else:
-            values[name] = _choose_value(option.argument, params[option.argument], params[name])
+    options = [(f, f.declaration) for f in option_fields(cls) if isinstance(f.declaration, Option)]
+    values = {option_field.name: params[option_field.name] for option_field, _ in options}
+    either = [(f, option.argument) for f, option in options if option.argument and option.flags]
+    words = [word for _, argument in either if (word := params[argument]) is not None]
+    for option_field, argument in either:  # positional arguments stand for the options that are not given
+        if values[option_field.name] is None:
+            word = words.pop(0) if words else _refuse_usage(argument, "is missing")
+            values[option_field.name] = option_field.click_type.convert(word, None, None)
+    if words:
+        _refuse_usage(argument, "is given twice")
     return build(cls, values)
+
+
+def _refuse_usage(argument: str, problem: str) -> NoReturn:
+    raise UsageError(f"{argument.upper()} {problem}; see `{click.get_current_context().command_path} --help`.")
 
 
 def find_given_options(cls: type[Options]) -> Iterator[OptionField]:
@@ -178,10 +180,3 @@ def find_given_options(cls: type[Options]) -> Iterator[OptionField]:
     for option_field in option_fields(cls):
         if context.get_parameter_source(option_field.name) is ParameterSource.COMMANDLINE:
             yield option_field
-
-
-def _choose_value(name: str, argument: Any, option: Any) -> Any:
-    if (argument is None) == (option is None):
-        problem = "is missing" if argument is None else "is given twice"
-        raise UsageError(f"{name.upper()} {problem}; see `{click.get_current_context().command_path} --help`.")
-    return option if argument is None else argument

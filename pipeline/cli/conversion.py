@@ -40,11 +40,11 @@ def cpu(options: ConversionOptions) -> None:
     No GPU is needed, and memory holds a few experts (--scale gptq: one layer), whatever the model's size.
 
     Examples:
-      ktconvert cpu -i Qwen3-30B-A3B -o Qwen3-INT8 --quant-method int8
-      ktconvert cpu -i MODEL -o OUT --scale mse        same size, smaller error
-      ktconvert cpu -i MODEL -o OUT --dry-run          print the plan
-      ktconvert cpu -i X.gguf -o OUT --config Qwen/Qwen3-30B-A3B
-      ktconvert resume OUT                             after an interruption
+      ktconvert cpu Qwen3-30B-A3B Qwen3-INT8 --quant-method int8
+      ktconvert cpu MODEL OUT --scale mse    same size, smaller error
+      ktconvert cpu MODEL OUT --dry-run      print the plan
+      ktconvert cpu X.gguf OUT --config Qwen/Qwen3-30B-A3B
+      ktconvert resume OUT                   after an interruption
     """
     convert(options)
 
@@ -57,11 +57,11 @@ def gpu(options: ConversionOptions) -> None:
     layer (GPTQ), whatever the model's size.
 
     Examples:
-      ktconvert gpu -i MODEL -o OUT --quant-type W4A16    GPTQ, on ultrachat
-      ktconvert gpu -i MODEL -o OUT --dataset texts.jsonl
-      ktconvert gpu -i MODEL -o OUT --quant-method RTN    no calibration
-      ktconvert gpu -i MODEL -o OUT --dry-run             print the plan
-      ktconvert resume OUT                                after an interruption
+      ktconvert gpu MODEL OUT --quant-type W4A16    GPTQ, on ultrachat
+      ktconvert gpu MODEL OUT --dataset texts.jsonl
+      ktconvert gpu MODEL OUT --quant-method RTN    no calibration
+      ktconvert gpu MODEL OUT --dry-run             print the plan
+      ktconvert resume OUT                          after an interruption
     """
     convert(options)
 
@@ -74,10 +74,10 @@ def calibrate(options: ConversionOptions) -> None:
     imatrix.gguf, counts.safetensors and statistics.json.
 
     Examples:
-      ktconvert calibrate MODEL --output DIR              on ultrachat
-      ktconvert calibrate MODEL --output DIR --dataset book.txt
-      ktconvert calibrate MODEL --output DIR --dry-run    print the plan
-      ktconvert resume DIR                            after an interruption
+      ktconvert calibrate MODEL DIR              on ultrachat
+      ktconvert calibrate MODEL DIR --dataset book.txt
+      ktconvert calibrate MODEL DIR --dry-run    print the plan
+      ktconvert resume DIR                       after an interruption
     """
     convert(options)
 
@@ -92,7 +92,7 @@ def dequantize(options: ConversionOptions) -> None:
     Examples:
       ktconvert dequantize DeepSeek-V3.1 DeepSeek-V3.1-BF16
       ktconvert dequantize moonshotai/Kimi-K2-Thinking OUT --dry-run
-      ktconvert resume OUT                             after an interruption
+      ktconvert resume OUT    after an interruption
     """
     convert(options)
 
@@ -121,9 +121,9 @@ def merge(options: ConversionOptions) -> None:
     """Merge loose per-layer folders of .kt files, ours or kt-kernel's, into safetensors with an index.
 
     Examples:
-      ktconvert merge -i loose -o merged
-      ktconvert merge -i loose -o merged -r MODEL      with config and tokenizer
-      ktconvert resume merged                          after an interruption
+      ktconvert merge loose merged
+      ktconvert merge loose merged -r MODEL    with config and tokenizer
+      ktconvert resume merged                  after an interruption
     """
     convert(options)
 
@@ -136,25 +136,25 @@ def merge_adapter(options: ConversionOptions) -> None:
     matrices.
 
     Examples:
-      ktconvert merge-adapter MODEL --adapter ADAPTER -o TUNED
-      ktconvert cpu -i TUNED -o TUNED-INT4
-      ktconvert resume TUNED                           after an interruption
+      ktconvert merge-adapter MODEL TUNED --adapter ADAPTER
+      ktconvert cpu TUNED TUNED-INT4
+      ktconvert resume TUNED    after an interruption
     """
     convert(options)
 
 
 @command("resplit", CONVERSION_OPTIONS["resplit"])
 def resplit(options: ConversionOptions) -> None:
-    """Rewrite OUTPUT (from `cpu`, `merge` or kt-kernel) as NEW, for a different number of NUMA nodes.
+    """Rewrite OLD (from `cpu`, `merge` or kt-kernel) as NEW, for a different number of NUMA nodes.
 
     MXFP4, FP8 and BF16 keep every value, and so do the gate and up projections of AMXINT4 and AMXINT8. Their down
     projection keeps its values if the new number is a multiple of the old one; otherwise its columns are rounded again
     where slices are joined, and the plan states the error.
 
     Examples:
-      ktconvert resplit OUTPUT NEW --threadpool-count 4
-      ktconvert resplit OUTPUT NEW --threadpool-count 1 --against MODEL --dry-run
-      ktconvert resume NEW                             after an interruption
+      ktconvert resplit OLD NEW --numa 4
+      ktconvert resplit OLD NEW --numa 1 --against MODEL --dry-run
+      ktconvert resume NEW    after an interruption
     """
     convert(options)
 
@@ -165,7 +165,7 @@ def resume(options: ResumeOptions) -> None:
 
     Examples:
       ktconvert resume OUT
-      ktconvert resume OUT --dry-run                   list the remaining units
+      ktconvert resume OUT --dry-run    list the remaining units
     """
     resume_conversion(options)
 
@@ -178,11 +178,11 @@ def convert(options: ConversionOptions) -> None:
     for note in dict.fromkeys(note for output in outputs for note in _make_option_notes(output)):
         reporter.note(note)
     preconditions.check_kernels()
-    threads = preconditions.limit_threads("--cpuinfer-threads", options.execution.threads, reporter)
-    worker_threads = options.execution.cpuinfer_threads
+    threads = preconditions.limit_threads("--threads", options.execution.thread_count, reporter)
+    worker_threads = options.execution.threads
     share = None if options.part is None else parse_share(options.part, os.environ)
     part = None if share is None else str(share)
-    outputs = [with_values(output_options, cpuinfer_threads=threads, part=part) for output_options in outputs]
+    outputs = [with_values(output_options, threads=threads, part=part) for output_options in outputs]
     plans = [
         commands.build_output_plan(output_options, None if options.dry_run else reporter.report_hash)
         for output_options in outputs
@@ -221,9 +221,9 @@ def resume_conversion(options: ResumeOptions) -> None:
     preconditions.check_kernels()
     saved_options = commands.restore_options(options.output, saved)
     execution = options.execution
-    threads = execution.cpuinfer_threads or saved_options.execution.threads
+    threads = execution.threads or saved_options.execution.thread_count
     changes: dict[str, Any] = {
-        "cpuinfer_threads": preconditions.limit_threads("--cpuinfer-threads", threads, reporter),
+        "threads": preconditions.limit_threads("--threads", threads, reporter),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
     }
@@ -240,7 +240,7 @@ def resume_conversion(options: ResumeOptions) -> None:
         return
     require_all_shares(plan, paths)
     trust_store = options.earlier_run.trust_store
-    run_plans([plan], reporter, options.workers, execution.cpuinfer_threads, trust_store=trust_store)
+    run_plans([plan], reporter, options.workers, execution.threads, trust_store=trust_store)
 
 
 def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:

@@ -298,5 +298,5 @@ def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
         output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]
         output = f"{output_name.removesuffix(model.source.container.suffix)}-{fmt.name}"
         words = ["ktconvert", "cpu", "-i", source_name, "-o", output, "--quant-method", option]
-        lines.append(shlex.join([*words, "--threadpool-count", str(slices)]))
+        lines.append(shlex.join([*words, "--numa", str(slices)]))
     return lines

@@ -295,6 +295,6 @@ def doctor(options: DoctorOptions) -> None:
     click.echo("\n".join(format_table(machine_rows(report))))
     flags = " ".join(f"{flag} {value}" for flag, value in report.kt_flags.items())
     pools = report.kt_flags["--kt-threadpool-count"]
-    click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --threadpool-count {pools} ...")
+    click.echo(f"\nServe with    {flags}\nConvert with  ktconvert cpu --numa {pools} ...")
     for sentence in sentences:
         click.echo(f"\nwarning: {sentence}")

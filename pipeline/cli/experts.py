@@ -32,9 +32,9 @@ def experts(options: ExpertsOptions) -> None:
     --init-expert-location, and the command that starts the server is printed.
 
     Examples:
-      ktconvert experts DIR --output mask.safetensors --num-gpu-experts 32
-      ktconvert experts DIR --format sglang --output hot.json --num-gpu-experts 32
-      ktconvert experts DIR --output mask.safetensors --total 1536 --plot mask.svg
+      ktconvert experts DIR -o mask.safetensors --num-gpu-experts 32
+      ktconvert experts DIR --format sglang -o hot.json --num-gpu-experts 32
+      ktconvert experts DIR -o mask.safetensors --total 1536 --plot mask.svg
       ktconvert run MODEL --gpu-experts-mask mask.safetensors --chat
     """
     from ktconvert.native_quant.runtime import expert_placement, hot_experts

@@ -30,9 +30,9 @@ def inspect(options: InspectOptions) -> None:
     checkpoint.
 
     Examples:
-      ktconvert inspect Qwen/Qwen3-30B-A3B     possible outputs, and the commands
-      ktconvert inspect OUT                    format, sizes, completeness
-      ktconvert inspect MODEL --columns        would --equalize help?
+      ktconvert inspect Qwen/Qwen3-30B-A3B    possible outputs, and the commands
+      ktconvert inspect OUT                   format, sizes, completeness
+      ktconvert inspect MODEL --columns       would --equalize help?
     """
     revision = options.hub.revision
     row = options.arch.load_text()

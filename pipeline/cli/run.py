@@ -27,7 +27,7 @@ def run(options: RunOptions) -> None:
       ktconvert run MODEL --cpu-weights OUT --chat
       ktconvert run MODEL --cpu-weights OUT --num-gpu-experts 32 --chat
       ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --chat
-      ktconvert run MODEL --chat                       the original experts
+      ktconvert run MODEL --chat    the original experts
     """
     if options.torch_experts and options.cpu_weights is not None:
         raise UsageError("--torch-experts and --cpu-weights exclude each other; leave out one of them.")

@@ -21,7 +21,7 @@ def serve(options: ServeOptions) -> None:
 
     Examples:
       ktconvert serve MODEL --cpu-weights OUT
-      ktconvert serve MODEL                            the original experts
+      ktconvert serve MODEL    the original experts
       ktconvert serve MODEL --cpu-weights OUT --adapter sql=ADAPTER
       curl localhost:8000/v1/chat/completions \\
           -H 'Content-Type: application/json' \\

@@ -40,8 +40,8 @@ def status(options: StatusOptions) -> None:
     The command reads only the work directory next to OUTPUT, so it runs on any host that sees it.
 
     Examples:
-      ktconvert status OUT             show the progress once
-      ktconvert status OUT --watch     refresh until it ends
+      ktconvert status OUT            show the progress once
+      ktconvert status OUT --watch    refresh until it ends
     """
     from rich.console import Console
     from rich.live import Live

@@ -24,9 +24,9 @@ def train(options: TrainOptions) -> None:
     end; until then, ADAPTER.work next to it holds checkpoints.
 
     Examples:
-      ktconvert train MODEL --cpu-weights OUT --dataset chats.jsonl -o ADAPTER
+      ktconvert train MODEL ADAPTER --cpu-weights OUT --dataset chats.jsonl
       ktconvert run MODEL --cpu-weights OUT --adapter ADAPTER --prompt "Hello"
-      ktconvert resume ADAPTER                         after an interruption
+      ktconvert resume ADAPTER    after an interruption
     """
     start(options)
 

@@ -38,8 +38,8 @@ def verify(options: VerifyOptions) -> None:
 
     Examples:
       ktconvert verify OUT
-      ktconvert verify OUT --against MODEL             compare with the source
-      ktconvert verify OUT --against OTHER             compare two outputs
+      ktconvert verify OUT --against MODEL    compare with the source
+      ktconvert verify OUT --against OTHER    compare two outputs
       ktconvert verify OUT --numa 2 --quant-method int8
       ktconvert verify OUT --against MODEL --full --report report.html
     """
@@ -47,13 +47,13 @@ def verify(options: VerifyOptions) -> None:
     reporter = with_values(options.reporting, json_events=False).reporter
     preconditions.check_kernels("the command again")
     preconditions.check_file("--report", options.report, PAGES)
-    worker_threads = options.cpuinfer_threads
-    threads = preconditions.limit_threads("--cpuinfer-threads", options.threads, reporter)
-    options = with_values(options, cpuinfer_threads=threads, arch_row=options.arch.load_text())
+    worker_threads = options.threads
+    threads = preconditions.limit_threads("--threads", options.thread_count, reporter)
+    options = with_values(options, threads=threads, arch_row=options.arch.load_text())
     with open_backend(options.workers.executor, reporter.note, options.workers.executor_timeout) as backend:
         if backend.executor is None and backend.threads is not None:
             threads = preconditions.limit_threads("--executor threads", backend.threads, reporter)
-            options = with_values(options, cpuinfer_threads=threads)
+            options = with_values(options, threads=threads)
         report = verify_output(options, reporter, backend.executor, worker_threads or backend.threads)
     if options.run:
         report.checks.append(run_check(report, threads))

@@ -250,7 +250,7 @@ def _report_death(workdir: WorkDir, plan: Plan, reporter: Reporter) -> None:
     run, units = killed
     text = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
     if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
-        text += "; the kernel has killed a process for memory since; lower --cpuinfer-threads or set --max-memory"
+        text += "; the kernel has killed a process for memory since; lower --threads or set --max-memory"
     reporter.note(f"{text}; {finished} of {len(plan.units)} units are finished and kept")
 
 
@@ -279,7 +279,7 @@ def adopt_units(plan: Plan, workdir: WorkDir, reporter: Reporter, *, trusted: bo
             (attempt.unit, attempt.list_files(workdir.paths), partial(discard, attempt))
             for attempt in finished_attempts
         ]
-        _discard_damaged(finished, plan.options.execution.threads, reporter)
+        _discard_damaged(finished, plan.options.execution.thread_count, reporter)
     for attempt in finished_attempts:
         unit = missing[attempt.fingerprint]
         if attempt.is_whole(workdir.paths) and workdir.why_finished(unit) is None:

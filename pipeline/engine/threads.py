@@ -84,7 +84,7 @@ def fit_threads(plans: Sequence[Plan], reporter: Reporter | None = None, request
         return max(plan.hooks.peak_memory(count) for plan in plans)
 
     execution = plans[0].options.execution
-    requested = requested or execution.threads
+    requested = requested or execution.thread_count
     budget = execution.max_memory or machine.memory_available()
     threads = requested
     while threads > 1 and peak_memory(threads) > budget:

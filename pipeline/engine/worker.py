@@ -81,7 +81,7 @@ def run_task(task: Task) -> Attempt | KtconvertError:
 def to_reported_error(error: Exception) -> KtconvertError:
     """Return an error as it travels to the coordinator, with the name of this host if it happened here."""
     if isinstance(error, MemoryError):
-        error = ResourceError("not enough memory; give each worker fewer threads with --cpuinfer-threads")
+        error = ResourceError("not enough memory; give each worker fewer threads with --threads")
     if isinstance(error, OSError):
         kind = ResourceError if error.errno in (*DISK_FULL_REMEDIES, errno.ENOMEM) else KtconvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
@@ -157,7 +157,7 @@ def _open_plan(conversion: Conversion) -> OpenPlan:
         )
     attempts.remove_dead_files(paths)
     count = worker_threads(conversion.threads)
-    plan = conversion.reopen(paths.output, {"cpuinfer_threads": count, "verify_inputs": False})
+    plan = conversion.reopen(paths.output, {"threads": count, "verify_inputs": False})
     plan.hooks.require_ready()
     count = fit_threads([plan])
     return OpenPlan(plan, paths, make_packing_pool(count), window_size(count, 1))

@@ -41,9 +41,8 @@ AOCL = (
     "kt-kernel on AMD needs the order of AOCL-BLIS, which is not documented; --layout plain writes the order of "
     "kt-kernel's aarch64 build, and ktconvert's own runtime computes the AMXINT8 output of int8 on AMD"
 )
-INPUT, OUTPUT = ("-i", "--input-path"), ("-o", "--output")
-CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
 CONVERT_CHANGED = "On resume, convert units again whose input files changed."
+NUMA_ALIASES = ("--threadpool-count",)
 NUMA_SLICES = "Number of NUMA slices: the NUMA nodes that the server may use."
 # Methods of kt-kernel's script that are always refused, and those that require --layout -> the reason
 REFUSED_METHODS = {
@@ -56,16 +55,6 @@ UNSUPPORTED_METHODS = REFUSED_METHODS | PLAIN_METHODS
 def choice(words: Iterable[str]) -> click.Choice[str]:
     """Return a choice of words in any case."""
     return click.Choice(tuple(words), case_sensitive=False)
-
-
-def input_option(help: str, *flags: str, argument: str | None = None) -> Any:
-    """Return the field of a command's input."""
-    return option(help, PathOrHubId(absolute=True), flags=flags, argument=argument, default=REQUIRED, group=Group.INPUT)
-
-
-def output_option(*flags: str, help: str = "Output directory.", argument: str | None = None) -> Any:
-    """Return the field of a command's output."""
-    return option(help, OutputPath(absolute=True), flags=flags, argument=argument, default=REQUIRED, group=Group.OUTPUT)
 
 
 def shard_size_option(unset: str) -> Any:
@@ -136,10 +125,12 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     second_moments_sha256  hash of the document that describes the second moments
     """
 
-    input: str = input_option(
-        "Checkpoint: directory, .safetensors or .gguf file, or hub id (org/name[:FILE.gguf]).", *INPUT
+    input: str = groups.input_option(
+        "model",
+        "--input-path",
+        help="Checkpoint: directory, .safetensors or .gguf file, or hub id (org/name[:FILE.gguf]).",
     )
-    output: Path = output_option(*OUTPUT)
+    output: Path = groups.output_option("out")
     input_type: str | None = tuning_option(
         "Expected encoding of the experts; a mismatch is an error.",
         choice(input_types()),
@@ -173,7 +164,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     imatrix_sha256: str | None = record(Effect.WEIGHTS, "--imatrix")
     second_moments_sha256: str | None = record(Effect.WEIGHTS, "--statistics")
     gptq: groups.Gptq = groups.Gptq(calibrate="mixed", gptq_steps="full")
-    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=2, group=Group.QUANTIZATION)
+    numa: int = weights_option(NUMA_SLICES, Integer(min=1), default=2, group=Group.QUANTIZATION, aliases=NUMA_ALIASES)
     layout: str | None = weights_option(
         "File layout: NUMA slices (numa), kt-kernel's native checkpoints (kt), or its aarch64 build (plain).",
         choice(LAYOUTS),
@@ -224,8 +215,8 @@ IGNORED_MEMORY = "has no effect, because memory is bounded by {}; --max-memory s
 
 
 class GpuOptions(QuantizationOptions, command="gpu"):
-    input: str = input_option(CHECKPOINT, "-i", "--model-id", "--input-path")
-    output: Path = output_option("-o", "--output-dir", "--output")
+    input: str = groups.input_option("model", "--model-id", "--input-path")
+    output: Path = groups.output_option("out", "--output-dir")
     quant_method: str = weights_option(
         "GPTQ (calibrates on a data set) or RTN (rounds to nearest; fast, no data).",
         choice(["GPTQ", "RTN"]),
@@ -309,8 +300,8 @@ class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
     arch_row  the text of --arch-file
     """
 
-    input: str = input_option(CHECKPOINT, argument="model")
-    output: Path = output_option(*OUTPUT, help="Output folder.")
+    input: str = groups.input_option("model")
+    output: Path = groups.output_option("out", help="Output folder.")
     second_moments: bool = weights_option(
         "Also write second moments of the experts' inputs, for `cpu --scale mse`.", default=False, group=Group.OUTPUT
     )
@@ -322,9 +313,9 @@ class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
 
 
 class DequantizeOptions(groups.ConversionOptions, command="dequantize"):
-    input: str = input_option(CHECKPOINT, *INPUT, "--model-dir", "--input-fp8-hf-path", argument="src")
-    output: Path = output_option(*OUTPUT, "--output-dir", "--output-bf16-hf-path", argument="out")
-    config_path: str | None = option(ignored="SRC has the config", group=Group.IGNORED)
+    input: str = groups.input_option("model", "--input-path", "--model-dir", "--input-fp8-hf-path")
+    output: Path = groups.output_option("out", "--output-dir", "--output-bf16-hf-path")
+    config_path: str | None = option(ignored="MODEL has the config", group=Group.IGNORED)
     max_shard_size: int | None = shard_size_option("5GB")
     hub: groups.Hub = groups.Hub()
     streaming: groups.Streaming = groups.Streaming()
@@ -346,8 +337,8 @@ class FetchOptions(groups.ConversionOptions, command="fetch"):
 
 
 class MergeAdapterOptions(DequantizeOptions, command="merge-adapter"):
-    input: str = input_option(CHECKPOINT, argument="model")
-    output: Path = output_option(*OUTPUT)
+    input: str = groups.input_option("model")
+    output: Path = groups.output_option("out")
     config_path: str | None = record(Effect.CALL)
     adapter: Path = weights_option(
         "Directory of the adapter.", FilePath(absolute=True), default=REQUIRED, group=Group.INPUT
@@ -360,8 +351,8 @@ class MergeOptions(groups.ConversionOptions, command="merge"):
     with_companions  whether --original-path is given
     """
 
-    input: str = input_option("Directory with the _layer_N folders of .kt files.", *INPUT)
-    output: Path = output_option(*OUTPUT)
+    input: str = groups.input_option("folder", "--input-path", help="Directory with the _layer_N folders of .kt files.")
+    output: Path = groups.output_option("out")
     original_path: Path | None = tuning_option(
         "Original checkpoint whose config, tokenizer and other companion files are copied.",
         FilePath(absolute=True),
@@ -382,13 +373,13 @@ class MergeOptions(groups.ConversionOptions, command="merge"):
 
 
 class ResplitOptions(groups.ConversionOptions, command="resplit"):
-    """Options of `ktconvert resplit`. The recorded values are those of OUTPUT's conversion that also hold for NEW."""
+    """Options of `ktconvert resplit`. The recorded values are those of OLD's conversion that also hold for NEW."""
 
-    input: str = input_option("Output to read.", argument="output")
-    output: Path = output_option(help="Output to write.", argument="new")
-    threadpool_count: int = weights_option(NUMA_SLICES, Integer(min=1), default=REQUIRED, group=Group.OUTPUT)
+    input: str = groups.input_option("old", help="Output to read.")
+    output: Path = groups.output_option("new", help="Output to write.")
+    numa: int = weights_option(NUMA_SLICES, Integer(min=1), default=REQUIRED, group=Group.OUTPUT, aliases=NUMA_ALIASES)
     against: str | None = option(
-        "Source checkpoint of OUTPUT: report whether converting again is better.",
+        "Source checkpoint of OLD: report whether converting again is better.",
         PathOrHubId(absolute=True),
         group=Group.INPUT,
     )
@@ -403,7 +394,9 @@ class ResplitOptions(groups.ConversionOptions, command="resplit"):
 class ResumeExecution(groups.Execution):
     """Limits for the remaining work on this machine."""
 
-    cpuinfer_threads: int | None = option(groups.THREADS, Integer(min=1), unset="as before", group=Group.RESOURCES)
+    threads: int | None = option(
+        groups.THREADS, Integer(min=1), unset="as before", group=Group.RESOURCES, aliases=groups.THREADS_ALIASES
+    )
     max_memory: int | None = option(
         "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before", group=Group.RESOURCES
     )
@@ -426,7 +419,13 @@ CONVERSION_OPTIONS: Mapping[str, type[groups.ConversionOptions]] = {
 
 
 class ResumeOptions(Options):
-    output: Path = output_option(help="Output of the interrupted conversion.", argument="output")
+    output: Path = option(
+        "Output of the interrupted conversion.",
+        OutputPath(absolute=True),
+        argument="output",
+        default=REQUIRED,
+        group=Group.OUTPUT,
+    )
     dry_run: bool = option(
         "Print finished and remaining units, and why; write nothing.", default=False, group=Group.OUTPUT
     )

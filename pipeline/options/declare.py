@@ -66,7 +66,8 @@ class Option:
 
     type      reads a value; by default it follows from the field's annotation
     flags     spellings, if they do not follow from the name
-    argument  name of the positional argument that may replace the flags (or must, if there are none)
+    aliases   kt-kernel's spellings; only --help-all lists them
+    argument  name of the positional argument that may replace the flags; without flags, the field's name
     unset     shown as the default if None, False or an empty text would not explain it
     ignored   reason why the option is accepted (for compatibility with kt-kernel) without effect
     group     heading in --help
@@ -75,6 +76,7 @@ class Option:
     help: str = ""
     type: click.ParamType | None = None  # type: ignore[type-arg]  # generic only since click 8.5
     flags: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()
     effect: Effect = Effect.CALL
     argument: str | None = None
     unset: str | None = None

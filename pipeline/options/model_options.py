@@ -21,6 +21,7 @@ from ktconvert.pipeline.options.option_groups import (
     DATASET,
     MODEL,
     PLOT,
+    THREADS_ALIASES,
     TRUST_REMOTE_CODE,
     Execution,
     ExistingOutput,
@@ -28,8 +29,10 @@ from ktconvert.pipeline.options.option_groups import (
     Hub,
     OutputOptions,
     Reporting,
+    input_option,
+    output_option,
 )
-from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, NamedPath, OutputPath, PathOrHubId, Text
+from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, NamedPath, PathOrHubId, Text
 
 ADAPTER = Option("LoRA adapter for MODEL, from `train` or PEFT.", FilePath(), group=Group.ADAPTER)
 CPU_WEIGHTS = "Converted experts (or a checkpoint of MODEL) that the runtime computes."
@@ -41,7 +44,9 @@ class ModelOptions(Options):
 
     model: str = option(MODEL, PathOrHubId(), argument="model", default=REQUIRED, group=Group.INPUT)
     cpu_weights: Path | None = option(CPU_WEIGHTS, FilePath(), unset="MODEL", group=Group.EXPERTS)
-    threads: int | None = option(THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES)
+    threads: int | None = option(
+        THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES, aliases=THREADS_ALIASES
+    )
     memory: str = option(
         "Memory of converted experts: copy, map (pages of their files), or auto (copy if they fit).",
         click.Choice(["auto", "map", "copy"]),
@@ -166,14 +171,8 @@ class Schedule(Options):
 
 
 class TrainOptions(OutputOptions, command="train"):
-    input: str = option(MODEL, PathOrHubId(absolute=True), argument="model", default=REQUIRED, group=Group.INPUT)
-    output: Path = option(
-        "Directory of the adapter.",
-        OutputPath(absolute=True),
-        flags=("-o", "--output"),
-        default=REQUIRED,
-        group=Group.OUTPUT,
-    )
+    input: str = input_option("model", help=MODEL)
+    output: Path = output_option("out", help="Directory of the adapter.")
     cpu_weights: Path | None = files_option(CPU_WEIGHTS, FilePath(absolute=True), unset="MODEL", group=Group.INPUT)
     dataset: str = files_option(
         f"Training texts: {DATASET}.", PathOrHubId(absolute=True), default=REQUIRED, group=Group.INPUT
@@ -192,7 +191,9 @@ class TrainOptions(OutputOptions, command="train"):
         default=100,
         group=Group.ADVANCED,
     )
-    threads: int | None = tuning_option(THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES)
+    threads: int | None = tuning_option(
+        THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES, aliases=THREADS_ALIASES
+    )
     plot: bool = files_option("Add a plot of the losses to the adapter's card.", default=False, group=Group.OUTPUT)
     hub: Hub = Hub()
     trust_remote_code: bool = tuning_option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)
@@ -202,4 +203,4 @@ class TrainOptions(OutputOptions, command="train"):
 
     @property
     def execution(self) -> Execution:
-        return Execution(cpuinfer_threads=self.threads)
+        return Execution(threads=self.threads)

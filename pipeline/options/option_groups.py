@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import click
 
@@ -37,11 +37,39 @@ from ktconvert.pipeline.report.progress import Reporter
 
 ALLOW_MACHINE_CHANGE = "Continue a calibration on a different CPU, GPU, library version or number of threads."
 AS_JSON = Option("Print one JSON object.", flags=("--json",), group=Group.REPORTING)
+CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
 DATASET = "file, folder or hub id"
 MODEL = "Directory or hub id (org/name)."
 PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath(), group=Group.REPORTING)
 THREADS = "Number of threads."
+THREADS_ALIASES = ("--cpuinfer-threads",)
 TRUST_REMOTE_CODE = "Let transformers run Python code that comes with the model."
+
+
+def input_option(argument: str, *aliases: str, help: str = CHECKPOINT) -> Any:
+    """Return the field of a command's input."""
+    return option(
+        help,
+        PathOrHubId(absolute=True),
+        flags=("-i", "--input"),
+        aliases=aliases,
+        argument=argument,
+        default=REQUIRED,
+        group=Group.INPUT,
+    )
+
+
+def output_option(argument: str, *aliases: str, help: str = "Output directory.") -> Any:
+    """Return the field of a command's output."""
+    return option(
+        help,
+        OutputPath(absolute=True),
+        flags=("-o", "--output"),
+        aliases=aliases,
+        argument=argument,
+        default=REQUIRED,
+        group=Group.OUTPUT,
+    )
 
 
 class Reporting(Options):
@@ -59,17 +87,17 @@ class Reporting(Options):
 
 
 class Execution(Options):
-    cpuinfer_threads: int | None = tuning_option(
-        THREADS, Integer(min=1), unset="all usable CPUs", group=Group.RESOURCES
+    threads: int | None = tuning_option(
+        THREADS, Integer(min=1), unset="all usable CPUs", group=Group.RESOURCES, aliases=THREADS_ALIASES
     )
     max_memory: int | None = tuning_option(
         "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="the free memory", group=Group.RESOURCES
     )
 
     @property
-    def threads(self) -> int:
+    def thread_count(self) -> int:
         """The number of threads; by default one for each CPU that this process may use."""
-        return self.cpuinfer_threads or machine.usable_cpus()
+        return self.threads or machine.usable_cpus()
 
 
 class Workers(Options):

@@ -15,6 +15,7 @@ from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
     PLOT,
     THREADS,
+    THREADS_ALIASES,
     ArchFile,
     Hub,
     ImportanceFile,
@@ -44,7 +45,9 @@ class BenchOptions(Options):
     tokens: Any = option(
         "Numbers of tokens per forward, separated by commas.", TokenCountList(), default="1,4,16,64,256,1024"
     )
-    threads: int | None = option(THREADS, Integer(min=1), unset="physical cores")
+    threads: int | None = option(
+        THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES, aliases=THREADS_ALIASES
+    )
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
 
@@ -73,7 +76,9 @@ class ExpertsOptions(Options):
         argument="counts",
         default=REQUIRED,
     )
-    output: Path = option("File to write.", OutputPath(), default=REQUIRED)
+    output: Path = option(
+        "File to write.", OutputPath(), flags=("-o", "--output"), default=REQUIRED, group=Group.OUTPUT
+    )
     format: str = option(
         "Form of the file: mask (for --gpu-experts-mask), sglang (.json), or sglang-kt (.pt).",
         click.Choice(["mask", "sglang", "sglang-kt"]),
@@ -209,7 +214,9 @@ class VerifyOptions(Options):
         "Also compute a few random tokens through one layer, and compare with float.", default=False, group=Group.CHECKS
     )
     workers: Workers = Workers()
-    cpuinfer_threads: int | None = option(THREADS, Integer(min=1), unset="all usable CPUs", group=Group.RESOURCES)
+    threads: int | None = option(
+        THREADS, Integer(min=1), unset="all usable CPUs", group=Group.RESOURCES, aliases=THREADS_ALIASES
+    )
     reporting: Reporting = Reporting()
     arch_row: str | None = record(Effect.CALL, "--arch-file")
 
@@ -219,8 +226,8 @@ class VerifyOptions(Options):
         return None if self.quant_method is None else FORMAT_BY_WORD[self.quant_method]
 
     @property
-    def threads(self) -> int:
-        return self.cpuinfer_threads or machine.usable_cpus()
+    def thread_count(self) -> int:
+        return self.threads or machine.usable_cpus()
 
     @property
     def page_statistics(self) -> Path | None:

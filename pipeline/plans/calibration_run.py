@@ -133,7 +133,7 @@ def _require_same_machine(options: QuantizationOptions | CalibrateOptions, packa
     """Raise OutputError if the run was begun on a different machine, unless the user allows that."""
     hardware = options.hardware
     was = hardware.machine or {}
-    now = requirements.read_machine_properties(hardware, options.execution.threads, packages)
+    now = requirements.read_machine_properties(hardware, options.execution.thread_count, packages)
     differences = [
         f"{key} was {was.get(key)}, is {now.get(key)}" for key in sorted({*was, *now}) if was.get(key) != now.get(key)
     ]
@@ -155,7 +155,7 @@ def record_machine(options: W, packages: Sequence[str] = requirements.GPTQ_PACKA
     local_files(options.samples.dataset)
     start_over = options.existing.overwrite and not options.hardware.allow_machine_change
     first = None if start_over else (checkpoint.read_saved_values(options, "machine") or {}).get("machine")
-    machine = first or requirements.read_machine_properties(options.hardware, options.execution.threads, packages)
+    machine = first or requirements.read_machine_properties(options.hardware, options.execution.thread_count, packages)
     return with_values(options, machine=machine, **more)
 
 

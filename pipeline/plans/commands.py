@@ -163,7 +163,7 @@ def build_output_plan(options: Any, hashed: Callable[[int], None] | None = None)
             gc.enable()
     files = plan.files
     if hashed is not None and options.verify_inputs and isinstance(options, HASHING):
-        files = _add_hashes(files, plan.options.execution.threads, hashed)
+        files = _add_hashes(files, plan.options.execution.thread_count, hashed)
     return replace(plan, files=files, stages=compare_inputs(files, plan.stages))
 
 
@@ -199,7 +199,7 @@ def reopen_plan(output: Path, tuning: Mapping[str, Any]) -> Plan:
         raise OutputError(f"{output}: not an unfinished conversion.")
     options = restore_options(output, saved)
     if isinstance(options, QuantizationOptions | CalibrateOptions) and options.hardware.machine:
-        tuning = {**tuning, "cpuinfer_threads": options.hardware.first_machine["threads"]}
+        tuning = {**tuning, "threads": options.hardware.first_machine["threads"]}
     plan = make_plan(with_values(options, **tuning))
     changed, touched = compare_files(saved.source, plan)
     if changed or touched:
@@ -229,7 +229,7 @@ def run(
 
 def numa_notes(plan: Plan) -> Iterator[str]:
     """Yield notes on a plan for NUMA slices that do not match this machine's nodes or their memory."""
-    if "threadpool_count" not in plan.options.settings:
+    if "numa" not in plan.options.settings:
         return
     pools = machine.pool_count()
     slices = plan.facts["numa"]
@@ -240,9 +240,7 @@ def numa_notes(plan: Plan) -> Iterator[str]:
             reason = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
         elif len(nodes) < (node_count := len(machine.machine_nodes())):
             reason = f"this process may use {len(nodes)} of this machine's {node_count} nodes"
-        yield (
-            f"the output has {plural(slices, 'NUMA slice')}; {reason}: to run it here, pass --threadpool-count {pools}"
-        )
+        yield (f"the output has {plural(slices, 'NUMA slice')}; {reason}: to run it here, pass --numa {pools}")
     slice_bytes = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // slices
     if shortages := placement.describe_shortages([slice_bytes] * slices, nodes, machine.node_memory_available()):
         yield f"the output does not fit this machine's NUMA nodes ({shortages}): some reads will cross nodes"

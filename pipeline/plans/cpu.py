@@ -51,7 +51,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     quantizer = _choose_quantizer(options, fmt, model)
     model = expert_plan.equalize_model(options, model, fmt)
     statistics = expert_plan.open_input_statistics(quantizer, options, model)
-    numa = options.threadpool_count if fmt.arrangement.sliced else 1
+    numa = options.numa if fmt.arrangement.sliced else 1
     recorded_values = _choose_layers(options, model, fmt, numa)
     if statistics is not None:
         recorded_values[f"{statistics.manifest_key}_sha256"] = statistics.sha256
@@ -62,7 +62,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
         alternative for alternative in alternatives if alternative.backward or not options.save_backward_weights
     ]
     for layer in layers:
-        require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], options.threadpool_count, comparable)
+        require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], options.numa, comparable)
     if quantizer.calibrated:
         _require_calibration_possible(source, options, layers == model.layers and not options.kept_layers)
     quantized_layers = [layer for layer in layers if quantizer.supports(fmt.layer_format(layer).encoding.grid)]

@@ -57,7 +57,7 @@ TENSOR = 1600  # bytes of memory for the names and offsets of a tensor; many sli
 def plan_resplit(options: ResplitOptions) -> Plan:
     """Build the plan from names, sizes and headers; read only the weights of SAMPLED experts, to measure errors."""
     root = Path(options.input)
-    numa = options.threadpool_count
+    numa = options.numa
     output, measured, fmt = _open_output(root)
     for layer, (_, hidden, intermediate) in measured.shapes.items():
         require_legal(fmt.layer_format(layer), hidden, intermediate, numa)
@@ -157,7 +157,7 @@ def _open_output(root: Path) -> tuple[Output, Measure, Format]:
     if fmt is not None and fmt.forward and not fmt.arrangement.sliced:
         raise UnsupportedError(f"{root}: {fmt.name} weights have no NUMA slices; give an output of `ktconvert cpu`.")
     if (fmt is None or not fmt.can_resplit) and measured.method != "unknown":
-        remedy = "convert the model again with --threadpool-count"
+        remedy = "convert the model again with --numa"
         raise UnsupportedError(f"{root}: {measured.method} weights cannot be rearranged; {remedy}.")
     if fmt is None:
         problems = problems or [f"its weights do not match any of {', '.join(output.methods)}"]
@@ -324,7 +324,7 @@ def _format_command(options: ResplitOptions, facts: OutputFacts, work: ResplitWo
     settings = options.settings
     others = work.output.non_expert_tensors
     words = ["ktconvert", "cpu", "-i", against, "-o", str(options.output)]
-    words += ["--quant-method", work.fmt.option, "--threadpool-count", str(facts["numa"])]
+    words += ["--quant-method", work.fmt.option, "--numa", str(facts["numa"])]
     for method, layers in facts.get("methods", {}).items():
         words += ["--method-map", f"{layers}={FORMATS[method].option}".replace(" ", "")]
     words += ["--scale", facts["scale"]] if "scale" in facts else []

@@ -81,7 +81,7 @@ def create_check_items(
 
     def check_items(kind: str, items: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         if executor is None:
-            findings = check_in_threads(checker, inputs.options.threads, kind, items)
+            findings = check_in_threads(checker, inputs.options.thread_count, kind, items)
         else:
             findings = check_on_workers(executor, partial(check_as_worker, task, kind), kind, items, sizes)
         for nbytes, (item, finding) in zip(sizes, findings, strict=True):

@@ -105,7 +105,7 @@ def collect_page_data(inputs: Inputs, errors: Sequence[ProjectionErrors], counts
     measure = inputs.measure
     model = inputs.model
     rows = () if model is None else tuple(_find_worst_rows(output, measure, model, worst_linears(errors, LINEARS)))
-    return PageData(rows, _read_scales(output, measure, inputs.options.threads), counts)
+    return PageData(rows, _read_scales(output, measure, inputs.options.thread_count), counts)
 
 
 def _find_slices(measure: Measure, fmt: Format, linear: Linear) -> Iterator[NumaSlice]:

@@ -158,7 +158,7 @@ def _check_loading(report: Report, inputs: Inputs, text: str | None, reporter: R
         return
     if loadable:
         bits = fmt.encoding.grid.bits
-        check, report.predictions = check_predictions(inputs.output, model, bits, text, inputs.options.threads)
+        check, report.predictions = check_predictions(inputs.output, model, bits, text, inputs.options.thread_count)
     else:
         check = skip_predictions("the output cannot be loaded completely")
     report.checks.append(check)

@@ -38,9 +38,9 @@ def test_doctor_plan_and_inspect_report_the_same_nodes(variant):
     options = ("-i", EXAMPLE, "-o", SHM / "out", "--quant-method", "int8", "--threadpool-count", 2, "--dry-run")
     plan = run("ktconvert", "cpu", *options, cpus=cpus)
     assert plan.returncode == 0, plan.stderr
-    assert "pass --threadpool-count 1" in plan.stdout + plan.stderr
+    assert "pass --numa 1" in plan.stdout + plan.stderr
     inspected = run("ktconvert", "inspect", EXAMPLE, cpus=cpus).stdout
-    assert "--threadpool-count 1" in inspected, inspected
+    assert "--numa 1" in inspected, inspected
 
 
 def count_workers(variant: Variant, report: dict[str, Any]) -> dict[int, int]:

@@ -508,9 +508,7 @@ def make_map(inputs: Inputs) -> Path:
 def read_map(inputs: Inputs, path: Path) -> None:
     """Read --method-map, which is not a file: each line is one value of the option."""
     values = path.read_text("utf-8", "replace").splitlines()
-    make_plan(
-        make_options("cpu", input=str(inputs.source), output=str(inputs.new), threadpool_count=1, method_map=values)
-    )
+    make_plan(make_options("cpu", input=str(inputs.source), output=str(inputs.new), numa=1, method_map=values))
 
 
 def make_statistics(file: str) -> Callable[[Inputs], Path]:
