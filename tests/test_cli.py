@@ -88,7 +88,7 @@ def test_version_and_help_print_versions_and_commands(cli: Any) -> None:
     lines = cli("--version").stdout.splitlines()
     first_words = ["ktconvert", "Python", "platform", "build", "instruction", "torch", "kt-kernel"]
     assert [line.split()[0] for line in lines] == first_words
-    assert cli("version").stdout.splitlines() == lines
+    assert cli("version").stdout.splitlines() == cli("-V").stdout.splitlines() == lines
     versions = json.loads(cli("version", "--json").stdout)
     assert f"ktconvert {versions['ktconvert']}" == lines[0] and versions["build"]["compiler"] in lines[3]
     assert versions["instruction_sets"]["built"][0] == versions["instruction_sets"]["available"][0] == "scalar"
@@ -171,6 +171,11 @@ def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path,
     cli("resplit", tmp_path / "a", "-o", tmp_path / "d", "--numa", 2, "-q")
     assert "OUT is missing" in cli("cpu", example, code=2).stderr
     assert "OUT is given twice" in cli("cpu", "-i", example, "-o", tmp_path / "e", tmp_path / "f", code=2).stderr
+
+
+@pytest.mark.parametrize("line", ["verfy", "cpu --quant-metod int8"])
+def test_mistyped_names_suggest_the_right_one(line: str, cli: Any) -> None:
+    assert re.search(r"Did you mean.*'(verify|--quant-method)'", cli(*line.split(), code=2).stderr)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

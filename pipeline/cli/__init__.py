@@ -93,6 +93,14 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(module, function)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.NoSuchCommand as error:  # click knows only imported commands
+            raise click.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([*COMMANDS.items()])
@@ -128,6 +136,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     },
 )
 @click.option(
+    "-V",
     "--version",
     is_flag=True,
     expose_value=False,
