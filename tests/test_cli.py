@@ -173,6 +173,12 @@ def test_input_and_output_need_no_flags(tmp_path: Path, cli: Any, example: Path,
     assert "OUT is given twice" in cli("cpu", "-i", example, "-o", tmp_path / "e", tmp_path / "f", code=2).stderr
 
 
+def test_a_second_input_or_output_is_an_error(tmp_path: Path, cli: Any, example: Path) -> None:
+    result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--output", tmp_path / "b", code=2)
+    assert "-o is given 2 times" in result.stderr and list(tmp_path.iterdir()) == []
+    cli("cpu", "-i", example, "--input-path", example, "-o", tmp_path / "a", code=2)
+
+
 @pytest.mark.parametrize("line", ["verfy", "cpu --quant-metod int8"])
 def test_mistyped_names_suggest_the_right_one(line: str, cli: Any) -> None:
     assert re.search(r"Did you mean.*'(verify|--quant-method)'", cli(*line.split(), code=2).stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from click.types import OptionHelpExtra
 
 SHOW_ALL = "ktconvert.help-all"  # key of click's context
+ONCE = {"-i", "-o"}  # options that must not be repeated; of the others, the last value counts, as in most programs
 MAX_CHOICES = 56  # characters of choices that --help shows next to the option; longer lists follow the text
 
 
@@ -39,6 +41,13 @@ class Command(click.Command):
             help=text,
             epilog=f"\b\n{title}{examples}",
         )
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        _, _, order = self.make_parser(ctx).parse_args([*args])
+        for parameter, count in Counter(order).items():
+            if count > 1 and ONCE & {*parameter.opts}:
+                raise click.UsageError(f"{parameter.opts[0]} is given {count} times; give it once.", ctx)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         parameters = {parameter.name: parameter for parameter in self.params}
