@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
 from ktconvert.pipeline.report import terminal
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 # command -> its line in --help
 COMMANDS: Mapping[str, str] = {
@@ -93,6 +96,12 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(module, function)
         return command
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
+        return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
@@ -116,6 +125,14 @@ def _import_numpy() -> None:
         del os.environ[name]
     else:
         os.environ[name] = old_value
+
+
+def _install_completion(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        from ktconvert.pipeline.cli.completion import install_completion
+
+        click.echo(install_completion())
+        ctx.exit()
 
 
 def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
@@ -143,6 +160,14 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     is_eager=True,
     callback=_print_version,
     help="Show versions and exit.",
+)
+@click.option(
+    "--install-completion",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_install_completion,
+    help="Complete commands, options and paths in your shell (bash, zsh or fish).",
 )
 def group() -> None:
     """Convert the experts of mixture-of-experts checkpoints into weights for the CPU (for kt-kernel) and the GPU."""

@@ -45,7 +45,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args([*args])
         for parameter, count in Counter(order).items():
-            if count > 1 and ONCE & {*parameter.opts}:
+            if count > 1 and not ctx.resilient_parsing and ONCE & {*parameter.opts}:
                 raise click.UsageError(f"{parameter.opts[0]} is given {count} times; give it once.", ctx)
         return super().parse_args(ctx, args)
 

@@ -11,9 +11,12 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 MAX_INTEGER = 1 << 62
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -136,6 +139,9 @@ class PathOrHubId(click.types.StringParamType):
         text = super().convert(value, param, ctx)
         path = Path(text).expanduser()
         return str(path.absolute()) if self._absolute and path.exists() else text
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
+        return FilePath().shell_complete(ctx, param, incomplete)
 
 
 def _path_problem(value: Any) -> str | None:

@@ -1,0 +1,43 @@
+"""Installation of shell completion, which click provides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ktconvert.layouts.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Start-up file of a shell, relative to the home directory, and the line that loads the completion."""
+
+    startup_file: str
+    line: str
+
+
+SHELLS: Mapping[str, Shell] = {
+    "bash": Shell(".bashrc", 'eval "$(_KTCONVERT_COMPLETE=bash_source ktconvert)"'),
+    "zsh": Shell(".zshrc", 'eval "$(_KTCONVERT_COMPLETE=zsh_source ktconvert)"'),
+    "fish": Shell(".config/fish/config.fish", "_KTCONVERT_COMPLETE=fish_source ktconvert | source"),
+}
+
+
+def install_completion() -> str:
+    """Append the line for the user's shell ($SHELL) to its start-up file, once; return what was done.
+
+    Raises UsageError for other shells, OSError if the file cannot be written.
+    """
+    name = Path(os.environ.get("SHELL", "")).name
+    if name not in SHELLS:
+        raise UsageError(f"SHELL: {name or 'unset'} has no completion; set SHELL to {', '.join(SHELLS)}.")
+    shell = SHELLS[name]
+    file = Path.home() / shell.startup_file
+    if file.exists() and shell.line in file.read_text(errors="surrogateescape").splitlines():
+        return f"{file}: already loads the completion of ktconvert"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a") as stream:
+        stream.write(f"\n{shell.line}\n")
+    return f"{file}: loads the completion of ktconvert in new shells"

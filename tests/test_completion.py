@@ -1,0 +1,60 @@
+"""Shell completion: real bash completes commands, options, choices and paths; --install-completion is idempotent."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+
+from ktconvert.pipeline.cli import COMMANDS, group
+from ktconvert.pipeline.cli.completion import SHELLS
+from ktconvert.pipeline.options.types import FilePath, PathOrHubId
+
+PARAMETERS = [(name, each) for name in COMMANDS for each in group.get_command(click.Context(group), name).params]  # type: ignore[union-attr]
+PATHS = [(name, each) for name, each in PARAMETERS if isinstance(each.type, FilePath | PathOrHubId)]
+
+
+def complete(*words: str) -> list[tuple[str, str]]:
+    """Return (type, value) of each completion of the last word."""
+    shell = ShellComplete(group, {}, "ktconvert", "_KTCONVERT_COMPLETE")
+    return [(item.type, item.value) for item in shell.get_completions([*words[:-1]], words[-1])]
+
+
+def test_commands_options_and_choices_are_completed() -> None:
+    assert complete("re") == [("plain", "resplit"), ("plain", "resume")]
+    assert ("plain", "--quant-method") in complete("cpu", "--quant")
+    methods = [value for _, value in complete("cpu", "-i", "x", "--quant-method", "")]
+    assert "int8" in methods and "awq" not in methods
+
+
+@pytest.mark.parametrize(("name", "parameter"), PATHS, ids=lambda each: getattr(each, "name", each))
+def test_every_path_is_completed(name: str, parameter: click.Parameter) -> None:
+    before = [] if isinstance(parameter, click.Argument) else [parameter.opts[0]]
+    assert {kind for kind, _ in complete(name, *before, "mod")} <= {"file", "dir"} != set()
+
+
+def test_install_completion_adds_one_line(tmp_path: Path, cli: Any) -> None:
+    for name, shell in SHELLS.items():
+        env = {"HOME": str(tmp_path), "SHELL": f"/bin/{name}"}
+        assert shell.startup_file in cli("--install-completion", env=env).stdout
+        assert "already" in cli("--install-completion", env=env).stdout
+        assert (tmp_path / shell.startup_file).read_text().count(shell.line) == 1
+    assert "bash, zsh, fish" in cli("--install-completion", env={"SHELL": "/bin/dash"}, code=2).stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+def test_bash_loads_the_completion(tmp_path: Path) -> None:
+    program = tmp_path / "ktconvert"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m ktconvert.pipeline.cli "$@"\n')
+    program.chmod(0o755)
+    script = f"{SHELLS['bash'].line}\nCOMP_WORDS=(ktconvert resp); COMP_CWORD=1; _ktconvert_completion ktconvert\n"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "--norc", "-c", f'{script}echo "${{COMPREPLY[@]}}"'], capture_output=True, text=True, env=env
+    )
+    assert done.stdout.strip() == "resplit", done.stderr
