@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import re
@@ -12,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.terminal import EscapingStream, escape
 from rig.conversion import KTCONVERT
 from rig.safetensors import read_file, write_file
@@ -23,10 +26,10 @@ STYLED = re.compile(rb"\x1b\[[?0-9;]*[A-Za-z]")  # what the bar of rich writes
 BAD = "\x1b]0;PWNED\x07"
 
 
-def on_a_terminal(*words: object) -> bytes:
+def on_a_terminal(*words: object, columns: int = 300) -> bytes:
     """Return everything that a command prints on a terminal."""
     ours, theirs = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "300"}
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     with subprocess.Popen(
         [*KTCONVERT, *map(str, words)], stdin=theirs, stdout=theirs, stderr=theirs, env=env
     ) as process:
@@ -58,6 +61,35 @@ def test_names_in_files_are_escaped(example: Path, packed_example: Any, tmp_path
         said = STYLED.sub(b"", on_a_terminal(*words))
         assert not set(said) & ({*range(32), 127} - {*b"\n\r\t"}), said
         assert words[0] == "inspect" or rb"stray\x1b]0;PWNED\x07" in said, said
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_progress_is_one_line_with_the_result_below(example: Path, tmp_path: Path, columns: int) -> None:
+    out = tmp_path / "out"
+    text = STYLED.sub(b"", on_a_terminal("cpu", example, out, "--numa", 1, columns=columns)).decode()
+    lines = [line for line in re.split(r"[\r\n]+", text) if line]
+    bars = [line for line in lines if "\u2501" in line]
+    assert bars and all("ETA " in line and len(line) <= columns for line in bars), lines
+    result, following = lines[lines.index(bars[-1]) + 1 :]
+    assert result.startswith(f"{out}: ") and following == f"next: ktconvert verify {out} --against {example}"
+
+
+def test_remaining_time_is_unknown_until_a_unit_is_finished(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A unit of GPTQ reports its bytes at its end; preparations read none, and do not count."""
+    now = 0.0
+    monkeypatch.setattr("ktconvert.pipeline.report.progress.time.monotonic", lambda: now)
+    reporter = Reporter(json_events=True, verbosity=-1)
+    reporter.begin(1000, 0, by_units=True)
+    etas = []
+    for seconds, nbytes, is_end in ((500, 0, True), (90, 10, False), (10, 90, True), (50, 0, False), (45, 10, False)):
+        now += seconds
+        reporter.advance(nbytes)
+        etas += [json.loads(line)["eta_seconds"] for line in capsys.readouterr().out.splitlines() if "eta_s" in line]
+        if is_end:
+            reporter.finish_unit()
+    assert etas == [None, None, None, 850, 805]
 
 
 def test_stream_passes_only_newlines_and_tabs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -31,6 +32,18 @@ from ktconvert.pipeline.plans import commands
 from ktconvert.pipeline.report.progress import Reporter
 
 IGNORED = "is accepted for compatibility with kt-kernel and has no effect"
+
+VERIFY = "ktconvert verify {output}"
+# Command -> the command to run next
+NEXT = {
+    "cpu": f"{VERIFY} --against {{input}}",
+    "gpu": f"{VERIFY} --against {{input}}",
+    "dequantize": f"{VERIFY} --against {{input}}",
+    "merge": VERIFY,
+    "merge-adapter": VERIFY,
+    "resplit": VERIFY,
+    "calibrate": "ktconvert cpu {input} OUT --scale imatrix --statistics {output}",
+}
 
 
 @command("cpu", CONVERSION_OPTIONS["cpu"])
@@ -315,7 +328,7 @@ def run_plans(
             (plan,) = plans
             make_share(plan, share, reporter, overwrite=overwrite, threads=threads)
             return
-        execute_plans(
+        has_worked = execute_plans(
             plans,
             reporter,
             overwrite=overwrite,
@@ -324,3 +337,7 @@ def run_plans(
             reopen=commands.reopen_plan,
             threads=threads,
         )
+    for plan in plans if has_worked else ():
+        options = plan.options
+        paths = {"output": shlex.quote(str(options.output)), "input": shlex.quote(options.input)}
+        reporter.say(f"next: {NEXT[options.command].format(**paths)}")

@@ -30,7 +30,7 @@ from ktconvert.pipeline.engine.threads import fit_threads
 from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.report.progress import Reporter
-from ktconvert.pipeline.report.text import duration, size
+from ktconvert.pipeline.report.text import duration, plural, size
 
 
 def remove_work_directory(paths: Paths) -> None:
@@ -203,7 +203,7 @@ def _finish_output(plan: Plan, workdir: WorkDir, reporter: Reporter) -> None:
     peak_rss = machine.peak_rss()
     reporter.event("finished", output=str(output), bytes=bytes_written, seconds=round(seconds, 3), peak_rss=peak_rss)
     rate = f"{size(bytes_read / max(seconds, 1e-9))}/s read, peak RSS {size(peak_rss)}"
-    reporter.say(f"{output}: {size(bytes_written)} in {duration(seconds)} ({rate})")
+    reporter.conclude(f"{output}: {size(bytes_written)} in {duration(seconds)} ({rate})")
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
@@ -233,7 +233,7 @@ def _adopt_plan(plan: Plan, workdir: WorkDir, reporter: Reporter, overwrite: boo
         units = plan.units_reading(touched)
         for unit in units:
             workdir.forget_unit(unit)
-        reporter.note(f"{', '.join(touched[:3])} was modified; {len(units)} units that read it are converted again")
+        reporter.note(f"{', '.join(touched[:3])} was modified; {plural(len(units), 'unit')} to convert again")
     document = plan.document(workdir.may_replace)
     if saved != document:
         save_plan(workdir.paths, document)
@@ -295,7 +295,7 @@ def _discard_damaged(finished: Sequence[_StoredItem], threads: int, reporter: Re
     total = sum(nbytes for _, files, _ in finished for _, nbytes, _ in files)
     if not any(files for _, files, _ in finished):
         return
-    reporter.say(f"hashing finished files: {len(finished)} units, {size(total)}")
+    reporter.say(f"hashing finished files: {plural(len(finished), 'unit')}, {size(total)}")
 
     def is_damaged(file: FileRecord) -> bool:
         path, nbytes, sha256 = file

@@ -30,6 +30,7 @@ from ktconvert.pipeline.engine.threads import fit_threads, open_pools
 from ktconvert.pipeline.engine.units import FinishedUnit, Stage, Unit
 from ktconvert.pipeline.engine.worker import OpenPlan, make_attempt
 from ktconvert.pipeline.report.progress import Reporter
+from ktconvert.pipeline.report.text import plural
 
 # Environment variables with numbers of a job's processes: of this process, count, first number, step.
 ENVIRONMENT = (
@@ -102,7 +103,7 @@ def make_share(
         reporter.event("part", part=str(share), made=len(our_units), there=finished, units=units)
         next_step = "" if remaining else f"; run `ktconvert resume {paths.output}` to assemble the output"
         reporter.say(
-            f"job share {share}: {len(our_units)} units made; "
+            f"job share {share}: {plural(len(our_units), 'unit')} made; "
             f"{finished} of {units} units of all job shares are finished{next_step}"
         )
     finally:

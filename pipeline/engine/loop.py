@@ -155,7 +155,9 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
     remaining_units = [unit for output in outputs for _, units in output.remaining for unit in units]
     total_bytes = sum(unit.bytes_in for unit in all_units)
     done_bytes = total_bytes - sum(unit.bytes_in for unit in remaining_units)
-    reporter.begin(total_bytes, done_bytes, units=(len(all_units) - len(remaining_units), len(all_units)))
+    units = (len(all_units) - len(remaining_units), len(all_units))
+    by_units = any(stage.chain for output in outputs for stage in output.plan.stages)
+    reporter.begin(total_bytes, done_bytes, units=units, by_units=by_units)
     # Units that read the same layer follow each other, while its weights are in the page cache.
     merged = heapq.merge(*(output.sequences() for output in outputs), key=lambda entry: entry[:2])
     waiting = deque(sequence for _, _, sequence in merged)

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
 LINE_EVERY = 10.0  # seconds between plain progress lines
+NARROW_BAR, WIDE_BAR = 10, 40  # columns of the bar
 
 
 class Reporter:
@@ -35,7 +36,10 @@ class Reporter:
         self._lock = threading.Lock()
         self._total = self._done = self._done_here = 0
         self._units_done = self._units = 0
-        self._start = self._last_line = 0.0
+        self._start = self._clock = self._last_line = 0.0
+        self._by_units = False
+        self._measured = (0, 0.0)
+        self._conclusions: list[str] = []
         self._current = ""
         self._amount: Callable[[float], str] = size
         self._bar: Progress | None = None
@@ -59,6 +63,13 @@ class Reporter:
                 else:
                     print(text, file=sys.stderr, flush=True)
 
+    def conclude(self, text: str) -> None:
+        """Print a line for people below the bar, when the bar has ended."""
+        if self._bar is None:
+            self.say(text)
+        else:
+            self._conclusions.append(text)
+
     def note(self, text: str) -> None:
         """Print information that needs no action."""
         self.event("note", text=text)
@@ -75,7 +86,13 @@ class Reporter:
         self.say(f"hashed {size(nbytes)}", level=1)
 
     def begin(
-        self, total_bytes: int, done_bytes: int, amount: Callable[[float], str] = size, units: tuple[int, int] = (0, 0)
+        self,
+        total_bytes: int,
+        done_bytes: int,
+        amount: Callable[[float], str] = size,
+        units: tuple[int, int] = (0, 0),
+        *,
+        by_units: bool = False,
     ) -> None:
         """Start to show progress.
 
@@ -83,43 +100,46 @@ class Reporter:
         done_bytes   bytes of input that belong to finished units
         amount       formats a count; the unit need not be bytes
         units        number of finished units, and of all units
+        by_units     measure the speed over whole units: most of a unit's time passes before its first bytes are done
         """
         (self._units_done, self._units) = units
         self._amount = amount
         self._total = total_bytes
         self._done = done_bytes
         self._done_here = 0
-        self._start = self._last_line = time.monotonic()
+        self._start = self._clock = self._last_line = time.monotonic()
+        self._by_units = by_units
+        self._measured = (0, 0.0)
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
         if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
             return
-        from rich.console import Console, RenderableType
-        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+        from rich.table import Column
         from rich.text import Text
 
-        def amount_and_speed(task: Task) -> Text:
-            speed = task.finished_speed or task.speed
-            rate = "?" if speed is None else amount(speed)
-            return Text(f"{amount(task.completed)} of {amount(task.total or 0)}  {rate}/s")
-
-        class LocalColumn(ProgressColumn):
-            """A column that is empty in a worker's row, since its progress is unknown."""
-
-            def __init__(self, render_task: Callable[[Task], RenderableType]) -> None:
-                super().__init__()
-                self._render_task = render_task
-
-            def render(self, task: Task) -> RenderableType:
-                return Text() if task.total is None else self._render_task(task)
-
-        columns = (LocalColumn(BarColumn()), LocalColumn(amount_and_speed), LocalColumn(TimeRemainingColumn()))
-        description = TextColumn("{task.description}", markup=False)
-        memory = TextColumn("{task.fields[rss]}")
         console = Console(file=raw_stream(sys.stderr))
-        self._bar = Progress(
-            description, *columns, memory, console=console, redirect_stdout=False, redirect_stderr=False
-        )
-        self._task = self._bar.add_task("", total=total_bytes, completed=done_bytes, rss="")
+        list_figures = self._list_figures
+        bar_width = max(NARROW_BAR, min(WIDE_BAR, console.width - 2 * WIDE_BAR))
+
+        class LocalBar(BarColumn):
+            """A bar; empty in a worker's row, since its progress is unknown."""
+
+            def render(self, task: Task) -> Any:
+                return Text() if task.total is None else super().render(task)
+
+        class Figures(ProgressColumn):
+            """The figures that fit into the line, the most important ones first; none in a worker's row."""
+
+            def render(self, task: Task) -> Text:
+                room = console.width - len(task.description) - bar_width - 2
+                return Text("" if task.total is None else _join_fitting(list_figures(time.monotonic()), room))
+
+        one_line = Column(no_wrap=True, overflow="ellipsis")
+        description = TextColumn("{task.description}", markup=False, table_column=one_line)
+        columns = (description, LocalBar(bar_width), Figures(Column(no_wrap=True)))
+        self._bar = Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False)
+        self._task = self._bar.add_task(self._status(), total=total_bytes, completed=done_bytes)
         self._bar.start()
 
     def set_current(self, unit: str) -> None:
@@ -130,6 +150,10 @@ class Reporter:
         """Count one more finished unit."""
         with self._lock:
             self._units_done += 1
+            now = time.monotonic()
+            if not self._done_here:  # preparations, such as reading the samples of a calibration
+                self._clock = now
+            self._measured = (self._done_here, now - self._clock)
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, description=self._status())
 
@@ -145,7 +169,7 @@ class Reporter:
             if self._bar is None:
                 return
             if name not in self._workers:
-                self._workers[name] = self._bar.add_task("", total=None, rss="")
+                self._workers[name] = self._bar.add_task("", total=None)
             self._bar.update(self._workers[name], description=escape(f"{name}: {unit or 'idle'}"))
 
     def advance(self, nbytes: int) -> None:
@@ -154,39 +178,63 @@ class Reporter:
             self._done += nbytes
             self._done_here += nbytes
             if self._bar is not None and self._task is not None:
-                self._bar.update(
-                    self._task, advance=nbytes, description=self._status(), rss=f"RSS {size(machine.rss())}"
-                )
+                self._bar.update(self._task, advance=nbytes, description=self._status())
                 return
             now = time.monotonic()
             if now - self._last_line < LINE_EVERY:
                 return
             self._last_line = now
-        rate = self._done_here / max(now - self._start, 1e-9)
-        eta = (self._total - self._done) / rate if rate else 0.0
+        rate, eta = self._measure_speed(now)
         self.event(
             "progress",
             done_bytes=self._done,
             total_bytes=self._total,
             bytes_per_second=round(rate),
-            eta_seconds=round(eta),
+            eta_seconds=None if eta is None else round(eta),
             unit=self._current,
             units_done=self._units_done,
             units=self._units,
             rss=machine.rss(),
         )
-        share = 100 * self._done / max(self._total, 1)
-        self.say(
-            f"{share:5.1f} %  {self._amount(self._done)} of {self._amount(self._total)}  {self._amount(rate)}/s  "
-            f"ETA {duration(eta)}  {self._status()}  RSS {size(machine.rss())}"
-        )
+        self.say(f"{'  '.join(self._list_figures(now))}  {self._status()}")
+
+    def _measure_speed(self, now: float) -> tuple[float, float | None]:
+        """Return bytes of input per second, and the remaining seconds; (0, None) before the first are measured."""
+        done, seconds = self._measured if self._by_units else (self._done_here, now - self._clock)
+        if not done:
+            return 0.0, None
+        rate = done / max(seconds, 1e-9)
+        remaining = self._total - self._done + self._done_here - done
+        return rate, max(0.0, remaining / rate - (now - self._clock - seconds))
+
+    def _list_figures(self, now: float) -> list[str]:
+        """Return figures on the progress for people, the most important ones first."""
+        rate, eta = self._measure_speed(now)
+        speed = [] if eta is None else [f"{self._amount(rate)}/s"]
+        return [
+            f"{100 * self._done / max(self._total, 1):.0f} %",
+            f"ETA {'unknown' if eta is None else duration(eta)}",
+            *speed,
+            f"{self._amount(self._done)} of {self._amount(self._total)}",
+            f"RSS {size(machine.rss())}",
+        ]
 
     def end(self) -> None:
-        """Remove the bar."""
+        """End the bar, and print the conclusions below it."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+        while self._conclusions:
+            self.say(self._conclusions.pop(0))
 
     def rate(self) -> tuple[int, float]:
         """Return the bytes of input that this run has done, and the seconds since begin()."""
         return self._done_here, time.monotonic() - self._start
+
+
+def _join_fitting(figures: Sequence[str], room: int) -> str:
+    """Return the first figures that fit into a number of columns, and at least one."""
+    count = len(figures)
+    while count > 1 and len("  ".join(figures[:count])) > room:
+        count -= 1
+    return "  ".join(figures[:count])

@@ -19,7 +19,7 @@ def size(nbytes: float) -> str:
 
 def tokens(count: float) -> str:
     """Return a number of tokens as text: 512 tokens."""
-    return f"{count:.0f} tokens"
+    return plural(round(count), "token")
 
 
 def duration(seconds: float) -> str:
