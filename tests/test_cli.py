@@ -12,6 +12,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
+import ktconvert
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
@@ -154,6 +156,26 @@ def get_command(name: str) -> Command:
 def read_help(name: str, flag: str = "--help") -> list[str]:
     """Return the lines that a command's help prints on a terminal of 80 columns."""
     return CliRunner().invoke(group, [name, flag], terminal_width=80).output.splitlines()
+
+
+def test_default_number_of_slices_fits_machine_and_model(
+    tmp_path: Path, example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bundled model allows 1 and 2 slices for int4."""
+
+    def plan_slices() -> int:
+        (plan,) = ktconvert.plan("cpu", input=example, output=tmp_path / "out")
+        assert plan.facts["numa"] == plan.options.settings["numa"]
+        return plan.facts["numa"]
+
+    for nodes, slices in ((1, 1), (2, 2), (3, 2), (6, 2)):
+        monkeypatch.setenv("KTCONVERT_NUMA", str(nodes))
+        assert plan_slices() == slices
+    monkeypatch.delenv("KTCONVERT_NUMA")
+    assert plan_slices() <= machine.pool_count()
+    monkeypatch.setenv("KTCONVERT_NUMA", "0")
+    with pytest.raises(ktconvert.KtconvertError, match="KTCONVERT_NUMA: '0'"):
+        plan_slices()
 
 
 @pytest.mark.parametrize("name", CONVERSION_OPTIONS)

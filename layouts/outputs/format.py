@@ -200,6 +200,18 @@ def legal_counts(fmt: Format, shapes: Iterable[tuple[int, int]]) -> tuple[int, .
     return tuple(numa for numa in USUAL_COUNTS if explain_illegal_count(fmt, shapes, numa) is None)
 
 
+def choose_count(layers: Iterable[tuple[Format, tuple[int, int]]], numa: int) -> int:
+    """Return `numa`, or the largest smaller number of slices that is legal; `numa` if there is none.
+
+    layers  format and sizes (H, I) of each layer
+    """
+    distinct = {*layers}
+    for count in (numa, *(usual for usual in reversed(USUAL_COUNTS) if usual < numa)):
+        if all(explain_illegal_count(fmt, [sizes], count) is None for fmt, sizes in distinct):
+            return count
+    return numa
+
+
 def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others: Iterable[Format] = ()) -> None:
     """Raise UnsupportedError, naming the legal numbers of slices for this model, unless `numa` is one of them."""
     if (reason := explain_illegal_count(fmt, [(hidden, intermediate)], numa)) is None:

@@ -18,19 +18,20 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import formats_by_option
-from ktconvert.layouts.outputs.format import explain_illegal_count, legal_counts, output_bytes
+from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
-from ktconvert.native_quant import kernels, machine
+from ktconvert.native_quant import kernels
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import find_unit_states, read_plan
 from ktconvert.pipeline.engine.paths import Paths, find_output, locate
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.plans.commands import make_plan, restore_options
+from ktconvert.pipeline.plans.cpu import read_default_slices
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
 from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure, find_unverified_codes
@@ -38,7 +39,6 @@ from ktconvert.pipeline.verify.verify import Report, describe_output
 from ktconvert.quantizers import equalizing
 
 EXPLAINED = (1, 2, 4, 8)  # numbers of NUMA slices to explain if they are impossible; few machines have different ones
-DEFAULT_SLICES = 2  # default of `ktconvert cpu`
 
 
 def describe_path(
@@ -288,13 +288,13 @@ def dequantize_output(source: TensorSource, source_name: str) -> dict[str, Any]:
 
 def cpu_commands(model: MoeModel, source_name: str) -> list[str]:
     """Return a `ktconvert cpu` command for each possible output, for this machine's NUMA nodes."""
-    pools = machine.pool_count()
+    pools = read_default_slices()
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     lines = []
     for option, fmt in formats_by_option("cpu").items():
-        if not (counts := legal_counts(fmt, shapes)):
+        if not legal_counts(fmt, shapes):
             continue
-        slices = next((t for t in (pools, DEFAULT_SLICES) if t in counts), counts[-1])
+        slices = choose_count([(fmt, sizes) for sizes in shapes], pools)
         output_name = Path(source_name).expanduser().resolve().name.rpartition(":")[2]
         output = f"{output_name.removesuffix(model.source.container.suffix)}-{fmt.name}"
         words = ["ktconvert", "cpu", "-i", source_name, "-o", output, "--quant-method", option]

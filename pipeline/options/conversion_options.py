@@ -43,7 +43,7 @@ AOCL = (
 )
 CONVERT_CHANGED = "On resume, convert units again whose input files changed."
 NUMA_ALIASES = ("--threadpool-count",)
-NUMA_SLICES = "Number of NUMA slices: the NUMA nodes that the server may use."
+NUMA_SLICES = "Number of NUMA slices, one for each node."
 # Methods of kt-kernel's script that are always refused, and those that require --layout -> the reason
 REFUSED_METHODS = {
     "awq": "no program loads kt-kernel's AWQ layout; the other methods accept an AWQ checkpoint as input"
@@ -164,7 +164,9 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     imatrix_sha256: str | None = record(Effect.WEIGHTS, "--imatrix")
     second_moments_sha256: str | None = record(Effect.WEIGHTS, "--statistics")
     gptq: groups.Gptq = groups.Gptq(calibrate="mixed", gptq_steps="full")
-    numa: int = weights_option(NUMA_SLICES, Integer(min=1), default=2, group=Group.QUANTIZATION, aliases=NUMA_ALIASES)
+    numa: int | None = weights_option(
+        NUMA_SLICES, Integer(min=1), unset="this machine's nodes", group=Group.QUANTIZATION, aliases=NUMA_ALIASES
+    )
     layout: str | None = weights_option(
         "File layout: NUMA slices (numa), kt-kernel's native checkpoints (kt), or its aarch64 build (plain).",
         choice(LAYOUTS),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +21,15 @@ from ktconvert.layouts.outputs import (
     loose,
     mixed,
 )
-from ktconvert.layouts.outputs.format import require_legal
+from ktconvert.layouts.outputs.format import choose_count, require_legal
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges
+from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values
+from ktconvert.pipeline.options.types import MAX_INTEGER
 from ktconvert.pipeline.plans import checkpoint, expert_plan
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.quantizers.quantizer import ABSMAX, MSE, QUANTIZERS, Quantizer
@@ -51,7 +54,9 @@ def plan_cpu(options: CpuOptions) -> Plan:
     quantizer = _choose_quantizer(options, fmt, model)
     model = expert_plan.equalize_model(options, model, fmt)
     statistics = expert_plan.open_input_statistics(quantizer, options, model)
-    numa = options.numa if fmt.arrangement.sliced else 1
+    slices = options.numa or _choose_slices(fmt, model)
+    options = with_values(options, numa=slices)
+    numa = slices if fmt.arrangement.sliced else 1
     recorded_values = _choose_layers(options, model, fmt, numa)
     if statistics is not None:
         recorded_values[f"{statistics.manifest_key}_sha256"] = statistics.sha256
@@ -62,7 +67,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
         alternative for alternative in alternatives if alternative.backward or not options.save_backward_weights
     ]
     for layer in layers:
-        require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], options.numa, comparable)
+        require_legal(fmt.layer_format(layer), *model.shape(layer)[1:], slices, comparable)
     if quantizer.calibrated:
         _require_calibration_possible(source, options, layers == model.layers and not options.kept_layers)
     quantized_layers = [layer for layer in layers if quantizer.supports(fmt.layer_format(layer).encoding.grid)]
@@ -96,6 +101,25 @@ def plan_cpu(options: CpuOptions) -> Plan:
     ]
     notes = (*_make_scale_notes(fmt, quantizer), *_make_launch_notes(fmt, facts, model, options))
     return expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
+
+
+def read_default_slices() -> int:
+    """Return the default of --numa: KTCONVERT_NUMA, else the number of NUMA nodes that this process may use.
+
+    Raises UsageError if the variable is no positive number.
+    """
+    text = os.environ.get("KTCONVERT_NUMA")
+    if text is None:
+        return machine.pool_count()
+    if not (text.isdecimal() and 0 < int(text) < MAX_INTEGER):
+        raise UsageError(f"KTCONVERT_NUMA: {text[:40]!r} is not a number of NUMA slices; set it to 1 or more.")
+    return int(text)
+
+
+def _choose_slices(fmt: Format, model: MoeModel) -> int:
+    """Return the default number of NUMA slices, or the largest smaller one that the model allows."""
+    layers = [(fmt.layer_format(layer), model.shape(layer)[1:]) for layer in model.layers]
+    return choose_count(layers, read_default_slices())
 
 
 def _require_calibration_possible(source: TensorSource, options: CpuOptions, has_all_layers: bool) -> None:
