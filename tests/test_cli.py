@@ -153,6 +153,11 @@ def get_command(name: str) -> Command:
     return command
 
 
+def test_python_m_ktconvert_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "ktconvert", "version"], capture_output=True, text=True)
+    assert done.stdout.startswith(f"ktconvert {ktconvert.__version__}\n") and done.returncode == 0
+
+
 def read_help(name: str, flag: str = "--help") -> list[str]:
     """Return the lines that a command's help prints on a terminal of 80 columns."""
     return CliRunner().invoke(group, [name, flag], terminal_width=80).output.splitlines()

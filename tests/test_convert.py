@@ -152,7 +152,7 @@ def test_error_for_an_illegal_numa_count_names_the_legal_ones(
     tmp_path: Path, cli: Any, write_qwen: Any, random_experts: Any
 ) -> None:
     source = write_qwen(tmp_path / "in", {0: random_experts(2, 256, 384)})
-    result = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", code=3)
+    result = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", "--numa", 2, code=3)
     for message in (
         "384/2 = 192",
         "int4 (AMXINT4) takes --numa 1, 3",
