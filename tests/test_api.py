@@ -1,17 +1,95 @@
-"""Tests of the public names of `import ktconvert`. Each example of its docstring runs."""
+"""Tests of the public names of `import ktconvert`. Each example of its docstring runs.
+
+`python tests/test_api.py` writes the generated types of keyword arguments, pipeline/options/arguments.py.
+"""
 
 from __future__ import annotations
 
 import doctest
 import importlib.metadata
 import importlib.resources
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_overloads
 
 import pytest
 
 import ktconvert
+from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
+from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, option_fields
+from ktconvert.pipeline.options.types import PathOrHubId
+
+ROOT = Path(__file__).resolve().parents[1]
+ARGUMENTS = ROOT / "pipeline" / "options" / "arguments.py"
+COMMAND_LINE_ONLY = {"executor", "executor_timeout"}  # Python passes an Executor
+HEAD = '''"""Types of the keyword arguments of ktconvert.plan and ktconvert.convert.
+
+Written by `python tests/test_api.py` from the declarations of the options; do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Required, TypedDict
+'''
+
+
+def argument_type(option_field: OptionField) -> str:
+    """Return the annotation of an option's keyword argument."""
+    if option_field.value_type is Path or isinstance(option_field.click_type, PathOrHubId):
+        text = "str | PathLike[str]"
+    elif option_field.value_type is tuple:
+        text = f"Sequence[{get_args(option_field.annotation)[0].__name__}]"
+    else:
+        text = option_field.value_type.__name__
+    text += " | None" if option_field.default is None else ""
+    return f"Required[{text}]" if option_field.default is REQUIRED else text
+
+
+def write_arguments() -> str:
+    """Return the text of pipeline/options/arguments.py: a TypedDict for each command."""
+    text = HEAD
+    for command, cls in CONVERSION_OPTIONS.items():
+        text += f"\n\nclass {cls.__name__.removesuffix('Options')}Arguments(TypedDict, total=False):\n"
+        text += f'    """Options of `ktconvert {command}`."""\n\n'
+        for option_field in option_fields(cls):
+            if isinstance(option_field.declaration, Option) and option_field.name not in COMMAND_LINE_ONLY:
+                text += f"    {option_field.name}: {argument_type(option_field)}\n"
+    return text
+
+
+def test_types_of_keyword_arguments_follow_from_the_options() -> None:
+    assert ARGUMENTS.read_text() == write_arguments(), "run `python tests/test_api.py`"
+    hints = get_overloads(ktconvert.plan), get_overloads(ktconvert.convert)
+    for overloads in hints:
+        assert [str(inspect.signature(each).parameters["command"].annotation) for each in overloads] == [
+            f"Literal[{command!r}]" for command in CONVERSION_OPTIONS
+        ]
+
+
+def test_progress_is_called_and_nothing_is_printed(
+    tmp_path: Path, example: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[tuple[int, int]] = []
+    ktconvert.convert("cpu", input=example, output=tmp_path / "out", progress=lambda *call: calls.append(call))
+    assert calls[-1][0] == calls[-1][1] > 0 and calls == sorted(calls)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_mypy_rejects_a_wrong_name(tmp_path: Path) -> None:
+    if not (ROOT / "build" / "ns" / "ktconvert").exists():
+        pytest.skip("needs `make types`")
+    program = tmp_path / "program.py"
+    call = 'ktconvert.convert("cpu", input="model", output="out", {}="int8")'
+    program.write_text("\n".join(["import ktconvert", call.format("quant_method"), call.format("quant_methd")]))
+    mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", program]
+    done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
+    errors = [line for line in done.stdout.splitlines() if " error: " in line]
+    assert errors and all("program.py:3:" in line for line in errors), done.stdout + done.stderr
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
@@ -24,7 +102,7 @@ def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_every_name_is_documented() -> None:
     assert ktconvert.__all__ == sorted(ktconvert.__all__)
-    assert set(ktconvert.__all__) <= set(dir(ktconvert))
+    assert ktconvert.__all__ == dir(ktconvert)
     for name in set(ktconvert.__all__) - {"__version__"}:
         assert getattr(ktconvert, name).__doc__, name
 
@@ -32,12 +110,17 @@ def test_every_name_is_documented() -> None:
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown command 'convert'; choose one of cpu, "):
         ktconvert.plan("convert")
-    with pytest.raises(ValueError, match="unknown option ouput"):
+    with pytest.raises(ValueError, match=r"unknown option ouput; did you mean output\?"):
         ktconvert.plan("cpu", input="model", ouput="out")
     with pytest.raises(ValueError, match="unknown method 'int3'; choose one of "):
         ktconvert.verify(tmp_path, quant_method="int3")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ktconvert.nothing  # noqa: B018
+
+
+def test_help_of_the_wrapper_shows_real_defaults() -> None:
+    signature = str(inspect.signature(ktconvert.KTMoEWrapper))
+    assert "object at 0x" not in signature and "weight_path: 'str' = required" in signature
 
 
 def test_version_is_the_same_everywhere() -> None:
@@ -50,3 +133,7 @@ def test_version_is_the_same_everywhere() -> None:
     assert "## [" not in result.stdout
     result = subprocess.run([*notes, "9.9.9"], capture_output=True, text=True)
     assert result.returncode == 1 and result.stderr.startswith("pipeline/__init__.py: the version is ")
+
+
+if __name__ == "__main__":
+    ARGUMENTS.write_text(write_arguments())

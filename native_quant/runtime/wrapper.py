@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +32,19 @@ from ktconvert.native_quant.runtime.pool import Job, Pool, get_shared_pool, pars
 from ktconvert.native_quant.runtime.sft import SftMoEWrapper
 from ktconvert.native_quant.runtime.streams import BufferCache
 
-# Default value of arguments that are required in kt-kernel; only gpu_experts_mask may be omitted.
-_OMITTED: Any = object()
+
+class _Default(enum.Enum):
+    """Defaults that are no values: an omitted mask, and arguments that are required although others have defaults."""
+
+    OMITTED = "omitted"
+    REQUIRED = "required"
+
+    def __repr__(self) -> str:
+        return self.value
+
+
+_OMITTED: Any = _Default.OMITTED
+_REQUIRED: Any = _Default.REQUIRED
 
 
 class KTMoEWrapper:
@@ -82,10 +94,10 @@ class KTMoEWrapper:
         hidden_size: int,
         moe_intermediate_size: int,
         gpu_experts_mask: torch.Tensor | None = _OMITTED,
-        cpuinfer_threads: int = _OMITTED,
-        threadpool_count: int = _OMITTED,
-        weight_path: str = _OMITTED,
-        chunked_prefill_size: int = _OMITTED,
+        cpuinfer_threads: int = _REQUIRED,
+        threadpool_count: int = _REQUIRED,
+        weight_path: str = _REQUIRED,
+        chunked_prefill_size: int = _REQUIRED,
         cpu_save: bool = False,
         max_deferred_experts_per_token: int | None = None,
         method: str = "AMXINT4",
@@ -347,7 +359,7 @@ KTMoEWrapper.__new__.__signature__ = inspect.signature(KTMoEWrapper.__init__)  #
 def _check_arguments(arguments: Mapping[str, Any]) -> None:
     """Check the arguments of either mode. Raises TypeError, ValueError, NotImplementedError."""
     names = ("cpuinfer_threads", "threadpool_count", "weight_path", "chunked_prefill_size")
-    if missing := [name for name in names if arguments[name] is _OMITTED]:
+    if missing := [name for name in names if arguments[name] is _REQUIRED]:
         raise TypeError(f"KTMoEWrapper also requires {', '.join(missing)}")
     methods.check_method(arguments["mode"], arguments["method"])
     make_function(**{name: arguments[name] for name in CONSTANTS})

@@ -10,7 +10,7 @@ Options of the command line are keyword arguments with underscores, and have the
 >>> (plan,) = ktconvert.plan("cpu", input="model", output="model-int8", quant_method="int8", numa=1)
 >>> plan.facts["method"], len(plan.units)
 ('AMXINT8', 2)
->>> ktconvert.convert("cpu", input="model", output="model-int8", quant_method="int8", numa=1, quiet=True)
+>>> ktconvert.convert("cpu", input="model", output="model-int8", quant_method="int8", numa=1)
 [PosixPath('.../model-int8')]
 >>> report = ktconvert.verify("model-int8", against="model")
 >>> report.sentence is None, [check.name for check in report.checks][-2:]
@@ -47,18 +47,31 @@ torch.Size([1, 3])
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Executor
     from os import PathLike
     from pathlib import Path
+    from typing import TypeAlias, Unpack
 
     from ktconvert.layouts.errors import KtconvertError
     from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
     from ktconvert.pipeline import __version__
     from ktconvert.pipeline.engine.plan import Plan
+    from ktconvert.pipeline.options.arguments import (
+        CalibrateArguments,
+        CpuArguments,
+        DequantizeArguments,
+        GpuArguments,
+        MergeAdapterArguments,
+        MergeArguments,
+        ResplitArguments,
+    )
     from ktconvert.pipeline.verify.verify import Report
+
+    Progress: TypeAlias = Callable[[int, int], object]
 
 __all__ = ["KTConvertConfig", "KTMoEWrapper", "KtconvertError", "__version__", "convert", "plan", "verify"]
 
@@ -70,6 +83,20 @@ _MODULES = {
 }
 
 
+@overload
+def plan(command: Literal["cpu"], /, **options: Unpack[CpuArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["gpu"], /, **options: Unpack[GpuArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["calibrate"], /, **options: Unpack[CalibrateArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["dequantize"], /, **options: Unpack[DequantizeArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["merge"], /, **options: Unpack[MergeArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["merge-adapter"], /, **options: Unpack[MergeAdapterArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["resplit"], /, **options: Unpack[ResplitArguments]) -> list[Plan]: ...
 def plan(command: str, /, **options: Any) -> list[Plan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
@@ -87,20 +114,91 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
     return commands.make_plans(commands.make_options(command, **options))
 
 
-def convert(command: str, /, *, executor: Executor | None = None, **options: Any) -> list[Path]:
+@overload
+def convert(
+    command: Literal["cpu"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[CpuArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["gpu"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[GpuArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["calibrate"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[CalibrateArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["dequantize"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[DequantizeArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["merge"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[MergeArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["merge-adapter"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[MergeAdapterArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["resplit"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ResplitArguments],
+) -> list[Path]: ...
+def convert(
+    command: str, /, *, executor: Executor | None = None, progress: Progress | None = None, **options: Any
+) -> list[Path]:
     """Run `ktconvert COMMAND`: plan, make missing units, and publish each output in one step.
 
     executor  any concurrent.futures.Executor whose workers see input and output under the same paths; None: threads of
               this process
-    options   as for plan; with quiet=True, only warnings are printed
+    progress  is called with the bytes of input that are done, and all of them, from any thread
+    options   as for plan; only warnings are printed, with verbose=True also the progress
     Returns the directories of the outputs. Raises the errors of plan, and KtconvertError if the work fails; the same
     call then resumes it.
     """
     from ktconvert.pipeline.plans import commands
+    from ktconvert.pipeline.report.progress import Reporter
 
-    plans = plan(command, **options)
+    plans: list[Plan] = plan(command, **options)  # type: ignore[call-overload]  # any command and options
     first_options = plans[0].options
-    commands.run(plans, executor, first_options.reporting.reporter, overwrite=first_options.existing.overwrite)
+    reporting = first_options.reporting
+    reporter = Reporter(
+        json_events=reporting.json_events, verbosity=1 if reporting.verbose else -1, on_progress=progress
+    )
+    commands.run(plans, executor, reporter, overwrite=first_options.existing.overwrite)
     return [output_plan.options.output for output_plan in plans]
 
 
@@ -149,4 +247,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return [*__all__]

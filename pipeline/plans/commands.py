@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import importlib
 import os
@@ -89,7 +90,8 @@ def _convert_options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOpt
     """Return options from values of plan.json or of a caller. Raises ValueError, naming the option."""
     by_name = {option_field.name: option_field for option_field in option_fields(cls)}
     if unknown := sorted({*values} - {*by_name}):
-        raise ValueError(f"unknown option {unknown[0]}")
+        similar = difflib.get_close_matches(unknown[0], by_name, 1)
+        raise ValueError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 

@@ -28,11 +28,16 @@ class Reporter:
     """Messages on stderr and events on stdout; safe to call from several threads.
 
     With a verbosity of -1 only warnings are printed, with -2 nothing.
+
+    on_progress  is called with the bytes of input that are done, and all of them
     """
 
-    def __init__(self, *, json_events: bool = False, verbosity: int = 0) -> None:
+    def __init__(
+        self, *, json_events: bool = False, verbosity: int = 0, on_progress: Callable[[int, int], object] | None = None
+    ) -> None:
         self.json_events = json_events
         self.verbosity = verbosity
+        self._on_progress = on_progress
         self._lock = threading.Lock()
         self._total = self._done = self._done_here = 0
         self._units_done = self._units = 0
@@ -177,6 +182,8 @@ class Reporter:
         with self._lock:
             self._done += nbytes
             self._done_here += nbytes
+            if self._on_progress is not None:
+                self._on_progress(self._done, self._total)
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, advance=nbytes, description=self._status())
                 return

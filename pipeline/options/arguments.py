@@ -1,0 +1,225 @@
+"""Types of the keyword arguments of ktconvert.plan and ktconvert.convert.
+
+Written by `python tests/test_api.py` from the declarations of the options; do not edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+from typing import Required, TypedDict
+
+
+class CpuArguments(TypedDict, total=False):
+    """Options of `ktconvert cpu`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    input_type: str | None
+    quant_method: str
+    method_map: Sequence[str]
+    config: str | PathLike[str] | None
+    scale: str
+    imatrix: str | PathLike[str] | None
+    statistics: str | PathLike[str] | None
+    dampening_frac: float
+    calibrate: str
+    gptq_steps: str
+    min_expert_tokens: int
+    save_statistics: str | PathLike[str] | None
+    numa: int | None
+    layout: str | None
+    gpu: bool
+    no_merge_safetensor: bool
+    resume_layer: int
+    save_backward_weights: bool
+    fp8_expert_batch: int | None
+    profile: bool
+    layers: str
+    non_experts: str
+    dry_run: bool
+    verify_inputs: bool
+    part: str | None
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+    max_shard_size: int | None
+    equalize: bool
+    dataset: str | PathLike[str]
+    dataset_split: str
+    num_calibration_samples: int
+    max_sequence_length: int
+    random_seed: int
+    trust_remote_code: bool
+    force_cpu: bool
+    max_gpu_memory: int | None
+    allow_machine_change: bool
+    revision: str | None
+    arch_file: str | PathLike[str] | None
+
+
+class GpuArguments(TypedDict, total=False):
+    """Options of `ktconvert gpu`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    quant_method: str
+    quant_type: str
+    group_size: int
+    rounding: str
+    ignore_patterns: Sequence[str]
+    engine: str
+    torch_dtype: str
+    max_cpu_memory: int | None
+    tp_size: Sequence[int]
+    max_shard_size: int | None
+    dry_run: bool
+    verify_inputs: bool
+    part: str | None
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+    equalize: bool
+    dataset: str | PathLike[str]
+    dataset_split: str
+    num_calibration_samples: int
+    max_sequence_length: int
+    random_seed: int
+    dampening_frac: float
+    calibrate: str
+    gptq_steps: str
+    min_expert_tokens: int
+    save_statistics: str | PathLike[str] | None
+    trust_remote_code: bool
+    force_cpu: bool
+    max_gpu_memory: int | None
+    allow_machine_change: bool
+    revision: str | None
+    arch_file: str | PathLike[str] | None
+
+
+class CalibrateArguments(TypedDict, total=False):
+    """Options of `ktconvert calibrate`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    second_moments: bool
+    dataset: str | PathLike[str]
+    dataset_split: str
+    num_calibration_samples: int
+    max_sequence_length: int
+    random_seed: int
+    trust_remote_code: bool
+    force_cpu: bool
+    max_gpu_memory: int | None
+    allow_machine_change: bool
+    revision: str | None
+    arch_file: str | PathLike[str] | None
+    dry_run: bool
+    verify_inputs: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+
+
+class DequantizeArguments(TypedDict, total=False):
+    """Options of `ktconvert dequantize`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    config_path: str | None
+    max_shard_size: int | None
+    revision: str | None
+    dry_run: bool
+    verify_inputs: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+
+
+class MergeArguments(TypedDict, total=False):
+    """Options of `ktconvert merge`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    original_path: str | PathLike[str] | None
+    max_tensors: int
+    layers: str
+    verify_inputs: bool
+    dry_run: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+
+
+class MergeAdapterArguments(TypedDict, total=False):
+    """Options of `ktconvert merge-adapter`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    adapter: Required[str | PathLike[str]]
+    dry_run: bool
+    verify_inputs: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+    max_shard_size: int | None
+    revision: str | None
+
+
+class ResplitArguments(TypedDict, total=False):
+    """Options of `ktconvert resplit`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    numa: Required[int]
+    against: str | PathLike[str] | None
+    revision: str | None
+    max_shard_size: int | None
+    verify_inputs: bool
+    dry_run: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
