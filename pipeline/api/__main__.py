@@ -1,6 +1,6 @@
 """The ktconvert command as `python -m ktconvert`."""
 
-from ktconvert.pipeline.cli import main
+import runpy
 
 if __name__ == "__main__":  # processes of multiprocessing import this module, too
-    main()
+    runpy.run_module("ktconvert.pipeline.cli", run_name="__main__", alter_sys=True)

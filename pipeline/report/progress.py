@@ -137,8 +137,8 @@ class Reporter:
             """The figures that fit into the line, the most important ones first; none in a worker's row."""
 
             def render(self, task: Task) -> Text:
-                room = console.width - len(task.description) - bar_width - 2
-                return Text("" if task.total is None else _join_fitting(list_figures(time.monotonic()), room))
+                width = console.width - len(task.description) - bar_width - 2
+                return Text("" if task.total is None else _join_fitting(list_figures(time.monotonic()), width))
 
         one_line = Column(no_wrap=True, overflow="ellipsis")
         description = TextColumn("{task.description}", markup=False, table_column=one_line)
@@ -239,9 +239,9 @@ class Reporter:
         return self._done_here, time.monotonic() - self._start
 
 
-def _join_fitting(figures: Sequence[str], room: int) -> str:
+def _join_fitting(figures: Sequence[str], width: int) -> str:
     """Return the first figures that fit into a number of columns, and at least one."""
     count = len(figures)
-    while count > 1 and len("  ".join(figures[:count])) > room:
+    while count > 1 and len("  ".join(figures[:count])) > width:
         count -= 1
     return "  ".join(figures[:count])
