@@ -219,8 +219,7 @@ def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others
     choices = []
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
         counts = legal_counts(candidate, [(hidden, intermediate)])
-        listed = ", ".join(map(str, counts)) if counts else "no NUMA count"
-        choices.append(f"{candidate.option} ({candidate.name}) takes --numa {listed}")
-    raise UnsupportedError(
-        f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}. Legal here: {'; '.join(choices)}."
-    )
+        if counts:
+            choices.append(f"{candidate.option} ({candidate.name}) takes --numa {', '.join(map(str, counts))}")
+    legal = "; ".join(choices) or "no method"
+    raise UnsupportedError(f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}. Legal here: {legal}.")

@@ -125,7 +125,7 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError:
         needs = f"downloading needs huggingface_hub: {install_command('hub')}"
-        raise InputError(f"{name}: not in the local cache, and {needs}") from None
+        raise InputError(f"{name}: no such file or directory here, not in the local cache, and {needs}") from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
     except Exception as e:  # every library underneath raises its own
@@ -146,7 +146,8 @@ def explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
         problem = "neither a local path nor a public model of the hub; if private, run `hf auth login`"
         return InputError(f"{name}: {problem}")
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
-    return InputError(f"{name}{at}: cannot be downloaded ({type(e).__name__}); {remedy}")
+    problem = f"no such file or directory here, and the model{at} cannot be downloaded ({type(e).__name__})"
+    return InputError(f"{name}: {problem}; correct the path, {remedy}")
 
 
 def _command(name: str, revision: str | None, files: Sequence[str] = ()) -> str:

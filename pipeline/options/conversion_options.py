@@ -70,7 +70,7 @@ class QuantizationOptions(groups.ConversionOptions):
     """
 
     part: str | None = tuning_option(
-        "Make only every N-th file, from number R on: R/N, or env (RANK/WORLD_SIZE or a SLURM array).",
+        "Make only every N-th file: R/N with R from 0 to N-1, or env (RANK/WORLD_SIZE or a SLURM array).",
         KeywordText("env"),
         unset="all",
         group=Group.MACHINES,
