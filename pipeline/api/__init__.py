@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         CalibrateArguments,
         CpuArguments,
         DequantizeArguments,
+        FetchArguments,
         GpuArguments,
         MergeAdapterArguments,
         MergeArguments,
@@ -91,6 +92,8 @@ def plan(command: Literal["gpu"], /, **options: Unpack[GpuArguments]) -> list[Pl
 def plan(command: Literal["calibrate"], /, **options: Unpack[CalibrateArguments]) -> list[Plan]: ...
 @overload
 def plan(command: Literal["dequantize"], /, **options: Unpack[DequantizeArguments]) -> list[Plan]: ...
+@overload
+def plan(command: Literal["fetch"], /, **options: Unpack[FetchArguments]) -> list[Plan]: ...
 @overload
 def plan(command: Literal["merge"], /, **options: Unpack[MergeArguments]) -> list[Plan]: ...
 @overload
@@ -149,6 +152,15 @@ def convert(
     executor: Executor | None = None,
     progress: Progress | None = None,
     **options: Unpack[DequantizeArguments],
+) -> list[Path]: ...
+@overload
+def convert(
+    command: Literal["fetch"],
+    /,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[FetchArguments],
 ) -> list[Path]: ...
 @overload
 def convert(

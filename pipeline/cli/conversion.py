@@ -39,6 +39,7 @@ NEXT = {
     "cpu": f"{VERIFY} --against {{input}}",
     "gpu": f"{VERIFY} --against {{input}}",
     "dequantize": f"{VERIFY} --against {{input}}",
+    "fetch": VERIFY,
     "merge": VERIFY,
     "merge-adapter": VERIFY,
     "resplit": VERIFY,
@@ -119,12 +120,11 @@ def fetch(options: ConversionOptions) -> None:
     SGLang, transformers and `ktconvert serve` load OUT as the model beside CPU weights.
 
     Examples:
-      ktconvert fetch Qwen/Qwen3-235B-A22B -o Qwen3-235B-trunk --dry-run                      print the sizes
-      ktconvert fetch Qwen/Qwen3-235B-A22B -o Qwen3-235B-trunk
-      ktconvert fetch Qwen/Qwen3-235B-A22B -o TRUNK --gpu-experts-mask mask.safetensors       with the hot experts
-      ktconvert serve Qwen3-235B-trunk --cpu-weights Qwen3-235B-INT8
-
-    To continue after an interruption, repeat the command or run `ktconvert resume OUT`.
+      ktconvert fetch Qwen/Qwen3-235B-A22B TRUNK
+      ktconvert fetch Qwen/Qwen3-235B-A22B TRUNK --dry-run    print the sizes
+      ktconvert fetch MODEL TRUNK --gpu-experts-mask mask.safetensors
+      ktconvert serve TRUNK --cpu-weights Qwen3-235B-INT8
+      ktconvert resume TRUNK                                  continue
     """
     convert(options)
 

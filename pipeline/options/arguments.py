@@ -61,6 +61,7 @@ class CpuArguments(TypedDict, total=False):
     max_gpu_memory: int | None
     allow_machine_change: bool
     revision: str | None
+    stream: bool
     arch_file: str | PathLike[str] | None
 
 
@@ -107,6 +108,7 @@ class GpuArguments(TypedDict, total=False):
     max_gpu_memory: int | None
     allow_machine_change: bool
     revision: str | None
+    stream: bool
     arch_file: str | PathLike[str] | None
 
 
@@ -146,6 +148,28 @@ class DequantizeArguments(TypedDict, total=False):
     input: Required[str | PathLike[str]]
     output: Required[str | PathLike[str]]
     config_path: str | None
+    max_shard_size: int | None
+    revision: str | None
+    stream: bool
+    dry_run: bool
+    verify_inputs: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+
+
+class FetchArguments(TypedDict, total=False):
+    """Options of `ktconvert fetch`."""
+
+    input: Required[str | PathLike[str]]
+    output: Required[str | PathLike[str]]
+    gpu_experts_mask: str | PathLike[str] | None
     max_shard_size: int | None
     revision: str | None
     dry_run: bool
@@ -201,6 +225,7 @@ class MergeAdapterArguments(TypedDict, total=False):
     verbose: bool
     max_shard_size: int | None
     revision: str | None
+    stream: bool
 
 
 class ResplitArguments(TypedDict, total=False):

@@ -324,10 +324,12 @@ class DequantizeOptions(groups.ConversionOptions, command="dequantize"):
 
 
 class FetchOptions(groups.ConversionOptions, command="fetch"):
-    input: str = input_option(CHECKPOINT, *INPUT, argument="model")
-    output: Path = output_option(*OUTPUT, argument="out")
+    input: str = groups.input_option("model", "--input-path")
+    output: Path = groups.output_option("out")
     gpu_experts_mask: Path | None = files_option(
-        "Also fetch the experts that this mask of `ktconvert experts` marks.", FilePath(absolute=True)
+        "Also fetch the experts that this mask of `ktconvert experts` marks.",
+        FilePath(absolute=True),
+        group=Group.EXPERTS,
     )
     max_shard_size: int | None = shard_size_option("5GB")
     hub: groups.Hub = groups.Hub()

@@ -193,7 +193,9 @@ class Hub(Options):
 
 class Streaming(Options):
     stream: bool = tuning_option(
-        "Fetch the weights of a hub id while they are needed, without keeping them on disk.", default=False
+        "Fetch the weights of a hub id while they are needed, without keeping them on disk.",
+        default=False,
+        group=Group.ADVANCED,
     )
 
 

@@ -9,10 +9,11 @@ import click
 
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import machine
-from ktconvert.pipeline.options.conversion_options import CHECKPOINT, choice, output_option
+from ktconvert.pipeline.options.conversion_options import choice
 from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Options, declare, option, record
 from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
+    CHECKPOINT,
     PLOT,
     THREADS,
     THREADS_ALIASES,
@@ -55,7 +56,13 @@ class BenchOptions(Options):
 class ConvertAdapterOptions(Options):
     adapter: Path = option("Adapter of kt-kernel.", FilePath(absolute=True), argument="adapter", default=REQUIRED)
     model: str = option(CHECKPOINT, PathOrHubId(absolute=True), default=REQUIRED)
-    output: Path = output_option("-o", "--output", help="Output directory; it must not exist.")
+    output: Path = option(
+        "Output directory; it must not exist.",
+        OutputPath(absolute=True),
+        flags=("-o", "--output"),
+        default=REQUIRED,
+        group=Group.OUTPUT,
+    )
     hub: Hub = Hub()
     as_json: bool = declare(AS_JSON, default=False)
 
