@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "gpu": ("-i", "model", "-o", "OUT", *RTN),
     "calibrate": ("model", "-o", "OUT", "--dataset", "text.txt", *SHORT),
     "dequantize": ("model", "OUT"),
+    "fetch": ("model", "OUT"),
     "merge": ("-i", "loose", "-o", "OUT"),
     "merge-adapter": ("model", "--adapter", "adapter", "-o", "OUT"),
     "resplit": ("packed", "OUT", "--threadpool-count", 2),

@@ -140,6 +140,7 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         name, kind = option.argument.upper(), option_field.click_type
         required = not option.flags and default is REQUIRED
         number = -1 if option_field.value_type is tuple else 1
+        name = f"[{name}]..." if number < 0 else name
         yield click.Argument([option.argument], type=kind, required=required, nargs=number, metavar=name)
         if not option.flags:
             return

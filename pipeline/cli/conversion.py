@@ -51,8 +51,6 @@ NEXT = {
 def cpu(options: ConversionOptions) -> None:
     """Convert a checkpoint's routed experts to AMXINT4, AMXINT8, RAWINT4, MXFP4, FP8 or BF16 weights for the CPU.
 
-    No GPU is needed, and memory holds a few experts (--scale gptq: one layer), whatever the model's size.
-
     Examples:
       ktconvert cpu Qwen3-30B-A3B Qwen3-INT8 --quant-method int8
       ktconvert cpu MODEL OUT --scale mse    same size, smaller error

@@ -32,9 +32,9 @@ def fit(options: FitOptions) -> None:
     describe a different one. The exit code is 4 if nothing fits.
 
     Examples:
-      ktconvert fit /models/Qwen3-30B-A3B
-      ktconvert fit deepseek-ai/DeepSeek-V3.1 --ram 512GB --gpu 2x4090 --numa 2 --bandwidth 400GB --disk 2TB
-      ktconvert fit /models/Qwen3-30B-A3B --ram 64GB --vram 24GB --context 131072 --explain
+      ktconvert fit MODEL
+      ktconvert fit deepseek-ai/DeepSeek-V3.1 --ram 512GB --gpu 2x4090
+      ktconvert fit MODEL --ram 64GB --vram 24GB --context 131072 --explain
     """
     from ktconvert.pipeline.fit.estimate import list_choices
     from ktconvert.pipeline.fit.reading import read_model

@@ -34,10 +34,10 @@ def models(options: ModelsOptions) -> None:
     downloads different and missing files again. The exit code is 6 if files still differ.
 
     Examples:
-      ktconvert models                                        the cache and the current directory
-      ktconvert models /models /scratch                       the cache and two folders
-      ktconvert models --check Qwen/Qwen3-30B-A3B             check a model in the cache
-      ktconvert models --check /models/Qwen3-30B-A3B --against Qwen/Qwen3-30B-A3B --repair
+      ktconvert models                      the cache, the current directory
+      ktconvert models /models /scratch     the cache and two folders
+      ktconvert models --check Qwen/Qwen3-30B-A3B
+      ktconvert models --check DIR --against Qwen/Qwen3-30B-A3B --repair
     """
     if options.check is not None:
         check_checkpoint(options, options.check)

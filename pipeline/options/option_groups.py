@@ -193,9 +193,7 @@ class Hub(Options):
 
 class Streaming(Options):
     stream: bool = tuning_option(
-        "Fetch the weights of a hub id while they are needed, without keeping them on disk.",
-        default=False,
-        group=Group.ADVANCED,
+        "Fetch the weights of a hub id while they are needed.", default=False, group=Group.INPUT
     )
 
 
