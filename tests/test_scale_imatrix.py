@@ -229,7 +229,7 @@ def test_a_folder_of_statistics_must_match_its_description(source, imatrix, tmp_
     before = conversion.identity(folder)
     for way in ways:
         refused(
-            run_in_process(*command, *way, "-o", folder, "--overwrite", "--delete-others"),
+            run_in_process(*command[:4], folder, *command[5:], *way, "--overwrite", "--delete-others"),
             2,
             str(folder),
             "choose a different",

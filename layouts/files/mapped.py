@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import resource
+import sys
 import threading
 from pathlib import Path
 
@@ -62,7 +63,7 @@ class Mapping(mmap.mmap):
     """A mapped file that is registered under its name until it is unmapped; then other files may use its addresses."""
 
     # Kept here because at exit the module's globals may be cleared before the last mappings are freed.
-    _unregister = staticmethod(sigbus.unregister_mapping)
+    _unregister, _is_exiting = staticmethod(sigbus.unregister_mapping), staticmethod(sys.is_finalizing)
     _address = 0
 
     def register(self, path: Path, may_lose: bool) -> None:
@@ -71,7 +72,7 @@ class Mapping(mmap.mmap):
         self._address = address
 
     def __del__(self) -> None:
-        if self._address:
+        if self._address and not self._is_exiting():
             self._unregister(self._address)
 
 

@@ -44,7 +44,7 @@ def list_commands(choice: Choice, names: Names, machine: Machine, use: Use) -> I
     if form.option:
         weights = f"{names.stem}-{form.method}"
         scale = () if form.scale == ABSMAX.name else ("--scale", form.scale)
-        slices = ("--threadpool-count", machine.numa) if form.sliced else ()
+        slices = ("--numa", machine.numa) if form.sliced else ()
         yield (
             "convert",
             _join("ktconvert cpu -i", source, "-o", weights, "--quant-method", form.option, *scale, *slices),
