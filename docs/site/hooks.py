@@ -12,6 +12,8 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 CHANGELOG = "changelog.md"
+COMMANDS = "reference/commands/"
+OPTION_ROW = re.compile(r"^\| (?=(?:`-\w`, )?`--([\w-]+)`)", re.MULTILINE)  # of a table; its first long name
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\\\[|\\\])*)\]\(((?:\.\./)+[^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -25,7 +27,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Rewrite links that leave docs/; code stays as it is."""
+    """Rewrite links that leave docs/, and give each option of a command an anchor; code stays as it is."""
     folder = posixpath.dirname(page.file.src_uri)
 
     def one(match: re.Match[str]) -> str:
@@ -43,4 +45,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     for block in fenced.finditer(markdown):
         parts += [LINK.sub(one, markdown[last : block.start()]), block[0]]
         last = block.end()
-    return "".join([*parts, LINK.sub(one, markdown[last:])])
+    text = "".join([*parts, LINK.sub(one, markdown[last:])])
+    if page.file.src_uri.startswith(COMMANDS):
+        text = OPTION_ROW.sub(r'| <a class="option" id="\1" href="#\1" aria-label="Link to --\1"></a>', text)
+    return text
