@@ -90,7 +90,8 @@ class ModelShape:
     forms, rests  forms of the CPU's experts, and of the rest
     caches        cache of each decoder layer; () if the config does not describe it
     routed_bytes  stored bytes of the routed experts, which a conversion reads
-    download      bytes to download first
+    download      bytes to download first, unless the experts can be streamed
+    streams       whether the experts can be converted while they are downloaded
     """
 
     experts: tuple[int, ...]
@@ -103,6 +104,7 @@ class ModelShape:
     caches: tuple[LayerCache, ...]
     routed_bytes: int
     download: int = 0
+    streams: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ class Choice:
     loss         as of ExpertForm, of the CPU's and the GPU's experts by their numbers
     problem      why it does not fit; "" if it fits
     limit        why one more expert per layer, or the next step, does not fit
+    streamed     whether only the rest of the model is downloaded to disk, and the experts are streamed
     """
 
     form: ExpertForm
@@ -155,6 +158,7 @@ class Choice:
     loss: float
     problem: str
     limit: str
+    streamed: bool
 
     @property
     def ram_bytes(self) -> int:
@@ -205,7 +209,9 @@ class Predictor:
         ram = {"process": PROCESS_MEMORY, "experts": self._cpu_bytes(form, count)}
         if not self.cards:
             ram |= {"rest": rest.rest, "cache": self.cache_bytes, "buffers": self.buffer_bytes}
-        disk = form.disk + rest.disk + self.shape.download
+        # Only if all experts are in the CPU's output, no other step needs them.
+        streamed = bool(self.shape.streams and form.disk and not rest.disk and not count)
+        disk = form.disk + rest.disk + (rest.rest if streamed else self.shape.download)
         return Choice(
             form,
             rest,
@@ -218,6 +224,7 @@ class Predictor:
             self._mix_losses(form, rest, count),
             form.refusal or self._explain_problem(sum(ram.values()), vram, disk),
             self._explain_limit(rest, count, vram),
+            streamed,
         )
 
     def _list_fixed_vram(self, rest: RestForm) -> dict[str, int]:

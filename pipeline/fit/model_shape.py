@@ -72,6 +72,7 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         find_caches(config, decoder_layers) or (),
         sum(info.nbytes for layer in layers for info in model.layer_tensors(layer)),
         download,
+        streams=download > 0 and not source.container.experts_only,
     )
 
 

@@ -36,7 +36,11 @@ def name_model(model: str, *, is_local: bool, experts_only: bool) -> Names:
 def list_commands(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[tuple[str, str]]:
     """Yield (step, command) in the order in which a user runs them."""
     source = names.model
-    if not names.is_local:
+    stream: tuple[str, ...] = ()
+    if choice.streamed:
+        yield "download the rest", _join("ktconvert fetch", names.model, "-o", names.stem)
+        stream = ("--stream",)
+    elif not names.is_local:
         repository, _, file = names.model.partition(":")
         yield "download", _join("hf download", repository, *filter(None, [file]), "--local-dir", names.stem)
         source = f"{names.stem}/{file}" if file else names.stem
@@ -47,7 +51,7 @@ def list_commands(choice: Choice, names: Names, machine: Machine, use: Use) -> I
         slices = ("--numa", machine.numa) if form.sliced else ()
         yield (
             "convert",
-            _join("ktconvert cpu -i", source, "-o", weights, "--quant-method", form.option, *scale, *slices),
+            _join("ktconvert cpu -i", source, "-o", weights, "--quant-method", form.option, *scale, *slices, *stream),
         )
         yield "verify", _join("ktconvert verify", weights, "--against", source)
     rest = names.rest
