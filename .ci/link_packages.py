@@ -10,19 +10,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PARENT = ROOT / "build" / "ns"
-LINKS = {"__init__.py": "pipeline/api/__init__.py", "py.typed": "pipeline/api/py.typed"} | {
-    name: name for name in ("pipeline", "quantizers", "layouts", "native_quant")
-}
+API = ROOT / "pipeline" / "api"  # ktconvert itself
+PACKAGES = ("pipeline", "quantizers", "layouts", "native_quant")
 
 
 def link_packages() -> None:
     """Make the links, or make them again."""
     package = PARENT / "ktconvert"
     package.mkdir(parents=True, exist_ok=True)
-    for name, target in LINKS.items():
-        link = package / name
+    for target in (*(path for path in API.iterdir() if path.is_file()), *(ROOT / name for name in PACKAGES)):
+        link = package / target.name
         link.unlink(missing_ok=True)
-        link.symlink_to(os.path.relpath(ROOT / target, package))
+        link.symlink_to(os.path.relpath(target, package))
 
 
 if __name__ == "__main__":
