@@ -34,24 +34,31 @@ class FileSystem:
         return io.BytesIO(WEIGHTS)
 
 
-STEP = st.tuples(st.sampled_from(("map", "prefetch", "release")), st.integers(0, SIZE), st.integers(0, SIZE))
+STEP = st.tuples(st.sampled_from(("view", "keep", "prefetch", "release")), st.integers(0, SIZE), st.integers(0, SIZE))
 
 
 @settings(deadline=None, max_examples=40)
 @given(steps=st.lists(STEP))
 def test_bytes_are_right_in_any_order_of_accesses(steps: list[tuple[str, int, int]]) -> None:
-    """Released bytes take no disk space."""
+    """Views keep their bytes, also those that have been released; otherwise, released bytes take no disk space."""
     with conversion.memory_folder(Path(tempfile.mkdtemp())) as folder:  # a file system with holes
         files = remote.RemoteFiles(Commit(FileSystem(), NAME, "0" * 40), folder)
+        kept = []
         for step, *ends in steps:
             start, stop = sorted(ends)
             if step == "prefetch":
                 files.prefetch("a", SIZE, start, stop)
                 continue
-            assert files.map("a", SIZE, start, stop)[start:stop] == WEIGHTS[start:stop]
-            if step == "release":
+            view = files.view("a", SIZE, start, stop)
+            assert view.tobytes() == WEIGHTS[start:stop]
+            if step == "keep":
+                kept.append((view[: len(view) // 2], start, start + len(view) // 2))
+            elif step == "release":
                 files.release("a", start, stop)
-        files.map("a", SIZE, 0, SIZE)
+            del view
+        assert all(view.tobytes() == WEIGHTS[start:stop] for view, start, stop in kept)
+        kept.clear()
+        files.view("a", SIZE, 0, SIZE)
         files.release("a", 0, SIZE)
         assert files.held_bytes <= 4096  # the last page, of which the file has a part
         files.close()

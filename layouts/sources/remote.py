@@ -9,12 +9,17 @@ import os
 import tempfile
 import threading
 import time
+import weakref
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.sources.hub_headers import Commit
+from ktconvert.native_quant.arrays import Array
 
 BLOCK = 1 << 20  # bytes that are fetched at least
 LONGEST_REQUEST = 16  # blocks
@@ -26,7 +31,7 @@ TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class RemoteFiles:
-    """The weight files of a commit, of which memory maps can be used where their bytes have been fetched.
+    """The weight files of a commit: views of their bytes, which are fetched when a view is made.
 
     The bytes are in files without a name, in `folder`. They vanish when the process ends, also when it is killed.
     """
@@ -37,25 +42,21 @@ class RemoteFiles:
         self._files: dict[str, _PartialFile] = {}
         self._lock = threading.Lock()
 
-    def map(self, name: str, size: int, start: int, stop: int) -> mmap.mmap:
-        """Return the map of a file, after bytes start..stop-1 have been fetched.
+    def view(self, name: str, size: int, start: int, stop: int) -> Array:
+        """Return a view of bytes start..stop-1 of a file, uint8 [stop - start], after they have been fetched.
 
         Raises InputError if the hub does not send them, ResourceError if the disk is full.
         """
-        file = self._open(name, size)
-        for block in file.request(start, stop):
-            block.result()
-        file.restore(start, stop)
-        return file.mapped
+        return self._open(name, size).view(_Range(start, stop))
 
     def prefetch(self, name: str, size: int, start: int, stop: int) -> None:
         """Begin to fetch bytes start..stop-1 of a file."""
         self._open(name, size).request(start, stop)
 
     def release(self, name: str, start: int, stop: int) -> None:
-        """Return the disk space of bytes start..stop-1; a later access fetches them again."""
+        """Return the disk space of bytes start..stop-1, once no view needs them; a later access fetches them again."""
         if (file := self._files.get(name)) is not None:
-            file.drop(start, stop)
+            file.drop(_Range(start, stop))
 
     @property
     def held_bytes(self) -> int:
@@ -74,9 +75,12 @@ class RemoteFiles:
             return self._files[name]
 
 
-class _Hole(NamedTuple):
+class _Range(NamedTuple):
     start: int
     stop: int
+
+    def overlaps(self, other: _Range) -> bool:
+        return self.start < other.stop and other.start < self.stop
 
 
 class _PartialFile:
@@ -88,8 +92,10 @@ class _PartialFile:
     def __init__(self, commit: Commit, name: str, size: int, folder: Path, executor: ThreadPoolExecutor) -> None:
         self._commit, self._name, self._size, self._executor = commit, name, size, executor
         self._blocks: dict[int, Future[None]] = {}
-        self._holes: dict[int, list[_Hole]] = {}  # block -> parts of it that were dropped
-        self._lock = threading.Lock()
+        self._holes: dict[int, list[_Range]] = {}  # block -> parts of it that were dropped
+        self._held: Counter[_Range] = Counter()  # ranges of views that exist
+        self._released: list[_Range] = []  # ranges that are dropped when no view needs them
+        self._lock = threading.RLock()  # a view may end while this thread has the lock
         try:
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open as long as its bytes are needed
             os.truncate(self._file.fileno(), size)
@@ -116,24 +122,60 @@ class _PartialFile:
                 self._blocks |= dict.fromkeys(range(first, last + 1), fetched)
             return [self._blocks[number] for number in numbers]
 
-    def drop(self, start: int, stop: int) -> None:
+    def view(self, held: _Range) -> Array:
+        """Return a view of these bytes, which are not dropped as long as it, or a part of it, exists."""
+        with self._lock:
+            self._held[held] += 1
+        try:
+            for block in self.request(*held):
+                block.result()
+            self.restore(*held)
+            view: Array = np.frombuffer(self.mapped, np.uint8, held.stop - held.start, held.start)
+        except BaseException:
+            self._let_go(held)
+            raise
+        view.flags.writeable = False
+        weakref.finalize(view, self._let_go, held).atexit = False
+        return view
+
+    def _let_go(self, held: _Range) -> None:
+        with self._lock:
+            self._held[held] -= 1
+            if not self._held[held]:
+                del self._held[held]
+            self._drop_released()
+
+    def drop(self, released: _Range) -> None:
+        """Drop these bytes as soon as no view needs them."""
+        with self._lock:
+            self._released.append(released)
+            self._drop_released()
+
+    def _drop_released(self) -> None:
+        waiting, self._released = self._released, []
+        for released in waiting:
+            if any(released.overlaps(held) for held in self._held):
+                self._released.append(released)
+            else:
+                self._punch(*released)
+
+    def _punch(self, start: int, stop: int) -> None:
         """Drop the whole pages among these bytes."""
         first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
         if first >= last:
             return
-        with self._lock:
-            for number in range(first // BLOCK, -(-last // BLOCK)):
-                hole = _Hole(max(first, number * BLOCK), min(last, (number + 1) * BLOCK))
-                self._holes.setdefault(number, []).append(hole)
-            with contextlib.suppress(OSError):  # a file system without holes keeps the bytes
-                self.mapped.madvise(mmap.MADV_REMOVE, first, last - first)
+        for number in range(first // BLOCK, -(-last // BLOCK)):
+            hole = _Range(max(first, number * BLOCK), min(last, (number + 1) * BLOCK))
+            self._holes.setdefault(number, []).append(hole)
+        with contextlib.suppress(OSError):  # a file system without holes keeps the bytes
+            self.mapped.madvise(mmap.MADV_REMOVE, first, last - first)
 
     def restore(self, start: int, stop: int) -> None:
         """Fetch those of these bytes again that were dropped."""
         with self._lock:
             for number in range(start // BLOCK, -(-stop // BLOCK)):
                 holes = self._holes.get(number, [])
-                again = [hole for hole in holes if hole.start < stop and start < hole.stop]
+                again = [hole for hole in holes if hole.overlaps(_Range(start, stop))]
                 for hole in again:
                     self._fetch(*hole)
                     holes.remove(hole)

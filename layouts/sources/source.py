@@ -111,9 +111,11 @@ class TensorSource:
         if kind is None:
             problem = f"is {info.dtype}, which cannot be read; use the BF16 or FP8 release"
             raise UnsupportedError.from_tensor(info.name, problem)
-        array: Array = np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
-        array.flags.writeable = False
-        return array
+        if self.remote is not None:
+            size = self._by_name[info.file].size
+            fetched = self.remote.view(info.file, size, info.start, info.start + info.nbytes)
+            return np.ndarray(info.shape, kind, buffer=fetched)
+        return np.ndarray(info.shape, kind, buffer=self._map(info), offset=info.start)
 
     def release(self, info: TensorInfo) -> None:
         """Return the tensor's pages to the system; a later access reads them from the file again."""
@@ -159,8 +161,6 @@ class TensorSource:
 
     def _map(self, info: TensorInfo) -> mmap.mmap:
         shard = self._by_name[info.file]
-        if self.remote is not None:
-            return self.remote.map(info.file, shard.size, info.start, info.start + info.nbytes)
         return self._maps.map(shard.path, shard.size)
 
 
