@@ -18,7 +18,7 @@ import pytest
 
 import ktconvert
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
-from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, option_fields
+from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
 from ktconvert.pipeline.options.types import PathOrHubId
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,15 +49,29 @@ def argument_type(option_field: OptionField) -> str:
     return f"Required[{text}]" if option_field.default is REQUIRED else text
 
 
+def list_arguments(cls: type[Options]) -> list[str]:
+    """Return the line of a TypedDict for each option of a command."""
+    return [
+        f"    {option_field.name}: {argument_type(option_field)}\n"
+        for option_field in option_fields(cls)
+        if isinstance(option_field.declaration, Option) and option_field.name not in COMMAND_LINE_ONLY
+    ]
+
+
 def write_arguments() -> str:
-    """Return the text of pipeline/options/arguments.py: a TypedDict for each command."""
-    text = HEAD
-    for command, cls in CONVERSION_OPTIONS.items():
-        text += f"\n\nclass {cls.__name__.removesuffix('Options')}Arguments(TypedDict, total=False):\n"
-        text += f'    """Options of `ktconvert {command}`."""\n\n'
-        for option_field in option_fields(cls):
-            if isinstance(option_field.declaration, Option) and option_field.name not in COMMAND_LINE_ONLY:
-                text += f"    {option_field.name}: {argument_type(option_field)}\n"
+    """Return the text of pipeline/options/arguments.py: a TypedDict for each command, and one for what all have."""
+    by_command = {command: list_arguments(cls) for command, cls in CONVERSION_OPTIONS.items()}
+    first, *others = by_command.values()
+    common = [line for line in first if all(line in lines for lines in others)]
+
+    def write_class(name: str, base: str, title: str, lines: list[str]) -> str:
+        return f'\n\nclass {name}({base}, total=False):\n    """{title}"""\n\n{"".join(lines)}'
+
+    text = HEAD + write_class("CommonArguments", "TypedDict", "Options of every command.", common)
+    for command, lines in by_command.items():
+        name = f"{CONVERSION_OPTIONS[command].__name__.removesuffix('Options')}Arguments"
+        own = [line for line in lines if line not in common]
+        text += write_class(name, "CommonArguments", f"Options of `ktconvert {command}`.", own)
     return text
 
 

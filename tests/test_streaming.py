@@ -18,7 +18,7 @@ from ktconvert.layouts.sources import remote
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.sources.hub_headers import FIRST_BYTES, Commit
 from ktconvert.native_quant.runtime.hot_experts import mask_file
-from rig import conversion, killpoint
+from rig import conversion, hub_server, killpoint, shims
 from rig.hub_server import Hub, serve_hub
 
 NAME = "org/model"
@@ -108,7 +108,7 @@ def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expec
     done = conversion.ktconvert("verify", tmp_path / "out", "--against", NAME, "--full", env=environment)
     assert done.returncode == 0 and "quantized again, same bytes" in done.stdout, done.stderr
     for cache in ("hf", "cache"):
-        held = sum(path.stat().st_blocks * 512 for path in (tmp_path / cache).rglob("*") if path.is_file())
+        held = sum(path.stat().st_blocks * 512 for path in (tmp_path / cache).rglob("*") if not path.is_symlink())
         assert held < 0.3 * size, cache
 
 
@@ -151,18 +151,63 @@ def test_a_killed_conversion_resumes_with_the_same_bytes(hub, environment, expec
     assert hub.sent - sent <= 1.2 * layer_bytes * (LAYERS + 1)
 
 
+def test_a_model_that_changes_on_the_hub_stops_the_run(
+    hub, environment, model, expected, shim, monkeypatch, tmp_path
+) -> None:
+    """The hub states the hash of each file: with the same sizes and headers, other weights are another input."""
+    shutil.copytree(model, tmp_path / "model")
+    hub.models[NAME] = tmp_path / "model"
+    output = tmp_path / "out"
+    command = [*conversion.KTCONVERT, *stream(output)]
+    assert killpoint.run(command, output, 60, shim, env=environment).returncode == killpoint.KILLED
+    for shard in (tmp_path / "model").glob("*.safetensors"):
+        conversion.flip_bit(shard)
+    monkeypatch.setattr(hub_server, "COMMIT", "f" * 40)
+    done = conversion.ktconvert(*stream(output), env=environment)
+    conversion.check_refusal(done, 5, f"{NAME} is not the input of {output}", "the content of model-00001-of-00012")
+    monkeypatch.undo()
+    hub.models[NAME] = model
+    done = conversion.ktconvert(*stream(output), "--revision", hub_server.COMMIT, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert weights(output) == expected
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--verify-inputs",), "--verify-inputs"),
-        (("--scale", "gptq", "--dataset", "x.txt"), "GPTQ"),
-        (("--executor", "dask:local"), "workers in other processes"),
+        (("--verify-inputs",), "which does not work with --verify-inputs"),
+        (("--scale", "gptq", "--dataset", "x.txt"), "which does not work with GPTQ"),
+        (("--executor", "dask:local"), "which does not work with workers in other processes"),
+        (("--quant-method", "int4,int8"), "--stream would fetch the weights once per output"),
     ],
 )
 def test_stream_refuses_what_reads_weights_elsewhere_or_again(options, reason, environment, tmp_path) -> None:
     (tmp_path / "x.txt").write_text("text")
     done = conversion.ktconvert(*stream(tmp_path / "out"), *options, env=environment, cwd=tmp_path)
-    conversion.check_refusal(done, 2, "--stream does not work with", reason)
+    conversion.check_refusal(done, 2, reason)
+
+
+def test_a_full_disk_ends_with_one_sentence(environment, expected, tmp_path) -> None:
+    """The second write to a file without a name fails."""
+    full = shims.build(tmp_path, "full", Path(shims.__file__).with_name("full.c").read_text())
+    folder = tmp_path / "o"
+    folder.mkdir()
+    disk = {**shims.preload_environment(full), "FULL_ROOT": f"{folder}/#", "FULL_N": "2"}
+    done = conversion.ktconvert(*stream(folder / "out"), env=environment | disk)
+    conversion.check_refusal(done, 4, str(folder), "No space left on device")
+    assert conversion.ktconvert(*stream(folder / "out"), env=environment).returncode == 0
+    assert weights(folder / "out") == expected
+
+
+@pytest.mark.parametrize("command", ["fetch", "cpu"])
+def test_a_directory_needs_no_hub_and_has_no_revision(command, model, tmp_path) -> None:
+    """Weights that are here can be hashed."""
+    options = ("--stream",) if command == "cpu" else ()
+    words = (command, model, tmp_path / "out", *options, "--verify-inputs")
+    done = conversion.ktconvert(*words)
+    assert done.returncode == 0, done.stderr
+    done = conversion.ktconvert(command, model, tmp_path / "other", *options, "--revision", "main")
+    conversion.check_refusal(done, 2, "--revision main", "is a local path")
 
 
 def test_fetch_gets_what_is_no_expert(hub, environment, model, tmp_path) -> None:

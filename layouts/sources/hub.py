@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
 from ktconvert.layouts.extras import install_command
@@ -56,10 +57,15 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     return folder
 
 
-def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
+def list_parts(file: PurePosixPath) -> list[str]:
+    """Return the names in a repository of all files of a GGUF that may be split. Raises UsageError for other paths."""
     if ".." in file.parts or file.is_absolute():
-        raise UsageError(f"{name}:{file}: not the name of a file of a repository")
-    files = [str(file.with_name(part)) for part in split_names(file.name)]
+        raise UsageError(f"{file}: not the name of a file of a repository")
+    return [str(file.with_name(part)) for part in split_names(file.name)]
+
+
+def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
+    files = list_parts(file)
     folder = find_snapshot(name, revision)
     if folder is None or not all((folder / part).exists() for part in files):
         require_network(name, revision, folder, files)
@@ -128,6 +134,23 @@ def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
         raise InputError(f"{name}: no such file or directory here, not in the local cache, and {needs}") from None
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
+    except Exception as e:  # every library underneath raises its own
+        raise explain(name, revision, e) from None
+
+
+def read_model_info(name: str, revision: str | None, purpose: str) -> Any:
+    """Return what the hub states about a model: its commit, and its files with sizes and hashes.
+
+    purpose  what it is needed for, for the message of a missing huggingface_hub
+
+    Raises InputError if the hub cannot be read.
+    """
+    try:
+        from huggingface_hub import HfApi
+    except ImportError:
+        raise InputError(f"{name}: {purpose} needs huggingface_hub: {install_command('hub')}") from None
+    try:
+        return HfApi().model_info(name, revision=revision, files_metadata=True)
     except Exception as e:  # every library underneath raises its own
         raise explain(name, revision, e) from None
 

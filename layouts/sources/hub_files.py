@@ -11,11 +11,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ktconvert.layouts.errors import InputError, KtconvertError
-from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.sources import hub
-from ktconvert.layouts.sources.containers.gguf import split_names
 from ktconvert.layouts.sources.containers.safetensors import is_inside
 
 CHUNK_BYTES = 4 << 20  # bytes in memory at a time
@@ -42,15 +40,7 @@ def list_files(name: str, revision: str | None) -> tuple[str, list[HubFile]]:
     """
     if hub.is_offline():
         raise InputError(f"{name}: its hashes are on the hub, and HF_HUB_OFFLINE is set; unset it")
-    try:
-        from huggingface_hub import HfApi
-    except ImportError:
-        needs = f"reading its hashes from the hub needs huggingface_hub: {install_command('hub')}"
-        raise InputError(f"{name}: {needs}") from None
-    try:
-        info = HfApi().model_info(name, revision=revision, files_metadata=True)
-    except Exception as error:  # every library underneath raises its own
-        raise hub.explain(name, revision, error) from None
+    info = hub.read_model_info(name, revision, "reading its hashes from the hub")
     files = []
     for sibling in info.siblings or ():
         digest = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
@@ -70,8 +60,7 @@ def select_files(folder: Path, files: Iterable[HubFile]) -> list[HubFile]:
     by_name = {file.name: file for file in files}
     present = [name for name in by_name if os.path.lexists(folder / name)]
     if not any(name.endswith(".safetensors") for name in present) and any(name.endswith(".gguf") for name in present):
-        paths = [PurePosixPath(name) for name in present if name.endswith(".gguf")]
-        needed = {str(path.with_name(part)) for path in paths for part in split_names(path.name)}
+        needed = {part for name in present if name.endswith(".gguf") for part in hub.list_parts(PurePosixPath(name))}
     else:
         top = [name for name in by_name if any(fnmatch(name, pattern) for pattern in (*hub.WEIGHTS, *hub.LOADED))]
         top = [name for name in top if "/" not in name]

@@ -1,25 +1,28 @@
-"""Headers of models of the hub: files with the headers and holes instead of weights, cached by commit."""
+"""Headers of models of the hub: files with the headers and holes instead of weights, cached by commit.
+
+As in the hub's own cache, a file of weights is a link to one that is named by its SHA-256, which identifies it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
-from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers import CONTAINERS
 from ktconvert.layouts.sources.containers.container import Container
-from ktconvert.layouts.sources.containers.gguf import split_names
 
 FIRST_BYTES = 1 << 16  # of a file; longer headers are read in steps that double
 MOST_BYTES = 1 << 28  # the longest header
 REQUESTS = 8  # at a time
+SHA256 = re.compile(r"[0-9a-f]{64}")
 INDEX_SUFFIX = ".safetensors.index.json"
 CONFIGS = ("config.json", "params.json", "quantize_config.json")
 
@@ -33,10 +36,6 @@ class Location(NamedTuple):
     path: Path
     remote: Commit | None = None
 
-    @property
-    def is_remote(self) -> bool:
-        return self.remote is not None
-
 
 def find_headers(name: str, revision: str | None = None) -> Location:
     """Return a local path, or a directory with the headers of a model of the hub.
@@ -48,25 +47,21 @@ def find_headers(name: str, revision: str | None = None) -> Location:
     """
     match = hub.FILE.fullmatch(name)
     repository = match[1] if match else name
+    is_here = False
     with contextlib.suppress(OSError, ValueError):
-        if Path(name).expanduser().exists():
-            return Location(Path(name).expanduser())
-    if not hub.HUB_ID.fullmatch(repository):
-        return Location(hub.resolve(name, revision))  # which explains what is wrong
+        is_here = Path(name).expanduser().exists()
+    if is_here or not hub.HUB_ID.fullmatch(repository):
+        return Location(hub.resolve(Path(name).expanduser(), revision))  # which explains what is wrong
+    parts = hub.list_parts(PurePosixPath(match[2])) if match else []
     cached = hub.find_snapshot(repository, revision)
     if cached is not None:
         if match is None and hub.is_complete(cached):
             return Location(cached)
-        if match is not None and all((cached / file).exists() for file in _split_files(match[2])):
+        if match is not None and all((cached / part).exists() for part in parts):
             return Location(cached / match[2])
     hub.require_network(name, revision, cached)
-    folder, remote = _fetch_headers(repository, revision, _split_files(match[2]) if match else [])
+    folder, remote = _fetch_headers(repository, revision, parts)
     return Location(folder / match[2] if match else folder, remote)
-
-
-def _split_files(file: str) -> list[str]:
-    path = PurePosixPath(file)
-    return [str(path.with_name(part)) for part in split_names(path.name)]
 
 
 def cache_folder() -> Path:
@@ -79,21 +74,25 @@ def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> t
 
     files  the only files of weights to read; []: those of the checkpoint
     """
+    info = hub.read_model_info(repository, revision, "reading its headers")
+    from huggingface_hub import HfFileSystem
+
+    siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    folder = cache_folder() / f"models--{repository.replace('/', '--')}" / str(info.sha)
+    if missing := [name for name in files if name not in siblings]:
+        raise InputError(f"{repository}: has no file {missing[0]}; look at its files on the hub")
+    names = [name for name in files or _select_files(siblings) if not (folder / name).exists()]
+    remote = Commit(HfFileSystem(), repository, str(info.sha))
+
+    def fetch(name: str) -> None:
+        lfs = siblings[name].lfs
+        # Other commits can have the same file of weights.
+        blob = folder.parent / "blobs" / lfs.sha256 if lfs and SHA256.fullmatch(lfs.sha256) else None
+        _fetch_file(remote, folder / name, name, siblings[name].size or 0, blob)
+
     try:
-        from huggingface_hub import HfApi, HfFileSystem
-    except ImportError:
-        needs = f"reading its headers needs huggingface_hub: {install_command('hub')}"
-        raise InputError(f"{repository}: not in the local cache, and {needs}") from None
-    try:
-        info = HfApi().model_info(repository, revision=revision, files_metadata=True)
-        sizes = {sibling.rfilename: sibling.size or 0 for sibling in info.siblings or ()}
-        folder = cache_folder() / f"models--{repository.replace('/', '--')}" / str(info.sha)
-        if missing := [name for name in files if name not in sizes]:
-            raise InputError(f"{repository}: has no file {missing[0]}; look at its files on the hub")
-        names = [name for name in files or _select_files(sizes) if not (folder / name).exists()]
-        remote = Commit(HfFileSystem(), repository, str(info.sha))
         with ThreadPoolExecutor(REQUESTS) as executor:
-            list(executor.map(lambda name: _fetch_file(remote, folder / name, name, sizes[name]), names))
+            list(executor.map(fetch, names))
     except KtconvertError:
         raise
     except Exception as error:  # every library underneath raises its own
@@ -127,17 +126,26 @@ class Commit(NamedTuple):
         return data
 
 
-def _fetch_file(remote: Commit, path: Path, name: str, size: int) -> None:
-    """Fetch a whole small file, or the header of a file of weights, and publish it under its name."""
+def _fetch_file(remote: Commit, path: Path, name: str, size: int, blob: Path | None) -> None:
+    """Fetch a whole small file, or the header of a file of weights, and publish it under its name.
+
+    blob  if given, the file has this path, and `path` is a link to it
+    """
     container = next((row for row in CONTAINERS if name.endswith(row.suffix)), None)
-    partial = path.with_name(f".{os.getpid()}.{path.name}")
+    file = blob or path
+    partial = file.with_name(f".{os.getpid()}.{file.name}")
     try:
-        publish.make_folder(path.parent)
-        if container is None:
-            publish.write_file(partial, remote.read(name, 0, size))
-        else:
-            _fetch_header(remote, name, partial, container, size)
-        partial.replace(path)
+        for folder in {path.parent, file.parent}:
+            publish.make_folder(folder)
+        if not file.exists():
+            if container is None:
+                publish.write_file(partial, remote.read(name, 0, size))
+            else:
+                _fetch_header(remote, name, partial, container, size)
+            partial.replace(file)
+        if blob is not None:
+            with contextlib.suppress(FileExistsError):
+                path.symlink_to(os.path.relpath(blob, path.parent))
     except OSError as error:
         if error.filename is None:  # of the network
             raise

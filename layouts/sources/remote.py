@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
 import tempfile
@@ -18,12 +17,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ktconvert.layouts.errors import InputError, ResourceError
-from ktconvert.layouts.sources.hub_headers import Commit
+from ktconvert.layouts.files.direct_file import explain_full_disk
+from ktconvert.layouts.sources.hub_headers import REQUESTS, Commit
 from ktconvert.native_quant.arrays import Array
 
 BLOCK = 1 << 20  # bytes that are fetched at least
 LONGEST_REQUEST = 16  # blocks
-REQUESTS = 8  # at a time
 ATTEMPTS = 6  # to read a block
 LONGEST_WAIT = 60.0  # seconds between two attempts
 # Answers after which another attempt can help: too many requests, and errors of the server
@@ -90,14 +89,15 @@ class _PartialFile:
     """
 
     def __init__(self, commit: Commit, name: str, size: int, folder: Path, executor: ThreadPoolExecutor) -> None:
-        self._commit, self._name, self._size, self._executor = commit, name, size, executor
+        self._commit, self._name, self._size = commit, name, size
+        self._folder, self._executor = folder, executor
         self._blocks: dict[int, Future[None]] = {}
         self._holes: dict[int, list[_Range]] = {}  # block -> parts of it that were dropped
         self._held: Counter[_Range] = Counter()  # ranges of views that exist
         self._released: list[_Range] = []  # ranges that are dropped when no view needs them
         self._lock = threading.RLock()  # a view may end while this thread has the lock
         try:
-            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  # open as long as its bytes are needed
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as its bytes are needed
             os.truncate(self._file.fileno(), size)
             self.mapped = mmap.mmap(self._file.fileno(), size)
         except OSError as error:
@@ -181,11 +181,11 @@ class _PartialFile:
                     holes.remove(hole)
 
     def _fetch(self, start: int, stop: int) -> None:
-        data = read_patiently(self._commit, self._name, start, stop)
-        try:
-            self.mapped[start:stop] = data
-        except OSError as error:
-            raise ResourceError(f"{self._name}: no space for its bytes ({error.strerror}); free some disk") from None
+        data = memoryview(read_patiently(self._commit, self._name, start, stop))
+        with explain_full_disk(self._folder):  # a write through the map would end the process with SIGBUS
+            while data:
+                written = os.pwrite(self._file.fileno(), data, start)
+                data, start = data[written:], start + written
 
 
 def read_patiently(commit: Commit, name: str, start: int, stop: int) -> bytes:
@@ -217,7 +217,7 @@ def _seconds_to_wait(error: Exception, attempt: int) -> float | None:
     """Return how long to wait before another attempt; None if it cannot help."""
     response = getattr(error, "response", None)
     if response is None:  # the connection was refused, reset or too slow
-        return _delay(attempt) if not isinstance(error, OSError) or error.errno != errno.ENOSPC else None
+        return _delay(attempt)
     if response.status_code not in TEMPORARY:
         return None
     after = response.headers.get("Retry-After", "")

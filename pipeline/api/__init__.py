@@ -103,7 +103,7 @@ def plan(command: Literal["resplit"], /, **options: Unpack[ResplitArguments]) ->
 def plan(command: str, /, **options: Any) -> list[Plan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
-    command  cpu, gpu, calibrate, dequantize, merge, merge-adapter or resplit
+    command  cpu, gpu, calibrate, dequantize, fetch, merge, merge-adapter or resplit
     options  the options of its --help: input, output, quant_method ...
     Returns a plan for each output: `facts` describe the output (method, sizes, layers), `notes` are remarks, `units`
     are the files of weights.

@@ -224,8 +224,8 @@ def resume_conversion(options: ResumeOptions) -> None:
                 remove_work_directory(paths)
             return report_nothing_to_do(options.output, reporter)
         raise OutputError(
-            f"{options.output}: not an unfinished conversion; start one with `ktconvert cpu`, `gpu`, `calibrate`, "
-            "`dequantize`, `merge`, `merge-adapter`, `resplit` or `train`."
+            f"{options.output}: not an unfinished conversion; start one with `ktconvert "
+            f"{'`, `'.join(CONVERSION_OPTIONS)}` or `train`."
         )
     if saved.command == TRAIN:
         return _resume_training(options, saved)

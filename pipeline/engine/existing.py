@@ -339,11 +339,17 @@ def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], lis
             differences.append(
                 f"the header of {name} was {str(was.header_sha256)[:12]}, is {str(now.header_sha256)[:12]}"
             )
-        elif was.sha256 and now.sha256 and was.sha256 != now.sha256:
-            differences.append(f"the content of {name} was {was.sha256[:12]}, is {now.sha256[:12]}")
+        elif hashes := find_different_hashes(was, now):
+            differences.append(f"the content of {name} was {hashes[0][:12]}, is {hashes[1][:12]}")
         elif was.mtime_ns not in (None, now.mtime_ns) and not (was.sha256 and was.sha256 == now.sha256):
             touched.append(name)
     return sorted(differences), sorted(touched)
+
+
+def find_different_hashes(was: SourceFile, now: SourceFile) -> tuple[str, str] | None:
+    """Return two hashes of one kind, of the content or of the hub's file, that differ; None if there are none."""
+    pairs = ((was.sha256, now.sha256), (was.blob, now.blob))
+    return next(((old, new) for old, new in pairs if old and new and old != new), None)
 
 
 def require_same_source(output: Path, old: Iterable[SourceFile], plan: Plan) -> None:

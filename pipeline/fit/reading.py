@@ -30,12 +30,12 @@ def read_model(name: str, revision: str | None, arch_file: str | None, numa: int
     """
     gc.disable()  # hundreds of thousands of records without cycles: the collector would take half of the time
     try:
-        path = hub_headers.find_headers(name, revision)
-        with open_checkpoint(path.path, None if path.is_remote else revision) as source:
+        path, remote = hub_headers.find_headers(name, revision)
+        with open_checkpoint(path) as source:
             model = recognize(source, arch_table(arch_file))
-            download = sum(shard.size for shard in source.shards) if path.is_remote else 0
+            download = sum(shard.size for shard in source.shards) if remote else 0
             shape = read_shape(model, numa, runtime, download)
             experts_only = source.container.experts_only
-        return NamedShape(shape, name_model(name, is_local=not path.is_remote, experts_only=experts_only))
+        return NamedShape(shape, name_model(name, is_local=remote is None, experts_only=experts_only))
     finally:
         gc.enable()

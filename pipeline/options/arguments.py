@@ -10,11 +10,27 @@ from os import PathLike
 from typing import Required, TypedDict
 
 
-class CpuArguments(TypedDict, total=False):
-    """Options of `ktconvert cpu`."""
+class CommonArguments(TypedDict, total=False):
+    """Options of every command."""
 
     input: Required[str | PathLike[str]]
     output: Required[str | PathLike[str]]
+    dry_run: bool
+    verify_inputs: bool
+    threads: int | None
+    max_memory: int | None
+    overwrite: bool
+    delete_others: bool
+    force_unlock: bool
+    trust_store: bool
+    json_events: bool
+    quiet: bool
+    verbose: bool
+
+
+class CpuArguments(CommonArguments, total=False):
+    """Options of `ktconvert cpu`."""
+
     input_type: str | None
     quant_method: str
     method_map: Sequence[str]
@@ -37,18 +53,7 @@ class CpuArguments(TypedDict, total=False):
     profile: bool
     layers: str
     non_experts: str
-    dry_run: bool
-    verify_inputs: bool
     part: str | None
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
     max_shard_size: int | None
     equalize: bool
     dataset: str | PathLike[str]
@@ -65,11 +70,9 @@ class CpuArguments(TypedDict, total=False):
     arch_file: str | PathLike[str] | None
 
 
-class GpuArguments(TypedDict, total=False):
+class GpuArguments(CommonArguments, total=False):
     """Options of `ktconvert gpu`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     quant_method: str
     quant_type: str
     group_size: int
@@ -80,18 +83,7 @@ class GpuArguments(TypedDict, total=False):
     max_cpu_memory: int | None
     tp_size: Sequence[int]
     max_shard_size: int | None
-    dry_run: bool
-    verify_inputs: bool
     part: str | None
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
     equalize: bool
     dataset: str | PathLike[str]
     dataset_split: str
@@ -112,11 +104,9 @@ class GpuArguments(TypedDict, total=False):
     arch_file: str | PathLike[str] | None
 
 
-class CalibrateArguments(TypedDict, total=False):
+class CalibrateArguments(CommonArguments, total=False):
     """Options of `ktconvert calibrate`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     second_moments: bool
     dataset: str | PathLike[str]
     dataset_split: str
@@ -129,122 +119,46 @@ class CalibrateArguments(TypedDict, total=False):
     allow_machine_change: bool
     revision: str | None
     arch_file: str | PathLike[str] | None
-    dry_run: bool
-    verify_inputs: bool
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
 
 
-class DequantizeArguments(TypedDict, total=False):
+class DequantizeArguments(CommonArguments, total=False):
     """Options of `ktconvert dequantize`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     config_path: str | None
     max_shard_size: int | None
     revision: str | None
     stream: bool
-    dry_run: bool
-    verify_inputs: bool
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
 
 
-class FetchArguments(TypedDict, total=False):
+class FetchArguments(CommonArguments, total=False):
     """Options of `ktconvert fetch`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     gpu_experts_mask: str | PathLike[str] | None
     max_shard_size: int | None
     revision: str | None
-    dry_run: bool
-    verify_inputs: bool
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
 
 
-class MergeArguments(TypedDict, total=False):
+class MergeArguments(CommonArguments, total=False):
     """Options of `ktconvert merge`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     original_path: str | PathLike[str] | None
     max_tensors: int
     layers: str
-    verify_inputs: bool
-    dry_run: bool
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
 
 
-class MergeAdapterArguments(TypedDict, total=False):
+class MergeAdapterArguments(CommonArguments, total=False):
     """Options of `ktconvert merge-adapter`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     adapter: Required[str | PathLike[str]]
-    dry_run: bool
-    verify_inputs: bool
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool
     max_shard_size: int | None
     revision: str | None
     stream: bool
 
 
-class ResplitArguments(TypedDict, total=False):
+class ResplitArguments(CommonArguments, total=False):
     """Options of `ktconvert resplit`."""
 
-    input: Required[str | PathLike[str]]
-    output: Required[str | PathLike[str]]
     numa: Required[int]
     against: str | PathLike[str] | None
     revision: str | None
     max_shard_size: int | None
-    verify_inputs: bool
-    dry_run: bool
-    threads: int | None
-    max_memory: int | None
-    overwrite: bool
-    delete_others: bool
-    force_unlock: bool
-    trust_store: bool
-    json_events: bool
-    quiet: bool
-    verbose: bool

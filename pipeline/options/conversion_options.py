@@ -1,4 +1,4 @@
-"""Options of the conversion commands: cpu, gpu, calibrate, dequantize, fetch, merge-adapter, merge, ...."""
+"""Options of the conversion commands: all commands that write an output, and resume."""
 
 from __future__ import annotations
 

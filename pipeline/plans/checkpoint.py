@@ -46,18 +46,21 @@ def open_source(options: Any, config: str | None = None) -> TensorSource:
 
     config  as for open_checkpoint
 
-    Raises UsageError if --stream does not fit the other options.
+    Raises UsageError if that does not fit the other options.
     """
-    if not options.streaming.stream:
-        return open_checkpoint(options.input, options.hub.revision, config)
+    stream = options.output if options.streaming.stream else None
+    source = open_checkpoint(options.input, options.hub.revision, config, stream)
+    if source.remote is None:
+        return source
     not_with = {
         "--verify-inputs, which reads the whole files": options.verify_inputs,
         "GPTQ, which reads weights several times": isinstance(options, QuantizationOptions) and options.calibrated,
         "workers in other processes": not options.workers.executor.startswith("threads"),
     }
     if reasons := [reason for reason, is_given in not_with.items() if is_given]:
-        raise UsageError(f"--stream does not work with {reasons[0]}; leave it out, and the model is downloaded first.")
-    return open_checkpoint(options.input, options.hub.revision, config, stream=options.output)
+        problem = f"its weights are fetched while they are needed, which does not work with {reasons[0]}"
+        raise UsageError(f"{options.input}: {problem}; download the model first.")
+    return source
 
 
 def arch_table(arch_file: str | None) -> tuple[Arch, ...]:

@@ -129,6 +129,8 @@ def _require_combinable(options: ConversionOptions, text: str, flag: str) -> Non
         raise UsageError(f"{text}: --part divides the files of one output; {remedy}.")
     if isinstance(options, QuantizationOptions) and options.calibrated:
         raise UsageError(f"{text}: GPTQ runs the model once per output, each with its own quantized layers; {remedy}.")
+    if isinstance(options, QuantizationOptions) and options.streaming.stream:
+        raise UsageError(f"{text}: --stream would fetch the weights once per output; {remedy}, or leave out --stream.")
 
 
 def make_plans(options: Any, hashed: Callable[[int], None] | None = None) -> list[Plan]:

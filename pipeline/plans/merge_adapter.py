@@ -25,9 +25,9 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
-from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
 from ktconvert.pipeline.options.conversion_options import MergeAdapterOptions
+from ktconvert.pipeline.plans import checkpoint
 from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the checkpoint's tensors, by name
@@ -53,7 +53,7 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
     identity = "".join(str(file.sha256) for file in files.values())
     names: Mapping[int, ExpertNames] = {}
     if folder / FUSED in files:
-        names = name_experts(recognize(open_checkpoint(options.input, options.hub.revision), to_read=True))
+        names = name_experts(recognize(checkpoint.open_source(options), to_read=True))
     return plan_dequantize(options, partial(_add_adapter, folder, names, identity), files)
 
 
