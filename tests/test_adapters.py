@@ -17,8 +17,12 @@ from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED
+from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UnsupportedError
-from rig import conversion
+from ktconvert.layouts.sources.source import open_checkpoint
+from ktconvert.native_quant.matrix import decode
+from ktconvert.quantizers.reference import bf16_to_f32
+from rig import conversion, published
 from rig.conversion import checkpoint, run_in_process
 from rig.safetensors import Tensor, edit_file, read_file, read_folder, write_file
 
@@ -199,11 +203,11 @@ def merge_into_weights(model: Any, folder: Path) -> Any:
     with torch.no_grad():
         for name, delta in read_adapter(folder).items():
             a, b = map(torch.from_numpy, delta.matrices())
-            match = re.fullmatch(r"(.*)\.(\d+)\.(gate|up|down)_proj", name)
+            match = re.fullmatch(r"(.*)\.(\d+)\.(gate|up|gate_up|down)_proj", name)
             if match is None:
                 parameters[f"{name}.weight"] += b @ a
                 continue
-            half = {"gate": slice(256), "up": slice(256, 512), "down": slice(256)}[match[3]]
+            half = {"gate": slice(256), "up": slice(256, 512)}.get(match[3], slice(None))
             stacked = f"{match[1]}.{'down_proj' if match[3] == 'down' else 'gate_up_proj'}"
             parameters[stacked][int(match[2]), half] += b @ a
     return model
@@ -310,7 +314,7 @@ def test_merge_adapter_rejects_adapters_of_other_sizes(stacked, model, tmp_path)
     merge(
         model,
         write_adapter(tmp_path / "one", expert_modules((0,))),
-        message="of 1 experts, but the checkpoint has more",
+        message="of only 1 of the 2 experts of layer 0",
     )
     merge(model, write_adapter(tmp_path / "more", expert_modules(range(3))), message="use an adapter of this model")
     before = read_folder(model)
@@ -338,6 +342,33 @@ def test_stacked_matrices_merge_into_separate_and_stacked_experts(model, tmp_pat
         assert np.array_equal(np.concatenate(own), together[expert])
         expected = as_float(source[expert]) + 2 * b[:, expert::EXPERTS] @ a[expert * RANK : (expert + 1) * RANK]
         assert np.allclose(as_float(together[expert]), expected, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["gpt-oss MXFP4", "Llama-4 ct FP8"])
+def test_merging_into_quantized_experts_equals_merging_into_decoded_ones(form, tmp_path):
+    """Stacks, transposed or not, with alternate or joined gate and up, and separate experts that are published."""
+    released = published.write(form, tmp_path / "released")
+    model = recognize(open_checkpoint(released), to_read=True)
+    layer = model.layers[0]
+    experts, hidden, width = model.shape(layer)
+    shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
+    prefix = f"model.layers.{layer}.mlp.experts"
+    modules = {f"{prefix}.{e}.{name}": shape for e in range(experts) for name, shape in shapes.items()}
+    folder = write_adapter(tmp_path / "adapter", modules)
+    assert run_in_process("dequantize", released, "-o", tmp_path / "decoded", "-q").exit_code == 0
+    expected = read_folder(merge(tmp_path / "decoded", folder))
+    shutil.rmtree(tmp_path / "merged")
+    assert read_folder(merge(released, folder)) == expected
+    before, after = (recognize(open_checkpoint(tmp_path / name), to_read=True) for name in ("decoded", "merged"))
+    additions = read_adapter(folder)
+    for name, delta in additions.items():
+        _, expert, projection = name.rsplit(".", 2)
+        old, new = (
+            bf16_to_f32(decode(model.linear(layer, int(expert), projection.removesuffix("_proj"))))
+            for model in (before, after)
+        )
+        a, b = delta.matrices()
+        assert np.allclose(new - old, b @ a, rtol=0, atol=2**-8 * np.abs(new).max())
 
 
 def test_a_changed_adapter_changes_the_fingerprints(model, tmp_path):

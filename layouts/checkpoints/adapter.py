@@ -272,6 +272,8 @@ class Delta:
 
     For one expert's projection the matrices may be parts of larger ones: rows of A [E r, in]; every E-th column of B
     [out, r E] from `expert` on, and `rows` of B.
+
+    transposed  whether the weight is stored as [in, out]
     """
 
     file: Path
@@ -282,17 +284,19 @@ class Delta:
     rows: range
     expert: int = 0
     experts: int = 1
+    transposed: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.rows), self.a.shape[1]
 
     def matrices(self) -> tuple[F32, F32]:
-        """Return A, and B times the scaling."""
+        """Return two matrices; the addition is the second times the first: A and scaling * B, or transposed."""
         first = self.expert * self.rank
         a = _read(self.file, self.a, range(first, first + self.rank))
         b = _read(self.file, self.b, self.rows)[:, self.expert :: self.experts]
-        return a, b * np.float32(self.scaling)
+        b *= np.float32(self.scaling)
+        return (b.T, a.T) if self.transposed else (a, b)
 
 
 def read_pairs(
@@ -366,7 +370,7 @@ def _require_numbers(pairs: Iterable[str], file: Path) -> None:
 
 
 def read_adapter(folder: Path, names: Mapping[int, ExpertNames] | None = None) -> dict[str, Delta]:
-    """Return the additions of an adapter by module; stacked experts become one entry per expert and projection.
+    """Return the additions of an adapter by module; stacked experts become one entry per expert and parameter.
 
     names  as for read_pairs
 
@@ -382,13 +386,9 @@ def read_adapter(folder: Path, names: Mapping[int, ExpertNames] | None = None) -
         if OF_STACK.fullmatch(experts) is None or OF_EXPERT.fullmatch(module):
             deltas[module] = Delta(file, a, b, scaling, rank, range(rows))
             continue
-        rows_by_name = {parameter: range(rows)}
-        if parameter == GATE_UP:
-            rows_by_name = {"gate_proj": range(rows // 2), "up_proj": range(rows // 2, rows)}
         count = a.shape[0] // rank
         for number in range(count):
-            for name, own_rows in rows_by_name.items():
-                deltas[f"{experts}.{number}.{name}"] = Delta(file, a, b, scaling, rank, own_rows, number, count)
+            deltas[f"{experts}.{number}.{parameter}"] = Delta(file, a, b, scaling, rank, range(rows), number, count)
     if not deltas:
         raise InputError("has no matrices", SAVE_AGAIN, path=folder / WEIGHTS)
     return deltas
@@ -435,11 +435,11 @@ def write_peft_adapter(folder: Path, output: Path, names: Mapping[int, ExpertNam
 def _read(file: Path, info: TensorInfo, rows: range) -> F32:
     """Read these rows of a matrix as float32."""
     dtype, columns = np.dtype(DTYPES[info.dtype]), info.shape[1]
-    start = info.start + rows.start * columns * dtype.itemsize
-    data: Array = np.fromfile(file, dtype, len(rows) * columns, offset=start)
-    if data.size < len(rows) * columns:
+    start, count = info.start + rows.start * columns * dtype.itemsize, rows[-1] + 1 - rows.start
+    data: Array = np.fromfile(file, dtype, count * columns, offset=start)
+    if data.size < count * columns:
         raise InputError("became shorter while it was read", SAVE_AGAIN, path=file)
     values = bf16_to_f32(data) if info.dtype == "BF16" else data.astype(np.float32)
     if not np.isfinite(values).all():
         raise InputError.from_tensor(info.name, "holds numbers that are not finite", "train again", file)
-    return values.reshape(len(rows), columns)
+    return values.reshape(count, columns)[:: rows.step]

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,18 @@ from ktconvert.quantizers.equalizing import Exponents
 from ktconvert.quantizers.reference import bf16_to_f32
 
 EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
+
+
+class Place(NamedTuple):
+    """Where an expert's linear [n, k] lies in a tensor [..., rows, columns] with these first dimensions joined.
+
+    transposed  whether it is stored as [k, n]
+    """
+
+    tensor: str
+    rows: range
+    columns: range
+    transposed: bool
 
 
 @dataclass(frozen=True)
@@ -112,18 +125,34 @@ class MoeModel:
         input_major = moe.is_input_major(projection)
         stored = self.weight(layer, expert, projection).read_linear(self.source, expert, input_major)
         linear = stored.T if input_major else stored
-        if isinstance(moe.style, Fused) and projection != "down":
-            second = int(projection == "up")
-            if moe.style.interleaved:
-                linear = linear.alternate_rows(second)
-            else:
-                linear = linear.rows(second * moe.width, (second + 1) * moe.width)
+        rows = self._find_rows(layer, projection)
+        linear = linear.rows(rows.start, rows.stop) if rows.step == 1 else linear.alternate_rows(rows.start)
         exponents = self.exponents(layer, expert) if equalized and projection != "gate" else None
         if exponents is None:
             return linear
         bits = decode(linear)
         equalizing.multiply_by_powers(bits, exponents[:, None] if projection == "up" else -exponents)
         return Matrix(bits, BF16, origin=linear.origin)
+
+    def place(self, layer: int, expert: int, projection: str) -> Place:
+        """Return where a linear lies in its tensor, as a BF16 release stores that."""
+        moe = self.moe_layers[layer]
+        inputs, outputs = range(moe.width if projection == "down" else moe.hidden), self._find_rows(layer, projection)
+        transposed = moe.is_input_major(projection) != self.weight(layer, expert, projection).encoding.transposed
+        rows, columns = (inputs, outputs) if transposed else (outputs, inputs)
+        height = len(rows) * (2 if not transposed and isinstance(moe.style, Fused) and projection != "down" else 1)
+        first = 0 if isinstance(moe.style, Separate) else expert * height
+        rows = range(first + rows.start, first + rows.stop, rows.step)
+        return Place(self.weight_name(layer, expert, projection), rows, columns, transposed)
+
+    def _find_rows(self, layer: int, projection: str) -> range:
+        """Return the rows of a linear in the matrix that holds it: half of them if it holds gate and up."""
+        moe = self.moe_layers[layer]
+        rows = moe.hidden if projection == "down" else moe.width
+        if not isinstance(moe.style, Fused) or projection == "down":
+            return range(rows)
+        second = int(projection == "up")
+        return range(second, 2 * rows, 2) if moe.style.interleaved else range(second * rows, (second + 1) * rows)
 
     def bias(self, layer: int, expert: int, projection: str) -> F32 | None:
         """Return the bias of a linear, float32 [n]; None if it has none. Raises InputError for a value not finite."""
@@ -133,11 +162,8 @@ class MoeModel:
             return None
         stored = self.source.view(_select_expert(info, moe.style, expert))
         values = {"BF16": bf16_to_f32, "F16": lambda bits: bits.view(np.float16)}.get(info.dtype, np.asarray)(stored)
-        if isinstance(moe.style, Fused) and projection != "down":
-            second = int(projection == "up")
-            start = second * moe.width
-            values = values[second::2] if moe.style.interleaved else values[start : start + moe.width]
-        bias = np.ascontiguousarray(values, np.float32)
+        rows = self._find_rows(layer, projection)
+        bias = np.ascontiguousarray(values[rows.start : rows.stop : rows.step], np.float32)
         if not np.isfinite(bias).all():
             problem = f"contains a value that is not finite, in the bias of expert {expert}"
             raise bad_tensor(info.name, problem, path=self.source.path(info))

@@ -9,6 +9,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -133,16 +134,23 @@ def _find_weight(
 # --- their bytes -----------------------------------------------------------------------------------
 
 
+class Block(NamedTuple):
+    """The rows and columns of a matrix that an addition changes."""
+
+    rows: range
+    columns: range
+    delta: Delta
+
+
 @dataclass(frozen=True)
 class TensorDeltas:
-    """Additions of an adapter to rows of a BF16 tensor [rows, columns]; each sum is rounded once.
+    """Additions of an adapter to parts of a BF16 tensor [rows, columns]; each sum is rounded once.
 
-    blocks    (first row, delta) of each block of rows
     identity  their identity in fingerprints of units
     """
 
     columns: int
-    blocks: tuple[tuple[int, Delta], ...]
+    blocks: tuple[Block, ...]
     identity: str
 
     def add_to(self, data: Bytes, start: int) -> Bytes:
@@ -151,22 +159,26 @@ class TensorDeltas:
         Raises InputError for sums that are not finite.
         """
         bits = data.view(np.uint16)
-        first, last = start // 2, start // 2 + bits.size
-        out = bits.copy()
-        for row, delta in self.blocks:
-            rows, columns = delta.shape
-            begin, end = max(first, row * columns), min(last, (row + rows) * columns)
-            if begin >= end:
+        top, skipped = divmod(start // 2, self.columns)
+        out = np.zeros((-(-(skipped + bits.size) // self.columns), self.columns), np.uint16)
+        given = out.reshape(-1)[skipped : skipped + bits.size]
+        given[:] = bits
+        for rows, columns, delta in self.blocks:
+            begin, end = (min(max(-(-(row - rows.start) // rows.step), 0), len(rows)) for row in (top, top + len(out)))
+            if begin == end:
                 continue
             a, b = delta.matrices()
-            top, bottom = begin // columns - row, -(-end // columns) - row
-            product = (b[top:bottom] @ a).reshape(-1)[begin - (row + top) * columns :][: end - begin]
+            part = out[rows.start + begin * rows.step - top :: rows.step][: end - begin, _as_slice(columns)]
             with np.errstate(over="ignore", invalid="ignore"):
-                total = bf16_to_f32(bits[begin - first : end - first]) + product
+                total = bf16_to_f32(part) + b[begin:end] @ a
             if not np.isfinite(total).all():
                 raise InputError(f"{delta.a.name}: with it a weight is not finite; train again")
-            out[begin - first : end - first] = f32_to_bf16(total)
-        return out.view(np.uint8)
+            part[:] = f32_to_bf16(total)
+        return given.view(np.uint8)
+
+
+def _as_slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop, numbers.step)
 
 
 @dataclass(frozen=True)
@@ -215,7 +227,8 @@ def split_into_spans(source: TensorSource, tensor: OutputTensor) -> Iterator[Spa
         for expert in range(stored.shape[0] if len(stored.shape) == 3 else 1):
             reads = tuple(stored.linear_tensors(expert).values())
             open_stored = functools.partial(_open_decoded, source, stored, expert)
-            yield Span(2 * math.prod(stored.shape[-2:]), reads, open_stored, tensor.deltas)
+            nbytes = 2 * math.prod(stored.shape[-2:])
+            yield Span(nbytes, reads, open_stored, tensor.deltas, expert * nbytes)
         return
     for start in range(0, stored.nbytes, SPAN_BYTES):
         nbytes = min(SPAN_BYTES, stored.nbytes - start)

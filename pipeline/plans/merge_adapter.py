@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from ktconvert.layouts.checkpoints.adapter import (
     CONFIG,
-    DOWN,
     GATE_UP,
     WEIGHTS,
     Delta,
     read_adapter,
     require_adapter,
 )
-from ktconvert.layouts.checkpoints.archs import PREFIXES
-from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_EXPERT, ExpertNames, name_experts
-from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, TensorDeltas
+from ktconvert.layouts.checkpoints.archs import PREFIXES, Fused
+from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_EXPERT, OF_LAYER, name_experts
+from ktconvert.layouts.checkpoints.moe_model import MoeModel
+from ktconvert.layouts.checkpoints.non_expert_tensors import Block, OutputTensor, TensorDeltas
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine.plan import Plan, identify_by_stat
@@ -32,9 +32,8 @@ from ktconvert.pipeline.plans.dequantize import plan_dequantize
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of the checkpoint's tensors, by name
 
-# An expert's projections in the stacked tensors of newer checkpoints, [E, 2 I, H] and [E, H, I]: the tensor, and which
-# half of the expert's rows
-STACKED = {"gate_proj": (GATE_UP, 0), "up_proj": (GATE_UP, 1), "down_proj": (DOWN, 0)}
+# An expert's linears in the modules of transformers; the last one is a parameter of all experts
+LINEARS = {"gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",), GATE_UP: ("gate", "up")}
 OTHER = "use an adapter of this model"
 
 
@@ -51,77 +50,108 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
         if (folder / name).is_file()
     }
     identity = "".join(str(file.sha256) for file in files.values())
-    names: Mapping[int, ExpertNames] = {}
-    if folder / FUSED in files:
-        names = name_experts(recognize(checkpoint.open_source(options), to_read=True))
-    return plan_dequantize(options, partial(_add_adapter, folder, names, identity), files)
+    find_experts = functools.cache(lambda: recognize(checkpoint.open_source(options), to_read=True))
+    names = name_experts(find_experts()) if folder / FUSED in files else {}
+    change = functools.partial(_add_adapter, folder, read_adapter(folder, names), identity, find_experts)
+    return plan_dequantize(options, change, files)
 
 
 def _add_adapter(
-    folder: Path, names: Mapping[int, ExpertNames], identity: str, tensors: Sequence[OutputTensor]
+    folder: Path,
+    additions: Mapping[str, Delta],
+    identity: str,
+    find_experts: Callable[[], MoeModel],
+    tensors: Sequence[OutputTensor],
 ) -> tuple[Sequence[OutputTensor], str]:
-    """Return the tensors with the adapter's updates, and a note.
-
-    names  names of the checkpoint's experts, for an adapter of kt-kernel
+    """Return the tensors with the adapter's additions, and a note.
 
     Raises InputError or UnsupportedError if the checkpoint lacks such weights.
     """
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
-    blocks: dict[str, dict[int, Delta]] = {}
-    experts: dict[str, set[int]] = {}
-    for module, delta in read_adapter(folder, names).items():
-        name, row = _find_weight(module, delta, shapes, folder)
-        if row in blocks.setdefault(name, {}):
-            raise InputError(f"changes {name} twice, with {module} and a second module", OTHER, path=folder)
-        blocks[name][row] = delta
-        if match := OF_EXPERT.fullmatch(module):
-            experts.setdefault(f"{match['experts']}.*.{match['name']}", set()).add(int(match["expert"]))
-    _require_all_experts(experts, shapes, folder)
+    blocks: dict[str, list[Block]] = {}
+    experts: dict[tuple[int, str], set[int]] = {}
+    for module, delta in additions.items():
+        expert = ExpertModule.parse(module)
+        if expert is not None:
+            experts.setdefault((expert.layer, expert.name), set()).add(expert.number)
+        name = _find_name(f"{module}.weight", shapes, folder)
+        if name is not None and shapes[name] == delta.shape:
+            found = [(name, Block(range(delta.shape[0]), range(delta.shape[1]), delta))]
+        else:
+            found = [] if expert is None or name is not None else expert.find_blocks(delta, find_experts())
+        if not found or not all(changed in shapes for changed, _ in found):
+            difference = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
+            problem = f"the adapter changes {module}, {list(delta.shape)}, but the checkpoint {difference}"
+            raise InputError(problem, OTHER, path=folder)
+        for name, block in found:
+            if any(block[:2] == other[:2] for other in blocks.setdefault(name, [])):
+                raise InputError(f"changes {name} twice, with {module} and a second module", OTHER, path=folder)
+            blocks[name].append(block)
+    for (layer, projection), numbers in experts.items():
+        if len(numbers) < (count := find_experts().shape(layer)[0]):
+            problem = f"changes {projection} of only {len(numbers)} of the {count} experts of layer {layer}"
+            raise InputError(problem, OTHER, path=folder)
     changed = []
     for tensor in tensors:
         if tensor.key in blocks:
-            if tensor.entry.dtype != "BF16" or (isinstance(tensor.stored, Weight) and len(tensor.entry.shape) > 2):
+            if tensor.entry.dtype != "BF16":
                 raise UnsupportedError(
                     f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, but adapters change only BF16 "
                     "matrices; give the output of `ktconvert dequantize`",
                     path=folder,
                 )
-            tensor = replace(
-                tensor, deltas=TensorDeltas(tensor.entry.shape[-1], tuple(sorted(blocks[tensor.key].items())), identity)
-            )
+            deltas = TensorDeltas(tensor.entry.shape[-1], tuple(blocks[tensor.key]), identity)
+            tensor = replace(tensor, deltas=deltas)
         changed.append(tensor)
     return changed, f"the adapter {folder.name} is merged into {len(blocks)} tensors, each rounded to BF16 once"
 
 
-def _find_weight(module: str, delta: Delta, shapes: Shapes, folder: Path) -> tuple[str, int]:
-    """Return the tensor that holds a module's weight, and the weight's first row in it."""
-    name = _find_name(f"{module}.weight", shapes, folder)
-    if name is not None and shapes[name] == delta.shape:
-        return name, 0
-    match = OF_EXPERT.fullmatch(module)
-    if name is None and match is not None and match["name"] in STACKED:
-        stacked, half = STACKED[match["name"]]
-        gate_up, down = (_find_name(f"{match['experts']}.{part}", shapes, folder) for part in (GATE_UP, DOWN))
-        name = gate_up if stacked == GATE_UP else down
-        expert = int(match["expert"])
-        rows = delta.shape[0]
-        if gate_up is not None and down is not None and name is not None:
-            count, hidden, width = (*shapes[down], 0, 0, 0)[:3]
-            expected = (width, hidden) if stacked == GATE_UP else (hidden, width)
-            # Both shapes are compared, because other families store the tensors transposed.
-            is_untransposed = shapes[gate_up] == (count, 2 * width, hidden) and shapes[down] == (count, hidden, width)
-            if is_untransposed and delta.shape == expected and expert < count:
-                return name, (expert * (2 if stacked == GATE_UP else 1) + half) * rows
-    difference = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
-    problem = f"the adapter changes {module}, {list(delta.shape)}, but the checkpoint {difference}"
-    raise InputError(problem, OTHER, path=folder)
+class ExpertModule(NamedTuple):
+    """An expert's linear in a model of transformers, or its share of a parameter of all experts: a key of LINEARS."""
+
+    layer: int
+    number: int
+    name: str
+
+    @classmethod
+    def parse(cls, module: str) -> ExpertModule | None:
+        """Return the linear that a name means; None for a module that is no expert's, or of a different model."""
+        match = OF_EXPERT.fullmatch(module)
+        layer = match and OF_LAYER.fullmatch(match["experts"])
+        if match is None or layer is None or match["name"] not in LINEARS or _find_prefix(module) is None:
+            return None
+        return cls(int(layer["layer"]), int(match["expert"]), match["name"])
+
+    def find_blocks(self, delta: Delta, model: MoeModel) -> list[tuple[str, Block]]:
+        """Return the tensors that an addition changes, and where; [] if the checkpoint has no such weight."""
+        moe, linears = model.moe_layers.get(self.layer), LINEARS[self.name]
+        if moe is None or self.number >= moe.num_experts or not set(linears) <= set(model.projections):
+            return []
+        found = []
+        for number, linear in enumerate(linears):
+            place = model.place(self.layer, self.number, linear)
+            rows, half = delta.rows, len(delta.rows) // 2
+            if self.name == GATE_UP:
+                # transformers keeps the order of a tensor that has its own name, and changes that of others.
+                alternate = isinstance(moe.style, Fused) and moe.style.interleaved and place.tensor.endswith(GATE_UP)
+                rows = rows[number::2] if alternate else rows[number * half : (number + 1) * half]
+            part = replace(delta, rows=rows, transposed=place.transposed)
+            shape = part.shape[::-1] if part.transposed else part.shape
+            if shape != (len(place.rows), len(place.columns)):
+                return []
+            found.append((place.tensor, Block(place.rows, place.columns, part)))
+        return found
+
+
+def _find_prefix(name: str) -> str | None:
+    return next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
 
 
 def _find_name(name: str, shapes: Shapes, folder: Path) -> str | None:
     """Return the checkpoint's name of a tensor of transformers' model: the same, or with a different known prefix."""
     if name in shapes:
         return name
-    name_prefix = next((prefix for prefix in PREFIXES if name.startswith(f"{prefix}layers.")), None)
+    name_prefix = _find_prefix(name)
     if name_prefix is None:
         names = [name.removeprefix("model.")]
     else:
@@ -131,18 +161,3 @@ def _find_name(name: str, shapes: Shapes, folder: Path) -> str | None:
         problem = f"changes {name}, which may be the checkpoint's {matches[0]} or {matches[1]}"
         raise InputError(problem, "train it with the transformers model of this checkpoint", path=folder)
     return matches[0] if matches else None
-
-
-def _require_all_experts(experts: Mapping[str, set[int]], shapes: Shapes, folder: Path) -> None:
-    """Raise InputError if an adapter changes only some of a layer's experts: it belongs to a different model."""
-    for projection, numbers in experts.items():
-        parent, name = projection.split(".*.")
-        stacked = _find_name(f"{parent}.{STACKED[name][0]}", shapes, folder) if name in STACKED else None
-        count = len(numbers)
-        if stacked is not None:
-            count = shapes[stacked][0]
-        elif _find_name(f"{parent}.{count}.{name}.weight", shapes, folder) is not None:
-            count += 1
-        if count != len(numbers):
-            problem = f"changes {projection} of {len(numbers)} experts, but the checkpoint has more"
-            raise InputError(problem, OTHER, path=folder)
