@@ -29,7 +29,7 @@ EXPONENTS = 1024  # experts whose exponents are kept, of width bytes each
 
 
 class Place(NamedTuple):
-    """Where an expert's linear [n, k] lies in a tensor [..., rows, columns] with these first dimensions joined.
+    """Place of an expert's linear [n, k] in a tensor [rows, columns], or in [E, rows, columns] as [E * rows, columns].
 
     transposed  whether it is stored as [k, n]
     """

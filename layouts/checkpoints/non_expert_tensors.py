@@ -134,8 +134,8 @@ def _find_weight(
 # --- their bytes -----------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
-    """The rows and columns of a matrix that an addition changes."""
+class Addition(NamedTuple):
+    """An adapter changes these rows and columns of a matrix by this."""
 
     rows: range
     columns: range
@@ -150,7 +150,7 @@ class TensorDeltas:
     """
 
     columns: int
-    blocks: tuple[Block, ...]
+    additions: tuple[Addition, ...]
     identity: str
 
     def add_to(self, data: Bytes, start: int) -> Bytes:
@@ -163,7 +163,7 @@ class TensorDeltas:
         out = np.zeros((-(-(skipped + bits.size) // self.columns), self.columns), np.uint16)
         given = out.reshape(-1)[skipped : skipped + bits.size]
         given[:] = bits
-        for rows, columns, delta in self.blocks:
+        for rows, columns, delta in self.additions:
             begin, end = (min(max(-(-(row - rows.start) // rows.step), 0), len(rows)) for row in (top, top + len(out)))
             if begin == end:
                 continue

@@ -21,7 +21,7 @@ from ktconvert.layouts.checkpoints.adapter import (
 from ktconvert.layouts.checkpoints.archs import PREFIXES, Fused
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_EXPERT, OF_LAYER, name_experts
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.checkpoints.non_expert_tensors import Block, OutputTensor, TensorDeltas
+from ktconvert.layouts.checkpoints.non_expert_tensors import Addition, OutputTensor, TensorDeltas
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.files import publish
@@ -58,7 +58,7 @@ def plan_merge_adapter(options: MergeAdapterOptions) -> Plan:
 
 def _add_adapter(
     folder: Path,
-    additions: Mapping[str, Delta],
+    deltas_by_module: Mapping[str, Delta],
     identity: str,
     find_experts: Callable[[], MoeModel],
     tensors: Sequence[OutputTensor],
@@ -68,53 +68,53 @@ def _add_adapter(
     Raises InputError or UnsupportedError if the checkpoint lacks such weights.
     """
     shapes = {tensor.key: tensor.entry.shape for tensor in tensors}
-    blocks: dict[str, list[Block]] = {}
+    changes: dict[str, list[Addition]] = {}
     experts: dict[tuple[int, str], set[int]] = {}
-    for module, delta in additions.items():
-        expert = ExpertModule.parse(module)
+    for module, delta in deltas_by_module.items():
+        expert = AdaptedLinear.parse(module)
         if expert is not None:
             experts.setdefault((expert.layer, expert.name), set()).add(expert.number)
         name = _find_name(f"{module}.weight", shapes, folder)
         if name is not None and shapes[name] == delta.shape:
-            found = [(name, Block(range(delta.shape[0]), range(delta.shape[1]), delta))]
+            found = [(name, Addition(range(delta.shape[0]), range(delta.shape[1]), delta))]
         else:
-            found = [] if expert is None or name is not None else expert.find_blocks(delta, find_experts())
+            found = [] if expert is None or name is not None else expert.find_changes(delta, find_experts())
         if not found or not all(changed in shapes for changed, _ in found):
             difference = "lacks it" if name is None else f"has {name} {list(shapes[name])}"
             problem = f"the adapter changes {module}, {list(delta.shape)}, but the checkpoint {difference}"
             raise InputError(problem, OTHER, path=folder)
-        for name, block in found:
-            if any(block[:2] == other[:2] for other in blocks.setdefault(name, [])):
+        for name, addition in found:
+            if any(addition[:2] == other[:2] for other in changes.setdefault(name, [])):
                 raise InputError(f"changes {name} twice, with {module} and a second module", OTHER, path=folder)
-            blocks[name].append(block)
+            changes[name].append(addition)
     for (layer, projection), numbers in experts.items():
         if len(numbers) < (count := find_experts().shape(layer)[0]):
             problem = f"changes {projection} of only {len(numbers)} of the {count} experts of layer {layer}"
             raise InputError(problem, OTHER, path=folder)
     changed = []
     for tensor in tensors:
-        if tensor.key in blocks:
+        if tensor.key in changes:
             if tensor.entry.dtype != "BF16":
                 raise UnsupportedError(
                     f"{tensor.key} is {tensor.entry.dtype} {list(tensor.entry.shape)}, but adapters change only BF16 "
                     "matrices; give the output of `ktconvert dequantize`",
                     path=folder,
                 )
-            deltas = TensorDeltas(tensor.entry.shape[-1], tuple(blocks[tensor.key]), identity)
+            deltas = TensorDeltas(tensor.entry.shape[-1], tuple(changes[tensor.key]), identity)
             tensor = replace(tensor, deltas=deltas)
         changed.append(tensor)
-    return changed, f"the adapter {folder.name} is merged into {len(blocks)} tensors, each rounded to BF16 once"
+    return changed, f"the adapter {folder.name} is merged into {len(changes)} tensors, each rounded to BF16 once"
 
 
-class ExpertModule(NamedTuple):
-    """An expert's linear in a model of transformers, or its share of a parameter of all experts: a key of LINEARS."""
+class AdaptedLinear(NamedTuple):
+    """A linear of an expert in transformers, or its share of a parameter of all experts; `name` is a key of LINEARS."""
 
     layer: int
     number: int
     name: str
 
     @classmethod
-    def parse(cls, module: str) -> ExpertModule | None:
+    def parse(cls, module: str) -> AdaptedLinear | None:
         """Return the linear that a name means; None for a module that is no expert's, or of a different model."""
         match = OF_EXPERT.fullmatch(module)
         layer = match and OF_LAYER.fullmatch(match["experts"])
@@ -122,7 +122,7 @@ class ExpertModule(NamedTuple):
             return None
         return cls(int(layer["layer"]), int(match["expert"]), match["name"])
 
-    def find_blocks(self, delta: Delta, model: MoeModel) -> list[tuple[str, Block]]:
+    def find_changes(self, delta: Delta, model: MoeModel) -> list[tuple[str, Addition]]:
         """Return the tensors that an addition changes, and where; [] if the checkpoint has no such weight."""
         moe, linears = model.moe_layers.get(self.layer), LINEARS[self.name]
         if moe is None or self.number >= moe.num_experts or not set(linears) <= set(model.projections):
@@ -139,7 +139,7 @@ class ExpertModule(NamedTuple):
             shape = part.shape[::-1] if part.transposed else part.shape
             if shape != (len(place.rows), len(place.columns)):
                 return []
-            found.append((place.tensor, Block(place.rows, place.columns, part)))
+            found.append((place.tensor, Addition(place.rows, place.columns, part)))
         return found
 
 
