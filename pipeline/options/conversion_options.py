@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import click
 
 from ktconvert.layouts.encodings import input_types
+from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.outputs import LAYOUTS, formats_by_option
 from ktconvert.pipeline.options import option_groups as groups
 from ktconvert.pipeline.options.declare import (
@@ -42,6 +43,7 @@ AOCL = (
     "kt-kernel's aarch64 build, and ktconvert's own runtime computes the AMXINT8 output of int8 on AMD"
 )
 CONVERT_CHANGED = "On resume, convert units again whose input files changed."
+AUTO = "auto"  # value of --method-map
 NUMA_ALIASES = ("--threadpool-count",)
 NUMA_SLICES = "Number of NUMA slices, one for each node."
 # Methods of kt-kernel's script that are always refused, and those that require --layout -> the reason
@@ -117,9 +119,19 @@ class QuantizationOptions(groups.ConversionOptions):
         return unused
 
 
+class MapChoice(TypedDict):
+    """What `--method-map auto` chose from: the budget, and the hashes of importance matrix (None: none) and model."""
+
+    ram: Number
+    imatrix: str | None
+    model: str
+
+
 class CpuOptions(QuantizationOptions, command="cpu"):
     """Options of `ktconvert cpu`.
 
+    method_map             the map; in a plan, the one that was chosen for `auto`
+    map_choice             what it was chosen from (MapChoice); None if it was given
     layers                 the layers to convert; with --resume-layer, as the plan found them
     kept_layers            loose layers that the output already had and keeps; None without --resume-layer
     second_moments_sha256  hash of the document that describes the second moments
@@ -144,11 +156,15 @@ class CpuOptions(QuantizationOptions, command="cpu"):
         group=Group.QUANTIZATION,
     )
     method_map: tuple[str, ...] = weights_option(
-        "Other method for some layers, e.g. 0-5=int8; may be repeated (not for kt-kernel).",
+        "Other method for some layers, e.g. 0-5=int8; may be repeated; or auto, with --ram (not for kt-kernel).",
         Text(),
         default=(),
         group=Group.ADVANCED,
     )
+    ram: int | None = option(
+        "Memory for the experts, which --method-map auto uses, e.g. 400GB.", Size(), group=Group.ADVANCED
+    )
+    map_choice: dict[str, Any] | None = record(Effect.FILES, "--method-map auto", shape=MapChoice)
     config: str | None = files_option(
         "Model that provides config.json and tokenizer (for GGUF input).",
         PathOrHubId(absolute=True),
@@ -209,8 +225,19 @@ class CpuOptions(QuantizationOptions, command="cpu"):
     def calibrated(self) -> bool:
         return QUANTIZERS[self.scale].calibrated
 
+    @property
+    def chooses_map(self) -> bool:
+        """True if the plan chooses the methods of layers."""
+        return AUTO in self.method_map
+
     def find_unused(self) -> dict[str, str]:
-        return super().find_unused() | ({} if self.calibrated else {"rounding": "is only for GPTQ"})
+        automatic = f"--method-map {AUTO}"
+        return (
+            super().find_unused()
+            | ({} if self.calibrated else {"rounding": "is only for GPTQ"})
+            | ({"quant_method": f"has no effect with {automatic}"} if self.chooses_map else {})
+            | ({} if self.chooses_map else {"ram": f"is only for {automatic} and has no effect"})
+        )
 
 
 IGNORED_MEMORY = "has no effect, because memory is bounded by {}; --max-memory sets a limit"

@@ -30,7 +30,7 @@ from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, CpuOptions
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.types import MAX_INTEGER
-from ktconvert.pipeline.plans import checkpoint, expert_plan
+from ktconvert.pipeline.plans import checkpoint, expert_plan, method_choice
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.quantizers.quantizer import ABSMAX, MSE, QUANTIZERS, Quantizer
 
@@ -49,6 +49,12 @@ def plan_cpu(options: CpuOptions) -> Plan:
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
     model = recognize(source, checkpoint.arch_table(options.arch_row))
     _require_input_type(options.input_type, model)
+    map_notes = []
+    if options.chooses_map:
+        slices = options.numa or _choose_slices(fmt, model)
+        options, map_note = method_choice.choose_map(options, fmt, model, slices)
+        map_notes = [map_note]
+        fmt = _choose_format(options)
     fmt = expert_plan.apply_method_map(options, fmt, model)
     fmt = expert_plan.hold_function(fmt, model, options.save_backward_weights)
     quantizer = _choose_quantizer(options, fmt, model)
@@ -99,7 +105,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
         *expert_plan.mix_notes(fmt, layers, quantizer),
         *expert_plan.notes_on_unreached(facts),
     ]
-    notes = (*_make_scale_notes(fmt, quantizer), *_make_launch_notes(fmt, facts, model, options))
+    notes = (*map_notes, *_make_scale_notes(fmt, quantizer), *_make_launch_notes(fmt, facts, model, options))
     return expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
 
 

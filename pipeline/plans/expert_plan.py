@@ -315,6 +315,8 @@ def open_input_statistics(quantizer: Quantizer, options: CpuOptions, model: MoeM
     path = importance.file
     reads_file = quantizer.requires_importance or (quantizer.uses_moments and importance.imatrix is None)
     if path is not None and not reads_file:
+        if options.map_choice is not None:
+            return None
         flag = "--statistics" if importance.imatrix is None else "--imatrix"
         raise UsageError(f"{flag} is not for --scale {quantizer.name}; leave it out.")
     if path is None:
@@ -360,14 +362,13 @@ def notes_on_unreached(facts: OutputFacts) -> Iterator[str]:
         yield f"no token reached these experts, whose scales are those of --scale mse: {'; '.join(listed)}"
 
 
-def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
-    """Return the format of --quant-method, or with --method-map a mix of formats.
+def find_mixable(options: CpuOptions, fmt: Format) -> dict[str, Format]:
+    """Return the formats that a mix may have, by their options.
 
-    Raises UsageError if --method-map names a method that cannot be mixed, gives all layers one method, or is
-    not of the form LAYERS=METHOD; and for options that a mix does not support.
+    fmt  format of --quant-method
+
+    Raises UsageError if it is none of them, and for options that a mix does not support.
     """
-    if not options.method_map:
-        return fmt
     mixable = {
         name: candidate
         for name, candidate in formats_by_option("cpu", NUMA.layout).items()
@@ -383,6 +384,18 @@ def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Forma
     for is_given, flag, reason in unsupported:
         if is_given:
             raise UsageError(f"{MAP}: an output with a method per layer {reason}; leave out {flag}.")
+    return mixable
+
+
+def apply_method_map(options: CpuOptions, fmt: Format, model: MoeModel) -> Format:
+    """Return the format of --quant-method, or with --method-map a mix of formats.
+
+    Raises UsageError if --method-map names a method that cannot be mixed, gives all layers one method, or is
+    not of the form LAYERS=METHOD; and as find_mixable does.
+    """
+    if not options.method_map:
+        return fmt
+    mixable = find_mixable(options, fmt)
     by_layer = dict.fromkeys(checkpoint.parse_layers(options.layers, model.layers), mixed.rename_for_mixed_output(fmt))
     for text in options.method_map:
         layers, sign, method = text.rpartition("=")

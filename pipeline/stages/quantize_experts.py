@@ -63,14 +63,7 @@ class ExpertsWork(ExpertsToWrite):
             try:
                 quantize_slice(self.fmt.encoding, self.quantizer, matrix, out, numa_slice.cut_columns(importance))
             except kernels.NonFinite as error:
-                position = matrix.origin[0] + error.row, matrix.origin[1] + error.column
-                row, column = reversed(position) if numa_slice.backward else position
-                info = self.model.weight(self.slicing.layer, expert, projection).values_tensor
-                raise InputError(
-                    f"{self.model.source.path(info)}: tensor {info.name} (layer {self.slicing.layer}, expert {expert}, "
-                    f"{projection}_proj) contains a value that is not finite at row {row}, column {column}; download "
-                    "the file again or ask its publisher."
-                ) from error
+                raise describe_non_finite(self.model, numa_slice, matrix, error) from error
         return packed
 
     def measure_linear_error(self, expert: int, projection: str) -> dict[str, float]:
@@ -106,6 +99,18 @@ class ExpertsWork(ExpertsToWrite):
             self.model.source.release(info)
         equalized = report_equalized(self.model, layer, self.start, self.stop)
         return {"layer": layer, "sampled_expert": expert, **errors, **equalized}
+
+
+def describe_non_finite(model: MoeModel, numa_slice: NumaSlice, matrix: Matrix, error: kernels.NonFinite) -> InputError:
+    """Return the error for a value of a slice that is not finite; its position is that in `matrix`."""
+    position = matrix.origin[0] + error.row, matrix.origin[1] + error.column
+    row, column = reversed(position) if numa_slice.backward else position
+    layer, expert, projection = numa_slice.layer, numa_slice.expert, numa_slice.projection
+    info = model.weight(layer, expert, projection).values_tensor
+    return InputError(
+        f"{model.source.path(info)}: tensor {info.name} (layer {layer}, expert {expert}, {projection}_proj) contains a "
+        f"value that is not finite at row {row}, column {column}; download the file again or ask its publisher."
+    )
 
 
 def write_biases(model: MoeModel, packed: PackedSlices) -> None:
