@@ -81,11 +81,16 @@ class _Listing(msgspec.Struct):
 
 
 class Document(_Listing):
-    """The entries of statistics.json that we read."""
+    """The entries of statistics.json that we read.
+
+    sensitivity  for each layer with experts, the sum of squared routing weights divided by the sum of squares of the
+                 layer's outputs; () if unknown
+    """
 
     model: _Model
     data: _Data
     settings: dict[str, Any]
+    sensitivity: tuple[Annotated[float, msgspec.Meta(ge=0)], ...] = ()
 
 
 InputStatistics = Imatrix | SecondMoments  # sources of the importance of inputs
@@ -166,6 +171,9 @@ def read_statistics(folder: Path) -> Statistics:
         counts = read_counts(folder / COUNTS)
         if sha256_file(folder / COUNTS) != recorded[COUNTS].sha256:
             raise InputError(f"{folder / COUNTS}: differs from the file that {DOCUMENT} describes; {REMEDY}")
+        if len(document.sensitivity) not in (0, len(document.model.layers)):
+            problem = f"has {len(document.sensitivity)} sensitivities for {len(document.model.layers)} layers"
+            raise InputError(f"{path}: {problem}; {REMEDY}")
         shape = (document.model.decoder_layers, max(_as_list(document.model.experts)))
         if counts.shape != shape:
             problem = f"has shape {list(counts.shape)}, but {DOCUMENT} records {list(shape)}"
@@ -178,11 +186,11 @@ def read_statistics(folder: Path) -> Statistics:
         raise InputError(f"{path}: invalid statistics ({error}); {REMEDY}") from error
 
 
-def read_related_counts(inputs: InputStatistics | None) -> I64 | None:
-    """Return the counts in the folder of an importance matrix or of second moments; None if there are none."""
+def read_related_statistics(inputs: InputStatistics | None) -> Statistics | None:
+    """Return the statistics in the folder of an importance matrix or of second moments; None if there are none."""
     if inputs is None or inputs.path.name not in (IMATRIX, DOCUMENT) or not inputs.path.with_name(DOCUMENT).exists():
         return None
-    return read_statistics(inputs.path.parent).counts
+    return read_statistics(inputs.path.parent)
 
 
 def list_files(folder: Path) -> set[str]:

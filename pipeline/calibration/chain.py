@@ -199,8 +199,16 @@ def _prepare_run(key: str, chain: Chain) -> Iterator[None]:
         ) from error
 
 
-def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisitor]) -> None:
-    """Run all sequences through a unit's dense layers and its layer with experts."""
+LAST_OUTPUTS = "last"  # file of the last layer's outputs, if they are needed
+
+
+def run_layers(
+    unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisitor], *, needs_outputs: bool = False
+) -> float:
+    """Run all sequences through a unit's dense layers and its layer with experts; return that layer's sensitivity.
+
+    needs_outputs  whether the outputs of the last layer are computed, too; else its sensitivity is 0
+    """
     work: LayerWork = unit.work
     layered_model = work.chain.layered_model
     experts_at_once = work.chain.experts_at_once
@@ -219,7 +227,8 @@ def run_layers(unit: Unit[Any], context: Context, visitors: Sequence[ExpertVisit
         layer_inputs = layer_outputs
     with layer_inputs:
         run = LayerRun(work.model, layered_model, work.layer, lengths, experts_at_once)
-        run_expert_layer(run, visitors, layer_inputs, paths.scratch, paths.handover, workers)
+        output_path = paths.handover or (paths.scratch / LAST_OUTPUTS if needs_outputs else None)
+        return run_expert_layer(run, visitors, layer_inputs, paths.scratch, output_path, workers)
 
 
 def _write_samples(chain: Chain, partial: Path, context: Context) -> Result:

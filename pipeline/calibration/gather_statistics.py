@@ -21,6 +21,7 @@ from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.statistics import folder, second_moments
 from ktconvert.layouts.statistics.expert_counts import arrange_counts
 from ktconvert.layouts.statistics.imatrix import LayerSums, write_imatrix
+from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.pipeline.calibration import chain, portions
 from ktconvert.pipeline.calibration.expert_visitors import ExpertGroup, ExpertVisitor, StatisticsSpec, TokenCounts
 from ktconvert.pipeline.calibration.layer_runner import list_specs, visit_portion
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 
 F64 = npt.NDArray[np.float64]
 NAME, CHAIN_VERSION = "calibrate", 1
-VERSION = 1
+VERSION = 2
+SENSITIVITY = TensorInfo("sensitivity", "F32", (1,), 4)  # of a layer's file
 ALTERNATIVE = "use a published importance matrix of this model"  # advice for a model that cannot be calibrated
 # Keys of the closing units.
 KEYS = tuple(Path(name).stem for name in (folder.IMATRIX, folder.COUNTS, folder.DOCUMENT))
@@ -123,14 +125,14 @@ class MomentsWriter:
     def _append(self, group: ExpertGroup, expert: int, hessian: gptq.Hessian) -> None:
         values = second_moments.pack_triangle((hessian.sum / 2).cpu().numpy())
         if not np.isfinite(values).all():
-            raise _not_finite_error(group.layer, expert)
+            raise _not_finite_error(f"{group.layer}, expert {expert}", "its inputs")
         self.file.append(values.view(np.uint8))
 
 
-def _not_finite_error(layer: int, expert: int) -> VerificationError:
+def _not_finite_error(layer: str, values: str) -> VerificationError:
     return VerificationError(
-        f"layer {layer}, expert {expert}: the squares of its inputs do not have a finite sum; the model gives NaN or "
-        "infinity on this data set. Try a different --dataset."
+        f"layer {layer}: the squares of {values} do not have a finite sum; the model gives NaN or infinity on this "
+        "data set. Try a different --dataset."
     )
 
 
@@ -149,9 +151,10 @@ def summarize_counts(counts: TokenCounts) -> dict[str, int]:
 
 @dataclass
 class LayerStatistics:
-    """The statistics of one layer, as two visitors gather them."""
+    """The statistics of one layer, as two visitors gather them, and its sensitivity (run_expert_layer)."""
 
     layer: int
+    sensitivity: float = 0.0
     counter: TokenCounter = field(default_factory=TokenCounter)
     importance: ImportanceGatherer = field(default_factory=ImportanceGatherer)
 
@@ -178,19 +181,30 @@ class LayerStatistics:
         for values in (inputs, middle):
             infinite_experts = np.flatnonzero(~np.isfinite(values).all(axis=1))
             if infinite_experts.size:
-                raise _not_finite_error(self.layer, int(infinite_experts[0]))
-        return {"counts": self.token_counts.astype("<i8"), "inputs": inputs, "middle": middle}
+                raise _not_finite_error(f"{self.layer}, expert {infinite_experts[0]}", "its inputs")
+        if not np.isfinite(self.sensitivity):
+            raise _not_finite_error(str(self.layer), "its outputs")
+        return {
+            "counts": self.token_counts.astype("<i8"),
+            "inputs": inputs,
+            "middle": middle,
+            SENSITIVITY.name: np.array([self.sensitivity], "<f4"),
+        }
 
 
 def layer_bytes(model: MoeModel, layer: int) -> int:
     """Return the bytes of a layer's statistics."""
     experts, hidden, width = model.shape(layer)
-    return experts * (8 + 4 * (hidden + width))
+    return experts * (8 + 4 * (hidden + width)) + SENSITIVITY.nbytes
 
 
 def moments_bytes(model: MoeModel, layer: int) -> int:
     """Return the bytes of a layer's statistics with second moments."""
-    return sum(entry.nbytes for entry in second_moments.tensor_entries(model.shape(layer)))
+    return sum(entry.nbytes for entry in _moments_entries(model.shape(layer)))
+
+
+def _moments_entries(shape: tuple[int, int, int]) -> list[TensorInfo]:
+    return [*second_moments.tensor_entries(shape), SENSITIVITY]
 
 
 @dataclass(frozen=True)
@@ -208,8 +222,12 @@ class ClosingWork:
     in_output: bool
 
     def read_layer(self, paths: ChainPaths, layer: int) -> LayerSums:
+        return LayerSums(*self.read_arrays(paths, layer, "counts", "inputs", "middle"))
+
+    def read_arrays(self, paths: ChainPaths, layer: int, *names: str) -> list[npt.NDArray[Any]]:
+        """Read arrays of a layer's file. Raises InputError if it is damaged."""
         path = (paths.finished if self.in_output else paths.side_files)[f"layer-{layer:03d}"]
-        return LayerSums(*chain.read_arrays(path, "counts", "inputs", "middle"))
+        return chain.read_arrays(path, *names)
 
 
 def make_closing_units(
@@ -279,7 +297,9 @@ def _write_document(work: ClosingWork, partial: Path, paths: ChainPaths) -> Resu
         for name, path in finished.items()
     ]
     data = {**work.document["data"], "samples": len(lengths), "tokens": sum(lengths)}
-    text = folder.encode_document({**work.document, "data": data}, files, tool_version())
+    sensitivity = [float(work.read_arrays(paths, layer, SENSITIVITY.name)[0][0]) for layer in work.chain.model.layers]
+    entries = {**work.document, "data": data, "sensitivity": sensitivity}
+    text = folder.encode_document(entries, files, tool_version())
     return Result((Written("", len(text), publish.write_file(partial, text)),), 0)
 
 
@@ -339,16 +359,17 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     work: CalibrateWork = unit.work
     statistics = LayerStatistics(work.layer)
     if work.moments:
-        entries = second_moments.tensor_entries(work.model.shape(work.layer))
+        entries = _moments_entries(work.model.shape(work.layer))
         tensor_count = len(entries)
         plan = plan_shard(entries, {"format": "pt", "layer": str(work.layer)})
         with DirectFile(partial, plan.size) as file:
             file.append(plan.header)
-            chain.run_layers(unit, context, (*statistics.visitors, MomentsWriter(file)))
+            visitors = (*statistics.visitors, MomentsWriter(file))
+            statistics.sensitivity = chain.run_layers(unit, context, visitors, needs_outputs=True)
             chain.append_arrays(file, statistics.make_tensors().values())
             written = Written("", plan.size, file.close())
     else:
-        chain.run_layers(unit, context, statistics.visitors)
+        statistics.sensitivity = chain.run_layers(unit, context, statistics.visitors, needs_outputs=True)
         written, tensor_count = statistics.write(partial)
     context.reporter.advance(unit.bytes_in)
     summary = summarize_counts(statistics.token_counts)

@@ -100,8 +100,12 @@ def run_expert_layer(
     scratch: Path,
     output_path: Path | None,
     workers: LayerWorkers | None = None,
-) -> None:
-    """Run all sequences through a layer with experts.
+) -> float:
+    """Run all sequences through a layer with experts; return its sensitivity.
+
+    The sensitivity is the sum of all squared routing weights, divided by the sum of squares of the layer's outputs: a
+    squared error of 1 in the output of each expert gives outputs of this squared relative error. It is 0 if the outputs
+    are not needed.
 
     layer_inputs  rows [tokens, hidden]
     scratch       folder for the inputs and outputs of the experts, each as large as layer_inputs
@@ -120,7 +124,8 @@ def run_expert_layer(
         inputs = _record_expert_inputs(run, layer_inputs, rows, specs)
         if output_path is None:
             _visit_experts(run, inputs, visitors, specs, None, workers)
-            return
+            return 0.0
+        energy = 0.0
         expert_outputs = files.enter_context(_create_like(rows, scratch / "outputs"))
         _visit_experts(run, inputs, visitors, specs, expert_outputs, workers)
         with _create_like(layer_inputs, output_path) as layer_outputs:
@@ -132,7 +137,9 @@ def run_expert_layer(
 
                 outputs = run.layered_model.run_layer(run.layer, layer_input, return_sums)
                 layer_outputs.write(start, tensor_to_bits(outputs))
+                energy += float(outputs.double().square().sum())
             layer_outputs.sync()
+        return sum(float(weights.double().square().sum()) for weights in inputs.routing_weights) / (energy or 1.0)
 
 
 def run_dense_layer(run: LayerRun, layer_inputs: RowFile, output_path: Path) -> RowFile:

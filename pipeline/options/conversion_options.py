@@ -120,11 +120,11 @@ class QuantizationOptions(groups.ConversionOptions):
 
 
 class MapChoice(TypedDict):
-    """What `--method-map auto` chose from: the budget, and the hashes of importance matrix (None: none) and model."""
+    """What `--method-map auto` chose from: hashes of importance matrix (None: none) and model, and the budget."""
 
-    ram: Number
     imatrix: str | None
     model: str
+    ram: Number
 
 
 class CpuOptions(QuantizationOptions, command="cpu"):

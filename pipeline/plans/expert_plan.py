@@ -21,7 +21,7 @@ from ktconvert.layouts.statistics.folder import (
     InputStatistics,
     open_model_imatrix,
     open_model_moments,
-    read_related_counts,
+    read_related_statistics,
 )
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
@@ -165,7 +165,8 @@ def build_expert_plan(
         if source.has_config
         else None
     )
-    known_counts = read_related_counts(statistics)
+    related_statistics = read_related_statistics(statistics)
+    known_counts = None if related_statistics is None else related_statistics.counts
     dropped_files = {*rest.dropped_files}
     if known_counts is not None or (options.calibrated and options.engine == "stream"):
         dropped_files.add(expert_counts.NAME)  # a new file replaces that of the source

@@ -15,11 +15,11 @@ from ktconvert.layouts.errors import ResourceError, UsageError
 from ktconvert.layouts.outputs import Format
 from ktconvert.layouts.outputs.format import explain_illegal_count, output_bytes, require_legal
 from ktconvert.layouts.outputs.slices import NumaSlice, Slicing
-from ktconvert.layouts.statistics.folder import open_model_imatrix
+from ktconvert.layouts.statistics.folder import open_model_imatrix, read_related_statistics
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.arrays import F32, F64, I64
+from ktconvert.native_quant.arrays import F32, F64, I64, Array
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import Matrix, bf16_rows
 from ktconvert.pipeline.options.conversion_options import CpuOptions, MapChoice
@@ -46,12 +46,12 @@ def choose_methods(sizes: I64, losses: F64, budget: int) -> list[int]:
     A dynamic programme over bytes, in steps of the sizes' common divisor. It is exact if the budget has at most CELLS
     such steps, as it has for models whose layers are alike. Otherwise, steps are larger, and sizes are rounded up.
     """
-    smallest = sizes.min(axis=1, keepdims=True)
-    room = min(budget, int(sizes.max(axis=1).sum())) - int(smallest.sum())
-    step = max(1, int(np.gcd.reduce(sizes - smallest, axis=None)))
-    step *= -(-(room + 1) // (step * CELLS))
-    weights = -(-(sizes - smallest) // step)
-    cells = room // step + 1
+    extra = sizes - sizes.min(axis=1, keepdims=True)
+    room = budget - int(sizes.min(axis=1).sum())
+    step = max(1, int(np.gcd.reduce(extra, axis=None)))
+    step *= -(-(min(room, int(extra.max(axis=1).sum())) + 1) // (step * CELLS))
+    weights = -(-extra // step)
+    cells = min(room // step, int(weights.max(axis=1).sum())) + 1
     least = np.full(cells, np.inf)  # the least loss of the layers so far, by the steps that they use
     least[0] = 0
     chosen = np.zeros((len(sizes), cells), np.int8)
@@ -89,37 +89,47 @@ def measure_losses(
     slices   number of NUMA slices
     imatrix  sums of squares of the experts' inputs; None: all columns and all experts count the same
 
-    Quantizes ROWS rows of each slice of a few experts. The result does not depend on the number of threads. Raises
-    InputError for a value that is not finite.
+    The error is relative to the layer's outputs if the folder of the importance matrix has their sensitivity, else to
+    the outputs of its experts. Quantizes ROWS rows of each slice of a few experts; the result does not depend on the
+    number of threads. Raises InputError for a value that is not finite.
     """
     measure = partial(_measure_layer, model, formats, slices, quantizer, imatrix)
     with ThreadPoolExecutor(threads, initializer=unbind_thread) as pool:
-        return np.stack([*pool.map(measure, layers)])
+        measured = [*pool.map(measure, layers)]
+    statistics = read_related_statistics(imatrix)
+    if statistics is not None and statistics.document.sensitivity:
+        document = statistics.document
+        by_layer = dict(zip(document.model.layers, document.sensitivity, strict=True))
+        return np.stack([errors * by_layer[layer] for layer, (errors, _) in zip(layers, measured, strict=True)])
+    return np.stack([errors / (energy or 1.0) for errors, energy in measured])
 
 
 def _measure_layer(
     model: MoeModel, formats: Sequence[Format], slices: int, quantizer: Quantizer, imatrix: Imatrix | None, layer: int
-) -> F64:
-    """Return the loss of a layer in each format, float64 [formats]."""
+) -> tuple[F64, float]:
+    """Return the squared error of an expert's output in each format, float64 [formats], and its square without error.
+
+    Both are means over the tokens of a few experts.
+    """
     experts, hidden, width = model.shape(layer)
     slicing = Slicing(layer, hidden, width, slices, gated=model.is_gated)
     tokens = np.ones(experts, np.int64) if imatrix is None else imatrix.sums[layer, "down"].counts
     if not tokens.any():
         imatrix, tokens = None, np.ones_like(tokens)
     reached = np.flatnonzero(tokens)
-    losses, total = np.zeros(len(formats)), 0.0
-    for expert in map(int, reached[sample_experts(len(reached))]):
-        ratios = np.zeros(len(formats))
-        for projection in slicing.projections:
+    sampled = reached[sample_experts(len(reached))]
+    sums, energies = np.zeros(len(formats)), 0.0
+    for expert in map(int, sampled):
+        ratios, energy = np.zeros(len(formats)), 0.0
+        for projection in slicing.projections:  # down is the last one: its outputs are those of the expert
             importance = None if imatrix is None else imatrix.read_importance(layer, expert, projection)
             errors, energy = _measure_linear(model, formats, slicing.slices(expert, projection), quantizer, importance)
             ratios += errors / (energy or 1.0)
         for info in model.expert_tensors(layer, expert):
             model.source.release(info)
-        energy *= float(tokens[expert])  # of the expert's outputs, since down is the last linear
-        losses += energy * ratios
-        total += energy
-    return losses / (total or 1.0)
+        sums += tokens[expert] * energy * ratios
+        energies += tokens[expert] * energy
+    return sums / tokens[sampled].sum(), energies / int(tokens[sampled].sum())
 
 
 def _measure_linear(
@@ -137,7 +147,8 @@ def _measure_linear(
         matrix = numa_slice.cut_linear(linear).rows(0, min(ROWS, numa_slice.n))
         columns = numa_slice.cut_columns(importance)
         values = bf16_to_f32(bf16_rows(matrix))
-        energy += _weigh_squares(values, columns)
+        share = numa_slice.n / len(values)
+        energy += share * _weigh_squares(values, columns)
         for number, fmt in enumerate(formats):
             if fmt.encoding.is_exact(model):
                 continue
@@ -145,7 +156,7 @@ def _measure_linear(
                 decoded = _round_trip(fmt, quantizer, matrix, columns)
             except kernels.NonFinite as error:
                 raise describe_non_finite(model, numa_slice, matrix, error) from error
-            errors[number] += _weigh_squares(values - decoded, columns)
+            errors[number] += share * _weigh_squares(values - decoded, columns)
     return errors, energy
 
 
@@ -182,7 +193,7 @@ def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -
     mixable = expert_plan.find_mixable(options, fmt)
     if budget is None:
         raise UsageError(f"{AUTO} needs the memory for the experts; give --ram, such as --ram 400GB.")
-    choice = MapChoice(ram=budget, imatrix=imatrix and imatrix.sha256, model=checkpoint.source_identity(model.source))
+    choice = MapChoice(imatrix=imatrix and imatrix.sha256, model=checkpoint.source_identity(model.source), ram=budget)
     options = with_values(options, numa=slices, map_choice=choice)
     saved = checkpoint.read_saved_values(options, "quant_method", "method_map", *CHOSEN_FROM) or {}
     if all(saved.get(name) == getattr(options, name) for name in CHOSEN_FROM):
@@ -198,13 +209,18 @@ def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -
     losses = measure_losses(model, layers, [*formats.values()], slices, quantizer, imatrix, threads)
     chosen = choose_methods(sizes, losses, budget)
     options = with_values(options, **_describe_map(layers, [[*formats][method] for method in chosen]))
-    rows = np.arange(len(layers))
-    others = (f"{name} {_percent(losses[:, method])}" for method, name in enumerate(formats))
-    inputs = "" if imatrix else ", with equal inputs, because there are no --statistics"
+    losses_by_name = zip(formats, losses.sum(axis=0), strict=True)
+    others = ", ".join(f"{name} {loss:.2g}" for name, loss in losses_by_name)
+    inputs = "" if imatrix else "; without --statistics, all inputs and layers count the same"
     return options, (
-        f"{AUTO}: {size(sizes[rows, chosen].sum())} of experts, expected error {_percent(losses[rows, chosen])} "
-        f"({', '.join(others)}{inputs}); the same choice: {_write_map(options)}"
+        f"{AUTO}: {size(_sum_chosen(sizes, chosen))} of experts, expected loss {_sum_chosen(losses, chosen):.2g} "
+        f"({others}){inputs}; the same choice: {_write_map(options)}"
     )
+
+
+def _sum_chosen(values: Array, chosen: Sequence[int]) -> float:
+    """Return the sum of values [layers, methods] over all layers, in the chosen methods."""
+    return float(values[np.arange(len(chosen)), chosen].sum())
 
 
 def _open_imatrix(options: CpuOptions, model: MoeModel) -> Imatrix | None:
@@ -260,7 +276,3 @@ def _write_map(options: CpuOptions) -> str:
             f"--numa {options.numa}",
         )
     )
-
-
-def _percent(losses: F64) -> str:
-    return f"{100 * float(losses.mean()) ** 0.5:.2f} %"

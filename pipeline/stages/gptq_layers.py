@@ -117,6 +117,8 @@ def make_stage(
 
     outer_identities = unit_chain.outer_identities() if gptq_options.gptq_steps == "full" else ()
     versions = VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION
+    if document is not None:
+        versions += (gather_statistics.VERSION,)
     units: list[Unit[Any]] = [unit_chain.make_samples_unit()]
     for unit in unit_chain.make_layer_units():
         layer = unit.work.layer
@@ -172,7 +174,8 @@ def _run_layer(unit: Unit[Any], partial: Path, context: Context) -> Result:
     with _open_writer(work, partial, context.reporter) as writer:
         if work.options.engine == "stream":
             visitors, gptq_visitor = _make_visitors(unit, statistics, writer.write, SharedFactors())
-            chain.run_layers(unit, context, visitors)
+            has_statistics = paths.side is not None
+            statistics.sensitivity = chain.run_layers(unit, context, visitors, needs_outputs=has_statistics)
             reported = _report_layer(work, statistics.token_counts, gptq_visitor, context.reporter)
         else:
             read_linear = work.run_oneshot(paths.finished[chain.SAMPLES])

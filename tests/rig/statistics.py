@@ -1,7 +1,7 @@
 """Folders of statistics as `ktconvert calibrate` writes them, with invented numbers, and expected search results."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,13 @@ from rig import group_search, scale_search
 from rig.safetensors import read_folder
 
 
-def describe(folder: Path, shapes: Mapping[int, tuple[int, int, int]], **changed: Any) -> Path:
-    """Write statistics.json for the files in a folder. shapes: (experts, hidden, width) of each layer."""
+def describe(
+    folder: Path, shapes: Mapping[int, tuple[int, int, int]], sensitivity: Sequence[float] = (), **changed: Any
+) -> Path:
+    """Write statistics.json for the files in a folder.
+
+    shapes: (experts, hidden, width) of each layer. sensitivity: of each layer.
+    """
     files = [
         {"name": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in sorted(folder.iterdir())
@@ -29,6 +34,7 @@ def describe(folder: Path, shapes: Mapping[int, tuple[int, int, int]], **changed
     model = {"architecture": "made up", "name": None, "source": "", "decoder_layers": len(shapes), "layers": [*shapes]}
     model |= {"experts": experts, "hidden": hidden, "intermediate": width} | changed
     description = {"model": model, "data": {"dataset": "made up", "samples": 1, "tokens": 409}, "settings": {}}
+    description["sensitivity"] = list(sensitivity)
     (folder / "statistics.json").write_bytes(encode_document(description, files, "0"))
     return folder
 
