@@ -65,7 +65,10 @@ def calibrate(servers: Any, model: Path, output: Path, dataset: Path, *more: str
 
 
 def assert_equals_hooks(statistics: Statistics, model: Path, expected: dict[int, hooks.ExpertInputs]) -> None:
-    """Require that the importance matrix equals the hooks' sums within float32, and the counts the router's choices."""
+    """Require that the importance matrix equals the hooks' sums within float32, and the counts the router's choices.
+
+    Sensitivities equal those of the hooks: the sums of expert outputs are rounded in a different order.
+    """
     shapes = shapes_of(model)
     assert shapes.keys() == expected.keys()
     imatrix = statistics.open_imatrix("the model", shapes)
@@ -76,6 +79,8 @@ def assert_equals_hooks(statistics: Statistics, model: Path, expected: dict[int,
             assert imatrix.sums[layer, projection].counts.tolist() == chosen.tolist()
             sums = layer_inputs.middle if projection == "down" else layer_inputs.inputs
             np.testing.assert_allclose(imatrix.read(layer, projection), sums, rtol=2e-7, atol=0)
+    sensitivity = [expected[layer].routing / expected[layer].outputs for layer in shapes]
+    np.testing.assert_allclose(statistics.document.sensitivity, sensitivity, rtol=1e-3)
     others = [layer for layer in range(len(statistics.counts)) if layer not in shapes]
     assert not statistics.counts[others].any()
 

@@ -34,6 +34,7 @@ class CpuArguments(CommonArguments, total=False):
     input_type: str | None
     quant_method: str
     method_map: Sequence[str]
+    ram: int | None
     config: str | PathLike[str] | None
     scale: str
     imatrix: str | PathLike[str] | None

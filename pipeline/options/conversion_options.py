@@ -120,7 +120,7 @@ class QuantizationOptions(groups.ConversionOptions):
 
 
 class MapChoice(TypedDict):
-    """What `--method-map auto` chose from: hashes of importance matrix (None: none) and model, and the budget."""
+    """Inputs of the choice of `--method-map auto`: hashes of importance matrix and model, and the budget."""
 
     imatrix: str | None
     model: str
@@ -156,14 +156,12 @@ class CpuOptions(QuantizationOptions, command="cpu"):
         group=Group.QUANTIZATION,
     )
     method_map: tuple[str, ...] = weights_option(
-        "Other method for some layers, e.g. 0-5=int8; may be repeated; or auto, with --ram (not for kt-kernel).",
+        "Method of some layers, e.g. 0-5=int8 (repeatable), or auto with --ram (not for kt-kernel).",
         Text(),
         default=(),
         group=Group.ADVANCED,
     )
-    ram: int | None = option(
-        "Memory for the experts, which --method-map auto uses, e.g. 400GB.", Size(), group=Group.ADVANCED
-    )
+    ram: int | None = option("Memory for the experts with --method-map auto, e.g. 400GB.", Size(), group=Group.ADVANCED)
     map_choice: dict[str, Any] | None = record(Effect.FILES, "--method-map auto", shape=MapChoice)
     config: str | None = files_option(
         "Model that provides config.json and tokenizer (for GGUF input).",

@@ -40,7 +40,7 @@ METADATA = ("method", "layout_version", "numa", "functions")  # facts in every s
 
 
 def plan_cpu(options: CpuOptions) -> Plan:
-    """Build the plan from headers; read no weights."""
+    """Build the plan from headers; read no weights, except a sample for `--method-map auto`."""
     fmt = _choose_format(options)
     options = with_values(options, layout=fmt.arrangement.layout)
     options = expert_plan.prepare_options(options)

@@ -34,6 +34,7 @@ from ktconvert.quantizers.reference import bf16_to_f32
 CELLS = 1 << 18  # states of the dynamic programme for each layer
 ROWS = 128  # rows to measure of each slice of a sampled linear
 AUTO = f"{MAP} auto"
+CHOSEN_FROM = ("map_choice", "layers", "scale", "numa")  # options that determine the choice
 
 
 def choose_methods(sizes: I64, losses: F64, budget: int) -> list[int]:
@@ -177,9 +178,6 @@ def _weigh_squares(values: F32, importance: F32 | None) -> float:
 # --- the map --------------------------------------------------------------------------------------
 
 
-CHOSEN_FROM = ("map_choice", "layers", "scale", "numa")  # options that determine the choice
-
-
 def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -> tuple[CpuOptions, str]:
     """Return the options with a literal map in place of `auto`, and a note on it. Reads a sample of the weights.
 
@@ -189,11 +187,12 @@ def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -
     A map that the output was begun or finished with is used again if it was chosen from the same. Raises UsageError
     for options that do not go together, ResourceError if no choice fits.
     """
-    budget, imatrix = options.ram, _open_imatrix(options, model)
     mixable = expert_plan.find_mixable(options, fmt)
-    if budget is None:
-        raise UsageError(f"{AUTO} needs the memory for the experts; give --ram, such as --ram 400GB.")
-    choice = MapChoice(imatrix=imatrix and imatrix.sha256, model=checkpoint.source_identity(model.source), ram=budget)
+    budget = _require_budget(options, model)
+    path = options.importance.file
+    imatrix = None if path is None else open_model_imatrix(path, model)
+    digest = None if imatrix is None else imatrix.sha256
+    choice = MapChoice(imatrix=digest, model=checkpoint.source_identity(model.source), ram=budget)
     options = with_values(options, numa=slices, map_choice=choice)
     saved = checkpoint.read_saved_values(options, "quant_method", "method_map", *CHOSEN_FROM) or {}
     if all(saved.get(name) == getattr(options, name) for name in CHOSEN_FROM):
@@ -201,7 +200,7 @@ def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -
         return options, f"{AUTO}, as chosen before: {_write_map(options)}"
     layers = checkpoint.parse_layers(options.layers, model.layers)
     quantizer = QUANTIZERS[options.scale]
-    formats = _select_formats(mixable, fmt, model, layers, slices, quantizer)
+    formats = _select_formats(mixable, fmt, [model.shape(layer)[1:] for layer in layers], slices, quantizer)
     sizes = np.array([[output_bytes(model, each, slices, [layer]) for each in formats.values()] for layer in layers])
     if (least := int(sizes.min(axis=1).sum())) > budget:
         raise ResourceError(f"--ram {budget}: the experts need at least {least} bytes; give --ram {least} or more.")
@@ -209,13 +208,23 @@ def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -
     losses = measure_losses(model, layers, [*formats.values()], slices, quantizer, imatrix, threads)
     chosen = choose_methods(sizes, losses, budget)
     options = with_values(options, **_describe_map(layers, [[*formats][method] for method in chosen]))
-    losses_by_name = zip(formats, losses.sum(axis=0), strict=True)
-    others = ", ".join(f"{name} {loss:.2g}" for name, loss in losses_by_name)
+    uniform = ", ".join(f"{name} {loss:.2g}" for name, loss in zip(formats, losses.sum(axis=0), strict=True))
     inputs = "" if imatrix else "; without --statistics, all inputs and layers count the same"
     return options, (
         f"{AUTO}: {size(_sum_chosen(sizes, chosen))} of experts, expected loss {_sum_chosen(losses, chosen):.2g} "
-        f"({others}){inputs}; the same choice: {_write_map(options)}"
+        f"({uniform}){inputs}; the same choice: {_write_map(options)}"
     )
+
+
+def _require_budget(options: CpuOptions, model: MoeModel) -> int:
+    """Return the budget in bytes. Raises UsageError if there is none, or for options that `auto` does not support."""
+    if len(options.method_map) > 1:
+        raise UsageError(f"{AUTO} chooses the methods of all layers; leave out the other values of {MAP}.")
+    if model.source.remote is not None:
+        raise UsageError(f"{AUTO} reads weights before the conversion; leave out --stream, or give the map itself.")
+    if options.ram is None:
+        raise UsageError(f"{AUTO} needs the memory for the experts; give --ram, such as --ram 400GB.")
+    return options.ram
 
 
 def _sum_chosen(values: Array, chosen: Sequence[int]) -> float:
@@ -223,28 +232,17 @@ def _sum_chosen(values: Array, chosen: Sequence[int]) -> float:
     return float(values[np.arange(len(chosen)), chosen].sum())
 
 
-def _open_imatrix(options: CpuOptions, model: MoeModel) -> Imatrix | None:
-    """Open the importance matrix that the options name. Raises UsageError for options that `auto` does not support."""
-    if len(options.method_map) > 1:
-        raise UsageError(f"{AUTO} chooses the methods of all layers; leave out the other values of {MAP}.")
-    if model.source.remote is not None:
-        raise UsageError(f"{AUTO} reads weights before the conversion; leave out --stream, or give the map itself.")
-    return None if options.importance.file is None else open_model_imatrix(options.importance.file, model)
-
-
 def _select_formats(
     mixable: Mapping[str, Format],
     fmt: Format,
-    model: MoeModel,
-    layers: Sequence[int],
+    shapes: Sequence[tuple[int, int]],
     slices: int,
     quantizer: Quantizer,
 ) -> dict[str, Format]:
-    """Return the formats that can hold all layers, and that a calibrated quantizer supports.
+    """Return the formats that can hold experts of these sizes (H, I), and that a calibrated quantizer supports.
 
     Raises UnsupportedError if there are none.
     """
-    shapes = [model.shape(layer)[1:] for layer in layers]
     formats = {
         name: each
         for name, each in mixable.items()

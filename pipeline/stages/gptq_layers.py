@@ -116,9 +116,8 @@ def make_stage(
         )
 
     outer_identities = unit_chain.outer_identities() if gptq_options.gptq_steps == "full" else ()
-    versions = VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION
-    if document is not None:
-        versions += (gather_statistics.VERSION,)
+    side_versions = () if document is None else (gather_statistics.VERSION,)
+    versions = (VERSION, gptq.VERSION, descent.VERSION, predictions.VERSION, *side_versions)
     units: list[Unit[Any]] = [unit_chain.make_samples_unit()]
     for unit in unit_chain.make_layer_units():
         layer = unit.work.layer
