@@ -48,11 +48,11 @@ def choose_methods(sizes: I64, losses: F64, budget: int) -> list[int]:
     such steps, as it has for models whose layers are alike. Otherwise, steps are larger, and sizes are rounded up.
     """
     extra = sizes - sizes.min(axis=1, keepdims=True)
-    room = budget - int(sizes.min(axis=1).sum())
+    available = budget - int(sizes.min(axis=1).sum())
     step = max(1, int(np.gcd.reduce(extra, axis=None)))
-    step *= -(-(min(room, int(extra.max(axis=1).sum())) + 1) // (step * CELLS))
+    step *= -(-(min(available, int(extra.max(axis=1).sum())) + 1) // (step * CELLS))
     weights = -(-extra // step)
-    cells = min(room // step, int(weights.max(axis=1).sum())) + 1
+    cells = min(available // step, int(weights.max(axis=1).sum())) + 1
     least = np.full(cells, np.inf)  # the least loss of the layers so far, by the steps that they use
     least[0] = 0
     chosen = np.zeros((len(sizes), cells), np.int8)
