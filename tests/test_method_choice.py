@@ -249,6 +249,10 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "no budget": (("--method-map", "auto"), "needs the memory for the experts; give --ram"),
     "two maps": (("--method-map", "auto", "--method-map", "0=int8", "--ram", "1GB"), "leave out the other values"),
     "loose files": (("--method-map", "auto", "--ram", "1GB", "--no-merge-safetensor"), "--no-merge-safetensor"),
+    "several outputs": (
+        ("--method-map", "auto", "--ram", "1GB", "--quant-method", "int4,int8"),
+        "chooses the methods of one output; leave out --quant-method",
+    ),
     "no size": (("--method-map", "auto", "--ram", "much"), "much"),
     "a method that cannot be mixed": (
         ("--method-map", "auto", "--ram", "1GB", "--quant-method", "rawint4"),

@@ -179,6 +179,7 @@ def test_a_model_that_changes_on_the_hub_stops_the_run(
         (("--scale", "gptq", "--dataset", "x.txt"), "which does not work with GPTQ"),
         (("--executor", "dask:local"), "which does not work with workers in other processes"),
         (("--quant-method", "int4,int8"), "--stream would fetch the weights once per output"),
+        (("--method-map", "auto", "--ram", "1GB"), "reads weights before the conversion; leave out --stream"),
     ],
 )
 def test_stream_refuses_what_reads_weights_elsewhere_or_again(options, reason, environment, tmp_path) -> None:

@@ -28,6 +28,7 @@ from ktconvert.pipeline.engine.recorded_inputs import compare_inputs
 from ktconvert.pipeline.options.conversion_options import (
     CONVERSION_OPTIONS,
     CalibrateOptions,
+    CpuOptions,
     DequantizeOptions,
     QuantizationOptions,
 )
@@ -127,6 +128,8 @@ def _require_combinable(options: ConversionOptions, text: str, flag: str) -> Non
     remedy = f"give one {flag} at a time"
     if options.part is not None:
         raise UsageError(f"{text}: --part divides the files of one output; {remedy}.")
+    if isinstance(options, CpuOptions) and options.chooses_map:
+        raise UsageError(f"{text}: --method-map auto chooses the methods of one output; leave out {flag}.")
     if isinstance(options, QuantizationOptions) and options.calibrated:
         raise UsageError(f"{text}: GPTQ runs the model once per output, each with its own quantized layers; {remedy}.")
     if isinstance(options, QuantizationOptions) and options.streaming.stream:
