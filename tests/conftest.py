@@ -23,7 +23,6 @@ EXAMPLE = ROOT / "examples" / "qwen3-moe-small"
 pytest_plugins = ("rig.bench", "rig.calibrated", "rig.dask_cluster", "rig.rates", "rig.threads")
 
 draws.fix_draws()
-os.environ["KTCONVERT_NUMA"] = "2"  # outputs of tests do not depend on the machine
 gc.disable()  # pytest_collection_finish enables it
 
 
