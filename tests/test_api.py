@@ -11,6 +11,7 @@ import importlib.resources
 import inspect
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import get_args, get_overloads
 
@@ -19,12 +20,16 @@ import pytest
 import ktconvert
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
+from ktconvert.pipeline.options.option_groups import Reporting
+from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.options.types import PathOrHubId
 
 ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = ROOT / "pipeline" / "options" / "arguments.py"
 COMMAND_LINE_ONLY = {"executor", "executor_timeout"}  # Python passes an Executor
-HEAD = '''"""Types of the keyword arguments of ktconvert.plan and ktconvert.convert.
+# Options of verify that its function has not: it returns the report, and the output is its first argument
+PRINTING = {"output", "report", "run", *(each.name for each in option_fields(Reporting))}
+HEAD = '''"""Types of the keyword arguments of ktconvert.plan, ktconvert.convert and ktconvert.verify.
 
 Written by `python tests/test_api.py` from the declarations of the options; do not edit.
 """
@@ -49,12 +54,12 @@ def argument_type(option_field: OptionField) -> str:
     return f"Required[{text}]" if option_field.default is REQUIRED else text
 
 
-def list_arguments(cls: type[Options]) -> list[str]:
+def list_arguments(cls: type[Options], excluded: Collection[str] = COMMAND_LINE_ONLY) -> list[str]:
     """Return the line of a TypedDict for each option of a command."""
     return [
         f"    {option_field.name}: {argument_type(option_field)}\n"
         for option_field in option_fields(cls)
-        if isinstance(option_field.declaration, Option) and option_field.name not in COMMAND_LINE_ONLY
+        if isinstance(option_field.declaration, Option) and option_field.name not in excluded
     ]
 
 
@@ -72,7 +77,8 @@ def write_arguments() -> str:
         name = f"{CONVERSION_OPTIONS[command].__name__.removesuffix('Options')}Arguments"
         own = [line for line in lines if line not in common]
         text += write_class(name, "CommonArguments", f"Options of `ktconvert {command}`.", own)
-    return text
+    checks = list_arguments(VerifyOptions, COMMAND_LINE_ONLY | PRINTING)
+    return text + write_class("VerifyArguments", "TypedDict", "Options of `ktconvert verify`.", checks)
 
 
 def test_types_of_keyword_arguments_follow_from_the_options() -> None:
@@ -98,12 +104,14 @@ def test_mypy_rejects_a_wrong_name(tmp_path: Path) -> None:
     if not (ROOT / "build" / "ns" / "ktconvert").exists():
         pytest.skip("needs `make types`")
     program = tmp_path / "program.py"
-    call = 'ktconvert.convert("cpu", input="model", output="out", {}="int8")'
-    program.write_text("\n".join(["import ktconvert", call.format("quant_method"), call.format("quant_methd")]))
+    calls = ('ktconvert.convert("cpu", input="model", output="out", {}="int8")', 'ktconvert.verify("out", {}="int8")')
+    right, wrong = ([call.format(name) for call in calls] for name in ("quant_method", "quant_methd"))
+    program.write_text("\n".join(["import ktconvert", *right, *wrong]))
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", program]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
     errors = [line for line in done.stdout.splitlines() if " error: " in line]
-    assert errors and all("program.py:3:" in line for line in errors), done.stdout + done.stderr
+    lines = {line.split(":")[1] for line in errors}
+    assert lines == {"4", "5"}, done.stdout + done.stderr
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
@@ -126,8 +134,12 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.plan("convert")
     with pytest.raises(ValueError, match=r"unknown option ouput; did you mean output\?"):
         ktconvert.plan("cpu", input="model", ouput="out")
-    with pytest.raises(ValueError, match="unknown method 'int3'; choose one of "):
+    with pytest.raises(ValueError, match=r"unknown option quant_methd; did you mean quant_method\?"):
+        ktconvert.verify(tmp_path, quant_methd="int8")  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="quant_method: 'int3' is not one of "):
         ktconvert.verify(tmp_path, quant_method="int3")
+    with pytest.raises(ValueError, match="unknown option report"):  # it returns the report
+        ktconvert.verify(tmp_path, report="page.html")  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ktconvert.nothing  # noqa: B018
 

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
         MergeAdapterArguments,
         MergeArguments,
         ResplitArguments,
+        VerifyArguments,
     )
     from ktconvert.pipeline.verify.verify import Report
 
@@ -214,42 +215,24 @@ def convert(
     return [output_plan.options.output for output_plan in plans]
 
 
-def verify(
-    output: str | PathLike[str],
-    *,
-    against: str | PathLike[str] | None = None,
-    quant_method: str | None = None,
-    numa: int | None = None,
-    full: bool = False,
-    threads: int | None = None,
-) -> Report:
+def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> Report:
     """Check an output, as `ktconvert verify` does.
 
-    against       the source (path or hub id), whose experts are quantized again, or another output
-    quant_method  the required format, and numa the required number of NUMA slices; None: any
-    full          measure the error of every expert, not only of 8 per layer
-    threads       None: the CPUs that this process may use
+    output   path of the output
+    options  the options of its --help: against, quant_method, numa, full ...
     Returns a report. `sentence` is None if no check failed, else the first problem and its remedy; `problems` lists all
     problems, `checks` the result of each check, `notes` remarks.
-    Raises KtconvertError if the path holds no output, ValueError for an unknown method.
+    Raises KtconvertError if the path holds no output, ValueError for unknown options and values.
     """
-    from pathlib import Path
-
-    from ktconvert.pipeline.options.queries import FORMAT_BY_WORD, VerifyOptions
+    from ktconvert.pipeline.options.arguments import VerifyArguments
+    from ktconvert.pipeline.options.declare import convert_options, with_values
+    from ktconvert.pipeline.options.queries import VerifyOptions
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
-    if quant_method is not None and quant_method not in FORMAT_BY_WORD:
-        raise ValueError(f"unknown method {quant_method!r}; choose one of {', '.join(FORMAT_BY_WORD)}")
-    options = VerifyOptions(
-        output=Path(output).expanduser().absolute(),
-        against=None if against is None else str(against),
-        numa=numa,
-        quant_method=quant_method,
-        full=full,
-        threads=threads,
-    )
-    return verify_output(options, Reporter(verbosity=-1))
+    names = ("output", *VerifyArguments.__annotations__)
+    settings = convert_options(VerifyOptions, {"output": output, **options}, names)
+    return verify_output(with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1))
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Types of the keyword arguments of ktconvert.plan and ktconvert.convert.
+"""Types of the keyword arguments of ktconvert.plan, ktconvert.convert and ktconvert.verify.
 
 Written by `python tests/test_api.py` from the declarations of the options; do not edit.
 """
@@ -163,3 +163,19 @@ class ResplitArguments(CommonArguments, total=False):
     against: str | PathLike[str] | None
     revision: str | None
     max_shard_size: int | None
+
+
+class VerifyArguments(TypedDict, total=False):
+    """Options of `ktconvert verify`."""
+
+    against: str | PathLike[str] | None
+    revision: str | None
+    numa: int | None
+    quant_method: str | None
+    arch_file: str | PathLike[str] | None
+    full: bool
+    load: bool
+    text: str | PathLike[str] | None
+    imatrix: str | PathLike[str] | None
+    statistics: str | PathLike[str] | None
+    threads: int | None

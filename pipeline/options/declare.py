@@ -9,11 +9,12 @@ within a command, so documents and messages list them flat.
 
 from __future__ import annotations
 
+import difflib
 import enum
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -320,8 +321,20 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
     except msgspec.ValidationError as error:
         raise ValueError(f"{name}: {error}") from error
     except click.BadParameter as error:
-        raise ValueError(f"{name}: {error.format_message()}") from error
+        raise ValueError(f"{name}: {error.message}") from error
     return tuple(converted) if is_tuple else converted[0]
+
+
+def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[str] = ()) -> O:
+    """Return options from values of plan.json or of a caller. Raises ValueError, naming the option.
+
+    names  the options that the caller may give, if not all
+    """
+    by_name = {each.name: each for each in option_fields(cls) if not names or each.name in names}
+    if unknown := sorted({*values} - {*by_name}):
+        similar = difflib.get_close_matches(unknown[0], by_name, 1)
+        raise ValueError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
+    return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 
 def to_hashable(value: Any) -> Any:

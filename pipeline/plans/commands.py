@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import importlib
 import os
@@ -34,10 +33,8 @@ from ktconvert.pipeline.options.conversion_options import (
 )
 from ktconvert.pipeline.options.declare import (
     PlannedOptions,
-    build,
-    convert_value,
+    convert_options,
     option_fields,
-    to_json_value,
     with_values,
 )
 from ktconvert.pipeline.options.model_options import TrainOptions
@@ -54,7 +51,7 @@ HASHING = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOption
 
 def make_options(command: str, **values: Any) -> ConversionOptions:
     """Return the options of a command from values named as in --help, with underscores; ValueError for other names."""
-    return _convert_options(CONVERSION_OPTIONS[command], values)
+    return convert_options(CONVERSION_OPTIONS[command], values)
 
 
 def restore_options(output: Path, saved: SavedPlan) -> ConversionOptions:
@@ -77,7 +74,7 @@ def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: 
     settings = saved.settings
     tuning = saved.tuning
     try:
-        options = _convert_options(cls, {**more, "output": str(output), **settings, **tuning})
+        options = convert_options(cls, {**more, "output": str(output), **settings, **tuning})
         if unexpected := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
             raise ValueError(f"{unexpected[0]} contradicts the other options")
         if missing := {*options.settings} - {*settings}:
@@ -85,15 +82,6 @@ def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: 
     except ValueError as error:
         raise OutputError(f"{output}: its plan cannot be read ({error}); start over with --overwrite.") from error
     return options
-
-
-def _convert_options(cls: type[AnyOptions], values: Mapping[str, Any]) -> AnyOptions:
-    """Return options from values of plan.json or of a caller. Raises ValueError, naming the option."""
-    by_name = {option_field.name: option_field for option_field in option_fields(cls)}
-    if unknown := sorted({*values} - {*by_name}):
-        similar = difflib.get_close_matches(unknown[0], by_name, 1)
-        raise ValueError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
-    return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 
 def split_outputs(options: Any) -> list[Any]:
