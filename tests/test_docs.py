@@ -100,7 +100,7 @@ def rows_of_options(name: str) -> dict[str, str]:
             continue
         text = f"Accepted and ignored: {option.ignored}." if option.ignored else option.help
         default = _default(option_field, option)
-        for parameter in click_parameters(option_field):
+        for parameter in click_parameters(option_field, name):
             spellings = [*parameter.opts, *parameter.secondary_opts]
             if isinstance(parameter, click.Argument):
                 spellings = [spelling.upper() for spelling in spellings]

@@ -24,6 +24,7 @@ MEMORY = {"memory_total": 1024 * GIB, "memory_available": 1000 * GIB, "memory_li
 MEMORY |= {"memory_policy": "default", "memory_refusal": None}
 NODES = {"numa_nodes": (0, 1), "machine_numa_nodes": (0, 1), "pools": 2}
 REST = {"disk": Disk("/data", 4000 * GIB, None, 2e9, True, None), "versions": {"python": "3.11.7", "torch": None}}
+REST |= {"config_file": None}
 SERVER = MachineReport(**CPU, **KERNELS, **NODES, **MEMORY, **REST)  # type: ignore[arg-type]
 
 PROBLEMS = {

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline.cli.config_file import SHOWN_PATH, read_defaults
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
 from ktconvert.pipeline.options.types import Integer
 
@@ -36,11 +37,19 @@ class Command(click.Command):
 
         super().__init__(
             name,
-            params=[p for option_field in option_fields(cls) for p in click_parameters(option_field)] + [HELP_ALL],
+            params=[p for option_field in option_fields(cls) for p in click_parameters(option_field, name)]
+            + [HELP_ALL],
             callback=callback,
             help=text,
             epilog=f"\b\n{title}{examples}",
         )
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if parent is not None and not parent.resilient_parsing:  # which completions are
+            extra["default_map"] = read_defaults(self.name or "", self.settings, parent)
+        return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args([*args])
@@ -61,10 +70,16 @@ class Command(click.Command):
             if rows and group not in hidden:
                 with formatter.section(self.settings.find_heading(group)):
                     formatter.write_dl(rows)
+        sentences: list[str] = []
         if hidden:
             titles = ", ".join(group.title[0].lower() + group.title[1:] for group in hidden)
+            sentences.append(f"More options with --help-all: {titles}.")
+        if any(parameter.envvar for parameter in self.params):
+            variable = _name_variable(self.name or "", "option")
+            sentences.append(f"Defaults are read from {variable}, then from [{self.name}] in {SHOWN_PATH}.")
+        if sentences:
             formatter.write_paragraph()
-            formatter.write_text(f"More options with --help-all: {titles}.")
+            formatter.write_text(" ".join(sentences))
 
 
 def _help_row(option: Option, parameter: click.Parameter, ctx: click.Context) -> tuple[str, str]:
@@ -92,6 +107,8 @@ class HelpOption(click.Option):
     """An option whose --help shows the default of an unset value, and not that a number must be at least 1.
 
     unset  shown as the default, if it is not None
+
+    Only --help-all shows environment variables.
     """
 
     def __init__(self, unset: str | None, *arguments: Any, **keywords: Any) -> None:
@@ -102,7 +119,10 @@ class HelpOption(click.Option):
         extra = super().get_help_extra(ctx)
         if isinstance(self.type, Integer):
             extra.pop("range", None)
-        return extra if self._unset is None else {**extra, "default": self._unset}
+        if not ctx.meta.get(SHOW_ALL):
+            extra.pop("envvars", None)
+        default = (ctx.default_map or {}).get(self.name or "", self._unset)  # of the config file
+        return extra if default is None else {**extra, "default": str(default)}
 
 
 class MultiValueCommand(Command):
@@ -129,8 +149,13 @@ def command(name: str, cls: type[O], kind: type[Command] = Command) -> Callable[
     return lambda function: kind(name, cls, function)
 
 
-def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
-    """Yield the click parameters of an option: an argument, an option, or both; none for a recorded value."""
+def _name_variable(command: str, key: str) -> str:
+    """Return the environment variable with the default of a command's option."""
+    return f"KTCONVERT_{command}_{key}".upper().replace("-", "_")
+
+
+def click_parameters(option_field: OptionField, command: str) -> Iterator[click.Parameter]:
+    """Yield the click parameters of a command's option: an argument, an option, or both; none for a recorded value."""
     option = option_field.declaration
     default = option_field.default
     if not isinstance(option, Option):
@@ -158,6 +183,8 @@ def click_parameters(option_field: OptionField) -> Iterator[click.Parameter]:
         [option_field.name, *(option.flags or (option_field.flag,)), *option.aliases],
         required=default is REQUIRED and option.argument is None,
         multiple=option_field.value_type is tuple,
+        envvar=None if option_field.config_key is None else _name_variable(command, option_field.config_key),
+        show_envvar=True,
         show_default=show_default or None,
         metavar=metavar,
         help=text,

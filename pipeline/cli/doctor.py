@@ -17,6 +17,7 @@ import click
 
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.cli.config_file import find_config_file
 from ktconvert.pipeline.options.queries import DoctorOptions
 from ktconvert.pipeline.report.text import format_table, size
 from ktconvert.pipeline.report.versions import package_version
@@ -87,6 +88,7 @@ class MachineReport(Extension):
     memory_nodes: tuple[int, ...]
     disk: Disk
     versions: dict[str, str | None]
+    config_file: str | None
 
     @property
     def kt_flags(self) -> dict[str, int]:
@@ -116,6 +118,7 @@ def describe_machine(disk: Path) -> MachineReport:
         memory_nodes=machine.memory_nodes(),
         disk=measure_disk(disk),
         versions=package_versions(),
+        config_file=None if (path := find_config_file()) is None else str(path),
         **vars(describe_extension()),
     )
 
@@ -275,6 +278,7 @@ def machine_rows(report: MachineReport) -> list[tuple[str, str]]:
         ("memory", f"{size(report.memory_total)}, {size(report.memory_available)} available"),
         ("cgroup limit", size(report.memory_limit) if report.memory_limit is not None else "none"),
         ("disk", f"{size(disk.free)} free, {speed}: {disk.path}"),
+        ("config file", report.config_file or "none"),
         *((name, number or "not installed here") for name, number in report.versions.items()),
     ]
 

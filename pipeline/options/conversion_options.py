@@ -13,6 +13,7 @@ from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.outputs import LAYOUTS, formats_by_option
 from ktconvert.pipeline.options import option_groups as groups
 from ktconvert.pipeline.options.declare import (
+    AS_BEFORE,
     REQUIRED,
     Effect,
     Group,
@@ -206,9 +207,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
         type=click.INT, ignored="memory is bounded by one expert", group=Group.IGNORED
     )
     profile: bool = option(ignored="--json gives the time of every layer", default=False, group=Group.IGNORED)
-    layers: str = files_option(
-        "MoE layers to convert, e.g. 3-60,62.", KeywordText("all"), default="all", group=Group.INPUT
-    )
+    layers: str = files_option("Layers to convert, e.g. 3-60,62.", KeywordText("all"), default="all", group=Group.INPUT)
     kept_layers: tuple[int, ...] | None = record(Effect.FILES, "--resume-layer")
     non_experts: str = files_option(
         "Non-expert tensors: skip, copy, or keep (for a whole model).",
@@ -424,10 +423,10 @@ class ResumeExecution(groups.Execution):
     """Limits for the remaining work on this machine."""
 
     threads: int | None = option(
-        groups.THREADS, Integer(min=1), unset="as before", group=Group.RESOURCES, aliases=groups.THREADS_ALIASES
+        groups.THREADS, Integer(min=1), unset=AS_BEFORE, group=Group.RESOURCES, aliases=groups.THREADS_ALIASES
     )
     max_memory: int | None = option(
-        "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset="as before", group=Group.RESOURCES
+        "Use fewer threads to stay below this limit, e.g. 4GiB.", Size(), unset=AS_BEFORE, group=Group.RESOURCES
     )
 
 

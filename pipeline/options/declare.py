@@ -26,6 +26,7 @@ from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, OutputPath, PathOrHubId, Text
 
 REQUIRED = MISSING  # the default of required options
+AS_BEFORE = "as before"  # `unset` of options whose default is a value of the plan
 
 
 class Effect(enum.Enum):
@@ -167,6 +168,20 @@ class OptionField:
         declaration = self.declaration
         flags = declaration.flags if isinstance(declaration, Option) else (declaration.flag or "",)
         return next((flag for flag in flags if flag.startswith("--")), f"--{self.name.replace('_', '-')}")
+
+    @property
+    def config_key(self) -> str | None:
+        """The name of the option in the config file, and in its environment variable; None if neither sets it.
+
+        They set no input, no output, nothing that is required, and nothing that `resume` takes from the plan. They do
+        not set --json either, which errors follow that precede the parsing of options.
+        """
+        option = self.declaration
+        if not isinstance(option, Option) or option.ignored or option.argument or self.default is REQUIRED:
+            return None
+        if option.unset == AS_BEFORE or "--json" in option.flags:
+            return None
+        return self.flag.partition("/")[0].removeprefix("--").replace("-", "_")
 
     @property
     def value_type(self) -> type:

@@ -141,7 +141,8 @@ def _run(
 # Variables that pytest sets, and that torch and commands set in this process: a new process would not have them.
 OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "LRU_CACHE_CAPACITY"}
 OWN |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TQDM_DELAY"}
-os.environ["KTCONVERT_NUMA"] = "2"  # outputs of tests do not depend on the machine
+# Outputs of tests depend neither on the machine nor on the user's config file.
+os.environ |= {"KTCONVERT_NUMA": "2", "XDG_CONFIG_HOME": str(Path(__file__).parents[2] / "build" / "config")}
 ENVIRONMENT = dict(os.environ)  # before the first test
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import click
 import numpy as np
 
 from ktconvert.layouts.checkpoints import adapter
@@ -43,6 +44,7 @@ from ktconvert.native_quant.runtime import expert_placement, hot_experts
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
 from ktconvert.pipeline.cli import status
+from ktconvert.pipeline.cli.config_file import read_defaults
 from ktconvert.pipeline.engine import attempts, dask_executor, journal, lock
 from ktconvert.pipeline.engine.existing import compare_plans, find_unit_states, read_plan, read_settings
 from ktconvert.pipeline.engine.paths import Paths, locate
@@ -50,6 +52,7 @@ from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Result, Written
 from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.authentication import read_api_key
+from ktconvert.pipeline.options.conversion_options import CpuOptions
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.plans.commands import make_options, make_plan, restore_options
 from ktconvert.pipeline.verify.tensor_checks import check_structure
@@ -462,6 +465,20 @@ def make_arch(inputs: Inputs) -> Path:
 def read_arch(inputs: Inputs, path: Path) -> None:
     text = make_options("cpu", input=str(inputs.source), output=str(inputs.new), arch_file=str(path)).arch.load_text()
     recognize(inputs.opened, (parse_arch(text), *ARCHS))
+
+
+def make_config(inputs: Inputs) -> Path:
+    path, exists = inputs.file("ktconvert", "config.toml")
+    if not exists:
+        path.write_text(
+            "[all]\nthreads = 1\nport = 1\n[cpu]\nmethod-map = ['0=int8']\noverwrite = true\nscale = 'mse'\n"
+        )
+    return path
+
+
+def read_config_file(_: Inputs, path: Path) -> None:
+    with unittest.mock.patch.dict(os.environ, {"XDG_CONFIG_HOME": str(path.parents[1])}):
+        read_defaults("cpu", CpuOptions, click.Context(cli.group))
 
 
 def make_snapshot(file: str) -> Callable[[Inputs], Path]:
@@ -882,6 +899,7 @@ DOCUMENTS: Mapping[str, Document] = {
         60,
         lambda i: [[*command, "--arch-file", make_arch(i)] for command in source_commands(i)[:3]],
     ),
+    "config file": Document(make_config, damage_toml, read_config_file, 60),
     "method map": Document(make_map, damage_bytes, read_map, 30),
     "mask": Document(make_mask, damage_safetensors, read_mask),
     "statistics": Document(make_statistics(statistics.DOCUMENT), damage_json, read_statistics, 60, statistics_commands),

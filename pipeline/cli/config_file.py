@@ -1,0 +1,102 @@
+"""The config file: defaults of options, in a table for each command and one for all of them."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ktconvert.layouts.errors import UsageError
+from ktconvert.pipeline.options.declare import OptionField, Options, option_fields
+
+ALL = "all"  # the table for all commands
+SHOWN_PATH = "~/.config/ktconvert/config.toml"
+
+
+def find_config_file() -> Path | None:
+    """Return the path of the config file; None if there is none."""
+    folder = os.environ.get("XDG_CONFIG_HOME", "")
+    is_absolute = folder.startswith("/")  # the XDG specification says to ignore others
+    path = f"{folder}/ktconvert/config.toml" if is_absolute else os.path.expanduser(SHOWN_PATH)  # noqa: PTH111
+    return Path(path) if os.path.isfile(path) else None  # noqa: PTH113  # pathlib raises errors for unreadable homes
+
+
+def read_defaults(command: str, cls: type[Options], parent: click.Context) -> dict[str, Any]:
+    """Return the values that the config file has for a command's options: name -> words as on the command line.
+
+    parent  the context of the group of all commands
+
+    Raises UsageError for a file that cannot be read, and for wrong tables, keys and values.
+    """
+    if (path := find_config_file()) is None:
+        return {}
+    tables = _read_tables(path, parent)
+    by_key = _options_by_key(cls)
+    defaults: dict[str, Any] = {}
+    for title in (ALL, command):
+        for key, value in tables.get(title, {}).items():
+            place, name = f"{path}: [{title}] {key}", key.replace("-", "_")
+            if name in by_key:
+                defaults[by_key[name].name] = _to_words(by_key[name], value, place)
+            elif title == command or name not in _list_all_keys(parent):
+                raise _unknown_name(place, "option with a default", name, by_key)
+    return defaults
+
+
+def _read_tables(path: Path, parent: click.Context) -> dict[str, Mapping[str, Any]]:
+    """Return the tables of the config file by command."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read ({error}); correct or remove it.") from error
+    names = _get_group(parent).list_commands(parent)
+    for title, table in document.items():
+        if not isinstance(table, dict):
+            raise UsageError(f"{path}: {title} is in no table; write it below [{ALL}] or below the name of a command.")
+        if title not in (ALL, *names):
+            raise _unknown_name(f"{path}: [{title}]", "command", title, names)
+    return document
+
+
+def _get_group(parent: click.Context) -> click.Group:
+    assert isinstance(parent.command, click.Group)
+    return parent.command
+
+
+def _options_by_key(cls: type[Options]) -> dict[str, OptionField]:
+    return {each.config_key: each for each in option_fields(cls) if each.config_key is not None}
+
+
+def _list_all_keys(parent: click.Context) -> set[str]:
+    """Return the keys of all commands, whose modules this imports."""
+    group = _get_group(parent)
+    commands: list[Any] = [group.get_command(parent, name) for name in group.list_commands(parent)]
+    return {key for command in commands for key in _options_by_key(command.settings)}
+
+
+def _unknown_name(place: str, kind: str, name: str, known: Iterable[str]) -> UsageError:
+    similar = difflib.get_close_matches(name, known, 1)
+    remedy = f"did you mean {similar[0]}?" if similar else "see `ktconvert COMMAND --help-all`."
+    return UsageError(f"{place}: no {kind} has this name; {remedy}")
+
+
+def _to_words(option_field: OptionField, value: Any, place: str) -> str | bool | list[str]:
+    """Return a value as the command line has it. Raises UsageError for a wrong one."""
+    is_flag, is_list = option_field.value_type is bool, option_field.value_type is tuple
+    items = value if is_list and isinstance(value, list) else [value]
+    expected = "true or false" if is_flag else "a list of values" if is_list else "a number or a text in quotes"
+    if any(isinstance(item, bool) != is_flag or not isinstance(item, bool | int | float | str) for item in items):
+        raise UsageError(f"{place}: the value has the wrong type; give {expected}.")
+    try:
+        words = [*map(str, items)]  # ValueError for integers with thousands of digits
+        for word in words:
+            option_field.click_type.convert(word, None, None)
+    except (click.BadParameter, ValueError) as error:
+        problem = error.message if isinstance(error, click.BadParameter) else str(error)
+        raise UsageError(f"{place}: {problem.rstrip('.')}; correct the value.") from error
+    return value if is_flag else words if is_list else words[0]
