@@ -537,7 +537,9 @@ def test_transcripts_equal_the_output_of_the_program(tmp_path: Path, cli: Any, e
 
 def test_figures_that_depend_on_the_machine_are_marked() -> None:
     """Speeds and results of torch in the transcripts of the README and of commands differ between machines."""
-    machine = re.compile(r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|^\d+ +0\.\d+$")
+    machine = re.compile(
+        r"(tokens|MiB)/s|^(perplexity|KL divergence|top-1 agreement) |this machine|more notes|^\d+ +0\.\d+$"
+    )
     for page in (README, *map(page_of, COMMANDS)):
         lines = [line for block in blocks(read_text(page), "text") for line in block.splitlines()]
         figures = [line for line in lines if machine.search(line.removesuffix("  †"))]

@@ -340,8 +340,8 @@ def test_a_conversion_waits_for_workers_that_offer_to_make_units(
         cluster.start("other", options=("--resources", "GPU=1"))
         coordinator = pool.submit(cpu, servers, source, tmp_path / "out", f"dask:{cluster.file}")
         pause = threading.Event()
-        note = "waiting for workers; start one on each host: dask worker"
-        while not log.exists() or note not in log.read_text():
+        warning = "waiting for workers; start one on each host: dask worker"
+        while not log.exists() or warning not in log.read_text():
             assert not coordinator.done()
             pause.wait(0.02)
         cluster.start("late")

@@ -199,12 +199,12 @@ def test_a_run_without_workers_ends_after_the_timeout(setting: Setting, cluster:
     cluster.send("a", signal.SIGKILL)
     result = coordinator.result()
     conversion.check_refusal(result, 1, "no worker has answered", "--executor-timeout", f"ktconvert resume {output}")
-    [note] = [
+    [warning] = [
         e["text"]
-        for e in select(conversion.parse_events(result.stderr), "note")
+        for e in select(conversion.parse_events(result.stderr), "warning")
         if "no worker has answered" in e["text"]
     ]
-    assert "start one on each host: dask worker" in note and "the command ends in 4.0 s" in note
+    assert "start one on each host: dask worker" in warning and "the command ends in 4.0 s" in warning
     cluster.send("b", signal.SIGKILL)
     setting.resume_and_check(output)
 

@@ -108,7 +108,7 @@ def test_a_folder_of_others_is_replaced_only_with_delete_others(source, output, 
     assert conversion.identity(output) == before
     result = convert(source, output, *both)
     check_success(result, output, expected)
-    assert "note: --overwrite removes " in result.stderr and "thesis.txt" in result.stderr
+    assert "warning: --overwrite removes " in result.stderr and "thesis.txt" in result.stderr
 
 
 def test_files_outside_the_manifest_are_not_overwritten(tmp_path, source, output, expected):

@@ -88,7 +88,7 @@ some = pytest.mark.parametrize("method", ["FP8", *(pytest.param(m, marks=pytest.
 def test_run_needs_only_the_model(method, models):
     options = ("--prompt", "def add(", "--max-new-tokens", 6, "--threads", 1)
     done = call(run, models[method], *options)
-    assert done.exit_code == 0 and "note" not in done.stderr, done.exception
+    assert done.exit_code == 0 and "transformers computes" not in done.stderr, done.exception
     named = call(run, models["BF16"], "--cpu-weights", models[method], *options)
     by_torch = call(run, models["BF16"], "--torch-experts", *options)
     assert done.stdout == named.stdout == by_torch.stdout
@@ -114,7 +114,7 @@ def test_unsupported_experts_are_left_to_transformers(example, tmp_path):
     options = ("--prompt", "def add(", "--max-new-tokens", 4)
     result, by_torch = call(run, model, *options), call(run, model, *options, "--torch-experts")
     assert (result.exit_code, result.stdout) == (0, by_torch.stdout), result.exception
-    assert re.search(r"note: transformers computes the experts, since: .*layer 0 are F32", result.stderr)
+    assert re.search(r"warning: transformers computes the experts, since: .*layer 0 are F32", result.stderr)
     refused = call(run, model, *options, "--cpu-weights", model).exception
     assert isinstance(refused, UnsupportedError) and "layer 0 are F32" in str(refused)
     both = call(run, model, *options, "--cpu-weights", model, "--torch-experts").exception

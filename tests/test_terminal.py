@@ -74,6 +74,39 @@ def test_progress_is_one_line_with_the_result_below(example: Path, tmp_path: Pat
     assert result.startswith(f"{out}: ") and following == f"next: ktconvert verify {out} --against {example}"
 
 
+NOTES = ("--numa", 2, "--gpu")  # with notes on the format, other scales, serving and --gpu
+
+
+@pytest.mark.parametrize("words", [(), ("--dry-run",)])
+def test_the_most_important_note_is_printed_with_the_number_of_the_others(
+    words: tuple[str, ...], cli: Any, example: Path, tmp_path: Path
+) -> None:
+    """--json prints all of them, -v too, and -q none."""
+    quiet = {"KTCONVERT_CPU_VERBOSE": "0"}
+    command = ("cpu", example, tmp_path / "out", *NOTES, *words, "--overwrite")
+
+    def list_notes(*options: str) -> list[str]:
+        lines: list[str] = cli(*command, *options, env=quiet).stderr.splitlines()
+        return [line for line in lines if line.startswith(("note: ", "("))]
+
+    every = list_notes("-v")
+    assert len(every) >= 4 and all(note.startswith("note: ") for note in every)
+    assert list_notes() == [every[0], f"({len(every) - 1} more notes: -v)"]
+    assert list_notes("-q") == []
+    events = [json.loads(line) for line in cli(*command, "--json", env=quiet).stdout.splitlines()]
+    assert [f"note: {event['text']}" for event in events if event["event"] == "note"] == every
+
+
+def test_notes_during_the_work_are_counted_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    reporter = Reporter()
+    for text in ("first", "second"):
+        reporter.note(text)
+    reporter.begin(10, 0)
+    reporter.note("third")
+    reporter.end()
+    assert capsys.readouterr().err.splitlines() == ["note: first", "(1 more note: -v)", "(1 more note: -v)"]
+
+
 def test_remaining_time_is_unknown_until_a_unit_is_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

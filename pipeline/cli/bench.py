@@ -35,7 +35,7 @@ def bench(options: BenchOptions) -> None:
 
     preconditions.check_plot(options.plot)
     preconditions.check_kernels("the command again")
-    threads = preconditions.limit_optional_threads(options.threads, Reporter())
+    threads = preconditions.limit_optional_threads(options.threads, Reporter().note)
     document = measure_layer(options.output, options.layer, options.tokens, threads)
     if options.plot is not None:
         plot_bench(options.plot, document)

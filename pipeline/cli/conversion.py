@@ -186,10 +186,9 @@ def convert(options: ConversionOptions) -> None:
     reporter = options.reporting.reporter
     options.existing.require_consistent()
     outputs = commands.split_outputs(options)
-    for note in dict.fromkeys(note for output in outputs for note in _make_option_notes(output)):
-        reporter.note(note)
+    option_notes = [note for output in outputs for note in _make_option_notes(output)]
     preconditions.check_kernels()
-    threads = preconditions.limit_threads("--threads", options.execution.thread_count, reporter)
+    threads = preconditions.limit_threads("--threads", options.execution.thread_count, option_notes.append)
     worker_threads = options.execution.threads
     share = None if options.part is None else parse_share(options.part, os.environ)
     part = None if share is None else str(share)
@@ -198,9 +197,10 @@ def convert(options: ConversionOptions) -> None:
         commands.build_output_plan(output_options, None if options.dry_run else reporter.report_hash)
         for output_options in outputs
     ]
-    for note in _make_plan_notes(plans):
+    for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
         reporter.note(note)
     if options.dry_run:
+        reporter.count_hidden_notes()
         require_compatible(plans, options.workers, share)
         as_json = options.reporting.json_events
         overwrite = options.existing.overwrite
@@ -234,7 +234,7 @@ def resume_conversion(options: ResumeOptions) -> None:
     execution = options.execution
     threads = execution.threads or saved_options.execution.thread_count
     changes: dict[str, Any] = {
-        "threads": preconditions.limit_threads("--threads", threads, reporter),
+        "threads": preconditions.limit_threads("--threads", threads, reporter.note),
         **({"max_memory": execution.max_memory} if execution.max_memory else {}),
         **({"verify_inputs": True} if options.verify_inputs else {}),
     }
@@ -270,7 +270,10 @@ def _resume_training(options: ResumeOptions, saved: SavedPlan) -> None:
 
 
 def _make_plan_notes(plans: Sequence[Plan]) -> Iterable[str]:
-    """Return the notes of all plans; notes that only some plans share begin with the output's name."""
+    """Return the notes of all plans; notes that only some plans share begin with the output's name.
+
+    The first one is printed without -v. A wrong number of NUMA slices comes first, as kt-kernel then computes garbage.
+    """
     by_plan = [(plan.options.output.name, [*commands.numa_notes(plan), *plan.notes]) for plan in plans]
     common = [note for note in by_plan[0][1] if all(note in notes for _, notes in by_plan)]
     return (*common, *(f"{name}: {note}" for name, notes in by_plan for note in notes if note not in common))
@@ -315,11 +318,11 @@ def run_plans(
     """
     require_compatible(plans, workers, share)
     overwrite = plans[0].options.existing.overwrite
-    with open_backend(workers.executor, reporter.note, workers.executor_timeout) as backend:
+    with open_backend(workers.executor, reporter.warn, workers.executor_timeout) as backend:
         if backend.executor is not None:
             threads = threads or backend.threads
         elif backend.threads is not None:
-            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter)
+            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter.note)
         else:
             threads = None
         if share is not None:

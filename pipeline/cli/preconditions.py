@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from ktconvert.pipeline.models.loading import ModelChoice
 
 
-def limit_threads(option: str, requested: int, reporter: Reporter) -> int:
+def limit_threads(option: str, requested: int, note: Callable[[str], None]) -> int:
     """Return a number of threads, capped at the CPUs of this process; a note reports that."""
     allowed = machine.usable_cpus()
     if requested > allowed:
-        reporter.note(f"{option} {requested} is capped at the {plural(allowed, 'CPU')} available to this process")
+        note(f"{option} {requested} is capped at the {plural(allowed, 'CPU')} available to this process")
     return min(requested, allowed)
 
 
-def limit_optional_threads(requested: int | None, reporter: Reporter) -> int | None:
+def limit_optional_threads(requested: int | None, note: Callable[[str], None]) -> int | None:
     """Return the value of --threads, capped at the CPUs of this process; None if it is not given."""
-    return None if requested is None else limit_threads("--threads", requested, reporter)
+    return None if requested is None else limit_threads("--threads", requested, note)
 
 
 def check_file(option: str, path: Path | None, endings: Collection[str] = (), *, replace: bool = True) -> None:
@@ -107,7 +107,7 @@ def make_model_choice(command: str, options: Options, reporter: Reporter, extra:
         getattr(option_field.declaration, "argument", None) or option_field.name: option_field.get(options)
         for option_field in option_fields(type(options))
     }
-    values["threads"] = limit_optional_threads(values["threads"], reporter)
+    values["threads"] = limit_optional_threads(values["threads"], reporter.note)
     names = [field.name for field in fields(ModelChoice)]
     return ModelChoice(**{name: values[name] for name in names if name in values})
 
@@ -117,4 +117,4 @@ def remove_lock(paths: Paths, reporter: Reporter, share: JobShare | None = None)
     from ktconvert.pipeline.engine.lock import unlock
 
     for removed in unlock(paths.root, paths.output, share):
-        reporter.note(f"--force-unlock removed {removed}")
+        reporter.warn(f"--force-unlock removed {removed}")

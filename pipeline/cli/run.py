@@ -46,7 +46,7 @@ def run(options: RunOptions) -> None:
         if options.torch_experts or options.cpu_weights is not None or isinstance(error, RotatedError):
             raise
         loaded = loading.load_model_and_tokenizer(choice)
-        reporter.note(f"transformers computes the experts, since: {error}")
+        reporter.warn(f"transformers computes the experts, since: {error}")
 
     def write(inputs: Any) -> str:
         with pretrained.explain_errors(

@@ -48,11 +48,12 @@ def verify(options: VerifyOptions) -> None:
     preconditions.check_kernels("the command again")
     preconditions.check_file("--report", options.report, PAGES)
     worker_threads = options.threads
-    threads = preconditions.limit_threads("--threads", options.thread_count, reporter)
+    notes: list[str] = []
+    threads = preconditions.limit_threads("--threads", options.thread_count, notes.append)
     options = with_values(options, threads=threads, arch_row=options.arch.load_text())
-    with open_backend(options.workers.executor, reporter.note, options.workers.executor_timeout) as backend:
+    with open_backend(options.workers.executor, reporter.warn, options.workers.executor_timeout) as backend:
         if backend.executor is None and backend.threads is not None:
-            threads = preconditions.limit_threads("--executor threads", backend.threads, reporter)
+            threads = preconditions.limit_threads("--executor threads", backend.threads, notes.append)
             options = with_values(options, threads=threads)
         report = verify_output(options, reporter, backend.executor, worker_threads or backend.threads)
     if options.run:
@@ -60,8 +61,9 @@ def verify(options: VerifyOptions) -> None:
     if options.report is not None:
         publish.write_marked_file(options.report, render_page(report).encode("utf-8", "backslashreplace"))
         reporter.say(f"page: {options.report}")
-    for note in report.notes:
+    for note in (*report.notes, *notes):
         reporter.note(note)
+    reporter.count_hidden_notes()
     if options.reporting.json_events:
         click.echo(json.dumps(report_document(report)))
     elif not options.reporting.quiet:

@@ -27,10 +27,10 @@ class Backend:
 
 
 @contextlib.contextmanager
-def open_backend(name: str, note: Callable[[str], None], timeout: float | None = None) -> Iterator[Backend]:
+def open_backend(name: str, warn: Callable[[str], None], timeout: float | None = None) -> Iterator[Backend]:
     """Open the backend that --executor names, and close it on exit.
 
-    note, timeout (None: TIMEOUT): as for dask_executor.connect.
+    warn, timeout (None: TIMEOUT): as for dask_executor.connect.
 
     Raises UsageError for an unknown name, KtconvertError if the backend is not available.
     """
@@ -41,7 +41,7 @@ def open_backend(name: str, note: Callable[[str], None], timeout: float | None =
             raise UsageError(f"--executor threads:{argument}: not a number of threads; give one.")
         yield Backend(threads=int(argument) if argument else None)
         return
-    with dask_executor.connect(argument, note, timeout or dask_executor.TIMEOUT) as executor:
+    with dask_executor.connect(argument, warn, timeout or dask_executor.TIMEOUT) as executor:
         workers = dask_executor.count_local_workers(argument)
         yield Backend(executor, None if workers is None else max(1, machine.usable_cpus() // workers))
 

@@ -26,7 +26,7 @@ UNIT = {"unit": 1}  # Dask resource of workers: the number of units that a worke
 START = "dask worker --scheduler-file FILE --nthreads 1 --resources unit=1 --memory-limit 0 --death-timeout 120"
 TIMEOUT = 3600.0  # default of --executor-timeout: seconds to wait while there are no workers
 CONNECT_ATTEMPTS = 3
-SILENT_SECONDS = 30.0  # seconds without a heartbeat until a note; workers send one every few seconds
+SILENT_SECONDS = 30.0  # seconds without a heartbeat until a warning; workers send one every few seconds
 POLL_SECONDS = 1.0
 LOCAL = "local"
 MAX_LOCAL_WORKERS = 1024
@@ -113,13 +113,13 @@ def _explain(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def connect(address: str, note: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
+def connect(address: str, warn: Callable[[str], None], timeout: float = TIMEOUT) -> Iterator[DaskExecutor]:
     """Connect to a Dask cluster: tcp://HOST:PORT, tls://HOST:PORT, a scheduler's file, or `local[:N]`.
 
     `local` starts N workers here (by default one for each NUMA node) and ends them. Certificates come from Dask's
     settings.
 
-    note     is called with sentences about missing workers
+    warn     is called with sentences about missing workers
     timeout  seconds after which tasks fail with TimeoutError if there are no workers
 
     Raises KtconvertError if Dask is missing or no scheduler answers, UsageError for any other place.
@@ -147,11 +147,11 @@ def connect(address: str, note: Callable[[str], None], timeout: float = TIMEOUT)
         executor = DaskExecutor(client)
         executor.update_heartbeat()
         if executor.last_heartbeat is None:
-            note(f"waiting for workers; {_advice(timeout)}")
+            warn(f"waiting for workers; {_advice(timeout)}")
         ended = threading.Event()
         resources.callback(ended.set)
         threading.Thread(target=_poll_heartbeat, args=(executor, ended), daemon=True).start()
-        threading.Thread(target=_watch_workers, args=(executor, note, timeout, ended), daemon=True).start()
+        threading.Thread(target=_watch_workers, args=(executor, warn, timeout, ended), daemon=True).start()
         yield executor
 
 
@@ -162,8 +162,8 @@ def _poll_heartbeat(executor: DaskExecutor, ended: threading.Event) -> None:
             executor.update_heartbeat()
 
 
-def _watch_workers(executor: DaskExecutor, note: Callable[[str], None], timeout: float, ended: threading.Event) -> None:
-    """Give a note once if tasks wait and no worker sends a heartbeat, and fail the tasks after the timeout.
+def _watch_workers(executor: DaskExecutor, warn: Callable[[str], None], timeout: float, ended: threading.Event) -> None:
+    """Warn once if tasks wait and no worker sends a heartbeat, and fail the tasks after the timeout.
 
     Polls are counted instead of time, since this process may be suspended for hours.
     """
@@ -181,7 +181,7 @@ def _watch_workers(executor: DaskExecutor, note: Callable[[str], None], timeout:
             executor.fail_all(TimeoutError(f"{problem} (--executor-timeout)"))
         elif silent_seconds >= min(SILENT_SECONDS, timeout / 2) and not is_reported:
             is_reported = True
-            note(f"{problem}; {_advice(timeout - silent_seconds)}")
+            warn(f"{problem}; {_advice(timeout - silent_seconds)}")
 
 
 def _advice(seconds: float) -> str:

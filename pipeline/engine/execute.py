@@ -189,7 +189,7 @@ def resume_work(plan: Plan, workdir: WorkDir, reporter: Reporter, *, overwrite: 
     require_free_side_output(plan, workdir.finished, workdir.may_replace)
     if workdir.may_replace and journal.find_assembled_inode(workdir.journal.records) is None:
         for replaced in existing.find_replaced_folders(plan):
-            reporter.note(f"--overwrite removes {replaced}")
+            reporter.warn(f"--overwrite removes {replaced}")
     adopt_units(plan, workdir, reporter, trusted=trust_store)
     _report_death(workdir, plan, reporter)
 
@@ -225,7 +225,7 @@ def _adopt_plan(plan: Plan, workdir: WorkDir, reporter: Reporter, overwrite: boo
         dropped, touched = existing.compare_plans(plan, saved, overwrite or is_empty)
     if dropped:
         if not is_empty:
-            reporter.note("--overwrite drops the unfinished conversion with different options or input")
+            reporter.warn("--overwrite drops the unfinished conversion with different options or input")
         workdir.drop_all_units()
         saved = None
     workdir.may_replace = overwrite or bool(saved and saved.overwrite)
@@ -233,7 +233,7 @@ def _adopt_plan(plan: Plan, workdir: WorkDir, reporter: Reporter, overwrite: boo
         units = plan.units_reading(touched)
         for unit in units:
             workdir.forget_unit(unit)
-        reporter.note(f"{', '.join(touched[:3])} was modified; {plural(len(units), 'unit')} to convert again")
+        reporter.warn(f"{', '.join(touched[:3])} was modified; {plural(len(units), 'unit')} to convert again")
     document = plan.document(workdir.may_replace)
     if saved != document:
         save_plan(workdir.paths, document)
@@ -248,10 +248,12 @@ def _report_death(workdir: WorkDir, plan: Plan, reporter: Reporter) -> None:
             reporter.say(f"resuming: {finished} of {len(plan.units)} units are finished")
         return
     run, units = killed
+    report = reporter.note
     text = f"the last run (process {run.process.pid}) died" + (f" in {', '.join(units)}" if units else "")
     if (kills := machine.oom_kills()) and run.oom_kills is not None and kills > run.oom_kills:
         text += "; the kernel has killed a process for memory since; lower --threads or set --max-memory"
-    reporter.note(f"{text}; {finished} of {len(plan.units)} units are finished and kept")
+        report = reporter.warn
+    report(f"{text}; {finished} of {len(plan.units)} units are finished and kept")
 
 
 def adopt_units(plan: Plan, workdir: WorkDir, reporter: Reporter, *, trusted: bool = False) -> None:

@@ -287,7 +287,7 @@ def _train_from(last: Unit[int] | None, plan: Plan, training: Training) -> None:
     progress.begin(0 if last is None else last.work)
     begin_next(progress.step)
     if last is not None:
-        reporter.note(f"resuming from step {progress.step}")
+        reporter.say(f"resuming from step {progress.step}")
     try:
         trainer.train(resume_from_checkpoint=last and str(workdir.paths.store / last.stored_name))
     finally:

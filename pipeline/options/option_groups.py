@@ -79,7 +79,9 @@ class Reporting(Options):
     quiet: bool = option(
         "Print only warnings and errors.", flags=("-q", "--quiet"), default=False, group=Group.REPORTING
     )
-    verbose: bool = option("Print more details.", flags=("-v", "--verbose"), default=False, group=Group.REPORTING)
+    verbose: bool = option(
+        "Print all notes, and more details.", flags=("-v", "--verbose"), default=False, group=Group.REPORTING
+    )
 
     @property
     def reporter(self) -> Reporter:

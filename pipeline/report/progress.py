@@ -15,7 +15,7 @@ import msgspec
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.report import events
 from ktconvert.pipeline.report.terminal import escape, raw_stream
-from ktconvert.pipeline.report.text import duration, size
+from ktconvert.pipeline.report.text import duration, plural, size
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -45,6 +45,8 @@ class Reporter:
         self._by_units = False
         self._measured = (0, 0.0)
         self._conclusions: list[str] = []
+        self._has_noted = False
+        self._hidden_notes = 0
         self._current = ""
         self._amount: Callable[[float], str] = size
         self._bar: Progress | None = None
@@ -76,9 +78,19 @@ class Reporter:
             self._conclusions.append(text)
 
     def note(self, text: str) -> None:
-        """Print information that needs no action."""
+        """Print information that needs no action: the first note of a run, and the others only with -v."""
         self.event("note", text=text)
-        self.say(f"note: {text}")
+        with self._lock:
+            level = int(self._has_noted)
+            self._has_noted = True
+            self._hidden_notes += level
+        self.say(f"note: {text}", level)
+
+    def count_hidden_notes(self) -> None:
+        """Print the number of notes that were not printed since the last call."""
+        if self._hidden_notes and self.verbosity == 0:
+            self.say(f"({plural(self._hidden_notes, 'more note')}: -v)")
+        self._hidden_notes = 0
 
     def warn(self, text: str) -> None:
         """Print a warning, also with -q."""
@@ -99,7 +111,7 @@ class Reporter:
         *,
         by_units: bool = False,
     ) -> None:
-        """Start to show progress.
+        """Start to show progress, below the number of hidden notes.
 
         total_bytes  bytes of input
         done_bytes   bytes of input that belong to finished units
@@ -107,6 +119,7 @@ class Reporter:
         units        number of finished units, and of all units
         by_units     measure the speed over whole units: most of a unit's time passes before its first bytes are done
         """
+        self.count_hidden_notes()
         (self._units_done, self._units) = units
         self._amount = amount
         self._total = total_bytes
@@ -227,12 +240,13 @@ class Reporter:
         ]
 
     def end(self) -> None:
-        """End the bar, and print the conclusions below it."""
+        """End the bar, and print the conclusions and the number of hidden notes below it."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
         while self._conclusions:
             self.say(self._conclusions.pop(0))
+        self.count_hidden_notes()
 
     def rate(self) -> tuple[int, float]:
         """Return the bytes of input that this run has done, and the seconds since begin()."""

@@ -143,6 +143,10 @@ OWN = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY", "LRU
 OWN |= {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "TQDM_DELAY"}
 # Outputs of tests depend neither on the machine nor on the user's config file.
 os.environ |= {"KTCONVERT_NUMA": "2", "XDG_CONFIG_HOME": str(Path(__file__).parents[2] / "build" / "config")}
+# Commands print all notes.
+CONVERTING = ("cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge_adapter", "resplit", "resume")
+VERBOSE = [f"KTCONVERT_{name.upper()}_VERBOSE" for name in (*CONVERTING, "train", "verify")]
+os.environ |= dict.fromkeys(VERBOSE, "1")
 ENVIRONMENT = dict(os.environ)  # before the first test
 
 
