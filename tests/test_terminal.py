@@ -110,19 +110,21 @@ def test_notes_during_the_work_are_counted_at_its_end(capsys: pytest.CaptureFixt
 def test_remaining_time_is_unknown_until_a_unit_is_finished(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A unit of GPTQ reports its bytes at its end; preparations read none, and do not count."""
+    """A unit of GPTQ reports its bytes at its end; copied tensors, and samples, which read none, do not count."""
     now = 0.0
     monkeypatch.setattr("ktconvert.pipeline.report.progress.time.monotonic", lambda: now)
     reporter = Reporter(json_events=True, verbosity=-1)
-    reporter.begin(1000, 0, by_units=True)
+    reporter.begin(1500, 0, chained_bytes=1000)
     etas = []
-    for seconds, nbytes, is_end in ((500, 0, True), (90, 10, False), (10, 90, True), (50, 0, False), (45, 10, False)):
+    steps: list[tuple[int, int, int | None]] = [(1, 300, None), (499, 0, 0)]  # seconds, bytes, bytes of a unit's end
+    steps += [(90, 10, -1), (10, 90, 100), (50, 0, -1), (45, 10, -1), (10, 200, None), (10, 0, -1)]
+    for seconds, nbytes, unit_bytes in steps:
         now += seconds
         reporter.advance(nbytes)
         etas += [json.loads(line)["eta_seconds"] for line in capsys.readouterr().out.splitlines() if "eta_s" in line]
-        if is_end:
-            reporter.finish_unit()
-    assert etas == [None, None, None, 850, 805]
+        if unit_bytes != -1:
+            reporter.finish_unit(unit_bytes)
+    assert etas == [None, None, None, 850, 805, 795, 785]
 
 
 def test_stream_passes_only_newlines_and_tabs() -> None:

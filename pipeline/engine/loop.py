@@ -155,9 +155,10 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
     remaining_units = [unit for output in outputs for _, units in output.remaining for unit in units]
     total_bytes = sum(unit.bytes_in for unit in all_units)
     done_bytes = total_bytes - sum(unit.bytes_in for unit in remaining_units)
-    units = (len(all_units) - len(remaining_units), len(all_units))
-    by_units = any(stage.chain for output in outputs for stage in output.plan.stages)
-    reporter.begin(total_bytes, done_bytes, units=units, by_units=by_units)
+    unit_counts = (len(all_units) - len(remaining_units), len(all_units))
+    chained = [unit for output in outputs for stage, units in output.remaining if stage.chain for unit in units]
+    chained_bytes = sum(unit.bytes_in for unit in chained) if chained else None
+    reporter.begin(total_bytes, done_bytes, units=unit_counts, chained_bytes=chained_bytes)
     # Units that read the same layer follow each other, while its weights are in the page cache.
     merged = heapq.merge(*(output.sequences() for output in outputs), key=lambda entry: entry[:2])
     waiting = deque(sequence for _, _, sequence in merged)
@@ -186,7 +187,7 @@ def run_units(outputs: Sequence[OutputSchedule], reporter: Reporter, stop: StopF
                         waiting.appendleft(sequence)
                         continue
                     sequence.output.publish(sequence.unit, finished)
-                    reporter.finish_unit()
+                    reporter.finish_unit(sequence.unit.bytes_in if sequence.stage.chain else None)
                     unfinished[id(sequence.output)] -= 1
                     finish_output(sequence.output)
                 except BaseException as error:

@@ -42,7 +42,8 @@ class Reporter:
         self._total = self._done = self._done_here = 0
         self._units_done = self._units = 0
         self._start = self._clock = self._last_line = 0.0
-        self._by_units = False
+        self._in_chains = False
+        self._to_measure = 0
         self._measured = (0, 0.0)
         self._conclusions: list[str] = []
         self._has_noted = False
@@ -109,15 +110,16 @@ class Reporter:
         amount: Callable[[float], str] = size,
         units: tuple[int, int] = (0, 0),
         *,
-        by_units: bool = False,
+        chained_bytes: int | None = None,
     ) -> None:
         """Start to show progress, below the number of hidden notes.
 
-        total_bytes  bytes of input
-        done_bytes   bytes of input that belong to finished units
-        amount       formats a count; the unit need not be bytes
-        units        number of finished units, and of all units
-        by_units     measure the speed over whole units: most of a unit's time passes before its first bytes are done
+        total_bytes    bytes of input
+        done_bytes     bytes of input that belong to finished units
+        amount         formats a count; the unit need not be bytes
+        units          number of finished units, and of all units
+        chained_bytes  bytes of input of the remaining units in chains, which take the time; the speed is measured over
+                       whole ones, as most of the time of each passes before its first bytes are done. None: no chains
         """
         self.count_hidden_notes()
         (self._units_done, self._units) = units
@@ -126,7 +128,8 @@ class Reporter:
         self._done = done_bytes
         self._done_here = 0
         self._start = self._clock = self._last_line = time.monotonic()
-        self._by_units = by_units
+        self._in_chains = chained_bytes is not None
+        self._to_measure = total_bytes - done_bytes if chained_bytes is None else chained_bytes
         self._measured = (0, 0.0)
         self.event("begin", total_bytes=total_bytes, done_bytes=done_bytes)
         if self.json_events or self.verbosity < 0 or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
@@ -164,14 +167,18 @@ class Reporter:
         """Set the unit that is shown as the current one."""
         self._current = unit
 
-    def finish_unit(self) -> None:
-        """Count one more finished unit."""
+    def finish_unit(self, chained_bytes: int | None = None) -> None:
+        """Count one more finished unit.
+
+        chained_bytes  bytes of input of a unit in a chain, 0 for preparations; None for other units
+        """
         with self._lock:
             self._units_done += 1
             now = time.monotonic()
-            if not self._done_here:  # preparations, such as reading the samples of a calibration
+            if chained_bytes == 0:  # the samples of a calibration
                 self._clock = now
-            self._measured = (self._done_here, now - self._clock)
+            elif chained_bytes is not None:
+                self._measured = (self._measured[0] + chained_bytes, now - self._clock)
             if self._bar is not None and self._task is not None:
                 self._bar.update(self._task, description=self._status())
 
@@ -220,12 +227,11 @@ class Reporter:
 
     def _measure_speed(self, now: float) -> tuple[float, float | None]:
         """Return bytes of input per second, and the remaining seconds; (0, None) before the first are measured."""
-        done, seconds = self._measured if self._by_units else (self._done_here, now - self._clock)
+        done, seconds = self._measured if self._in_chains else (self._done_here, now - self._clock)
         if not done:
             return 0.0, None
         rate = done / max(seconds, 1e-9)
-        remaining = self._total - self._done + self._done_here - done
-        return rate, max(0.0, remaining / rate - (now - self._clock - seconds))
+        return rate, max(0.0, (self._to_measure - done) / rate - (now - self._clock - seconds))
 
     def _list_figures(self, now: float) -> list[str]:
         """Return figures on the progress for people, the most important ones first."""
