@@ -13,7 +13,7 @@ PERMISSION = "change its permissions, so that you can read it"
 INCOMPLETE = "check that the download is complete, or use another release"
 
 
-class KtconvertError(Exception):
+class KTConvertError(Exception):
     """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY", without a traceback.
 
     path, remedy  omitted if the problem names them
@@ -51,31 +51,31 @@ class KtconvertError(Exception):
         return other
 
 
-class UsageError(KtconvertError, exit_code=2):
+class UsageError(KTConvertError, exit_code=2):
     """Options that cannot be understood or do not go together."""
 
 
-class UnsupportedError(KtconvertError, exit_code=3):
+class UnsupportedError(KTConvertError, exit_code=3):
     """A model, method or NUMA count that cannot be represented; the message names the legal choices."""
 
 
-class ResourceError(KtconvertError, exit_code=4):
+class ResourceError(KTConvertError, exit_code=4):
     """Too little disk space or memory; also quotas and file-size limits."""
 
 
-class InputError(KtconvertError, exit_code=5):
+class InputError(KTConvertError, exit_code=5):
     """Input that is damaged, incomplete, contradictory, or has changed."""
 
 
-class VerificationError(KtconvertError, exit_code=6):
+class VerificationError(KTConvertError, exit_code=6):
     """An output that is not what it should be."""
 
 
-class OutputError(KtconvertError, exit_code=7):
+class OutputError(KTConvertError, exit_code=7):
     """An output that is in use, that ktconvert did not write, or that was started with different options."""
 
 
-class WorkerLostError(KtconvertError):
+class WorkerLostError(KTConvertError):
     """A unit of work that ended its worker process repeatedly; the message has the last worker's error."""
 
 

@@ -10,15 +10,15 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 
 PACKAGE = "ktconvert"
 
 
 def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
-    """Raise KtconvertError, which names the command that installs the extra, if `feature` lacks one of the packages."""
+    """Raise KTConvertError, which names the command that installs the extra, if `feature` lacks one of the packages."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise KtconvertError(f"{feature} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
+        raise KTConvertError(f"{feature} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
 
 
 def install_command(extra: str) -> str:

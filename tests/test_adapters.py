@@ -18,7 +18,7 @@ from ktconvert.layouts.checkpoints import adapter
 from ktconvert.layouts.checkpoints.adapter import MERGE, RUN, SERVE, SETTINGS, read_adapter, read_settings
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, OutputError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -252,7 +252,7 @@ def merge(model: Path, folder: Path, *, message: str = "") -> Path:
     output = model.with_name("merged")
     result = run_in_process("merge-adapter", model, "--adapter", folder, "-o", output, "-q")
     if message:
-        assert isinstance(result.exception, KtconvertError) and message in str(result.exception), result.output
+        assert isinstance(result.exception, KTConvertError) and message in str(result.exception), result.output
         assert result.exception.exit_code == 5 and not output.exists()
     else:
         assert result.exit_code == 0, result.exception or result.output

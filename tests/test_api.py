@@ -129,6 +129,11 @@ def test_every_name_is_documented() -> None:
         assert getattr(ktconvert, name).__doc__, name
 
 
+def test_every_class_has_the_same_capitals() -> None:
+    """kt-kernel's KTMoEWrapper sets the pattern."""
+    assert all(name.startswith("KT") for name in ktconvert.__all__ if isinstance(getattr(ktconvert, name), type))
+
+
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown command 'convert'; choose one of cpu, "):
         ktconvert.plan("convert")

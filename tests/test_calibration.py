@@ -261,7 +261,7 @@ def write_hub_cache(home: Path, name: str) -> None:
 OFFLINE = """
 import json, sys
 from transformers import AutoTokenizer
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.pipeline.options.option_groups import Samples
 from ktconvert.pipeline.models.text_datasets import read_samples_by_length
 
@@ -271,7 +271,7 @@ for dataset, split in json.loads(sys.argv[2]):
     try:
         samples = Samples(dataset=dataset, dataset_split=split, num_calibration_samples=12, max_sequence_length=64)
         batches.append([ids.tolist() for ids in read_samples_by_length(samples, tokenizer)])
-    except KtconvertError as error:
+    except KTConvertError as error:
         batches.append(f"{type(error).__name__} {error}")
 print(json.dumps(batches))
 """

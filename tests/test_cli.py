@@ -179,7 +179,7 @@ def test_default_number_of_slices_fits_machine_and_model(
     monkeypatch.delenv("KTCONVERT_NUMA")
     assert plan_slices() <= machine.pool_count()
     monkeypatch.setenv("KTCONVERT_NUMA", "0")
-    with pytest.raises(ktconvert.KtconvertError, match="KTCONVERT_NUMA: '0'"):
+    with pytest.raises(ktconvert.KTConvertError, match="KTCONVERT_NUMA: '0'"):
         plan_slices()
 
 

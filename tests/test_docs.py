@@ -199,7 +199,7 @@ def test_commands_of_kt_kernel_only_change_the_name_of_the_program() -> None:
 
 
 def test_every_exit_code_is_documented() -> None:
-    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KtconvertError)]
+    classes = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.KTConvertError)]
     rows = [rf"{error.exit_code} \| `{error.__name__}`" for error in classes]
     page = read_text(REFERENCE / "exit-codes.md")
     for row in (*rows, "130, 143 \\|"):  # the last two cells: meaning and remedy

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.layouts.errors import KTConvertError, OutputError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import locate
@@ -108,7 +108,7 @@ def test_processes_of_an_executor_do_not_keep_the_lock(tmp_path: Path) -> None:
     conversion.flip_bit(source / "model-00001-of-00004.safetensors")
     with ProcessPoolExecutor(1) as executor:
         for _ in range(2):
-            with pytest.raises(KtconvertError, match=r"model-00001-of-00004\.safetensors") as caught:
+            with pytest.raises(KTConvertError, match=r"model-00001-of-00004\.safetensors") as caught:
                 run(plan, executor)
             assert not isinstance(caught.value, OutputError)
 
@@ -146,7 +146,7 @@ def test_a_broken_executor_gives_one_sentence(inputs: dict[str, str], tmp_path: 
     closed.shutdown()
     with ProcessPoolExecutor(1, initializer=os._exit, initargs=(1,)) as broken:
         for executor, reason in ((broken, "BrokenProcessPool: "), (closed, "RuntimeError: cannot schedule")):
-            with pytest.raises(KtconvertError, match=rf"lost by the executor \({reason}.*ktconvert resume"):
+            with pytest.raises(KTConvertError, match=rf"lost by the executor \({reason}.*ktconvert resume"):
                 run(plan, executor)
     assert run(plan)
 

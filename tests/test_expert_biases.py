@@ -14,7 +14,7 @@ import torch
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.fp4 import dequantize
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import PROJECTIONS
@@ -479,7 +479,7 @@ def test_damaged_biases_of_outputs_are_found(tmp_path: Path) -> None:
             del tensors[key]
 
     edit_file(shard, remove)
-    with pytest.raises(KtconvertError, match=r"lack biases, but must compute .* with biases"):
+    with pytest.raises(KTConvertError, match=r"lack biases, but must compute .* with biases"):
         Experts.load(out, 0)
 
 

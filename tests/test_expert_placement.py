@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ktconvert.layouts import extras
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.outputs import launch
 from ktconvert.layouts.statistics import expert_counts
@@ -61,7 +61,7 @@ def run(*arguments: object) -> dict[str, Any]:
 def error_of(*arguments: object) -> tuple[int, str]:
     """Return exit code and message of a failing `ktconvert experts`."""
     error = run_in_process("experts", *arguments).exception
-    assert isinstance(error, KtconvertError) and "\n" not in str(error), error
+    assert isinstance(error, KTConvertError) and "\n" not in str(error), error
     return error.exit_code, str(error)
 
 

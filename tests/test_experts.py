@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from ktconvert.layouts.errors import KtconvertError, UsageError
+from ktconvert.layouts.errors import KTConvertError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.native_quant.runtime import hot_experts
 from rig.conversion import run_in_process
@@ -32,7 +32,7 @@ def write_statistics(folder: Path, counts: npt.NDArray[Any] = COUNTS, name: str 
 def error_of(*arguments: object) -> tuple[int, str]:
     """Return exit code and message of a failing command."""
     error = run_in_process("experts", *arguments).exception
-    assert isinstance(error, KtconvertError) and "\n" not in str(error)
+    assert isinstance(error, KTConvertError) and "\n" not in str(error)
     return error.exit_code, str(error)
 
 

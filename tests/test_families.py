@@ -72,7 +72,7 @@ def try_family(model_type: str, row: Row, folder: Path) -> Outcome:
     """Make, convert and compute one family in a folder."""
     import torch
 
-    from ktconvert.layouts.errors import KtconvertError
+    from ktconvert.layouts.errors import KTConvertError
     from ktconvert.native_quant import KTConvertConfig
 
     kind = auto_class(model_type)
@@ -93,7 +93,7 @@ def try_family(model_type: str, row: Row, folder: Path) -> Outcome:
         try:
             config = KTConvertConfig(cpu_weights=folder / method, threads=1)
             ours = kind.from_pretrained(folder / "model", dtype=torch.float32, quantization_config=config)
-        except KtconvertError as error:
+        except KTConvertError as error:
             return Outcome(load_error=str(error), errors=errors)
         errors[method] = _distance(_logits(ours), expected_logits)
     zero_experts(original, ours)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime.experts import Experts
@@ -293,7 +293,7 @@ def test_gptq_tensors_that_contradict_the_config_are_rejected(
     file, name = path / "model.safetensors", f"model.layers.0.mlp.experts.1.up_proj.{role}"
     tensors = read_file(file)
     write_file(file, tensors | {name: change(tensors[name])})
-    with pytest.raises(KtconvertError, match=message) as raised:
+    with pytest.raises(KTConvertError, match=message) as raised:
         Experts.load(path, 0)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 

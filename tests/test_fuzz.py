@@ -16,7 +16,7 @@ from typing import Any
 import click
 import pytest
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.options.types import Size, TokenCountList
@@ -210,7 +210,7 @@ def test_extreme_documents_give_one_sentence(name: str, old: bytes, new: bytes, 
     with restore_file(path) as original:
         assert old in original
         path.write_bytes(original.replace(old, new))
-        with pytest.raises(KtconvertError, match=re.escape(message)) if message else contextlib.nullcontext():
+        with pytest.raises(KTConvertError, match=re.escape(message)) if message else contextlib.nullcontext():
             document.read(inputs, path)
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ktconvert.layouts.errors import InputError, KtconvertError
+from ktconvert.layouts.errors import InputError, KTConvertError
 from ktconvert.layouts.statistics.imatrix import WEIGHT_NAMES, LayerSums, open_imatrix, write_imatrix
 from rig import gguf as rig_gguf
 from rig.golden import FOLDER
@@ -254,7 +254,7 @@ def test_invalid_gguf_is_refused(tmp_path, change, message):
 def test_invalid_dat_is_refused(tmp_path, data, message):
     path = tmp_path / "i.dat"
     path.write_bytes(data)
-    with pytest.raises(KtconvertError, match=message):
+    with pytest.raises(KTConvertError, match=message):
         open_imatrix(path, "the model M", SMALL)
 
 
@@ -290,7 +290,7 @@ def test_damaged_files_are_refused_with_a_message(tmp_path_factory, file_format,
     path.write_bytes(damaged)
     try:
         ours = open_imatrix(path, "small", SMALL)
-    except KtconvertError as error:
+    except KTConvertError as error:
         assert str(path) in str(error) and "\n" not in str(error)
         return
     # A .dat may end before its chunks and the name of its dataset; a GGUF ends with padding.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.cli.inspect import inspect
@@ -194,7 +194,7 @@ def test_sizes_that_names_imply_are_bounded(command, name, tmp_path):
         write_file(tmp_path / "model.safetensors", tensors)
         (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 999999999}')
     result = run_in_process(*command, tmp_path, "--json")
-    assert isinstance(result.exception, SystemExit | KtconvertError | None), result.exception
+    assert isinstance(result.exception, SystemExit | KTConvertError | None), result.exception
     output = f"{result.output}{result.exception}"
     is_checkpoint = name.startswith("m")
     assert HUGE[name] in output or (is_checkpoint and command == ["verify"] and "no expert weights" in output), output

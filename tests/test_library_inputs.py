@@ -14,7 +14,7 @@ import pytest
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.runtime.experts import Experts
@@ -214,7 +214,7 @@ def test_other_packings_of_autoround_are_refused(
 ) -> None:
     """MXINT4 and NVFP4_E5M3 have the tensors of MXFP4, but different values."""
     folder, _ = encodings.write(name, tmp_path, auto_round(packing, **more))
-    with pytest.raises(KtconvertError, match=message):
+    with pytest.raises(KTConvertError, match=message):
         read_values(folder)
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 import torch
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.pipeline.models import loading
 from rig import calibrated, conversion, encodings, family_rows, hf, stored
 from rig.calibrated import HELDOUT
@@ -208,7 +208,7 @@ def is_refused(arguments: tuple[object, ...], model: Path) -> bool:
     result = conversion.run_in_process(*arguments)
     if result.exit_code == 0:
         return False
-    assert isinstance(result.exception, KtconvertError), (arguments[0], result.exception)
+    assert isinstance(result.exception, KTConvertError), (arguments[0], result.exception)
     assert result.exception.exit_code in (2, 3, 5, 6) and str(result.exception)
     return True
 
@@ -300,7 +300,7 @@ def test_all_wrong_values_are_reported(command, model, example, packed_example, 
         if command == "serve":
             try:
                 serve(model, int8)
-            except KtconvertError:
+            except KTConvertError:
                 refusals += 1
         else:
             refusals += is_refused(commands(model, int8, text, tmp_path / f"{number}")[command], model)

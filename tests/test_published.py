@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.cli.eval import eval as evaluate
@@ -267,7 +267,7 @@ def add_integers(tensors: Tensors) -> None:
     )
 
 
-FAULTS: list[tuple[Callable[[Tensors], None], type[KtconvertError], str]] = [
+FAULTS: list[tuple[Callable[[Tensors], None], type[KTConvertError], str]] = [
     (add_nan, InputError, f"'{Q_PROJ}' contains a value that is not finite at row 0, column 5; download"),
     (remove_scale, InputError, f"{Q_PROJ}_scale_inv is missing; check"),
     (add_integers, UnsupportedError, "'lm_head.weight' is INT8, and stands outside the routed experts; that is not an"),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import generating, loading
@@ -200,7 +200,7 @@ def test_run_loads_a_model_without_a_text_only_class(tmp_path):
     assert model.config.text_config.output_router_logits is False  # a setting for training
 
 
-REFUSED: list[tuple[tuple[object, ...], type[KtconvertError], str]] = [
+REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
     ((), UsageError, "either --prompt TEXT or --chat"),
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),

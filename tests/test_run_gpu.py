@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.cli.run import run
 from ktconvert.pipeline.models import loading
@@ -307,7 +307,7 @@ def test_wrong_and_damaged_masks_are_rejected(trained_model, content, why, tmp_p
 
 
 INT8 = ("--cpu-weights", "{int8}")
-REFUSED: list[tuple[tuple[str, ...], type[KtconvertError], str]] = [
+REFUSED: list[tuple[tuple[str, ...], type[KTConvertError], str]] = [
     (("--num-gpu-experts", "2"), UsageError, "experts that --cpu-weights does not compute; also give --cpu-weights"),
     (
         ("--gpu-experts-mask", "{mask}"),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.statistics import expert_counts
 from ktconvert.layouts.statistics.expert_counts import read_counts_file
@@ -63,7 +63,7 @@ def convert(source: Path, output: Path, imatrix: Path, *more: object) -> Result:
 def refused(done: Result, code: int, *words: str) -> None:
     """Assert a refusal with this exit code, whose message contains these texts."""
     error = done.exception
-    assert isinstance(error, KtconvertError) and error.exit_code == code, error
+    assert isinstance(error, KTConvertError) and error.exit_code == code, error
     for word in words:
         assert word in str(error), f"{word!r} is not in {str(error)!r}"
     assert "\n" not in str(error)
@@ -184,7 +184,7 @@ def test_contradicting_options_are_refused(source, imatrix, tmp_path):
     ):
         refused(run_in_process("cpu", "-i", source, "-o", output, *how), 2, words)
     result = run_in_process("verify", source.parent / "none", "--imatrix", imatrix)
-    assert isinstance(result.exception, KtconvertError)
+    assert isinstance(result.exception, KTConvertError)
     assert not output.exists() and not list(tmp_path.glob("out*"))
 
 

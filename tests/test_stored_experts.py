@@ -15,7 +15,7 @@ import safetensors.torch
 from click.testing import CliRunner, Result
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import smoke
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
@@ -175,7 +175,7 @@ def with_two_types(model: Path) -> None:
     edit_file(model / "model.safetensors", change)
 
 
-FAULTS: list[tuple[Callable[[Path], None], type[KtconvertError], str]] = [
+FAULTS: list[tuple[Callable[[Path], None], type[KTConvertError], str]] = [
     (cut_short, InputError, r"model\.safetensors: .*(truncated|shorter)"),
     (with_two_types, UnsupportedError, "layer 1 are BF16 and FP16, which no method of this runtime"),
 ]

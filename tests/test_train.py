@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, OutputError, UnsupportedError
 from ktconvert.pipeline.cli.status import read_status
 from ktconvert.pipeline.engine import journal
 from ktconvert.pipeline.engine.existing import read_plan
@@ -600,6 +600,6 @@ def test_train_rejects_invalid_options_and_data(options, code, why, example, int
     result = conversion.run_in_process(
         "train", example, "--cpu-weights", int8, *SHORT, *given, "-o", tmp_path / "adapter"
     )
-    assert isinstance(result.exception, KtconvertError), result.output
+    assert isinstance(result.exception, KTConvertError), result.output
     assert result.exception.exit_code == code and re.search(why, str(result.exception))
     assert not (tmp_path / "adapter").exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ktconvert import native_quant
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.native_quant.runtime.transformers_version import (
     BOUNDS,
     NEWEST,
@@ -95,7 +95,7 @@ def test_python_imports_check_the_version(tmp_path, monkeypatch):
     """Without KTConvertConfig no model is loaded with our experts."""
     pytest.importorskip("transformers")
     monkeypatch.syspath_prepend(claim(tmp_path / "older", "5.16.1"))
-    with pytest.raises(KtconvertError, match=re.escape(TOO_OLD)):
+    with pytest.raises(KTConvertError, match=re.escape(TOO_OLD)):
         _ = native_quant.KTConvertConfig
     monkeypatch.syspath_prepend(claim(tmp_path / "newer", "10.0"))
     with pytest.warns(UserWarning, match="transformers 10.0 is newer") as warned:

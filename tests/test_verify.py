@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, KtconvertError, OutputError
+from ktconvert.layouts.errors import InputError, KTConvertError, OutputError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.measuring import measure_output
@@ -557,7 +557,7 @@ def test_worker_with_different_files_is_refused(source, workers, tmp_path, cli):
     (mine / "model-00001-of-00003.safetensors").unlink()
     order = replace(order, version=item_checks.tool_version())
     check = lambda _: None  # noqa: E731  # not a function of a module: it cannot travel
-    with pytest.raises(KtconvertError, match="lost by the executor"):
+    with pytest.raises(KTConvertError, match="lost by the executor"):
         list(item_checks.check_on_workers(workers, check, "hashes", [1], [1]))
     failure = workers.submit(item_checks.check_as_worker, order, "hashes", []).result()
     assert isinstance(failure, InputError)

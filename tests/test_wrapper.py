@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from rig import isas, programs
 from rig.wrappers import EXPERTS, HIDDEN, TOPK, clear_state, equal_bits, load, make, make_inputs  # noqa: F401
@@ -134,7 +134,7 @@ def test_masked_experts_add_nothing_even_after_a_change_of_the_mask(packed_examp
 
 def test_a_different_number_of_slices_can_be_rejected(packed_example, monkeypatch):
     monkeypatch.setattr(KTMoEWrapper, "strict", True)
-    with pytest.raises(KtconvertError, match="made for 2 NUMA slices"):
+    with pytest.raises(KTConvertError, match="made for 2 NUMA slices"):
         load(packed_example("int4", 2), method="AMXINT4", threadpool_count=1)
 
 

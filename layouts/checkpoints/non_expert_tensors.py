@@ -19,7 +19,7 @@ from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.adapter import Delta
 from ktconvert.layouts.checkpoints.match import UNUSED_PATTERNS, find_unread_formats, is_mtp_tensor
 from ktconvert.layouts.encodings import Weight, fp8
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files.direct_file import STAGING_BYTES
 from ktconvert.layouts.sources.config import Quantization
 from ktconvert.layouts.sources.source import TensorSource
@@ -68,7 +68,7 @@ def find_non_expert_tensors(
     dropped: set[str] = set()
     dtypes = {dtype for row in encodings.CHECKPOINT_ENCODINGS if row.quantized for dtype in row.dtypes}
     roles = encodings.tensor_roles()
-    failed: dict[str, KtconvertError] = {}  # a scale may look like values without scales until its weight is seen
+    failed: dict[str, KTConvertError] = {}  # a scale may look like values without scales until its weight is seen
     for name in names:
         info = source.tensors[name]
         try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources.containers import CONTAINERS, SAFETENSORS
 from ktconvert.layouts.sources.containers.gguf import split_names
@@ -117,7 +117,7 @@ def is_complete(folder: Path) -> bool:
         return False
     try:
         chosen = SAFETENSORS.select(folder, sorted(path.name for path in folder.iterdir()))
-    except KtconvertError:
+    except KTConvertError:
         return False
     return chosen is not None and all((folder / name).exists() for name in chosen.names)
 
@@ -155,7 +155,7 @@ def read_model_info(name: str, revision: str | None, purpose: str) -> Any:
         raise explain(name, revision, e) from None
 
 
-def explain(name: str, revision: str | None, e: Exception) -> KtconvertError:
+def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
     """Return the error for an exception of huggingface_hub or a library below it."""
     kinds = {kind.__name__ for kind in type(e).__mro__}
     at = f" at revision {revision}" if revision else ""

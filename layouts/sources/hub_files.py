@@ -10,7 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from ktconvert.layouts.errors import InputError, KtconvertError
+from ktconvert.layouts.errors import InputError, KTConvertError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.sources import hub
@@ -106,7 +106,7 @@ def replace_file(name: str, commit: str, file: HubFile, path: Path) -> None:
             with explain_full_disk(target):
                 # Without force_download, it would copy a file of the hub's cache, which may be damaged.
                 found = hf_hub_download(name, file.name, revision=commit, local_dir=partial, force_download=True)
-        except KtconvertError:
+        except KTConvertError:
             raise
         except Exception as error:  # every library underneath raises its own
             raise hub.explain(name, commit, error) from None

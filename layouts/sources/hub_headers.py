@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers import CONTAINERS
@@ -93,7 +93,7 @@ def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> t
     try:
         with ThreadPoolExecutor(REQUESTS) as executor:
             list(executor.map(fetch, names))
-    except KtconvertError:
+    except KTConvertError:
         raise
     except Exception as error:  # every library underneath raises its own
         raise hub.explain(repository, revision, error) from None

@@ -13,7 +13,7 @@ import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction, read_functions
 from ktconvert.layouts.checkpoints.recognition import function_by_config
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.files.mapped import MappedFiles
 from ktconvert.layouts.outputs import Format
@@ -76,7 +76,7 @@ class ConvertedExperts(ExpertSource):
     def function(self, layer: int) -> ExpertFunction | None:
         try:
             return self._functions.get(layer) or function_by_config(self.config, layer)
-        except KtconvertError as error:
+        except KTConvertError as error:
             raise error.with_path(self.output.root) from None
 
     @functools.cached_property

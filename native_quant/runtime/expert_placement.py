@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ktconvert.layouts.errors import InputError, KtconvertError, unreadable_file
+from ktconvert.layouts.errors import InputError, KTConvertError, unreadable_file
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.sources.containers.safetensors import MOST_NUMBERS
@@ -55,7 +55,7 @@ def map_file(counts: I64) -> bytes:
 
 
 def counts_file(counts: I64) -> bytes:
-    """Return sglang-kt's file of counts [decoder layers, experts]. Raises KtconvertError without torch."""
+    """Return sglang-kt's file of counts [decoder layers, experts]. Raises KTConvertError without torch."""
     require_torch()
     import torch
 
@@ -65,12 +65,12 @@ def counts_file(counts: I64) -> bytes:
 
 
 def require_torch() -> None:
-    """Raise KtconvertError if torch is missing, or too old to read files of others safely."""
+    """Raise KTConvertError if torch is missing, or too old to read files of others safely."""
     require_packages("reading or writing a file of torch (.pt)", ["torch"], "torch")
     import torch
 
     if tuple(map(int, torch.__version__.split(".")[:2])) < SAFE_TORCH:
-        raise KtconvertError(f"torch {torch.__version__} runs code that files contain; install torch 2.6 or newer")
+        raise KTConvertError(f"torch {torch.__version__} runs code that files contain; install torch 2.6 or newer")
 
 
 # --- reading counts -------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def read_any_counts(path: Path) -> I64:
 
     path  an output that has expert_counts.json, a folder with statistics, or one of their files, or a recording
 
-    Raises InputError for a damaged or different file, KtconvertError for a recording without torch.
+    Raises InputError for a damaged or different file, KTConvertError for a recording without torch.
     """
     if path.is_dir():
         if (path / expert_counts.NAME).exists():

@@ -111,7 +111,7 @@ def most_used_in_total(counts: I64, number: int) -> Mask:
     """Return a mask of the `number` experts of all layers together that got the most tokens.
 
     Ties go to the experts that kt-kernel takes, but to none of a layer without experts. Raises UsageError if there are
-    fewer experts, KtconvertError if torch is not installed.
+    fewer experts, KTConvertError if torch is not installed.
     """
     has_experts = counts.any(axis=1, keepdims=True)
     most = int(has_experts.sum()) * counts.shape[1]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 
 # (major, minor), both included: the versions that the tests cover (`make test`, `make compat`). The extras [run] and
 # [serve] in pyproject.toml have the same bounds.
@@ -19,9 +19,9 @@ REMEDY = f"pip install 'transformers{BOUNDS}'"
 
 
 def check_version(warn: Callable[[str], None]) -> None:
-    """Call `warn` if transformers is newer than the tested versions; raise KtconvertError if it is older."""
+    """Call `warn` if transformers is newer than the tested versions; raise KTConvertError if it is older."""
     if why := explain_too_old():
-        raise KtconvertError(why)
+        raise KTConvertError(why)
     if caution := explain_too_new():
         warn(caution)
 

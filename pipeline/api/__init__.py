@@ -16,7 +16,7 @@ Options of the command line are keyword arguments with underscores, and have the
 >>> report.sentence is None, [check.name for check in report.checks][-2:]
 (True, ['hashes', 'source'])
 
-Failures raise KtconvertError with the sentence and the exit code of the command line:
+Failures raise KTConvertError with the sentence and the exit code of the command line:
 
 >>> ktconvert.plan("cpu", input="nowhere", output="out")
 Traceback (most recent call last):
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import TypeAlias, Unpack
 
-    from ktconvert.layouts.errors import KtconvertError
+    from ktconvert.layouts.errors import KTConvertError
     from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
     from ktconvert.pipeline import __version__
     from ktconvert.pipeline.engine.plan import Plan
@@ -75,12 +75,12 @@ if TYPE_CHECKING:
 
     Progress: TypeAlias = Callable[[int, int], object]
 
-__all__ = ["KTConvertConfig", "KTMoEWrapper", "KtconvertError", "__version__", "convert", "plan", "verify"]
+__all__ = ["KTConvertConfig", "KTConvertError", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
 
 _MODULES = {
     "KTConvertConfig": "native_quant",
+    "KTConvertError": "layouts.errors",
     "KTMoEWrapper": "native_quant",
-    "KtconvertError": "layouts.errors",
     "__version__": "pipeline",
 }
 
@@ -108,7 +108,7 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
     options  the options of its --help: input, output, quant_method ...
     Returns a plan for each output: `facts` describe the output (method, sizes, layers), `notes` are remarks, `units`
     are the files of weights.
-    Raises ValueError for unknown options and values, KtconvertError for an input that cannot be converted so.
+    Raises ValueError for unknown options and values, KTConvertError for an input that cannot be converted so.
     """
     from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
     from ktconvert.pipeline.plans import commands
@@ -199,7 +199,7 @@ def convert(
               this process
     progress  is called with the bytes of input that are done, and all of them, from any thread
     options   as for plan; only warnings are printed, with verbose=True also the progress
-    Returns the directories of the outputs. Raises the errors of plan, and KtconvertError if the work fails; the same
+    Returns the directories of the outputs. Raises the errors of plan, and KTConvertError if the work fails; the same
     call then resumes it.
     """
     from ktconvert.pipeline.plans import commands
@@ -222,7 +222,7 @@ def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> R
     options  the options of its --help: against, quant_method, numa, full ...
     Returns a report. `sentence` is None if no check failed, else the first problem and its remedy; `problems` lists all
     problems, `checks` the result of each check, `notes` remarks.
-    Raises KtconvertError if the path holds no output, ValueError for unknown options and values.
+    Raises KTConvertError if the path holds no output, ValueError for unknown options and values.
     """
     from ktconvert.pipeline.options.arguments import VerifyArguments
     from ktconvert.pipeline.options.declare import convert_options, with_values

@@ -15,7 +15,7 @@ from math import prod
 from typing import Any
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.native_quant.runtime import transformers_version
 from ktconvert.pipeline.options.option_groups import Hardware, Samples
@@ -58,13 +58,13 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def require_libraries(purpose: str = "--quant-method GPTQ", modules: Sequence[str] = GPTQ_MODULES) -> None:
-    """Configure libraries. Raises KtconvertError, with a remedy, if one is missing or too old."""
+    """Configure libraries. Raises KTConvertError, with a remedy, if one is missing or too old."""
     from ktconvert.layouts.extras import require_packages
     from ktconvert.pipeline.models.loading import set_environment
 
     require_packages(purpose, modules, "gpu")
     if (problem := transformers_version.explain_too_old()) is not None:
-        raise KtconvertError(problem)
+        raise KTConvertError(problem)
     set_environment()
     for package in ("LLM_COMPRESSOR", "COMPRESSED_TENSORS"):
         os.environ.setdefault(f"{package}_LOG_LEVEL", "ERROR")

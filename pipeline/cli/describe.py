@@ -16,7 +16,7 @@ from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings import Weight
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.outputs import formats_by_option
 from ktconvert.layouts.outputs.format import choose_count, explain_illegal_count, legal_counts, output_bytes
 from ktconvert.layouts.outputs.measuring import Measure, measure_output
@@ -199,7 +199,7 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
     try:
         plan = make_plan(with_values(restore_options(paths.output, saved), verify_inputs=False))
         states = find_unit_states(plan, paths)
-    except KtconvertError as error:
+    except KTConvertError as error:
         return document | {"units": None, "source_problem": str(error)}
     remaining = [state.unit for state in states if not state.done]
     return document | {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ktconvert.layouts.checkpoints import adapter
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.files import manifest
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
@@ -110,7 +110,7 @@ def _find_kind(path: Path) -> str | None:
     try:
         if manifest.read_manifest(path) is not None:
             return "output"
-    except KtconvertError:
+    except KTConvertError:
         if has_weights:
             return "output"
     if (path / adapter.CONFIG).exists():
@@ -127,7 +127,7 @@ def _describe(path: Path, name: str, kind: str) -> LocalModel:
     model = LocalModel(name, str(path.absolute()), kind, bytes=_count_bytes(path))
     try:
         return READERS[kind](model, path)
-    except (KtconvertError, OSError) as error:
+    except (KTConvertError, OSError) as error:
         state = UNSUPPORTED if isinstance(error, UnsupportedError) else DAMAGED
         return replace(model, state=state, detail=str(error).removeprefix(f"{path}/").removeprefix(f"{path}: "))
 

@@ -68,7 +68,7 @@ def check_file(option: str, path: Path | None, endings: Collection[str] = (), *,
 
 
 def check_plot(path: Path | None) -> None:
-    """Raise KtconvertError if no plot could be drawn and written to this file."""
+    """Raise KTConvertError if no plot could be drawn and written to this file."""
     from ktconvert.pipeline.report.plots import PLOT_SUFFIXES, require_matplotlib
 
     check_file("--plot", path, PLOT_SUFFIXES)

@@ -32,7 +32,7 @@ def open_backend(name: str, warn: Callable[[str], None], timeout: float | None =
 
     warn, timeout (None: TIMEOUT): as for dask_executor.connect.
 
-    Raises UsageError for an unknown name, KtconvertError if the backend is not available.
+    Raises UsageError for an unknown name, KTConvertError if the backend is not available.
     """
     require_backend(name)
     kind, _, argument = name.partition(":")

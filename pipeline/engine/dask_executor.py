@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from ktconvert.layouts.errors import KtconvertError, UsageError, WorkerLostError
+from ktconvert.layouts.errors import KTConvertError, UsageError, WorkerLostError
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.files import documents
 from ktconvert.native_quant import machine
@@ -104,7 +104,7 @@ def _explain(error: BaseException) -> BaseException:
     if isinstance(error, CancelledError):
         return ConnectionError("Dask's scheduler no longer answers")
     if isinstance(error, ModuleNotFoundError):
-        return KtconvertError(f"a worker lacks a module ({error}); install the same ktconvert on every host.")
+        return KTConvertError(f"a worker lacks a module ({error}); install the same ktconvert on every host.")
     if not isinstance(error, KilledWorker):
         return error
     return WorkerLostError(
@@ -122,7 +122,7 @@ def connect(address: str, warn: Callable[[str], None], timeout: float = TIMEOUT)
     warn     is called with sentences about missing workers
     timeout  seconds after which tasks fail with TimeoutError if there are no workers
 
-    Raises KtconvertError if Dask is missing or no scheduler answers, UsageError for any other place.
+    Raises KTConvertError if Dask is missing or no scheduler answers, UsageError for any other place.
     """
     require_packages("`--executor dask:...`", ["distributed"], "dask")
     distributed: Any = importlib.import_module("distributed")  # untyped
@@ -242,7 +242,7 @@ def _connect_client(connect: Callable[..., Any], address: str) -> Any:
         return _connect(connect, scheduler)
     except (AssertionError, OSError, TimeoutError, ValueError, TypeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise KtconvertError(
+        raise KTConvertError(
             f"--executor dask:{address}: no Dask scheduler answers ({lines[0]}); start it first."
         ) from error
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.pipeline.engine import attempts, existing, journal
@@ -175,7 +175,7 @@ def _lock_all(plans: Sequence[Plan], resources: contextlib.ExitStack) -> list[Wo
     try:
         for plan in plans:
             workdirs.append(resources.enter_context(WorkDir(plan.locate())))
-    except KtconvertError:
+    except KTConvertError:
         for workdir in workdirs:
             if not workdir.paths.plan.exists():
                 workdir.remove()
@@ -207,7 +207,7 @@ def _finish_output(plan: Plan, workdir: WorkDir, reporter: Reporter) -> None:
 
 
 def _is_finished(plan: Plan, overwrite: bool) -> bool:
-    """Return whether there is nothing to do. Raises KtconvertError if the output, or its side output, is refused."""
+    """Return whether there is nothing to do. Raises KTConvertError if the output, or its side output, is refused."""
     existing.require_writable_output(plan, overwrite)
     finished = existing.is_finished(plan, overwrite)
     if finished:

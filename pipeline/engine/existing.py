@@ -105,7 +105,7 @@ def predict_states(plan: Plan, paths: Paths, overwrite: bool) -> list[Status]:
 
 
 def require_writable_output(plan: Plan, overwrite: bool) -> None:
-    """Raise a KtconvertError if this plan cannot be run or resumed, because of the files at its output.
+    """Raise a KTConvertError if this plan cannot be run or resumed, because of the files at its output.
 
     Accepts an output that this plan has finished.
     """

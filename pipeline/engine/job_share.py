@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KtconvertError, OutputError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, OutputError, UsageError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import require_disk
@@ -170,7 +170,7 @@ def _open_runner(
             reporter.set_current(unit.key)
             reporter.event("start", output=str(paths.output), unit=unit.name)
             attempt = make_attempt(open_plan, stage, unit, run, reporter)
-            if isinstance(attempt, KtconvertError):
+            if isinstance(attempt, KTConvertError):
                 raise attempt
             return as_finished_unit(paths, attempt)
 

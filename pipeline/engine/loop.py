@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
+from ktconvert.layouts.errors import KTConvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine.journal import End, Run
@@ -76,7 +76,7 @@ def record_run(workdir: WorkDir) -> Iterator[None]:
     why = None
     try:
         yield
-    except (KtconvertError, OSError, Interrupted) as error:
+    except (KTConvertError, OSError, Interrupted) as error:
         why = str(error)
         raise
     finally:

@@ -102,7 +102,7 @@ class Hooks:
     render_card     figures of the units -> README.md of the output
     measured_facts  figures of the units -> facts for the manifest that are known only once the units are finished
     extra_files     figures of the units -> name of a small file of the output -> its content
-    require_ready   raises KtconvertError if this machine must not run the remaining units
+    require_ready   raises KTConvertError if this machine must not run the remaining units
     check           checks the complete folder before it appears; raises VerificationError
     """
 

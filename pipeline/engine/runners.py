@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from msgspec import structs
 
-from ktconvert.layouts.errors import KtconvertError, ResourceError, WorkerLostError
+from ktconvert.layouts.errors import KTConvertError, ResourceError, WorkerLostError
 from ktconvert.layouts.files import publish
 from ktconvert.pipeline.engine import attempts
 from ktconvert.pipeline.engine.attempts import Attempt
@@ -186,14 +186,14 @@ class ExecutorRunner(Runner):
         self._polled = 0.0
         self._polling = threading.Lock()  # the thread that makes a unit collects its portions
 
-    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | KtconvertError]:
+    def submit(self, stage: Stage[Any], unit: Unit[Any]) -> Future[Attempt | KTConvertError]:
         return self._submit_task(Task(self._conversion, unit.stage, unit.key, unit.fingerprint))
 
-    def _submit_task(self, task: Task) -> Future[Attempt | KtconvertError]:
+    def _submit_task(self, task: Task) -> Future[Attempt | KTConvertError]:
         try:
             return self._executor.submit(run_task, task)
         except Exception as error:  # the executor was closed, or is broken
-            broken: Future[Attempt | KtconvertError] = Future()
+            broken: Future[Attempt | KTConvertError] = Future()
             broken.set_exception(error)
             return broken
 
@@ -203,7 +203,7 @@ class ExecutorRunner(Runner):
         Attempts stay until all portions were consumed, for a coordinator that resumes after this one.
         """
 
-        def submit(portion: Portion) -> Future[Attempt | KtconvertError]:
+        def submit(portion: Portion) -> Future[Attempt | KTConvertError]:
             return self._submit_task(
                 Task(self._conversion, portion.stage, portion.unit_key, portion.unit_fingerprint, portion)
             )
@@ -294,8 +294,8 @@ class ExecutorRunner(Runner):
         self._reporter.event(kind, output=str(self._workdir.paths.output), **fields, **why)
 
 
-def unwrap_result(future: Future[Result | KtconvertError], task: str, remedy: str) -> Result:
-    """Return the result of a task. Raise its failure, or KtconvertError if the executor lost it.
+def unwrap_result(future: Future[Result | KTConvertError], task: str, remedy: str) -> Result:
+    """Return the result of a task. Raise its failure, or KTConvertError if the executor lost it.
 
     task    name of the task for messages
     remedy  advice if the executor lost it
@@ -304,15 +304,15 @@ def unwrap_result(future: Future[Result | KtconvertError], task: str, remedy: st
         error = future.exception()  # not result(), which would confuse Ctrl-C here with an error of a worker
     except CancelledError as cancelled:
         error = cancelled
-    if isinstance(error, KtconvertError):
+    if isinstance(error, KTConvertError):
         raise error
     if error is not None:
-        raise KtconvertError(
+        raise KTConvertError(
             f"{task}: lost by the executor ({type(error).__name__}: {error}); "
             f"check its workers and scheduler, then {remedy}."
         ) from error
     result = future.result()
-    if isinstance(result, KtconvertError):
+    if isinstance(result, KTConvertError):
         raise result
     return result
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import KtconvertError, OutputError, ResourceError, UsageError, WorkerLostError
+from ktconvert.layouts.errors import KTConvertError, OutputError, ResourceError, UsageError, WorkerLostError
 from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.native_quant import kernels, machine
 from ktconvert.pipeline.engine import attempts
@@ -64,7 +64,7 @@ class Task:
     portion: Portion | None = None
 
 
-def run_task(task: Task) -> Attempt | KtconvertError:
+def run_task(task: Task) -> Attempt | KTConvertError:
     """Make a unit or portion, unless an attempt has finished it before.
 
     Errors that a retry would not help are returned, since executors treat exceptions differently.
@@ -74,20 +74,20 @@ def run_task(task: Task) -> Attempt | KtconvertError:
         with _opening:
             plan = _open_plan(task.conversion)
         return make_attempt(plan, *plan.find_unit(task), task.conversion.run, reporter, task.portion)
-    except (KtconvertError, OSError, MemoryError) as error:
+    except (KTConvertError, OSError, MemoryError) as error:
         return to_reported_error(error)
 
 
-def to_reported_error(error: Exception) -> KtconvertError:
+def to_reported_error(error: Exception) -> KTConvertError:
     """Return an error as it travels to the coordinator, with the name of this host if it happened here."""
     if isinstance(error, MemoryError):
         error = ResourceError("not enough memory; give each worker fewer threads with --threads")
     if isinstance(error, OSError):
-        kind = ResourceError if error.errno in (*DISK_FULL_REMEDIES, errno.ENOMEM) else KtconvertError
+        kind = ResourceError if error.errno in (*DISK_FULL_REMEDIES, errno.ENOMEM) else KTConvertError
         error = kind(f"{error.filename or 'the system'}: {error.strerror or error}")
     if isinstance(error, WorkerLostError):  # exit codes of other processes
         return error
-    kind = type(error) if isinstance(error, KtconvertError) else KtconvertError
+    kind = type(error) if isinstance(error, KTConvertError) else KTConvertError
     return kind(f"host {machine.host()}: {error}")
 
 
@@ -139,7 +139,7 @@ _opening = threading.Lock()
 def _open_plan(conversion: Conversion) -> OpenPlan:
     """Open the plan of a conversion, once per process.
 
-    Raises KtconvertError if this process sees different files than the coordinator, or is a different ktconvert.
+    Raises KTConvertError if this process sees different files than the coordinator, or is a different ktconvert.
     """
     require_same_version(conversion.version)
     paths = locate(Path(conversion.output))
@@ -170,7 +170,7 @@ def make_attempt(
     run: str,
     reporter: Reporter,
     portion: Portion | None = None,
-) -> Attempt | KtconvertError:
+) -> Attempt | KTConvertError:
     """Make a unit, or a portion of it, and return the ended attempt; an earlier one if that finished it.
 
     Raises WorkerLostError if too many attempts of this run died.
@@ -204,7 +204,7 @@ def make_attempt(
                 assert stage.run_portion is not None  # this worker made the portions
                 result = stage.run_portion(unit, portion, path)
         require_unchanged(opened.plan)
-    except (KtconvertError, OSError, MemoryError) as error:
+    except (KTConvertError, OSError, MemoryError) as error:
         failure = to_reported_error(error)
         attempts.record_failure(paths, attempt, str(failure))
         return failure

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ktconvert.layouts.checkpoints.attention import find_caches
 from ktconvert.layouts.checkpoints.match import is_mtp_tensor
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
-from ktconvert.layouts.errors import KtconvertError, UnsupportedError
+from ktconvert.layouts.errors import KTConvertError, UnsupportedError
 from ktconvert.layouts.outputs import Format, formats_by_option
 from ktconvert.layouts.outputs.format import explain_illegal_count, output_bytes
 from ktconvert.layouts.outputs.slices import Slicing
@@ -138,7 +138,7 @@ def _read_as_it_is(model: MoeModel, numa: int) -> ExpertForm | None:
             _, hidden, width = model.shape(layer)
             whole = Slicing(layer, hidden, width, gated=model.is_gated)
             sizes.append(_sum_slices(divide_experts(model.source.root, rows, whole, None, numa), rows))
-    except KtconvertError:
+    except KTConvertError:
         return None
     method = rows["up"].name
     quality = QUALITIES.get(method)

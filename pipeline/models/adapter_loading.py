@@ -22,7 +22,7 @@ from ktconvert.layouts.checkpoints.adapter import (
     write_peft_adapter,
 )
 from ktconvert.layouts.checkpoints.kt_adapter import FUSED, OF_LAYER, ExpertNames
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.runtime.transformers_version import hide_renamings
 
@@ -178,7 +178,7 @@ def _name_folder(folder: Path, scratch: Path) -> Iterator[None]:
     """Name the user's folder instead of its copy in the messages of errors."""
     try:
         yield
-    except KtconvertError as error:
+    except KTConvertError as error:
         raise type(error)(str(error).replace(str(scratch), str(folder))) from error
 
 
@@ -187,7 +187,7 @@ def _explain_errors(folder: Path, model_name: str) -> Iterator[None]:
     """Convert errors of PEFT, torch and safetensors for an adapter that cannot be loaded into InputError."""
     try:
         yield
-    except KtconvertError as error:
+    except KTConvertError as error:
         raise InputError(f"{folder}: does not fit {model_name}: {error}") from error
     except Exception as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.engine import journal
@@ -174,7 +174,7 @@ def train(
 ) -> bool:
     """Train from the last complete checkpoint, or from the beginning, and publish the adapter.
 
-    Returns False if another process finished it meanwhile. Raises KtconvertError.
+    Returns False if another process finished it meanwhile. Raises KTConvertError.
     """
     loading.prepare_config(choice)  # before torch is imported
     import transformers
@@ -202,7 +202,7 @@ def train(
         try:
             with record_run(workdir):
                 _run(plan, Training(workdir, options, choice, data, steps, reporter))
-        except KtconvertError:
+        except KTConvertError:
             if not has_plan and not workdir.finished:  # no files remain for a rejected model or option
                 workdir.remove()
             raise

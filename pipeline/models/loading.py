@@ -15,7 +15,7 @@ import numpy as np
 from ktconvert.layouts.checkpoints.adapter import require_adapter
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.encodings.pack_quantized import FORMAT, METHOD
-from ktconvert.layouts.errors import InputError, KtconvertError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command, require_packages
 from ktconvert.layouts.outputs.opening import is_output, is_whole_model, open_output
 from ktconvert.layouts.sources import config as cfg
@@ -186,7 +186,7 @@ def prepare_config(choice: ModelChoice) -> Any:
         return config
     if choice.cpu_weights is None:
         if model_quantization.get("format") == FORMAT and find_spec("compressed_tensors") is None:
-            raise KtconvertError(
+            raise KTConvertError(
                 f"{choice.model}: its experts are packed by {METHOD}, not installed here: {install_command('gpu')}"
             )
         return config
@@ -272,7 +272,7 @@ def require_same_experts(model: Any, source: TensorSource, cpu_weights: Path) ->
     from ktconvert.native_quant.runtime.hf_modules import RoutedExperts
 
     model_experts: Any = None
-    with suppress(KtconvertError):  # without readable experts there is nothing to compare
+    with suppress(KTConvertError):  # without readable experts there is nothing to compare
         model_experts = recognize(source, to_read=True)
     modules = [module for module in model.modules() if isinstance(module, RoutedExperts)]
     if model_experts is None or cpu_weights.expanduser().resolve() == source.root.resolve():

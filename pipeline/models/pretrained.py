@@ -17,7 +17,7 @@ import msgspec
 
 from ktconvert.layouts import patterns
 from ktconvert.layouts.checkpoints.archs import NUM_EXPERTS
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.source import open_checkpoint
@@ -48,7 +48,7 @@ HUB_OPTIONS = ("revision", "trust_remote_code")  # options of from_pretrained th
 def explain_errors(
     model: str, file: str, *, action: str = "load it", unchanged: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Convert the errors of transformers for a file of a model into a KtconvertError of one sentence.
+    """Convert the errors of transformers for a file of a model into a KTConvertError of one sentence.
 
     The sentence names the file if the model is a directory. The error is UnsupportedError for a model type that
     transformers does not know, else InputError. Errors of ktconvert, out-of-memory errors and those in `unchanged` pass
@@ -58,11 +58,11 @@ def explain_errors(
         yield
     except BaseException as error:
         is_panic = type(error).__name__ == "PanicException"  # an error in Rust, which is not an Exception
-        if isinstance(error, (KtconvertError, *unchanged)) or not (isinstance(error, Exception) or is_panic):
+        if isinstance(error, (KTConvertError, *unchanged)) or not (isinstance(error, Exception) or is_panic):
             raise
         if is_out_of_memory(error):
             raise
-        error_type: type[KtconvertError] = InputError
+        error_type: type[KTConvertError] = InputError
         message = str(error)
         remedy = COMPARE
         if any(text in message for text in UNKNOWN_TYPE):
@@ -162,7 +162,7 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, revision)
     if root is not None and (large := cfg.find_large_sizes(config.to_dict())):
         tensors: dict[str, TensorInfo] = {}
-        with suppress(KtconvertError):  # damaged weights: reported when they are loaded
+        with suppress(KTConvertError):  # damaged weights: reported when they are loaded
             tensors = open_checkpoint(root).tensors
         if problem := cfg.explain_large_size(large, tensors):
             raise InputError(f"{config_path}: {problem}; {COMPARE}")

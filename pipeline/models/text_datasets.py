@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError
 from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.direct_file import DISK_FULL_REMEDIES
 from ktconvert.layouts.files.facts import DatasetFacts
@@ -343,7 +343,7 @@ def read_hub_rows(
             raise _hub_error(dataset, snapshot_error) from error
 
 
-def _hub_error(dataset: str, error: BaseException) -> KtconvertError:
+def _hub_error(dataset: str, error: BaseException) -> KTConvertError:
     """Return the error, with its remedy, for a data set of the hub that could not be loaded."""
     cause: BaseException | None = error
     while cause is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import InputError, KtconvertError, ResourceError, UnsupportedError
+from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.direct_file import explain_full_disk
 from ktconvert.layouts.sources.config import find_experts_per_token
@@ -210,7 +210,7 @@ def explain_failed_writes(folder: Path) -> Iterator[None]:
         number = _find_errno(error) or _probe_errno(folder)
         if number is None:
             remedy = "check the disk, then run the command again"
-            raise KtconvertError(f"{folder}: cannot be written ({first_line(error)}); {remedy}.") from error
+            raise KTConvertError(f"{folder}: cannot be written ({first_line(error)}); {remedy}.") from error
         with explain_full_disk(folder):
             raise OSError(number, os.strerror(number), str(folder)) from error
 

@@ -216,7 +216,7 @@ def run(
                ktconvert; None: threads of this process
     overwrite  as --overwrite
 
-    Returns False if there was nothing to do. Raises KtconvertError.
+    Returns False if there was nothing to do. Raises KTConvertError.
     """
     plans = [plan] if isinstance(plan, Plan) else plan
     return execute_plans(plans, reporter or Reporter(), overwrite=overwrite, executor=executor, reopen=reopen_plan)

@@ -48,7 +48,7 @@ Q = TypeVar("Q", bound=QuantizationOptions)
 def prepare_options(options: Q) -> Q:
     """Return the options with everything that the first run records: the text of --arch-file, for GPTQ the machine.
 
-    Raises KtconvertError if GPTQ needs packages that are missing.
+    Raises KTConvertError if GPTQ needs packages that are missing.
     """
     options = checkpoint.with_arch_row(options)
     if not options.calibrated:

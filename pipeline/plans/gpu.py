@@ -64,7 +64,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
 
 
 def _require_supported(options: GpuOptions) -> None:
-    """Raise KtconvertError for unsupported values, and for --save-statistics without a run that gathers them."""
+    """Raise KTConvertError for unsupported values, and for --save-statistics without a run that gathers them."""
     if options.torch_dtype != "bfloat16":
         problem = "experts are rounded from BF16 and their scales are BF16"
         raise UnsupportedError(f"--torch-dtype {options.torch_dtype}: {problem}; leave out the option.")

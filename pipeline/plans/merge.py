@@ -120,7 +120,7 @@ def _measure_layers(output: Output, everything: bool) -> Measure:
 
     everything  whether the user named no layers, so that output.config decides which must exist
 
-    Raises KtconvertError if there is nothing to merge, or if layers are incomplete, of several conversions, or not of
+    Raises KTConvertError if there is nothing to merge, or if layers are incomplete, of several conversions, or not of
     output.config's model.
     """
     from ktconvert.pipeline.verify.tensor_checks import check_tensors

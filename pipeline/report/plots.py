@@ -25,7 +25,7 @@ MEASURED, REFERENCE = "#1f5fa8", "#b5452c"  # colours
 
 
 def require_matplotlib() -> None:
-    """Raise KtconvertError if matplotlib is not installed."""
+    """Raise KTConvertError if matplotlib is not installed."""
     require_packages("--plot", ["matplotlib"], "plot")
 
 

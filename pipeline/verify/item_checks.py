@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor
-from ktconvert.layouts.errors import KtconvertError, OutputError
+from ktconvert.layouts.errors import KTConvertError, OutputError
 from ktconvert.layouts.files.shards import group_by_limit
 from ktconvert.layouts.outputs.output import Output
 from ktconvert.native_quant.machine import unbind_thread
@@ -139,13 +139,13 @@ class WorkerTask:
     threads: int | None
 
 
-def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | KtconvertError:
+def check_as_worker(task: WorkerTask, kind: str, items: Sequence[Any]) -> list[Any] | KTConvertError:
     """Return the finding of each item, in order; return an error if this host cannot check them."""
     try:
         with _open_lock:
             checker, threads = _open_checker(task)
         return [finding for _, finding in check_in_threads(checker, threads, kind, items)]
-    except (KtconvertError, OSError, MemoryError) as error:
+    except (KTConvertError, OSError, MemoryError) as error:
         return to_reported_error(error)
 
 
@@ -156,7 +156,7 @@ _open_lock = threading.Lock()
 def _open_checker(task: WorkerTask) -> tuple[ItemChecker, int]:
     """Return the checker and its number of threads.
 
-    Raises KtconvertError if this process sees different files than the coordinator or runs a different ktconvert.
+    Raises KTConvertError if this process sees different files than the coordinator or runs a different ktconvert.
     """
     require_same_version(task.version)
     inputs = open_inputs(task.options)

@@ -79,7 +79,7 @@ def verify(
     executor  its workers read the files; None: threads of this process read them
     threads   threads of each worker; None: the CPUs that the worker may use
 
-    Raises the errors of open_inputs, and KtconvertError if a worker cannot read the files.
+    Raises the errors of open_inputs, and KTConvertError if a worker cannot read the files.
     """
     text = None if options.text is None else read_text(options.text)
     folder = options.page_statistics

@@ -29,7 +29,7 @@ from ktconvert.layouts.checkpoints.archs import ARCHS
 from ktconvert.layouts.checkpoints.kt_adapter import name_experts
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.sources import hub
@@ -211,7 +211,7 @@ class Document:
 
     make      writes a valid one, unless it exists, and returns its path
     damage    damages its bytes: a function damage_* of mutations
-    read      reads it in this process: returns, or raises KtconvertError
+    read      reads it in this process: returns, or raises KTConvertError
     draws     number of damaged documents in a quick run; a long run multiplies it
     commands  command lines that also read it
     models    `read` imports the libraries that load models
@@ -296,7 +296,7 @@ def read_lock(_: Inputs, path: Path) -> None:
     show_status(output.with_name("locked"))
     try:
         lock.acquire(path.parent, output).release()
-    except KtconvertError:
+    except KTConvertError:
         lock.unlock(path.parent, output)
 
 
@@ -766,7 +766,7 @@ def load_model(_: Inputs, path: Path) -> None:
     """Load a model with `run`, and generate two tokens."""
     code, message = run("run", path.parent, "--prompt", "def ", "--max-new-tokens", 2)
     if code:
-        raise KtconvertError(message)
+        raise KTConvertError(message)
 
 
 def make_model_adapter(file: str) -> Callable[[Inputs], Path]:

@@ -1,6 +1,6 @@
 """Damages documents of rig.documents, each in its own process, and checks how the product reads them.
 
-The product must return a result, or raise a KtconvertError with a message. A separate process also shows timeouts,
+The product must return a result, or raise a KTConvertError with a message. A separate process also shows timeouts,
 signals and memory limits. As a script, this file repeats one case: python tests/rig/fuzzing.py DOCUMENT SEED.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])  # instead of this folder, which has names of libraries
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from rig import conversion, mutations
 from rig.documents import DOCUMENTS, Inputs, make_inputs, restore_file
 
@@ -115,7 +115,7 @@ def read_damaged(read: Callable[[Inputs, Path], object], inputs: Inputs, path: P
     """Read a damaged document; return "accepted", "refused", or the traceback of an unexpected exception."""
     try:
         read(inputs, path)
-    except KtconvertError as error:
+    except KTConvertError as error:
         return "refused" if str(error) else traceback.format_exc(limit=-8)
     except BaseException:
         return traceback.format_exc(limit=-8)
@@ -162,7 +162,7 @@ def main() -> None:
         print(path.read_bytes()[:4000])
         try:
             print(document.read(inputs, path))
-        except KtconvertError as error:
+        except KTConvertError as error:
             print(f"refused: {error}")
 
 

@@ -48,13 +48,13 @@ def encode(header: Header | bytes, data: bytes = b"", length: int | None = None)
 
 def require_same_reading(path: Path) -> None:
     """Assert that the safetensors package reads the same tensors as our parser; skip damage that ours refuses."""
-    from ktconvert.layouts.errors import KtconvertError
+    from ktconvert.layouts.errors import KTConvertError
     from ktconvert.layouts.sources.containers.safetensors import read_header
     from ktconvert.pipeline.verify.file_checks import read_header_with_package
 
     try:
         ours = {entry.name: (entry.dtype, entry.shape) for entry in read_header(path).entries}
-    except KtconvertError:
+    except KTConvertError:
         return
     assert read_header_with_package(path) == ours, path
 

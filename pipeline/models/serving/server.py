@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.loading import ModelChoice, prepare_config
 from ktconvert.pipeline.models.serving.template_process import shared_process
@@ -154,7 +154,7 @@ def listen(choice: ModelChoice, host: str, port: int, origins: Sequence[str] = (
     origins  origins of web pages that may send requests; * for all
     options  arguments of load_application
 
-    Raises KtconvertError, before the model is loaded, if the port is in use.
+    Raises KTConvertError, before the model is loaded, if the port is in use.
     """
     _require_free(host, port)
     application, scheduler = load_application(choice, **options)
@@ -195,4 +195,4 @@ def _require_free(host: str, port: int) -> None:
             pass
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]
-        raise KtconvertError(f"{host}:{port}: cannot listen ({reason}); choose a different --host or --port") from None
+        raise KTConvertError(f"{host}:{port}: cannot listen ({reason}); choose a different --host or --port") from None
