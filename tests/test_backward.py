@@ -150,7 +150,7 @@ def test_inspect_verify_and_plan_describe_backward_files(source: Path, output: P
     assert (info["method"], info["numa"], info["hidden"], info["intermediate"]) == ("AMXBF16", 2, 96, 64)
     assert info["complete"] and info["backward"] and info["arrangement"] == "loose" and info["tensors"] == 48
     card = (output / "README.md").read_text()
-    assert "# Backward matrices" in card and "- amxbf16" in card and "The folder contains nothing else" in card
+    assert "# Backward matrices" in card and "- amxbf16" in card and "The folder contains no other weights" in card
     assert json.loads((output / "config.json").read_bytes())["quantization_config"]["method"] == "AMXBF16"
     assert "verified" in cli("verify", output, "--numa", 2, "--quant-method", "amxbf16").stdout
     assert "--numa 1 was given" in str(run_verify(output, numa=1).sentence)

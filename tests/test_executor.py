@@ -328,7 +328,9 @@ def test_hosts_that_see_different_files_are_refused(
                 code, messages = DIFFERENT_HOSTS[name]
                 conversion.check_refusal(result, code, "host elsewhere: ", *messages)
                 assert not (folders[name] / "seen" / "out").exists()
-        result = servers.run(["resume", folders["other time"] / "seen" / "out"], tmp_path / "resumed.log")
+        here = folders["other time"]
+        words = ["cpu", "-i", here / "source", "-o", here / "seen" / "out"]
+        result = servers.run(words, tmp_path / "here.log")
         assert result.returncode == 0, result.stderr
 
 

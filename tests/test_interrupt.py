@@ -149,6 +149,6 @@ def test_edited_input_stops_the_conversion(five_layers, tmp_path, name):
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert process.returncode == 5, stderr
     assert f"{name} changed while it was being read" in stderr
-    result = conversion.ktconvert("resume", output)
+    result = conversion.ktconvert("cpu", "-i", source, "-o", output)
     assert result.returncode == 0, result.stderr
     assert conversion.find_differences(conversion.tree(output), expected) == []

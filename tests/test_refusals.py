@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from rig import conversion, forks, killpoint, shims
+from rig import conversion, forks, gguf, killpoint, shims
 
 # Also root must respect the mode of a folder.
 WITHOUT_ROOT_RIGHTS = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
@@ -286,6 +287,26 @@ def test_a_read_only_parent_moves_work_into_the_output(source, output, expected,
     check_success(convert(source, output, prefix=WITHOUT_ROOT_RIGHTS), output, expected)
 
 
+def test_remedies_name_what_helps(tmp_path, source, expected):
+    """Also for arguments that exist, but are something else."""
+    gguf.write(tmp_path / "dense.gguf", {"blk.0.ffn_gate.weight": ("F32", np.ones((8, 64), np.float32))}, {}, "llama")
+    bare = Path(shutil.copytree(source, tmp_path / "bare"))
+    (bare / "config.json").unlink()
+    counts = "contains no counts of routed tokens (counts.safetensors or expert_counts.json); run `ktconvert calibrate"
+    for words, code, message in (
+        (("experts", source, "-o", "mask.safetensors", "--num-gpu-experts", 1), 5, f"{source}: {counts}"),
+        (("inspect", source.with_name("modle")), 5, f"no such file or directory (did you mean {source}?); give"),
+        (
+            ("cpu", tmp_path / "dense.gguf", tmp_path / "out"),
+            3,
+            f"{tmp_path / 'dense.gguf'}: gguf:llama: a dense model",
+        ),
+        (("cpu", bare, tmp_path / "out"), 3, f"{bare}: has no config.json, which names the activation"),
+        (("cpu", source, tmp_path / "out", "--part", "2/2"), 2, "job shares are 0/2 to 1/2"),
+    ):
+        conversion.check_refusal(conversion.ktconvert(*words), code, message)
+
+
 @pytest.fixture
 def mounts() -> Iterator[Any]:
     with conversion.Mounts() as namespace:
@@ -328,8 +349,9 @@ def test_a_disk_too_small_is_refused_before_anything_is_read(source, output, mou
     conversion.check_refusal(convert(source, output, prefix=mounts.prefix), 4, *words)
     shown = convert(source, output, "--dry-run", prefix=mounts.prefix).stdout
     assert all(word in shown for word in words), shown
+    assert conversion.names(mounts.host_path(base)) == []
     mounts.mount("-o", "remount,size=64m", base)
-    result = conversion.ktconvert("resume", output, prefix=mounts.prefix)
+    result = convert(source, output, prefix=mounts.prefix)
     assert result.returncode == 0, result.stderr
     assert conversion.names(mounts.host_path(base)) == ["out"]
 
@@ -357,8 +379,8 @@ def test_a_file_size_limit_is_refused_before_anything_is_read(tmp_path, source, 
     share = convert(source, output.with_name("parts"), "--part", "0/2", preexec_fn=limited)
     conversion.check_refusal(share, 4, *(message.replace("out.work", "parts.work") for message in messages))
     conversion.check_refusal(convert(source, output, preexec_fn=limited), 4, *messages)
-    assert not list(output.with_name("out.work").glob("store/*"))
-    result = conversion.ktconvert("resume", output) if limit else convert(source, output)
+    assert not limit or not output.with_name("out.work").exists()
+    result = convert(source, output)
     assert result.returncode == 0, result.stderr
     assert case == "a companion" or conversion.tree(output) == expected
 
@@ -405,10 +427,30 @@ def test_a_conversion_resumes_after_a_full_disk(tmp_path, source, case, runs):
                 conversion.check_refusal(
                     result, 4, "No space left on device; free some space, then run the command again."
                 )
-            begun = output.with_name("out.work") / "plan.json"
-            resumed = run(0, "resume", output) if n % 2 and begun.exists() else run(0)
+            begun = (output.with_name("out.work") / "plan.json").exists()
+            assert begun or "are finished and kept in" not in result.stderr, f"{where}: {result.stderr}"
+            resumed = run(0, "resume", output) if n % 2 and begun else run(0)
             assert resumed.returncode == 0, f"{where}: {resumed.stderr}"
             check_success(resumed, output, expected)
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_a_failed_run_keeps_only_finished_units(tmp_path, source, output, finished):
+    """NaN in one layer fails the conversion; the layer before it stays for `resume`."""
+    model = Path(shutil.copytree(source, tmp_path / "model"))
+    shard = model / f"model-0000{1 + finished}-of-00003.safetensors"
+    intact = shard.read_bytes()
+    shard.write_bytes(intact[:-2] + b"\xc0\x7f")
+    result = convert(model, output, "--threads", "1")
+    conversion.check_refusal(result, 5, shard.name)
+    assert conversion.names(output.parent) == ["out.work"] * finished
+    kept = f"note: 1 of 2 units are finished and kept in {output}.work; `ktconvert resume {output}` continues"
+    assert (kept in result.stderr) == bool(finished)
+    shard.write_bytes(intact)
+    words = ("resume", output, "--verify-inputs") if finished else ("cpu", model, output)
+    result = conversion.ktconvert(*words)
+    assert result.returncode == 0, result.stderr
+    assert conversion.names(output.parent) == ["out"]
 
 
 def test_a_second_process_on_an_output_is_refused(source, expected, output):

@@ -85,9 +85,9 @@ def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
 
 WRONG = [
     ({"method": "AMXINT8"}, "method AMXINT4 according to its byte counts, not AMXINT8"),
-    ({"num_experts": 16}, "num_experts 8 according to its byte counts, not 16"),
-    ({"hidden": 512}, "hidden_size 256 according to its byte counts, not 512"),
-    ({"intermediate": 128}, "moe_intermediate_size 256 according to its byte counts, not 128"),
+    ({"num_experts": 16}, r"num_experts 8, not 16 \(from its byte counts\)"),
+    ({"hidden": 512}, r"hidden_size 256, not 512 \(from its byte counts\)"),
+    ({"intermediate": 128}, r"moe_intermediate_size 256, not 128 \(from its byte counts\)"),
     ({"layer": 7}, "has no layer 7, but layers 0-1"),
 ]
 

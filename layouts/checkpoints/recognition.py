@@ -62,7 +62,8 @@ def recognize(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: b
         return _recognize(source, archs, to_read)
     except (InputError, UnsupportedError) as error:
         info = source.tensors.get(error.tensor)
-        raise error.with_path(source.path(info) if info else source.root) from None
+        file = source.shards[0].path if source.is_single_file else source.root
+        raise error.with_path(source.path(info) if info else file) from None
 
 
 def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
@@ -168,9 +169,11 @@ def _find_style(
     if known is not None or not hits:
         return known or Arch(family_names, ()), scan
     if not names_activation(source.config):
+        if not source.config:
+            problem = "has no config.json, which names the activation of the experts"
+            raise UnsupportedError(problem, "copy it from the model's release")
         problem = f"{family_names} is not in the table of architectures, and no configuration names its activation"
-        remedy = CHOOSE_ACTIVATION if source.config else "put the model's config.json beside its weights"
-        raise UnsupportedError(f"{problem}; {remedy}")
+        raise UnsupportedError(problem, CHOOSE_ACTIVATION)
     notes.append(
         f"{family_names} is not in the table of architectures; its experts are stored as {styles[hits[0]]}, and are "
         "taken to compute what the configuration says, with routing weights on the output."

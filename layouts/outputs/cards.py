@@ -77,9 +77,9 @@ def _make_front_matter(card: Card, facts: OutputFacts, base_model: str | None) -
 
 
 CONTENTS = {  # value of --non-experts -> contents of the folder besides routed experts
-    "skip": "nothing else: attention, router and shared experts stay in the original checkpoint",
-    "copy": "everything else under kt-kernel's names",
-    "keep": "everything else under its own names: it is a whole model",
+    "skip": "no other weights: attention, router and shared experts stay in the original checkpoint",
+    "copy": "all other weights under kt-kernel's names",
+    "keep": "all other weights under their own names: it is a whole model",
 }
 
 
@@ -190,7 +190,7 @@ def _make_backward_usage(facts: OutputFacts, base_model: str | None, non_experts
     return (
         "kt-kernel's method AMXBF16_SFT takes the experts themselves from a checkpoint in BF16. kt-kernel 0.7.2 "
         "writes these",
-        "files, but does not load a folder that contains nothing else.",
+        "files, but does not load a folder without other weights.",
     )
 
 
@@ -273,7 +273,7 @@ BACKWARD = replace(
     introduction=(
         "The transposed routed {layers_of_experts} in BF16 and {slices}, for",
         "fine-tuning: the files `BF16_*_bwd_*` that kt-kernel 0.7 writes (loose .kt folders). The folder contains "
-        "nothing else.",
+        "no other weights.",
     ),
     numbers=BF16.numbers,
     slices="{numa}",

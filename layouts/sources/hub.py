@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import errno
 import os
 import re
@@ -22,6 +23,7 @@ LOADED = ("*.json", "*.model", "*.py", "*.jinja", "*.txt", "*.tiktoken")  # comp
 COMPANIONS = (*LOADED, "*.md", "LICENSE*", "NOTICE*")
 WEIGHTS = tuple(f"*{container.suffix}" for container in CONTAINERS if not container.experts_only)
 FILES = (*WEIGHTS, *COMPANIONS)
+SIMILAR = 0.8  # similarity of two names, from 0 to 1, for which one may be a misspelling of the other
 TRUE = ("1", "true", "yes", "on")
 
 
@@ -46,7 +48,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
         return _resolve_file(file[1], PurePosixPath(file[2]), revision)
     if not HUB_ID.fullmatch(text):
         remedy = "give a checkpoint's directory, or a hub id such as org/name"
-        raise InputError(f"{text}: no such file or directory; {remedy}")
+        raise InputError(f"{text}: no such file or directory{suggest_path(text)}; {remedy}")
     cached = find_snapshot(text, revision)
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
         return cached
@@ -166,11 +168,22 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
     if "RevisionNotFoundError" in kinds:
         return InputError(f"{name}: has no revision {revision}; look at its branches and tags on the hub")
     if "RepositoryNotFoundError" in kinds:
-        problem = "neither a local path nor a public model of the hub; if private, run `hf auth login`"
-        return InputError(f"{name}: {problem}")
+        problem = f"neither a local path{suggest_path(name)} nor a public model of the hub"
+        return InputError(f"{name}: {problem}; if private, run `hf auth login`")
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
-    problem = f"no such file or directory here, and the model{at} cannot be downloaded ({type(e).__name__})"
+    absent = f"no such file or directory here{suggest_path(name)}"
+    problem = f"{absent}, and the model{at} cannot be downloaded ({type(e).__name__})"
     return InputError(f"{name}: {problem}; correct the path, {remedy}")
+
+
+def suggest_path(text: str) -> str:
+    """Return a question that names an existing path similar to a mistyped one; "" if there is none."""
+    path = Path(text)
+    with contextlib.suppress(OSError):
+        names = [other.name for other in path.parent.iterdir()]
+        for name in difflib.get_close_matches(path.name, names, 1, SIMILAR):
+            return f" (did you mean {path.with_name(name)}?)"
+    return ""
 
 
 def _command(name: str, revision: str | None, files: Sequence[str] = ()) -> str:

@@ -87,8 +87,9 @@ def read_any_counts(path: Path) -> I64:
         if (path / expert_counts.NAME).exists():
             return expert_counts.read_counts_file(path / expert_counts.NAME)
         if not (path / COUNTS).exists():
-            problem = f"contains neither {expert_counts.NAME} nor {COUNTS}"
-            raise InputError(f"{path}: {problem}; run `ktconvert calibrate`, and use its folder")
+            problem = f"contains no counts of routed tokens ({COUNTS} or {expert_counts.NAME})"
+            remedy = "run `ktconvert calibrate MODEL DIR`, and give DIR here"
+            raise InputError(f"{path}: {problem}; {remedy}")
         return read_folder_counts(path)
     if (read := READERS.get(path.suffix)) is None:
         raise InputError(f"{path}: not a folder, and its name does not end with {', '.join(READERS)}; {RECORD_AGAIN}")

@@ -51,12 +51,15 @@ class Requirements:
         evidence  source of shape and method, for the message
         shape     E, H, I of the files
         """
-        names = ("method", "num_experts", "hidden_size", "moe_intermediate_size")
-        required = (method and self.method, self.num_experts, self.hidden, self.intermediate)
-        for name, value, actual in zip(names, required, (method, *shape), strict=True):
-            if value is not None and value != actual:
-                contents = f"layer {layer} has {name} {actual} according to its {evidence}, not {value}"
-                raise UnsupportedError(f"{path}: {contents}; use this model's directory, or {name}={actual}.")
+        if method and self.method not in (None, method):
+            problem = f"layer {layer} has method {method} according to its {evidence}, not {self.method}"
+            raise UnsupportedError(f"{path}: {problem}; give method {method}, or other weights.")
+        names = ("num_experts", "hidden_size", "moe_intermediate_size")
+        sizes = zip(names, (self.num_experts, self.hidden, self.intermediate), shape, strict=True)
+        differences = [f"{name} {actual}, not {value}" for name, value, actual in sizes if value not in (None, actual)]
+        if differences:
+            problem = f"layer {layer} has {' and '.join(differences)} (from its {evidence})"
+            raise UnsupportedError(f"{path}: {problem}; these weights belong to a different model: give this model's.")
 
     def find_missing(self, experts: int) -> set[int]:
         """Return the file's experts that need not be loaded now: each expert that computes with them is skipped.

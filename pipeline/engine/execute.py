@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 
@@ -27,7 +27,7 @@ from ktconvert.pipeline.engine.paths import FileRecord, Paths, has_content
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.runners import ExecutorRunner, Runner, as_finished_unit, open_thread_runners
 from ktconvert.pipeline.engine.threads import fit_threads
-from ktconvert.pipeline.engine.workdir import WorkDir, save_plan
+from ktconvert.pipeline.engine.workdir import WorkDir, has_no_units, save_plan
 from ktconvert.pipeline.engine.worker import Reopen
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import duration, plural, size
@@ -76,7 +76,8 @@ def execute_plans(
             existing.report_nothing_to_do(plan.options.output, reporter)
     with contextlib.ExitStack() as resources:
         workdirs: list[tuple[Plan, WorkDir]] = []
-        for plan, workdir in zip(unfinished, _lock_all(unfinished, resources), strict=True):
+        locked = [(plan, resources.enter_context(WorkDir(plan.locate()))) for plan in unfinished]
+        for plan, workdir in locked:
             if _is_finished(plan, overwrite):  # the process that had the lock before has finished it
                 workdir.remove()
                 existing.report_nothing_to_do(plan.options.output, reporter)
@@ -95,8 +96,9 @@ def execute_plans(
             threads = fit_threads([plan for plan, _ in workdirs], reporter, threads)
         stop = StopFlag()
         resources.enter_context(stop.handle_signals())
-        for _, workdir in workdirs:
+        for plan, workdir in workdirs:
             resources.enter_context(record_run(workdir))
+            resources.enter_context(_report_kept_units(plan, workdir, reporter))
         if executor is None:
             assert threads is not None
             outputs = _schedule_threads(workdirs, reporter, threads, resources)
@@ -169,20 +171,6 @@ def require_possible(plans: Sequence[Plan], overwrite: bool, *, with_workers: bo
     require_disk(remaining, with_workers=with_workers)
 
 
-def _lock_all(plans: Sequence[Plan], resources: contextlib.ExitStack) -> list[WorkDir]:
-    """Lock the work directories of all plans. If one is refused, the new ones are removed."""
-    workdirs: list[WorkDir] = []
-    try:
-        for plan in plans:
-            workdirs.append(resources.enter_context(WorkDir(plan.locate())))
-    except KTConvertError:
-        for workdir in workdirs:
-            if not workdir.paths.plan.exists():
-                workdir.remove()
-        raise
-    return workdirs
-
-
 def resume_work(plan: Plan, workdir: WorkDir, reporter: Reporter, *, overwrite: bool, trust_store: bool) -> None:
     """Compare the plan with the one that was begun here, if any, and adopt finished units."""
     _adopt_plan(plan, workdir, reporter, overwrite)
@@ -192,6 +180,18 @@ def resume_work(plan: Plan, workdir: WorkDir, reporter: Reporter, *, overwrite: 
             reporter.warn(f"--overwrite removes {replaced}")
     adopt_units(plan, workdir, reporter, trusted=trust_store)
     _report_death(workdir, plan, reporter)
+
+
+@contextlib.contextmanager
+def _report_kept_units(plan: Plan, workdir: WorkDir, reporter: Reporter) -> Iterator[None]:
+    """Report the finished units of a run that fails."""
+    try:
+        yield
+    except (KtconvertError, OSError):
+        if finished := sum(workdir.why_finished(unit) is not None for unit in plan.units):
+            kept = f"{finished} of {plural(len(plan.units), 'unit')} are finished and kept in {workdir.paths.root}"
+            reporter.note(f"{kept}; `ktconvert resume {plan.options.output}` continues")
+        raise
 
 
 def _finish_output(plan: Plan, workdir: WorkDir, reporter: Reporter) -> None:
@@ -218,7 +218,7 @@ def _is_finished(plan: Plan, overwrite: bool) -> bool:
 def _adopt_plan(plan: Plan, workdir: WorkDir, reporter: Reporter, overwrite: bool) -> None:
     """Compare the plan with the one that was begun here, or save it."""
     saved = existing.read_plan(workdir.paths)
-    is_empty = existing.has_no_units(workdir.paths)
+    is_empty = has_no_units(workdir.paths)
     dropped = False
     touched: list[str] = []
     if saved is not None:

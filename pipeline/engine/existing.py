@@ -22,7 +22,7 @@ from ktconvert.pipeline.engine import attempts, journal
 from ktconvert.pipeline.engine.paths import Paths, has_size, locate
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, PLAN_VERSION, Plan, SavedPlan
 from ktconvert.pipeline.engine.units import Status, Unit
-from ktconvert.pipeline.engine.workdir import why_finished
+from ktconvert.pipeline.engine.workdir import has_no_units, why_finished
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import plural, size
 
@@ -57,18 +57,6 @@ def read_settings(output: Path) -> dict[str, Any] | None:
     saved = None if has_no_units(paths) else read_plan(paths)
     recorded = saved or manifest.read_manifest(output)
     return dict(recorded.settings) if recorded else None
-
-
-def has_no_units(paths: Paths) -> bool:
-    """Return whether no unit was finished yet, by this process or a job share, so that the saved plan does not count.
-
-    A unit in the store counts without its record, since a kill may have come between the two.
-    """
-    return (
-        not journal.find_finished_units(journal.read_records(paths.journal))
-        and not any(attempt.is_whole(paths) for attempt in attempts.read_attempts(paths))
-        and not (paths.store.is_dir() and any(paths.store.iterdir()))
-    )
 
 
 def find_unit_states(plan: Plan, paths: Paths) -> list[Status]:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.errors import KtconvertError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
@@ -42,9 +43,18 @@ class WorkDir:
     def __enter__(self) -> WorkDir:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Release the directory. Remove it after an error before the first finished unit."""
+        if error_type is not None and issubclass(error_type, KtconvertError | OSError) and self._is_unused():
+            with contextlib.suppress(OSError):  # would hide the error
+                self.remove()
         self.journal.close()
         self._lock.release()
+
+    def _is_unused(self) -> bool:
+        """Return whether it exists and contains no unit and no attempt, which a worker may still make."""
+        attempts_folder = self.paths.attempts
+        return attempts_folder.is_dir() and not any(attempts_folder.iterdir()) and has_no_units(self.paths)
 
     def _note_attempts(self, removed: Iterable[Attempt]) -> None:
         """Add records of attempts that ended after the last coordinator had died."""
@@ -118,7 +128,7 @@ def remove_locked_folder(paths: Paths, folder_lock: lock.Lock) -> None:
     publish.remove_tree(paths.plan)
     for path in (paths.attempts, paths.partial):
         publish.remove_tree(paths.old)
-        if path.is_dir():  # a worker that seemed dead may still write to it
+        with contextlib.suppress(OSError):  # a worker that seemed dead may still write to it
             path.rename(paths.old)
     for name in sorted(lock.WORK_NAMES):
         publish.remove_tree(paths.root / name)
@@ -126,6 +136,18 @@ def remove_locked_folder(paths: Paths, folder_lock: lock.Lock) -> None:
     # Another process may be waiting for the lock, and NFS keeps open files.
     with contextlib.suppress(OSError):
         paths.root.rmdir()
+
+
+def has_no_units(paths: Paths) -> bool:
+    """Return whether no unit was finished yet, by this process or a job share, so that the saved plan does not count.
+
+    A unit in the store counts without its record, since a kill may have come between the two.
+    """
+    return (
+        not journals.find_finished_units(journals.read_records(paths.journal))
+        and not any(attempt.is_whole(paths) for attempt in attempts.read_attempts(paths))
+        and not (paths.store.is_dir() and any(paths.store.iterdir()))
+    )
 
 
 def why_finished(paths: Paths, finished: Mapping[str, Done], unit: Unit[Any]) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from msgspec import structs
 
 from ktconvert.layouts.checkpoints.adapter import CONFIG, WEIGHTS
-from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, VerificationError
+from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs.opening import TRAIN
 from ktconvert.pipeline.engine import journal
@@ -192,20 +192,14 @@ def train(
         if is_finished(plan, overwrite):
             workdir.remove()
             return False
-        has_plan = workdir.paths.plan.exists()
         resume_work(plan, workdir, reporter, overwrite=overwrite, trust_store=options.existing.trust_store)
         if {*workdir.finished} - {unit.fingerprint for unit in plan.units}:
             raise InputError(
                 f"{options.dataset}: its token ids differ from those at the start of the training (the data set or "
                 "the tokenizer changed); restore the old files, or start over with --overwrite."
             )
-        try:
-            with record_run(workdir):
-                _run(plan, Training(workdir, options, choice, data, steps, reporter))
-        except KTConvertError:
-            if not has_plan and not workdir.finished:  # no files remain for a rejected model or option
-                workdir.remove()
-            raise
+        with record_run(workdir):
+            _run(plan, Training(workdir, options, choice, data, steps, reporter))
     return True
 
 

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 MOST_TOKENS = 1 << 24
 CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files without which no tokenizer can be loaded.
+TOKENIZER_FILES = ("*token*", "*.model", "vocab*", "*.tiktoken", "*.py")
 # Values of a config for a model that returns only its predictions. With router logits (a setting for training),
 # transformers computes a loss, which fails for a prompt in chunks, with padding and with beams.
 PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
@@ -184,9 +186,12 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
     """
     import transformers
 
+    missing = InputError(f"{model}: has no tokenizer; put its files ({TOKENIZER}) beside {CONFIG}")
     root = Path(model) if Path(model).is_dir() else hub.find_snapshot(model, options.get("revision"))
     if root is not None:
         _require_safe_tokenizer(root / TOKENIZER)
+    if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise missing
     with explain_errors(model, TOKENIZER):
         loaded = getattr(transformers, class_name).from_pretrained(model, **options)
         tokenizer = getattr(loaded, "tokenizer", loaded)
@@ -195,7 +200,7 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
             not isinstance(tokenizer, transformers.PreTrainedTokenizerBase)
             or not tokenizer("a", add_special_tokens=False)["input_ids"]
         ):
-            raise InputError(f"{model}: has no tokenizer; put its files ({TOKENIZER}) beside {CONFIG}")
+            raise missing
         tokenizer.decode(tokenizer("a b")["input_ids"])
     return loaded
 

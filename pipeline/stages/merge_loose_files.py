@@ -69,9 +69,11 @@ def write_shard(unit: Unit[MergeWork], partial: Path, context: Context) -> Resul
                         out.append(chunk)
                         remaining -= len(chunk)
             except FileNotFoundError as error:
-                raise InputError(f"{path}: missing; restore it and resume.") from error
+                raise InputError(f"{path}: missing; restore it, and run the command again.") from error
             if remaining:
-                raise InputError(f"{path}: shrank while it was read; convert its layer again and resume.")
+                raise InputError(
+                    f"{path}: shrank while it was read; convert its layer again, and run the command again."
+                )
             context.reporter.advance(loose_file.nbytes)
         digest = out.close()
     return Result((Written("", plan.size, digest),), len(plan.entries))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.non_expert_tensors import OutputTensor, find_non_expert_tensors, read_chunks
@@ -25,6 +25,9 @@ from ktconvert.pipeline.verify.expert_checks import (
 )
 from ktconvert.pipeline.verify.inputs import Inputs
 from ktconvert.pipeline.verify.tensor_checks import model_sizes
+
+# Cosine between weights that have nothing in common is near 0; between weights and their codes in 4 bits, it is 0.99.
+UNRELATED_COSINE = 0.5
 
 # --- the source -----------------------------------------------------------------------------------
 
@@ -55,6 +58,8 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
         for layer, (_, hidden, width) in measure.shapes.items()
         if layer in model.moe_layers and (hidden, width) == model.shape(layer)[1:]
     ]
+    if different := _explain_different_model(model, layers, problems, check_items):
+        return Check("source", "", [different], notes, "give the model that was converted"), []
     for numa in (*resplit_from, measure.numa):
         reasons = {
             layer: explain_illegal_count(compared.fmt.layer_format(layer), [measure.shapes[layer][1:]], numa)
@@ -63,7 +68,7 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
         if numa in resplit_from and (reason := next(filter(None, reasons.values()), None)):
             problems.append(f"impossible number of NUMA slices in the manifest's resplit_from, {numa}: {reason}")
         layers = [layer for layer in layers if reasons[layer] is None]
-    total, errors = _compare_experts(model, layers, check_items)
+    total, errors = _compare_experts(_list_expert_bytes(model, layers), check_items)
     problems += total.problems + compare_non_experts(compared.inputs, compared.non_experts, check_items)
     method = f"quantized again (T = {resplit_from[0]}) and resplit" if resplit_from else "quantized again"
     summary = f"{total.equal} tensors {method}, same bytes"
@@ -80,15 +85,40 @@ def compare_source(compared: Comparison, check_items: CheckItems) -> tuple[Check
     return Check("source", summary, problems, notes), errors
 
 
+def _explain_different_model(
+    model: MoeModel, layers: Sequence[int], problems: Sequence[str], check_items: CheckItems
+) -> str | None:
+    """Return a sentence if the source is not the model that was converted; None if they have an expert in common.
+
+    layers    layers with experts of the same sizes, of which the first and last experts are compared
+    problems  differences of the sizes
+    """
+    if not layers:
+        return f"{problems[0]}, which is a different model" if problems else None
+    ends = sorted({(layer, expert) for layer in (layers[0], layers[-1]) for expert in (0, model.shape(layer)[0] - 1)})
+    _, errors = _compare_experts(dict.fromkeys(ends, 0), check_items)
+    cosines = [error.figures["cosine"] for error in errors]
+    if not cosines or max(cosines) > UNRELATED_COSINE:
+        return None
+    return f"its experts have nothing in common with those of {model.source.root}, which is a different model"
+
+
+def _list_expert_bytes(model: MoeModel, layers: Iterable[int]) -> dict[tuple[int, int], int]:
+    """Return (layer, expert) -> bytes in the source, of all experts of these layers."""
+    experts = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
+    return {item: sum(tensor.nbytes for tensor in model.expert_tensors(*item)) for item in experts}
+
+
 def _compare_experts(
-    model: MoeModel, layers: Iterable[int], check_items: CheckItems
+    experts: Mapping[tuple[int, int], int], check_items: CheckItems
 ) -> tuple[ExpertFindings, list[ProjectionErrors]]:
-    """Return the findings of all experts together, and the errors of each projection of each layer."""
+    """Return the findings of all experts together, and the errors of each projection of each layer.
+
+    experts  (layer, expert) -> bytes to report as progress
+    """
     total = ExpertFindings()
     errors: dict[tuple[int, str], ProjectionErrors] = {}
-    items = [(layer, expert) for layer in layers for expert in range(model.shape(layer)[0])]
-    sizes = [sum(tensor.nbytes for tensor in model.expert_tensors(*item)) for item in items]
-    for (layer, expert), findings in check_items("experts", items, sizes):
+    for (layer, expert), findings in check_items("experts", list(experts), list(experts.values())):
         total.problems += findings.problems
         total.equal += findings.equal
         total.calibrated += findings.calibrated
@@ -197,14 +227,17 @@ def compare_outputs(output: Output, measure: Measure, other_output: Output, chec
 
     Non-expert tensors are compared if both have them.
     """
-    problems = [
-        f"{name} is {value} here, {other_value} in {other_output.root}"
-        for (name, value), other_value in zip(
-            model_sizes(measure).items(), model_sizes(measure_output(other_output)).values(), strict=True
-        )
-        if value != other_value and not (0 in (value, other_value) and name in ("hidden", "intermediate"))  # 0: unknown
+    sizes, other_sizes = model_sizes(measure), model_sizes(measure_output(other_output))
+    differences = [
+        f"{name} {value}, not {other_sizes[name]}"
+        for name, value in sizes.items()
+        if value != other_sizes.get(name, value)
+        and not (0 in (value, other_sizes[name]) and name in ("hidden", "intermediate"))  # 0: unknown
     ]
-    problems += [*_find_missing(output, other_output), *_find_missing(other_output, output)]
+    if differences:
+        problem = f"is not the same conversion as {other_output.root}: it has {' and '.join(differences)}"
+        return Check("other", "", [problem], remedy="compare outputs of the same model, made with the same options")
+    problems = [*_find_missing(output, other_output), *_find_missing(other_output, output)]
     pairs = tensor_pairs(output, other_output)
     compared = check_items("equal tensors", list(pairs), [stored.nbytes for stored, _ in pairs.values()])
     problems += [problem for _, problem in compared if problem is not None]
