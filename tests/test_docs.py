@@ -9,6 +9,7 @@ import ast
 import json
 import re
 import shlex
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -88,8 +89,12 @@ def command(name: str) -> Command:
 # ---- commands and options -------------------------------------------------------------------------------------------
 
 
+# The heading of an option's section, and the first paragraph below it.
+SECTION = re.compile(r"^### `(--[\w-]+)`\n\n(?:.+\n)+", re.MULTILINE)
+
+
 def rows_of_options(name: str) -> dict[str, str]:
-    """Return flags -> row of each option on its command's page, up to <br>.
+    """Return flags -> row of each option on its command's page, up to the link to its section and <br>.
 
     The text after <br> is written by hand.
     """
@@ -140,6 +145,7 @@ def test_every_option_is_in_the_table_of_its_command(name: str) -> None:
     for parameter in command(name).params:
         if isinstance(parameter.type, click.Choice):
             row = next(row for flags, row in rows.items() if f"`{parameter.opts[0]}`" in flags)
+            row += "".join(match[0] for match in SECTION.finditer(page) if match[1] in parameter.opts)
             missing = [choice for choice in parameter.type.choices if not re.search(rf"\b{choice}\b", row)]
             assert missing == [], f"ktconvert {name}: choices that the page does not name"
 
@@ -153,14 +159,34 @@ def test_help_of_an_option_is_one_short_sentence(name: str) -> None:
 
 
 def with_rows_of_options(name: str) -> str:
-    """Return a command's page with generated rows and the hand-written text after <br>. New options come last."""
-    lines, rows, end = [], rows_of_options(name), 0
-    for line in read_text(page_of(name)).splitlines():
-        start = rows.pop(flags_of_row(line), None)
-        lines.append(line if start is None else start + (line[line.find("<br>") :] if "<br>" in line else " |"))
-        end = len(lines) if line.startswith("| ") else end
+    """Return a command's page with generated rows, and with the generated first paragraph of each option's section.
+
+    Rows keep the hand-written text after <br>, and link to the section if there is one. New options come last.
+    """
+    rows = rows_of_options(name)
+    page, end = read_text(page_of(name)), 0
+    sections = {flag for flag in SECTION.findall(page) if any(f"`{flag}`" in flags for flags in rows)}
+    page = SECTION.sub(lambda match: f"### `{match[1]}`\n\n{values_of_option(name, match[1])}\n", page)
+    lines = []
+    for line in page.splitlines():
+        flags = flags_of_row(line)
+        if (start := rows.pop(flags, None)) is not None:
+            link = next((f" [More](#{flag})" for flag in sorted(sections) if f"`{flag}`" in flags), "")
+            line = start + link + (line[line.find("<br>") :] if "<br>" in line else " |")
+            end = len(lines) + 1
+        lines.append(line)
     lines[end:end] = [f"{row} |" for row in rows.values()]
     return "\n".join(lines) + "\n"
+
+
+def values_of_option(name: str, flag: str) -> str:
+    """Return the first paragraph of an option's section: its default and its values."""
+    parameter = next(each for each in command(name).params if flag in each.opts)
+    row = next(row for flags, row in rows_of_options(name).items() if f"`{flag}`" in flags)
+    default = re.split(r"(?<!\\)\|", row)[2].strip() or "none"
+    choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else ()
+    values = f" Values: {', '.join(f'`{choice}`' for choice in choices)}." if choices else ""
+    return textwrap.fill(f"*Default: {default}.{values}*", 120, break_long_words=False, break_on_hyphens=False)
 
 
 def examples() -> list[tuple[str, str]]:
