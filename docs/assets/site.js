@@ -4,4 +4,17 @@ document$.subscribe(() => {
   for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0; // what scrolls sideways can be reached by keyboard
   }
+  for (const code of document.querySelectorAll(".language-bash pre > code")) {
+    for (const node of [...code.childNodes].filter((each) => each.nodeType === Node.TEXT_NODE)) {
+      node.replaceWith(...node.data.split(/(\s+)/).map((text) => (text.trim() ? word(text) : text)));
+    }
+  }
 });
+
+// A word of a command that wraps only before and after it: browsers would also break lines after its hyphens.
+function word(text) {
+  const span = document.createElement("span");
+  span.className = "word";
+  span.textContent = text;
+  return span;
+}
