@@ -187,7 +187,7 @@ def _report_kept_units(plan: Plan, workdir: WorkDir, reporter: Reporter) -> Iter
     """Report the finished units of a run that fails."""
     try:
         yield
-    except (KtconvertError, OSError):
+    except (KTConvertError, OSError):
         if finished := sum(workdir.why_finished(unit) is not None for unit in plan.units):
             kept = f"{finished} of {plural(len(plan.units), 'unit')} are finished and kept in {workdir.paths.root}"
             reporter.note(f"{kept}; `ktconvert resume {plan.options.output}` continues")

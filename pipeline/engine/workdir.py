@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine import journal as journals
@@ -45,7 +45,7 @@ class WorkDir:
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Release the directory. Remove it after an error before the first finished unit."""
-        if error_type is not None and issubclass(error_type, KtconvertError | OSError) and self._is_unused():
+        if error_type is not None and issubclass(error_type, KTConvertError | OSError) and self._is_unused():
             with contextlib.suppress(OSError):  # would hide the error
                 self.remove()
         self.journal.close()
