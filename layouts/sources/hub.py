@@ -27,6 +27,10 @@ SIMILAR = 0.8  # similarity of two names, from 0 to 1, for which one may be a mi
 TRUE = ("1", "true", "yes", "on")
 
 
+class UnreachableError(InputError):
+    """A hub that does not answer."""
+
+
 def resolve(name: str | Path, revision: str | None = None, *, companions_only: bool = False) -> Path:
     """Return the local path of a checkpoint given as a path, as org/name, or as org/name:FILE.gguf.
 
@@ -53,7 +57,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     if cached is not None and (_has_config(cached) if companions_only else is_complete(cached)):
         return cached
     require_network(text, revision, cached)
-    folder = _download(text, revision, COMPANIONS if companions_only else FILES)
+    folder = download(text, revision, COMPANIONS if companions_only else FILES)
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
         raise InputError(f"{text}: holds no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
     return folder
@@ -71,7 +75,7 @@ def _resolve_file(name: str, file: PurePosixPath, revision: str | None) -> Path:
     folder = find_snapshot(name, revision)
     if folder is None or not all((folder / part).exists() for part in files):
         require_network(name, revision, folder, files)
-        folder = _download(name, revision, files)
+        folder = download(name, revision, files)
     if not (folder / file).exists():
         raise InputError(f"{name}: has no file {file}; look at its files on the hub")
     return folder / file
@@ -81,7 +85,7 @@ def require_network(name: str, revision: str | None, cached: Path | None, files:
     if is_offline():
         problem = "is incomplete in" if cached else "is not in"
         remedy = f"unset it or run `{_command(name, revision, files)}` where there is a network"
-        raise InputError(f"{name}: {problem} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
+        raise UnreachableError(f"{name}: {problem} the local cache {cache_root()} and HF_HUB_OFFLINE is set; {remedy}")
 
 
 def is_offline() -> bool:
@@ -128,14 +132,21 @@ def _has_config(folder: Path) -> bool:
     return (folder / "config.json").exists() or (folder / "params.json").exists()
 
 
-def _download(name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, folder: Path | None = None) -> Path:
+    """Download the files of a model that match a pattern, and return their directory.
+
+    folder  directory for the files; None: in the local cache
+
+    Raises InputError and ResourceError.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         needs = f"downloading needs huggingface_hub: {install_command('hub')}"
         raise InputError(f"{name}: no such file or directory here, not in the local cache, and {needs}") from None
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), cache_dir=cache_root()))
+        where = {"cache_dir": cache_root()} if folder is None else {"local_dir": folder}
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), **where))
     except Exception as e:  # every library underneath raises its own
         raise explain(name, revision, e) from None
 
@@ -173,7 +184,7 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     absent = f"no such file or directory here{suggest_path(name)}"
     problem = f"{absent}, and the model{at} cannot be downloaded ({type(e).__name__})"
-    return InputError(f"{name}: {problem}; correct the path, {remedy}")
+    return UnreachableError(f"{name}: {problem}; correct the path, {remedy}")
 
 
 def suggest_path(text: str) -> str:

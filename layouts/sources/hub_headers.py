@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError
 from ktconvert.layouts.files import publish
@@ -31,17 +33,19 @@ class Location(NamedTuple):
     """A checkpoint whose headers can be opened.
 
     remote  the commit that has its weights, if there are holes in their place; None if they are here
+    note    what the user should know; "" if nothing
     """
 
     path: Path
     remote: Commit | None = None
+    note: str = ""
 
 
 def find_headers(name: str, revision: str | None = None) -> Location:
     """Return a local path, or a directory with the headers of a model of the hub.
 
     A path and a complete snapshot in the hub's cache win. Otherwise, headers are read with range requests and kept in
-    the cache of ktconvert, in a directory for each commit.
+    the cache of ktconvert, in a directory for each commit. Without a network, those of an earlier call are found.
 
     Raises InputError if the hub cannot be read, ResourceError if the cache cannot be written.
     """
@@ -59,14 +63,46 @@ def find_headers(name: str, revision: str | None = None) -> Location:
             return Location(cached)
         if match is not None and all((cached / part).exists() for part in parts):
             return Location(cached / match[2])
-    hub.require_network(name, revision, cached)
-    folder, remote = _fetch_headers(repository, revision, parts)
-    return Location(folder / match[2] if match else folder, remote)
+    note = ""
+    try:
+        hub.require_network(name, revision, cached)
+        folder, remote = _fetch_headers(repository, revision, parts)
+    except hub.UnreachableError:
+        earlier = _find_cached_headers(repository, revision, parts)
+        if earlier is None:
+            raise
+        folder, remote = earlier
+        note = f"{name}: the hub does not answer; the headers of commit {remote.sha[:8]} are those of an earlier call"
+    return Location(folder / match[2] if match else folder, remote, note)
 
 
 def cache_folder() -> Path:
     """Return the directory of cached headers."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "ktconvert" / "headers"
+
+
+def _model_folder(repository: str) -> Path:
+    return cache_folder() / f"models--{repository.replace('/', '--')}"
+
+
+def _ref_path(repository: str, revision: str | None) -> Path:
+    """Return the path of the file that names the commit of a branch or tag."""
+    return _model_folder(repository) / "refs" / quote(revision or "main", "")
+
+
+def _find_cached_headers(repository: str, revision: str | None, files: list[str]) -> tuple[Path, Commit] | None:
+    """Return what _fetch_headers returned for these arguments at its last call; None if it was never called."""
+    try:
+        from huggingface_hub import HfFileSystem
+
+        sha = _ref_path(repository, revision).read_text("ascii")
+    except (ImportError, OSError, ValueError):
+        return None
+    folder = _model_folder(repository) / sha
+    is_cached = hub.COMMIT.fullmatch(sha) and (
+        all((folder / name).exists() for name in files) if files else folder.is_dir() and hub.is_complete(folder)
+    )
+    return (folder, Commit(HfFileSystem(), repository, sha)) if is_cached else None
 
 
 def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> tuple[Path, Commit]:
@@ -78,7 +114,7 @@ def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> t
     from huggingface_hub import HfFileSystem
 
     siblings = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    folder = cache_folder() / f"models--{repository.replace('/', '--')}" / str(info.sha)
+    folder = _model_folder(repository) / str(info.sha)
     if missing := [name for name in files if name not in siblings]:
         raise InputError(f"{repository}: has no file {missing[0]}; look at its files on the hub")
     names = [name for name in files or _select_files(siblings) if not (folder / name).exists()]
@@ -97,6 +133,8 @@ def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> t
         raise
     except Exception as error:  # every library underneath raises its own
         raise hub.explain(repository, revision, error) from None
+    with _new_file(_ref_path(repository, revision)) as partial:
+        publish.write_file(partial, remote.sha.encode())
     return folder, remote
 
 
@@ -133,19 +171,25 @@ def _fetch_file(remote: Commit, path: Path, name: str, size: int, blob: Path | N
     """
     container = next((row for row in CONTAINERS if name.endswith(row.suffix)), None)
     file = blob or path
-    partial = file.with_name(f".{os.getpid()}.{file.name}")
-    try:
-        for folder in {path.parent, file.parent}:
-            publish.make_folder(folder)
-        if not file.exists():
+    if not file.exists():
+        with _new_file(file) as partial:
             if container is None:
                 publish.write_file(partial, remote.read(name, 0, size))
             else:
                 _fetch_header(remote, name, partial, container, size)
-            partial.replace(file)
-        if blob is not None:
-            with contextlib.suppress(FileExistsError):
-                path.symlink_to(os.path.relpath(blob, path.parent))
+    if blob is not None:
+        with _new_file(path) as partial:
+            partial.symlink_to(os.path.relpath(blob, path.parent))
+
+
+@contextlib.contextmanager
+def _new_file(path: Path) -> Iterator[Path]:
+    """Yield the temporary path of a file of the cache, which then gets its name. Raises ResourceError."""
+    partial = path.with_name(f".{os.getpid()}.{threading.get_ident()}.{path.name}")
+    try:
+        publish.make_folder(path.parent)
+        yield partial
+        partial.replace(path)
     except OSError as error:
         if error.filename is None:  # of the network
             raise

@@ -35,6 +35,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "Check an output, by itself or against its source or another output.",
     "inspect": "Describe a checkpoint or an output, and list the possible conversions.",
     "fit": "Predict what of a model fits a machine, how fast and how accurate, and print the commands.",
+    "up": "Set up a model and serve it, with the commands that `fit` prints.",
     "models": "List local checkpoints and outputs, or compare a checkpoint with the hub and repair it.",
     "bench": "Measure how fast this machine computes an output's experts, and its memory bandwidth.",
     "experts": "Choose hot experts by their routing counts.",

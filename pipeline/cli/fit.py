@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from ktconvert.layouts.errors import ResourceError, UsageError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.queries import FitOptions
+from ktconvert.pipeline.options.queries import FitOptions, Target
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import duration, format_table
 
 if TYPE_CHECKING:
     from ktconvert.pipeline.fit.estimate import Choice, Machine, ModelShape, Use
     from ktconvert.pipeline.fit.machines import Gpu
+    from ktconvert.pipeline.fit.reading import NamedShape
+    from ktconvert.pipeline.fit.steps import Step
 
 GPU_CHOICE = re.compile(r"(?:(\d{1,2})\s*x\s*)?(\S.*)", re.IGNORECASE)
 
@@ -36,33 +40,63 @@ def fit(options: FitOptions) -> None:
       ktconvert fit deepseek-ai/DeepSeek-V3.1 --ram 512GB --gpu 2x4090
       ktconvert fit MODEL --ram 64GB --vram 24GB --context 131072 --explain
     """
-    from ktconvert.pipeline.fit.estimate import list_choices
-    from ktconvert.pipeline.fit.reading import read_model
-
-    target = describe_machine(options)
-    use = _describe_use(options, target)
-    model = read_model(options.model, options.hub.revision, options.arch.load_text(), target.numa, use.runtime)
-    choices = list_choices(model.shape, target, use)
-    document = _make_document(options.model, model.shape, target, use, choices)
-    best = choices[0] if not choices[0].problem else None
-    if best is not None:
-        from ktconvert.pipeline.fit.steps import list_commands
-
-        steps = list_commands(best, model.names, target, use)
-        document["commands"] = [{"step": step, "command": line} for step, line in steps]
-    problem = f"{options.model}: nothing fits; the smallest form {_find_smallest(choices)}."
+    prediction = predict(options.model, options.hub.revision, options.arch.load_text(), options.target)
+    document, problem = prediction.document, prediction.problem
     if options.as_json:
         click.echo(json.dumps(document))
-        if best is None:  # the object contains the reasons: an error event would repeat one
+        if problem:  # the object contains the reasons: an error event would repeat one
             click.echo(f"ktconvert: {problem}", err=True)
             sys.exit(ResourceError.exit_code)
         return
     click.echo("\n".join(format_document(document, explain=options.explain)))
-    if best is None:
+    if problem:
         raise ResourceError(problem)
 
 
-def describe_machine(options: FitOptions) -> Machine:
+class Prediction(NamedTuple):
+    """A prediction as a JSON object, and its parts.
+
+    problem  sentence that says why nothing fits; "" if something does
+    """
+
+    document: dict[str, Any]
+    problem: str
+    model: NamedShape
+    steps: list[Step]
+
+
+def predict(
+    model: str, revision: str | None, arch_file: str | None, options: Target, *, run_here: bool = False
+) -> Prediction:
+    """Predict the choices for a model.
+
+    arch_file  the text of --arch-file
+    run_here   the steps run on this machine, and on the commit that the hub has now
+
+    Raises KtconvertError for options, models and hubs that cannot be used.
+    """
+    from ktconvert.pipeline.fit.estimate import list_choices
+    from ktconvert.pipeline.fit.reading import read_model
+    from ktconvert.pipeline.fit.steps import list_steps
+
+    target = describe_machine(options)
+    use = _describe_use(options, target)
+    read = read_model(model, revision, arch_file, target.numa, use.runtime)
+    if read.note:
+        Reporter().note(read.note)
+    choices = list_choices(read.shape, target, use)
+    document = _make_document(model, read.shape, target, use, choices)
+    if choices[0].problem:
+        return Prediction(document, f"{model}: nothing fits; the smallest form {_find_smallest(choices)}.", read, [])
+    names = read.names
+    if run_here:
+        names, target = replace(names, revision=read.commit), replace(target, cores=machine.physical_cores())
+    steps = [*list_steps(choices[0], names, target, use)]
+    document["commands"] = [{"step": step.name, "command": step.command} for step in steps]
+    return Prediction(document, "", read, steps)
+
+
+def describe_machine(options: Target) -> Machine:
     """Return the machine of the options; what they leave out is this machine's. Raises UsageError."""
     from ktconvert.pipeline.fit.estimate import Machine
     from ktconvert.pipeline.fit.machines import USUAL_GPU_BANDWIDTH
@@ -88,7 +122,7 @@ def _measure_bandwidth(threads: int) -> float:
     return max(read_bandwidth(threads).values())
 
 
-def _choose_gpus(options: FitOptions) -> tuple[tuple[int, ...], Gpu | None]:
+def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
     """Return the memory of each GPU, and what is known about their kind.
 
     Raises UsageError for an unknown name, and for a name together with sizes.
@@ -109,7 +143,7 @@ def _choose_gpus(options: FitOptions) -> tuple[tuple[int, ...], Gpu | None]:
     return (known.memory,) * int(match[1] or 1), known
 
 
-def _describe_use(options: FitOptions, target: Machine) -> Use:
+def _describe_use(options: Target, target: Machine) -> Use:
     from ktconvert.pipeline.fit.estimate import KTCONVERT, SGLANG, Use
 
     runtime = options.runtime or (SGLANG if target.vram else KTCONVERT)
@@ -191,11 +225,7 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
         ("sequences", cache + ("" if document["cache_known"] else "; the config describes no attention: no KV cache")),
         ("runtime", document["runtime"]),
     ]
-    choices = (
-        document["choices"]
-        if explain
-        else [*{_name(choice): choice for choice in document["choices"][::-1]}.values()][::-1]
-    )
+    choices = document["choices"] if explain else _keep_best(document["choices"])
     fitting = [choice for choice in choices if choice["fits"]]
     others = [choice for choice in choices if not choice["fits"]]
     lines = format_table(rows)

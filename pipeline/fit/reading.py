@@ -15,10 +15,16 @@ from ktconvert.pipeline.plans.checkpoint import arch_table
 
 
 class NamedShape(NamedTuple):
-    """The shape of a model, and its names in commands."""
+    """The shape of a model, and its names in commands.
+
+    commit  the commit of a model of the hub that is not here
+    note    what the user should know about the headers; "" if nothing
+    """
 
     shape: ModelShape
     names: Names
+    commit: str | None
+    note: str
 
 
 def read_model(name: str, revision: str | None, arch_file: str | None, numa: int, runtime: str) -> NamedShape:
@@ -30,12 +36,13 @@ def read_model(name: str, revision: str | None, arch_file: str | None, numa: int
     """
     gc.disable()  # hundreds of thousands of records without cycles: the collector would take half of the time
     try:
-        path, remote = hub_headers.find_headers(name, revision)
+        path, remote, note = hub_headers.find_headers(name, revision)
         with open_checkpoint(path) as source:
             model = recognize(source, arch_table(arch_file))
             download = sum(shard.size for shard in source.shards) if remote else 0
             shape = read_shape(model, numa, runtime, download)
             experts_only = source.container.experts_only
-        return NamedShape(shape, name_model(name, is_local=remote is None, experts_only=experts_only))
+        names = name_model(name, revision, is_local=remote is None, experts_only=experts_only)
+        return NamedShape(shape, names, remote.sha if remote else None, note)
     finally:
         gc.enable()

@@ -6,10 +6,19 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ktconvert.layouts.outputs import launch
 from ktconvert.pipeline.fit.estimate import KTCONVERT, Choice, Machine, Use
 from ktconvert.quantizers.quantizer import ABSMAX
+
+
+class Step(NamedTuple):
+    """A command of a setup, and the path that it writes; "" if it writes none."""
+
+    name: str
+    command: str
+    output: str = ""
 
 
 @dataclass(frozen=True)
@@ -20,57 +29,67 @@ class Names:
     stem      beginning of the names of outputs
     is_local  whether nothing must be downloaded
     rest      checkpoint that provides the rest of the model; the model itself, unless it is a GGUF
+    revision  branch, tag or commit of a hub id
     """
 
     model: str
     stem: str
     is_local: bool
     rest: str
+    revision: str | None = None
 
 
-def name_model(model: str, *, is_local: bool, experts_only: bool) -> Names:
-    stem = Path(model.rpartition(":")[2]).expanduser().resolve().name.removesuffix(".gguf")
-    return Names(model, stem, is_local, launch.ORIGINAL if experts_only else model if is_local else stem)
+def find_stem(model: str) -> str:
+    """Return the beginning of the names of a model's outputs."""
+    return Path(model.rpartition(":")[2]).expanduser().resolve().name.removesuffix(".gguf")
 
 
-def list_commands(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[tuple[str, str]]:
-    """Yield (step, command) in the order in which a user runs them."""
+def name_model(model: str, revision: str | None, *, is_local: bool, experts_only: bool) -> Names:
+    stem = find_stem(model)
+    return Names(model, stem, is_local, launch.ORIGINAL if experts_only else model if is_local else stem, revision)
+
+
+def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[Step]:
+    """Yield the steps in the order in which a user runs them."""
     source = names.model
-    stream: tuple[str, ...] = ()
+    revision = ("--revision", names.revision) if names.revision else ()
+    options = revision
     if choice.streamed:
-        yield "download the rest", _join("ktconvert fetch", names.model, "-o", names.stem)
-        stream = ("--stream",)
+        yield Step("download the rest", _join("ktconvert fetch", names.model, "-o", names.stem, *revision), names.stem)
+        options = (*revision, "--stream")
     elif not names.is_local:
         repository, _, file = names.model.partition(":")
-        yield "download", _join("hf download", repository, *filter(None, [file]), "--local-dir", names.stem)
-        source = f"{names.stem}/{file}" if file else names.stem
+        words = (repository, *filter(None, [file]), "--local-dir", names.stem, *revision)
+        yield Step("download", _join("hf download", *words), names.stem)
+        source, options = f"{names.stem}/{file}" if file else names.stem, ()
     weights, form = source, choice.form
     if form.option:
         weights = f"{names.stem}-{form.method}"
         scale = () if form.scale == ABSMAX.name else ("--scale", form.scale)
         slices = ("--numa", machine.numa) if form.sliced else ()
-        yield (
-            "convert",
-            _join("ktconvert cpu -i", source, "-o", weights, "--quant-method", form.option, *scale, *slices, *stream),
-        )
-        yield "verify", _join("ktconvert verify", weights, "--against", source)
+        words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options)
+        yield Step("convert", _join("ktconvert cpu -i", *words), weights)
+        # A comparison with a streamed source would download all experts again.
+        against = () if choice.streamed else ("--against", source, *options)
+        yield Step("verify", _join("ktconvert verify", weights, *against))
     rest = names.rest
     if choice.rest.disk:
         rest = f"{names.stem}-{choice.rest.name}"
         kind = ("--quant-method", "RTN", "--quant-type", choice.rest.name)
-        yield "convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind)
+        yield Step("convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind, *options), rest)
     hot = "hot.safetensors" if use.runtime == KTCONVERT else "hot.json"
     if _has_hot_experts(choice):
         yield from _choose_hot_experts(choice, names, hot, use)
-    yield "launch", _launch(choice, rest, weights, hot, machine, use)
+    yield Step("launch", _launch(choice, rest, weights, hot, machine, use))
 
 
-def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[tuple[str, str]]:
+def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[Step]:
     statistics = f"{names.stem}-statistics"
-    yield "count tokens", _join("ktconvert calibrate", names.rest, "--output", statistics)
+    yield Step("count tokens", _join("ktconvert calibrate", names.rest, "--output", statistics), statistics)
     form = "mask" if use.runtime == KTCONVERT else "sglang"
     number = ("--num-gpu-experts", choice.gpu_experts)
-    yield "choose hot experts", _join("ktconvert experts", statistics, "--format", form, "--output", hot, *number)
+    words = (statistics, "--format", form, "--output", hot, *number)
+    yield Step("choose hot experts", _join("ktconvert experts", *words), hot)
 
 
 def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine, use: Use) -> str:

@@ -21,6 +21,7 @@ from ktconvert.pipeline.options.option_groups import (
     DATASET,
     MODEL,
     PLOT,
+    PORT,
     THREADS_ALIASES,
     TRUST_REMOTE_CODE,
     Execution,
@@ -101,7 +102,7 @@ class ServeOptions(ModelOptions):
         default=(),
     )
     host: str = option("Address to listen on.", default="127.0.0.1")
-    port: int = option("Port to listen on.", Integer(1, 65535), default=8000)
+    port: int = declare(PORT, default=8000)
     model_name: str | None = option("Model name for clients.", unset="MODEL")
     api_key_file: Path | None = option(
         "File with the API key that clients must send.", FilePath(), unset="KTCONVERT_API_KEY, else none"

@@ -41,6 +41,7 @@ CHECKPOINT = "Checkpoint: directory, .safetensors file, or hub id (org/name)."
 DATASET = "file, folder or hub id"
 MODEL = "Directory or hub id (org/name)."
 PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath(), group=Group.REPORTING)
+PORT = Option("Port to listen on.", Integer(1, 65535))
 THREADS = "Number of threads."
 THREADS_ALIASES = ("--cpuinfer-threads",)
 TRUST_REMOTE_CODE = "Let transformers run Python code that comes with the model."

@@ -15,6 +15,7 @@ from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
     CHECKPOINT,
     PLOT,
+    PORT,
     THREADS,
     THREADS_ALIASES,
     ArchFile,
@@ -105,13 +106,9 @@ class ExpertsOptions(Options):
     plot: Path | None = declare(PLOT)
 
 
-class FitOptions(Options):
-    model: str = option(
-        "Checkpoint or GGUF, or a hub id, of which only headers and config are read.",
-        PathOrHubId(),
-        argument="model",
-        default=REQUIRED,
-    )
+class Target(Options):
+    """The machine and the use that a prediction is for."""
+
     ram: int | None = option("Main memory of the server.", Size(), unset="this machine's")
     vram: Any = option("Memory of each GPU, such as 24GB,24GB; 0 for none.", SizeList(), unset="this machine's GPUs")
     gpu: str | None = option("Name of the GPU, instead of --vram, such as 4090 or 2x4090.", Text())
@@ -135,6 +132,16 @@ class FitOptions(Options):
         click.Choice(PREFERENCES),
         default=PREFERENCES[0],
     )
+
+
+class FitOptions(Options):
+    model: str = option(
+        "Checkpoint or GGUF, or a hub id, of which only headers and config are read.",
+        PathOrHubId(),
+        argument="model",
+        default=REQUIRED,
+    )
+    target: Target = Target()
     explain: bool = option("Also print the parts of each choice's memory, and the limits.", default=False)
     hub: Hub = Hub()
     arch: ArchFile = ArchFile()
@@ -174,6 +181,21 @@ class StatusOptions(Options):
     )
     watch: bool = option("Refresh every two seconds until no process works on the output.", default=False)
     as_json: bool = option("Print one JSON object; with --watch, one per line.", flags=("--json",), default=False)
+
+
+class UpOptions(Options):
+    model: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=REQUIRED)
+    output: Path | None = option(
+        "Directory for all files of the server.",
+        OutputPath(absolute=True),
+        flags=("-o", "--output"),
+        unset="NAME-server in the current directory",
+    )
+    yes: bool = option("Start without asking.", flags=("-y", "--yes"), default=False)
+    dry_run: bool = option("Print the plan; write nothing.", default=False)
+    port: int = declare(PORT, default=8000)
+    target: Target = Target()
+    hub: Hub = Hub()
 
 
 class VerifyOptions(Options):

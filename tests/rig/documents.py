@@ -30,6 +30,7 @@ from ktconvert.layouts.checkpoints.kt_adapter import name_experts
 from ktconvert.layouts.checkpoints.non_expert_tensors import find_non_expert_tensors
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import KTConvertError
+from ktconvert.layouts.files.documents import encode_indented
 from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.sources import hub
@@ -43,13 +44,14 @@ from ktconvert.layouts.statistics.second_moments import file_name, open_second_m
 from ktconvert.native_quant.runtime import expert_placement, hot_experts
 from ktconvert.pipeline import cli
 from ktconvert.pipeline.calibration import chain
-from ktconvert.pipeline.cli import status
+from ktconvert.pipeline.cli import status, up
 from ktconvert.pipeline.cli.config_file import read_defaults
 from ktconvert.pipeline.engine import attempts, dask_executor, journal, lock
 from ktconvert.pipeline.engine.existing import compare_plans, find_unit_states, read_plan, read_settings
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.plan import Plan
 from ktconvert.pipeline.engine.units import Result, Written
+from ktconvert.pipeline.fit.steps import Step
 from ktconvert.pipeline.models import evaluate
 from ktconvert.pipeline.models.serving.authentication import read_api_key
 from ktconvert.pipeline.options.conversion_options import CpuOptions
@@ -698,6 +700,14 @@ def make_text(inputs: Inputs) -> Path:
     return path
 
 
+def make_setup(inputs: Inputs) -> Path:
+    path, exists = inputs.file("setup", up.SETUP)
+    if not exists:
+        steps = [Step("convert", "ktconvert cpu -i a -o b", "b"), Step("launch", "ktconvert serve a --cpu-weights b")]
+        path.write_bytes(encode_indented(up.Setup({"model": "a", "revision": None, "target": [1]}, steps, 1)))
+    return path
+
+
 def make_key(inputs: Inputs) -> Path:
     path, exists = inputs.file("key")
     if not exists:
@@ -914,6 +924,7 @@ DOCUMENTS: Mapping[str, Document] = {
     "adapter_config": Document(make_adapter(adapter.CONFIG), damage_json, read_adapter, 60, adapter_commands),
     "adapter": Document(make_adapter(adapter.WEIGHTS), damage_safetensors, read_adapter, 60, adapter_commands),
     "text": Document(make_text, damage_bytes, lambda _, path: evaluate.read_text(path)),
+    "setup of a server": Document(make_setup, damage_json, lambda _, path: up.read_setup(path.parent)),
     "API key": Document(make_key, damage_bytes, lambda _, path: read_api_key(path)),
     # Files of other outputs.
     "manifest": output_document(

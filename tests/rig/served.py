@@ -1,6 +1,7 @@
 """Servers on free ports for real clients: in their own process, or in this process, where tests can observe them."""
 
 import json
+import os
 import random
 import shutil
 import signal
@@ -37,12 +38,19 @@ def start_server(model: Path, log: Path, *options: str) -> Iterator[tuple[subpro
 
     log: file for its output.
     """
+    with start_command(log, "serve", str(model), *options, "--threads", "1") as running:
+        yield running
+
+
+@contextmanager
+def start_command(log: Path, *arguments: str, **env: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """Start a command of ktconvert that ends with a server, as start_server does."""
     port = free_port()
-    command = [sys.executable, "-m", "ktconvert.pipeline.cli", "serve", str(model), "--port", str(port)]
+    command = [sys.executable, "-m", "ktconvert.pipeline.cli", *arguments, "--port", str(port)]
     ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
     with log.open("wb") as out:
-        command = [*ignoring, *command, *options, "--threads", "1"]
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        environment = {**os.environ, **env}
+        process = subprocess.Popen([*ignoring, *command], stdout=out, stderr=subprocess.STDOUT, env=environment)
     try:
         _wait(f"http://127.0.0.1:{port}/health", process, log)
         yield process, f"http://127.0.0.1:{port}"

@@ -1,0 +1,185 @@
+"""`ktconvert up`: run the commands that `ktconvert fit` recommends, up to a server that answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from ktconvert.layouts.errors import OutputError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.files import publish
+from ktconvert.layouts.files.documents import Number, decode_document, encode_indented
+from ktconvert.layouts.outputs import launch
+from ktconvert.layouts.sources import hub
+from ktconvert.pipeline.cli import group
+from ktconvert.pipeline.cli.command import command, find_given_options
+from ktconvert.pipeline.cli.fit import format_document, predict
+from ktconvert.pipeline.fit.steps import Step, find_stem
+from ktconvert.pipeline.options.declare import option_fields, to_json_value, with_values
+from ktconvert.pipeline.options.queries import UpOptions
+from ktconvert.pipeline.report.progress import Reporter
+
+SETUP = "up.json"
+CALL_OPTIONS = ("output", "yes", "dry_run", "port")  # which may differ in the next call
+
+
+class Setup(msgspec.Struct):
+    """The steps that lead to a server, and the number of finished ones; the last step starts the server."""
+
+    options: dict[str, Any]
+    steps: list[Step]
+    finished: Number = 0
+    mark: str = publish.MARK
+
+
+@command("up", UpOptions)
+def up(options: UpOptions) -> None:
+    """Set up a model and serve it: download, convert, verify and launch, as `ktconvert fit` recommends.
+
+    MODEL is a checkpoint or a hub id (org/name). All files are written into one directory. After an interruption, the
+    same command continues; once all steps are finished, it starts the server at once.
+
+    Examples:
+      ktconvert up Qwen/Qwen3-30B-A3B
+      ktconvert up Qwen/Qwen3-30B-A3B --dry-run    print the plan
+      ktconvert up MODEL --runtime ktconvert --prefer speed --yes
+    """
+    folder = options.output or Path(f"{find_stem(options.model)}-server").absolute()
+    setup = read_setup(folder)
+    is_new = setup is None
+    if setup is None:
+        setup = _plan_setup(options, folder)
+    else:
+        _require_same_options(setup, folder)
+    setup.finished = _count_finished(setup, folder)
+    click.echo(_format_setup(setup, folder))
+    if options.dry_run:
+        return
+    _require_packages(setup)
+    if is_new and not options.yes:
+        _ask(folder)
+    publish.make_folder(folder)
+    os.chdir(folder)
+    reporter = Reporter()
+    for step in setup.steps[setup.finished : -1]:
+        _write_setup(setup)
+        reporter.say(f"{step.name}: {step.command}")
+        _run_step(step.command)
+        setup.finished += 1
+    _write_setup(setup)
+    _launch(setup.steps[-1].command, folder, options.port)
+
+
+def read_setup(folder: Path) -> Setup | None:
+    """Read the setup that was begun in a directory; None if there is none. Raises OutputError for a damaged one."""
+    try:
+        setup = decode_document((folder / SETUP).read_bytes(), Setup)
+        programs = [(*shlex.split(step.command), "")[0] for step in setup.steps]
+        if not programs or not {*programs} <= {"ktconvert", "hf", "python"}:
+            raise ValueError("its steps are not those of this version")
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise OutputError(f"{folder / SETUP}: cannot be read ({error}); remove it, and start again.") from None
+    return setup
+
+
+def _write_setup(setup: Setup) -> None:
+    """Write the setup into the current directory."""
+    publish.write_marked_file(Path(SETUP), encode_indented(setup))
+
+
+def _plan_setup(options: UpOptions, folder: Path) -> Setup:
+    """Predict, print the prediction, and return its steps."""
+    from ktconvert.native_quant import machine
+
+    target = with_values(options.target, disk=options.target.disk or machine.disk_free(folder))
+    prediction = predict(options.model, options.hub.revision, None, target, run_here=True)
+    if prediction.model.names.rest == launch.ORIGINAL:
+        raise UnsupportedError(
+            f"{options.model}: has only the experts that a server needs; run the commands of `ktconvert fit` with the "
+            "checkpoint that it was made from."
+        )
+    if prediction.problem:
+        raise ResourceError(prediction.problem)
+    prediction.document["commands"] = []  # which _format_setup prints
+    click.echo("\n".join([*format_document(prediction.document, explain=False), ""]))
+    values = {field.name: to_json_value(field.get(options)) for field in option_fields(UpOptions)}
+    return Setup({name: value for name, value in values.items() if name not in CALL_OPTIONS}, prediction.steps)
+
+
+def _require_same_options(setup: Setup, folder: Path) -> None:
+    """Raise OutputError if an option on the command line differs from that of the begun setup."""
+    values = click.get_current_context().params
+    for field in find_given_options(UpOptions):
+        if field.name not in CALL_OPTIONS and to_json_value(values[field.name]) != setup.options.get(field.name):
+            name = "MODEL" if field.name == "model" else field.flag
+            raise OutputError(
+                f"{folder}: was begun with a different {name}; give the same one, or a different --output."
+            )
+
+
+def _count_finished(setup: Setup, folder: Path) -> int:
+    """Return the number of finished steps before the first one whose output was removed."""
+    finished = setup.steps[: min(setup.finished, len(setup.steps) - 1)]
+    return sum(1 for _ in takewhile(lambda step: (folder / step.output).exists(), finished))
+
+
+def _format_setup(setup: Setup, folder: Path) -> str:
+    lines = [f"directory: {folder}"]
+    for number, step in enumerate(setup.steps):
+        state = " (finished)" if number < setup.finished else ""
+        lines += ["", f"# {step.name}{state}", step.command]
+    return "\n".join(lines)
+
+
+def _require_packages(setup: Setup) -> None:
+    """Raise KtconvertError before hours of work if packages for our server are missing."""
+    if not setup.steps[-1].command.startswith(launch.PROGRAM):
+        from ktconvert.layouts.extras import require_packages
+        from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
+
+        require_packages("`ktconvert serve`", REQUIRED_PACKAGES["serve"], "serve")
+
+
+def _ask(folder: Path) -> None:
+    """Ask whether to start. Raises UsageError for any answer but yes."""
+    click.echo(f"Run these commands in {folder}? [y/N]", err=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UsageError("nothing was started; answer y, or give --yes.")
+
+
+def _run_step(line: str) -> None:
+    """Run a command in this process: it ends when this process is killed, and a failure ends this process."""
+    program, _, *words = shlex.split(line)
+    if program == "hf":
+        name, *rest = words
+        values = dict(zip(rest[::2], rest[1::2], strict=True))
+        hub.download(name, values.get("--revision"), folder=Path(values["--local-dir"]))
+        return
+    with group.make_context("ktconvert", shlex.split(line)[1:]) as context:
+        group.invoke(context)
+
+
+def _launch(line: str, folder: Path, port: int) -> None:
+    """Replace this process by the server, or print its command if SGLang is not installed."""
+    line = f"{line} --port {port}"
+    if not line.startswith(launch.PROGRAM):
+        program = ["-m", "ktconvert.pipeline.cli"]
+    elif importlib.util.find_spec("sglang") is None:
+        click.echo(
+            f"\nSGLang is not installed here. Install it, and start the server:\ncd {shlex.quote(str(folder))}\n{line}"
+        )
+        return
+    else:
+        program = []
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, *program, *shlex.split(line)[1:]])

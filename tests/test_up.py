@@ -1,0 +1,143 @@
+"""`ktconvert up`: from a model's name to a server that answers, through kills, and with one sentence for bad input."""
+
+import importlib.util
+import json
+import shlex
+import shutil
+import socket
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ktconvert.pipeline.cli.up import SETUP, read_setup
+from rig import conversion, gguf, killpoint
+from rig.hub_server import COMMIT, Hub, serve_hub
+from rig.served import start_command
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
+NAME = "org/small"
+MACHINE = ("--ram", "64GB", "--disk", "1TB", "--numa", "1", "--bandwidth", "20GB")
+OPTIONS = (*MACHINE, "--vram", "0", "--prefer", "memory")
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    pytest.importorskip("huggingface_hub")
+    with serve_hub({NAME: EXAMPLE}) as running:
+        yield running
+
+
+def up(model: object, folder: Path, *options: object, **more: Any) -> Any:
+    return conversion.ktconvert("up", str(model), "-o", folder, *map(str, options), **more)
+
+
+def require_server_packages() -> None:
+    for package in ("transformers", "fastapi", "uvicorn", "openai"):
+        pytest.importorskip(package)
+
+
+def ask(url: str) -> str:
+    """Return the text of the server's answer to a chat request."""
+    body = {"messages": [{"role": "user", "content": "def "}], "max_tokens": 4}
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        text: str = json.loads(answer.read())["choices"][0]["message"]["content"]
+    return text
+
+
+def test_a_killed_setup_continues_and_ends_with_a_server_that_answers(hub, tmp_path):
+    """It is killed while it converts. With all steps finished, the next call only starts the server."""
+    require_server_packages()
+    caches = {"HF_HOME": str(tmp_path / "hf"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", **caches}
+    folder, weights = tmp_path / "server", tmp_path / "server" / "small-AMXINT4"
+    begin = ("up", NAME, "-o", str(folder), *OPTIONS, "--yes")
+    shim = killpoint.build(tmp_path)
+    killed = killpoint.run([*conversion.KTCONVERT, *begin], weights, 20, shim, env=environment)
+    assert killed.returncode == killpoint.KILLED, killed.stderr
+    setup = read_setup(folder)
+    assert setup is not None and setup.finished == 1 and not weights.exists()
+    assert f"--revision {COMMIT} --stream" in setup.steps[1].command
+    with start_command(tmp_path / "log", *begin, **environment) as (_, url):
+        assert ask(url)
+        hub.requests.clear()
+        port = url.rpartition(":")[2]
+        done = up(NAME, folder, "--port", port, env=environment)
+    conversion.check_refusal(done, 1, f"127.0.0.1:{port}: cannot listen")
+    assert hub.requests == [] and done.stdout.count("(finished)") == 3
+
+
+def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path):
+    done = up(EXAMPLE, tmp_path / "server", *OPTIONS, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"directory: {tmp_path / 'server'}" in done.stdout
+    assert all(f"# {step}\n" in done.stdout for step in ("convert", "verify", "launch"))
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_steps_run_again_from_the_first_one_whose_output_was_removed(tmp_path):
+    """The port is in use, so that no server starts."""
+    require_server_packages()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        conversion.check_refusal(up(EXAMPLE, tmp_path, *OPTIONS, "--yes", "--port", port), 1, "cannot listen")
+        weights = tmp_path / "qwen3-moe-small-AMXINT4"
+        before = conversion.tree(weights)
+        shutil.rmtree(weights)
+        done = up(EXAMPLE, tmp_path, "--port", port)
+    conversion.check_refusal(done, 1, "cannot listen")
+    assert "(finished)" not in done.stdout
+    assert conversion.tree(weights).keys() == before.keys()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="SGLang would start")
+def test_the_command_of_the_launch_is_printed_without_sglang(tmp_path):
+    options = (*MACHINE, "--vram", "24GB", "--runtime", "sglang", "--yes", "--port", 1234)
+    done = up(EXAMPLE, tmp_path / "a b", *options)
+    assert done.returncode == 0, done.stderr
+    *_, change, command = done.stdout.splitlines()
+    assert shlex.split(change) == ["cd", str(tmp_path / "a b")]
+    assert command.startswith("python -m sglang.launch_server --model ") and command.endswith(" --port 1234")
+
+
+def test_nothing_starts_without_an_answer(tmp_path):
+    done = up(EXAMPLE, tmp_path / "server", *OPTIONS, input="n\n")
+    conversion.check_refusal(done, 2, "nothing was started; answer y, or give --yes")
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "code", "text"),
+    [
+        (EXAMPLE, ("--ram", "1GB"), 4, "nothing fits"),
+        (EXAMPLE, ("--runtime", "sglang"), 2, "needs a GPU"),
+        ("absent", (), 5, "absent: no such file or directory"),
+        ("model.gguf", (), 3, "has only the experts"),
+    ],
+)
+def test_what_cannot_be_served_is_explained(model, options, code, text, tmp_path):
+    gguf.write(tmp_path / "model.gguf", gguf.model([("Q4_K", "Q4_K", "Q6_K")]), gguf.model_metadata(1))
+    done = up(model, tmp_path / "server", *OPTIONS, "--yes", *options, cwd=tmp_path)
+    conversion.check_refusal(done, code, text)
+    assert not (tmp_path / "server").exists()
+
+
+def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
+    folder = tmp_path / "server"
+    (folder / "small-AMXINT4").mkdir(parents=True)
+    (folder / "small-AMXINT4" / "other").touch()
+    values = {"model": str(EXAMPLE), "prefer": "speed"}
+    steps = [
+        ["convert", f"ktconvert cpu -i {EXAMPLE} -o small-AMXINT4", "small-AMXINT4"],
+        ["launch", "ktconvert serve x"],
+    ]
+    (folder / SETUP).write_text(json.dumps({"options": values, "steps": steps}))
+    conversion.check_refusal(up(EXAMPLE, folder, "--prefer", "memory"), 7, "begun with a different --prefer")
+    conversion.check_refusal(up(tmp_path, folder), 7, "begun with a different MODEL")
+    conversion.check_refusal(up(EXAMPLE, folder), 7, "small-AMXINT4")
+    (folder / SETUP).write_text('{"options": {}, "steps": [["launch", "rm -r x"]]}')
+    conversion.check_refusal(up(EXAMPLE, folder), 7, "cannot be read (its steps are not those of this version)")
