@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from ktconvert.layouts.files.publish import MARK
 from ktconvert.pipeline.cli.up import SETUP, read_setup
 from rig import conversion, gguf, killpoint
 from rig.hub_server import COMMIT, Hub, serve_hub
@@ -135,7 +136,7 @@ def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
         ["convert", f"ktconvert cpu -i {EXAMPLE} -o small-AMXINT4", "small-AMXINT4"],
         ["launch", "ktconvert serve x"],
     ]
-    (folder / SETUP).write_text(json.dumps({"options": values, "steps": steps}))
+    (folder / SETUP).write_text(json.dumps({"options": values, "steps": steps, "mark": MARK}))
     conversion.check_refusal(up(EXAMPLE, folder, "--prefer", "memory"), 7, "begun with a different --prefer")
     conversion.check_refusal(up(tmp_path, folder), 7, "begun with a different MODEL")
     conversion.check_refusal(up(EXAMPLE, folder), 7, "small-AMXINT4")

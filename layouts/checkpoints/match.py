@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ktconvert.layouts import encodings
@@ -94,7 +94,7 @@ def unread_format_error(name: str, problem: str) -> UnsupportedError:
 BIAS = "bias"
 UNUSED = "unused"
 
-NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.)")
+NUMBER = re.compile(r"(?<=\.)(\d{1,9})(?=\.)")
 SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
@@ -156,9 +156,8 @@ class _Rule:
     layer: int  # which of the name's numbers is the layer, which the expert (-1: none)
     expert: int
 
-    def numbers(self, name: str) -> tuple[int, int]:
-        """Return layer and expert (-1: none) of a name of this rule's shape."""
-        numbers = NUMBER.findall(name)
+    def choose_numbers(self, numbers: Sequence[str]) -> tuple[int, int]:
+        """Return layer and expert (-1: none) among the numbers in a name of this rule's shape."""
         return int(numbers[self.layer]), int(numbers[self.expert]) if self.expert >= 0 else -1
 
 
@@ -169,7 +168,8 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
     known: dict[str, tuple[list[_Rule], str | None, str | None]] = {}
     ambiguous: list[tuple[list[_Rule], int, int, TensorInfo]] = []
     for name, info in tensors.items():
-        shape = NUMBER.sub("#", name)
+        texts = NUMBER.split(name)  # text and numbers alternate
+        shape = "#".join(texts[::2])
         if shape not in known:
             inside = next((c for c in containers if shape.startswith(c)), None)
             base = next((p for p in reversed(PREFIXES) if shape.startswith(f"{p}layers.#.")), None)
@@ -178,7 +178,7 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
             out.shared = out.shared or SHARED.search(shape) is not None
         candidates, inside, base = known[shape]
         if candidates:
-            layer, expert = candidates[0].numbers(name)
+            layer, expert = candidates[0].choose_numbers(texts[1::2])
             if name == candidates[0].name.format(layer=layer, expert=expert):
                 out.present.add((candidates[0].prefix, layer))
                 if len(candidates) > 1:
@@ -193,7 +193,7 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
         elif ROUTED.search(shape) and not ROUTER_BIAS.search(shape):
             out.others.append(name)
         if base is not None:
-            key = base, int(NUMBER.findall(name)[0])
+            key = base, int(texts[1])
             out.present.add(key)
             if ROUTER.search(shape):
                 out.routers.add(key)
@@ -208,7 +208,9 @@ def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInf
     if rule.foreign:
         out.foreign.setdefault((rule.role, layer), name)
         return
-    stored = out.layers.setdefault((rule.prefix, layer), StoredLayer(rule.style))
+    stored = out.layers.get((rule.prefix, layer))
+    if stored is None:
+        stored = out.layers[rule.prefix, layer] = StoredLayer(rule.style)
     if stored.style != rule.style:
         other = next(iter(stored.names), "")
         problem = f": layer {layer} is stored in two ways, also as {other!r}"

@@ -31,6 +31,7 @@ class MoeLayer:
     """One layer whose experts can be converted, with E, H and I.
 
     weights      of all experts, in the checkpoint's order
+    kinds        the first weight of each matrix with the same roles, dtypes and shapes of tensors; rarely more than one
     biases       of all experts, as weights; {} if they have none
     unused       names of tensors that belong to the experts and are not needed
     input_major  whether every stored matrix is [k, n], the transpose of a linear's weight; in flat stacks only down is
@@ -39,6 +40,7 @@ class MoeLayer:
     style: Style
     prefix: str
     weights: Weights
+    kinds: Mapping[tuple[str, object], Weight]
     unused: tuple[str, ...]
     num_experts: int
     hidden: int
@@ -64,7 +66,7 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     )
     if isinstance(style, Stacked) and style.flat:
         stored = _divide_stacks(stored, experts)
-    weights = _make_weights(source, stored, prefix, n)
+    weights, kinds = _make_weights(source, stored, prefix, n)
     separate = isinstance(style, Separate)
     count = _count_experts(weights, experts, most) if separate else 0
     for matrix in style.matrices:
@@ -94,16 +96,13 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
             by_tensors = f"of shape {list(first.shape)}: by the tensors the {name} of layer {n} must be {value}"
             says = f"config.json says {recorded[0]} = {recorded[1]}"
             raise InputError.from_tensor(first.name, f"{by_tensors}, {says}", "they are not of one model")
-    checked: set[tuple[object, ...]] = set()
-    for weight in weights.values():
-        shapes = tuple((role, t.shape, t.dtype, t.name.endswith("_inv")) for role, t in weight.tensors.items())
-        if (signature := (weight.encoding.name, shapes)) not in checked:
-            weight.resolve_scheme(input_major)
-            _refuse_alternating_halves(weight, style)
-            checked.add(signature)
-    _refuse_uneven(weights, style, prefix, n)
+    for weight in kinds.values():
+        weight.resolve_scheme(input_major)
+        _refuse_alternating_halves(weight, style)
+    if len(kinds) > len(style.matrices):
+        _refuse_uneven(weights, style, prefix, n)
     _check_biases(stored, weights, arch, count, h, i)
-    return MoeLayer(style, prefix, weights, tuple(stored.unused), count, h, i, input_major, stored.biases)
+    return MoeLayer(style, prefix, weights, kinds, tuple(stored.unused), count, h, i, input_major, stored.biases)
 
 
 def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: int, hidden: int, width: int) -> None:
@@ -154,21 +153,27 @@ def _divide_stacks(stored: StoredLayer, experts: Recorded) -> StoredLayer:
     return replace(stored, tensors=divided)
 
 
-def _make_weights(source: TensorSource, stored: StoredLayer, prefix: str, n: int) -> dict[tuple[str, int], Weight]:
+def _make_weights(
+    source: TensorSource, stored: StoredLayer, prefix: str, n: int
+) -> tuple[dict[tuple[str, int], Weight], dict[tuple[str, object], Weight]]:
+    """Return the weights and the kinds of a MoeLayer. The weights of a kind have the same encoding and shape."""
     weights: dict[tuple[str, int], Weight] = {}
-    # Tensors of the same roles, dtypes and shapes are of one row.
-    rows: dict[tuple[object, ...], CheckpointEncoding | None] = {}
+    kinds: dict[tuple[str, object], Weight] = {}
     for (matrix, expert), tensors in stored.tensors.items():
         quantization = encodings.narrow_to_weight(source, tensors, source.quantization)
-        signature = quantization.bits, *((role, info.dtype, info.shape) for role, info in tensors.items())
-        if signature not in rows:
-            rows[signature] = encodings.find_encoding(tensors, quantization)
-        row = rows[signature]
-        name = expand_template(stored.style, prefix, matrix, n, expert)
-        if row is None:
-            raise _make_unread_error(name, tensors)
-        weights[matrix, expert] = encodings.make_weight(row, name, tensors, quantization)
-    return weights
+        # A scale with the suffix _inv has other rules.
+        forms = [(role, info.dtype, info.shape, info.name.endswith("_inv")) for role, info in tensors.items()]
+        kind = matrix, (quantization.bits, *forms)
+        if kind not in kinds:
+            name = expand_template(stored.style, prefix, matrix, n, expert)
+            row = encodings.find_encoding(tensors, quantization)
+            if row is None:
+                raise _make_unread_error(name, tensors)
+            kinds[kind] = encodings.make_weight(row, name, tensors, quantization)
+        same = kinds[kind]
+        ordered = {role: tensors[role] for role in same.tensors}
+        weights[matrix, expert] = Weight(same.encoding, ordered, same.shape, quantization)
+    return weights, kinds
 
 
 def _refuse_alternating_halves(weight: Weight, style: Style) -> None:

@@ -132,7 +132,7 @@ def has_encoding(model: SourceExperts, names: Collection[str], scheme: object) -
     return all(
         weight.encoding.name in names and weight.resolve_scheme(moe.input_major) == scheme
         for moe in model.moe_layers.values()
-        for weight in moe.weights.values()
+        for weight in moe.kinds.values()
     ) and not any(getattr(moe.style, "interleaved", False) for moe in model.moe_layers.values())
 
 

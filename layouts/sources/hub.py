@@ -27,7 +27,7 @@ SIMILAR = 0.8  # similarity of two names, from 0 to 1, for which one may be a mi
 TRUE = ("1", "true", "yes", "on")
 
 
-class UnreachableError(InputError):
+class UnreachableError(InputError, exit_code=InputError.exit_code):
     """A hub that does not answer."""
 
 

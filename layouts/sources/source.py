@@ -190,7 +190,9 @@ def open_checkpoint(
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob_name(root / name)))
         for info in header.entries:
             copies.setdefault(info.name, []).append(info)
-    tensors = {name: _choose_copy(root, selection, infos) for name, infos in copies.items()}
+    tensors = {
+        name: infos[0] if len(infos) == 1 else _choose_copy(root, selection, infos) for name, infos in copies.items()
+    }
     notes = [note for note in (selection.note, *_describe_disagreements(selection, copies)) if note]
     conflict = None if is_single_file or container.experts_only else _find_conflict(root, selection, copies, tensors)
     if conflict is not None:
@@ -272,13 +274,10 @@ def _weights_file_in_config(root: Path) -> str | None:
 
 
 def _choose_copy(root: Path, selection: Selection, infos: Sequence[TensorInfo]) -> TensorInfo:
-    """Return the copy of a tensor that the index names, or its only one.
-
-    Raises InputError for several copies of which the index names none.
-    """
+    """Return the copy of a tensor that the index names. Raises InputError if it names none."""
     shard = (selection.index or {}).get(infos[0].name)
     for info in infos:
-        if info.file == shard or len(infos) == 1:
+        if info.file == shard:
             return info
     problem = f"is in {infos[0].file} and in {infos[1].file}, and no index says which one counts"
     remedy = "give one of the files, or download the index"
@@ -289,19 +288,23 @@ def _describe_disagreements(selection: Selection, copies: Mapping[str, Sequence[
     """Yield a sentence for each way in which an index and the headers of its files differ."""
     if selection.index is None:
         return
-    index, files = selection.index, {name: [info.file for info in infos] for name, infos in copies.items()}
+    index = selection.index
     names_by_description = {
-        "that no file holds": [name for name in index if name not in files],
-        "in other files than those that hold them": [n for n, f in files.items() if n in index and index[n] not in f],
+        "that no file holds": [name for name in index if name not in copies],
+        "in other files than those that hold them": [
+            name
+            for name, infos in copies.items()
+            if name in index and index[name] != infos[0].file and index[name] not in [info.file for info in infos]
+        ],
     }
     for location, names in names_by_description.items():
         if names:
             yield f"{selection.decider} names {_tensor_count(names)} {location}, such as {names[0]} ({index[names[0]]})"
-    if unnamed := [name for name in files if name not in index]:
+    if unnamed := [name for name in copies if name not in index]:
         yield f"{selection.decider} does not name {_tensor_count(unnamed)} of its files, such as {unnamed[0]}"
-    if several := [name for name, files_with_tensor in files.items() if len(files_with_tensor) > 1]:
+    if several := [name for name, infos in copies.items() if len(infos) > 1]:
         kept = index[several[0]]
-        others = ", ".join(file for file in files[several[0]] if file != kept)
+        others = ", ".join(info.file for info in copies[several[0]] if info.file != kept)
         problem = f"{_tensor_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
         yield f"{selection.decider} chooses among copies of {problem}"
 
@@ -324,9 +327,9 @@ def _find_conflict(
         problem = f"{selection.names[0]} is read here, and transformers would read {other}"
         return InputError(problem, "give a directory that holds only one of them", path=root)
     transformers_files = (SINGLE,) if SINGLE in selection.names else selection.names
-    for name, infos in copies.items():
-        last = [info.file for info in infos if info.file in transformers_files][-1:]
-        if len(infos) > 1 and last and last[0] != (our_file := tensors[name].file):
+    for name in [name for name, infos in copies.items() if len(infos) > 1]:
+        last = [info.file for info in copies[name] if info.file in transformers_files][-1:]
+        if last and last[0] != (our_file := tensors[name].file):
             problem = (
                 f"is read from {our_file}, as {selection.decider} says, "
                 f"and transformers would read its copy in {last[0]}"

@@ -162,7 +162,7 @@ def _match_rows(method: Method, layer: MoeLayer) -> dict[str, Method] | None:
     """Return the row of a method for each projection; None if it cannot compute one of them as stored."""
     rows = {}
     for projection in list_projections(layer.style.gated):
-        stored = [weight for (name, _), weight in layer.weights.items() if name == matrix_name(layer.style, projection)]
+        stored = [weight for (name, _), weight in layer.kinds.items() if name == matrix_name(layer.style, projection)]
         row = next((row for row in method.all_rows if all(row.can_compute(weight, layer) for weight in stored)), None)
         if row is None:
             return None

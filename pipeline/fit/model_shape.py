@@ -61,6 +61,7 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
     decoder_layers = count_decoder_layers(model)
     config = source.config
     vocabulary = cfg.find_number(config, VOCABULARY)
+    stored_bytes = [sum(info.nbytes for info in model.layer_tensors(layer)) for layer in layers]
     return ModelShape(
         experts,
         cfg.find_experts_per_token(config, layers[0], max(experts))[0],
@@ -68,9 +69,9 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         (cfg.find_number(config, ("hidden_size", "dim", "d_model")) or ("", model.shape(layers[0])[1]))[1],
         vocabulary[1] if vocabulary else 0,
         tuple(_list_forms(model, numa)),
-        tuple(_list_rests(model, runtime)),
+        tuple(_list_rests(model, runtime, stored_bytes)),
         find_caches(config, decoder_layers) or (),
-        sum(info.nbytes for layer in layers for info in model.layer_tensors(layer)),
+        sum(stored_bytes),
         download,
         streams=download > 0 and not source.container.experts_only,
     )
@@ -148,8 +149,11 @@ def _read_as_it_is(model: MoeModel, numa: int) -> ExpertForm | None:
 # --- the rest -------------------------------------------------------------------------------------
 
 
-def _list_rests(model: MoeModel, runtime: str) -> Iterator[RestForm]:
-    """Yield the forms in which a server loads everything but the CPU's experts."""
+def _list_rests(model: MoeModel, runtime: str, stored_bytes: list[int]) -> Iterator[RestForm]:
+    """Yield the forms in which a server loads everything but the CPU's experts.
+
+    stored_bytes  of the experts, by layer with experts
+    """
     tensors = find_rest(model)
     rest_bf16 = BF16 * sum(map(count_elements, tensors))
     rest = sum(info.nbytes for info in tensors)
@@ -161,16 +165,15 @@ def _list_rests(model: MoeModel, runtime: str) -> Iterator[RestForm]:
         rows_bf16 = 0 if rows == 0 or embedding is None else BF16 * count_elements(embedding)
         yield RestForm("BF16", rest_bf16, rest_bf16 - rows_bf16, bf16_experts)
         return
-    stored_experts = tuple(
-        sum(info.nbytes for info in model.layer_tensors(layer)) // model.shape(layer)[0] for layer in model.layers
-    )
+    counts = [model.shape(layer)[0] for layer in model.layers]
+    stored_experts = tuple(nbytes // count for nbytes, count in zip(stored_bytes, counts, strict=True))
     yield RestForm("published", rest, rest - rows, stored_experts)
     gpu = formats_by_option("gpu").get(GPU_FORMAT)
     shapes = [model.shape(layer)[1:] for layer in model.layers]
     if gpu is None or explain_illegal_count(gpu, shapes, 1):
         return
     packed = output_bytes(model, gpu, 1)
-    if packed < sum(stored * model.shape(layer)[0] for stored, layer in zip(stored_experts, model.layers, strict=True)):
+    if packed < sum(stored_bytes):
         sizes = tuple(output_bytes(model, gpu, 1, [layer]) // model.shape(layer)[0] for layer in model.layers)
         yield RestForm(GPU_FORMAT, rest_bf16, rest_bf16 - rows, sizes, packed + rest_bf16, GPU_LOSS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -41,6 +42,7 @@ DTYPE_BITS = {
     **dict.fromkeys(("I32", "U32", "F32"), 32),
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
+ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 INTEGERS = {"BOOL": "u1", "I64": "<i8"}
 
 
@@ -115,31 +117,39 @@ def parse_header(
 
 def _parse_entry(name: str, value: Any, data_start: int, where: str, file: str) -> TensorInfo:
     """Return the tensor of a header entry; raise InputError if its dtype, shape and offsets contradict each other."""
-    try:
-        name.encode("utf-8")
-    except UnicodeEncodeError:
-        raise bad_file(where, f"tensor name {name[:200]!r} is not valid text") from None
+    if not name.isascii():
+        try:
+            name.encode("utf-8")
+        except UnicodeEncodeError:
+            raise bad_file(where, f"tensor name {name[:200]!r} is not valid text") from None
     if len(name) > MAX_NAME:
         raise bad_file(where, f"a tensor name has {len(name)} characters ({name[:80]!r}…)")
 
-    def fail(problem: str) -> InputError:
-        return bad_tensor(name, f": {problem}", REMEDY, where)
-
-    if type(value) is not dict or value.keys() != {"dtype", "shape", "data_offsets"}:
+    fail = functools.partial(_bad_entry, name, where)
+    if type(value) is not dict or value.keys() != ENTRY_KEYS:
         raise fail("its header entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     bits = DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
     if bits is None:
         raise fail(f"unknown dtype {str(dtype)[:40]!r}")
-    if type(shape) is not list or len(shape) > MAX_RANK or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+    if type(shape) is not list or len(shape) > MAX_RANK or not _are_sizes(shape):
         raise fail("shape must be a list of non-negative integers")
-    if type(offsets) is not list or len(offsets) != 2 or not all(type(n) is int and 0 <= n < 1 << 63 for n in offsets):
+    if type(offsets) is not list or len(offsets) != 2 or not _are_sizes(offsets):
         raise fail("data_offsets must be two non-negative integers")
     start, stop = offsets
     total = bits * math.prod(shape)
     if stop < start or total != (stop - start) * 8:
         raise fail(f"{dtype} of shape {str(shape)[:100]} needs {_format_bits(total)}, data_offsets give {stop - start}")
     return TensorInfo(name, dtype, tuple(shape), stop - start, file, data_start + start)
+
+
+def _bad_entry(name: str, where: str, problem: str) -> InputError:
+    return bad_tensor(name, f": {problem}", REMEDY, where)
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    """Return whether all values are integers from 0 to 2^63 - 1."""
+    return not values or ({*map(type, values)} == {int} and min(values) >= 0 and max(values) < 1 << 63)
 
 
 def _format_bits(bits: int) -> str:
