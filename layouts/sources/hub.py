@@ -145,8 +145,11 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
         needs = f"downloading needs huggingface_hub: {install_command('hub')}"
         raise InputError(f"{name}: no such file or directory here, not in the local cache, and {needs}") from None
     try:
-        where = {"cache_dir": cache_root()} if folder is None else {"local_dir": folder}
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns), **where))
+        where = cache_root() if folder is None else None
+        allowed = list(patterns)
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=allowed, cache_dir=where, local_dir=folder)
+        )
     except Exception as e:  # every library underneath raises its own
         raise explain(name, revision, e) from None
 
