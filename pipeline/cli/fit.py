@@ -73,7 +73,7 @@ def predict(
     arch_file  the text of --arch-file
     run_here   the steps run on this machine, and on the commit that the hub has now
 
-    Raises KtconvertError for options, models and hubs that cannot be used.
+    Raises KTConvertError for options, models and hubs that cannot be used.
     """
     from ktconvert.pipeline.fit.estimate import list_choices
     from ktconvert.pipeline.fit.reading import read_model

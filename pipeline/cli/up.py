@@ -141,7 +141,7 @@ def _format_setup(setup: Setup, folder: Path) -> str:
 
 
 def _require_packages(setup: Setup) -> None:
-    """Raise KtconvertError before hours of work if packages for our server are missing."""
+    """Raise KTConvertError before hours of work if packages for our server are missing."""
     if not setup.steps[-1].command.startswith(launch.PROGRAM):
         from ktconvert.layouts.extras import require_packages
         from ktconvert.pipeline.models.loading import REQUIRED_PACKAGES
