@@ -24,7 +24,7 @@ NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")
 DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # for families with one width for dense layers and experts
-HIDDEN = ("routed_expert_hidden_size", "moe_latent_size", "hidden_size", "dim")
+HIDDEN = ("routed_expert_hidden_size", "moe_latent_size", "hidden_size", "dim", "d_model")
 # No model has more layers, or more experts in a layer. A file with more is damaged, and listing them fills the memory.
 MOST_LAYERS, MOST_EXPERTS = 10_000, 1 << 16
 
@@ -100,6 +100,8 @@ class Arch:
     text_first   a layer has experts for text, then as many for images, which stay non-expert tensors.
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
                  all the same, they can be read.
+    stack        what the row describes, if the family has several stacks of layers, or of experts in a layer
+    more         the rows of the further stacks; outputs number their layers after those of the preceding stacks
     """
 
     name: str
@@ -115,6 +117,13 @@ class Arch:
     router_scale: bool = False
     text_first: bool = False
     refusal: str | None = None
+    stack: str = ""
+    more: tuple[Arch, ...] = ()
+
+    @property
+    def stacks(self) -> tuple[Arch, ...]:
+        """The rows of all stacks, in the order of their layers' numbers in outputs."""
+        return self, *self.more
 
 
 def _make_separate(
@@ -122,6 +131,12 @@ def _make_separate(
 ) -> Separate:
     base = "{prefix}layers.{layer}." + block + "experts.{expert}."
     return Separate(gate and f"{base}{gate}.weight", f"{base}{up}.weight", f"{base}{down}.weight")
+
+
+def _make_ungated(block: str, up: str, down: str) -> Separate:
+    """Return the style of experts called `expert_N`, without a gate, in a block of a model without a prefix."""
+    base = f"{block}.experts.expert_{{expert}}."
+    return Separate(None, f"{base}{up}.weight", f"{base}{down}.weight")
 
 
 def _make_fused(
@@ -165,11 +180,17 @@ def gguf_styles(gated: bool) -> tuple[Style, ...]:
     return tuple(style for style in GGUF_STYLES if style.gated == gated)
 
 
+CHUNKS = (
+    _make_separate("mlp.chunk_"),
+    Stacked(f"{_blk}gate_chexps.weight", f"{_blk}up_chexps.weight", f"{_blk}down_chexps.weight", fixed=True),
+)
 DEEPSEEK2 = ("deepseek2",)  # llama.cpp's architecture of many families
 # The functions that several families have.
 LIMITED = ExpertFunction(limit=10.0)
 OAI = ExpertFunction("swiglu_oai", limit=7.0, alpha=1.702)
 SOFTCAP = ExpertFunction("softcap", alpha=4.0, beta=25.0)
+RELU = ExpertFunction("relu", gated=False)
+RELU_BIASES = replace(RELU, biases=True)
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
@@ -346,7 +367,6 @@ ARCHS = (
         DBRX,
         experts=(*NUM_EXPERTS, "ffn_config.moe_num_experts"),
         width=(*DENSE_WIDTH, "ffn_config.ffn_hidden_size"),
-        hidden=(*HIDDEN, "d_model"),
     ),
     # transformers, muse_spark/modeling_muse_spark.py:127-143,191-251, which norms each output before its weight.
     Arch(
@@ -356,13 +376,15 @@ ARCHS = (
         hidden=("moe_hidden_size", *HIDDEN),
         function=ExpertFunction(output_norm=True),
     ),
-    # llama.cpp's src/models/grovemoe.cpp.
+    # Not in transformers. The model's modeling_grove_moe.py (GroveMoeSparseMoeBlock.forward): the sum of the routed
+    # experts, plus 0.05 times that of chunk experts id // 2 with the same weights and the same input. llama.cpp's
+    # src/models/grovemoe.cpp:74-108 gives the chunk experts the routed experts' sum as input.
     Arch(
         "GroveMoE",
         ("GroveMoeForCausalLM", "gguf:grovemoe"),
         MLP,
-        refusal="a second set of experts (chunk experts) shares each layer with these, which no format holds; "
-        "serve it without ktconvert, with llama.cpp",
+        stack="experts",
+        more=(Arch("GroveMoE", (), CHUNKS, experts=(), width=(), stack="chunk experts"),),
     ),
     Arch("MiMo-V2", ("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM", "gguf:mimo2"), MLP),
     Arch(
@@ -464,16 +486,47 @@ ARCHS = (
         ("gguf:nomic-bert-moe",),
         function=ExpertFunction("gelu_tanh", gated=False),
     ),
-    # transformers' models/nllb_moe/modeling_nllb_moe.py (fc1, fc2) and switch_transformers (wi, wo).
+    # transformers, nllb_moe/modeling_nllb_moe.py:322-344: fc2(relu(fc1(x))).
     Arch(
-        "NLLB-MoE, Switch Transformers",
-        (
-            *("nllb-moe", "NllbMoeForConditionalGeneration"),
-            *("switch_transformers", "SwitchTransformersForConditionalGeneration"),
+        "NLLB-MoE",
+        ("nllb-moe", "NllbMoeForConditionalGeneration"),
+        (_make_ungated("model.encoder.layers.{layer}.ffn", "fc1", "fc2"),),
+        layers=("encoder_layers",),
+        width=("encoder_ffn_dim",),
+        function=RELU_BIASES,
+        stack="encoder",
+        more=(
+            Arch(
+                "NLLB-MoE",
+                (),
+                (_make_ungated("model.decoder.layers.{layer}.ffn", "fc1", "fc2"),),
+                layers=("decoder_layers",),
+                width=("decoder_ffn_dim",),
+                function=RELU_BIASES,
+                stack="decoder",
+            ),
         ),
-        function=ExpertFunction("relu", gated=False),
-        refusal="its encoder and its decoder have experts of two matrices without a gate, and ktconvert converts "
-        "decoders; serve it without ktconvert, with transformers",
+    ),
+    # transformers, switch_transformers/modeling_switch_transformers.py:132-154: wo(relu(wi(x))).
+    Arch(
+        "Switch Transformers",
+        ("switch_transformers", "SwitchTransformersForConditionalGeneration"),
+        (_make_ungated("encoder.block.{layer}.layer.1.mlp", "wi", "wo"),),
+        layers=("num_layers",),
+        width=("d_ff",),
+        function=RELU,
+        stack="encoder",
+        more=(
+            Arch(
+                "Switch Transformers",
+                (),
+                (_make_ungated("decoder.block.{layer}.layer.2.mlp", "wi", "wo"),),
+                layers=("num_decoder_layers", "num_layers"),
+                width=("d_ff",),
+                function=RELU,
+                stack="decoder",
+            ),
+        ),
     ),
     # transformers' models/doge/modeling_doge.py: DogeCDMoE looks up one row of two embeddings for each expert.
     Arch(

@@ -13,6 +13,7 @@ from ktconvert.layouts.sources.containers.gguf import KEYS, PREFIX
 
 Config = dict[str, Any]
 Shape = tuple[int, int, int]  # experts, hidden size, expert width; 0 is unknown
+UNKNOWN = Arch("", (), width=())  # the row of a family without one
 
 
 def _is_below(value: Any, layer: int) -> bool:
@@ -57,16 +58,38 @@ def find_family(config: Config) -> Arch | None:
     return next((arch for name in cfg.list_families(config) for arch in archs.ARCHS if name in arch.matches), None)
 
 
-def find_layer_count(config: Config) -> tuple[str, int] | None:
-    """Return the config key of the number of layers, and its value; layers beyond it are MTP layers."""
-    row = find_family(config)
-    return cfg.find_number(config, row.layers if row else archs.NUM_LAYERS)
+def find_layer_count(config: Config, family: Arch | None = None) -> tuple[str, int] | None:
+    """Return the config key of the number of layers, and its value; layers beyond it are MTP layers.
+
+    Of several stacks, these are the keys and the sum. family: row of the table; None: the row that the config names
+    """
+    row = family or find_family(config) or UNKNOWN
+    counts = [cfg.find_number(config, stack.layers) for stack in row.stacks]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return None
+    return " + ".join(key for key, _ in known), sum(number for _, number in known)
+
+
+def locate_layer(config: Config, family: Arch, layer: int) -> tuple[Arch, int]:
+    """Return the row of the stack that has a layer of an output, and the layer's number in this stack."""
+    *stacks, last = family.stacks
+    for stack in stacks:
+        count = cfg.find_number(config, stack.layers)
+        if count is None or layer < count[1]:
+            return stack, layer
+        layer -= count[1]
+    return last, layer
 
 
 def list_moe_layers(config: Config) -> list[int] | None:
     """Return the layers with experts according to the config; None if it does not say."""
     limit = find_layer_count(config)
-    if limit is None or all(cfg.find_value(config, (key,)) is None for key in DENSE):
+    if (
+        limit is None
+        or (find_family(config) or UNKNOWN).more
+        or all(cfg.find_value(config, (key,)) is None for key in DENSE)
+    ):
         return None
     return [layer for layer in range(min(limit[1], archs.MOST_LAYERS)) if _find_dense_key(config, layer) is None]
 
@@ -149,15 +172,18 @@ def find_size_problems(config: Config, shapes: Mapping[int, Shape]) -> Iterator[
 
 def find_sizes(config: Config, layer: int) -> dict[str, tuple[str, int] | None]:
     """Map the name of each size to its config key and value; None if the config does not record it."""
-    row = find_family(config)
+    row, number = locate_layer(config, find_family(config) or UNKNOWN, layer)
     return {
-        "experts": cfg.find_number(config, row.experts if row else archs.NUM_EXPERTS, layer),
-        "hidden size": cfg.find_number(config, row.hidden if row else archs.HIDDEN, layer),
-        "expert width": cfg.find_number(config, row.width, layer) if row else None,
+        "experts": cfg.find_number(config, row.experts, number),
+        "hidden size": cfg.find_number(config, row.hidden, number),
+        "expert width": cfg.find_number(config, row.width, number),
     }
 
 
 def _find_dense_key(config: Config, layer: int) -> str | None:
+    """Return the key by which a layer is dense; None if there is none, or if the keys are those of several stacks."""
+    if (find_family(config) or UNKNOWN).more:
+        return None
     for key, is_dense in DENSE.items():
         recorded = cfg.find_value(config, (key,))
         if recorded is not None and is_dense(recorded[1], layer):

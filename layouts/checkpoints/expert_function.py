@@ -25,7 +25,7 @@ Floats = NDArray[np.float32] | NDArray[np.float64]
 
 # Config keys of an activation, and of a limit.
 HIDDEN_ACT = (
-    *("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act"),
+    *("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "dense_act_fn"),
     "ffn_config.ffn_act_fn.name",
 )
 LIMIT_KEYS = ("swiglu_limit", "swiglu_limits", "expert_swiglu_limit_list")

@@ -94,8 +94,10 @@ def unread_format_error(name: str, problem: str) -> UnsupportedError:
 BIAS = "bias"
 UNUSED = "unused"
 
-NUMBER = re.compile(r"(?<=\.)(\d{1,9})(?=\.)")
-SLOT = re.compile(r"(?<=\.)(?:\d{1,9}|\{layer\}|\{expert\})(?=\.)")
+# In names, also in that of Switch Transformers' module expert_3.
+_BEFORE = r"(?:(?<=\.)|(?<=\.expert_))"
+NUMBER = re.compile(rf"{_BEFORE}(\d{{1,9}})(?=\.)")
+SLOT = re.compile(rf"{_BEFORE}(?:\d{{1,9}}|\{{layer\}}|\{{expert\}})(?=\.)")
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 ROUTER = re.compile(

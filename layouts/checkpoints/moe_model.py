@@ -44,7 +44,7 @@ class Place(NamedTuple):
 class MoeModel:
     """A checkpoint with recognized experts.
 
-    layers       numbers of the layers to convert, as in the checkpoint; moe_layers describes each of them
+    layers       numbers of the layers to convert, as in outputs; moe_layers describes each of them
     mtp_layers   layers at or beyond num_hidden_layers, not converted
     mtp_tensors  expert tensors of these layers and of blocks called mtp
     dtypes       names of the encodings that expert weights are stored in, sorted
@@ -52,6 +52,7 @@ class MoeModel:
     notes        sentences for the plan of an output for the CPU
     common_notes  those of them that hold for any output
     refusal      why no output can hold these experts; None if one can
+    stacks       name of a stack -> its layers, as in "1, 3"; {} if the family has only one stack
     equalized    layers whose experts are read equalized (see `equalize`)
     exponents    (layer, expert) -> exponents of an equalized expert, int8 [I]; None for any other
     """
@@ -69,6 +70,7 @@ class MoeModel:
     quantization: Quantization = field(default_factory=Quantization)
     refusal: str | None = None
     moe_layers: dict[int, MoeLayer] = field(default_factory=dict, repr=False)
+    stacks: Mapping[str, str] = field(default_factory=dict)
     equalized: frozenset[int] = frozenset()
     exponents: Callable[[int, int], Exponents | None] = field(default=lambda layer, expert: None, repr=False)
 
@@ -179,7 +181,7 @@ class MoeModel:
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
         moe = self.moe_layers[layer]
-        return expand_template(moe.style, moe.prefix, matrix_name(moe.style, projection), layer, expert)
+        return expand_template(moe.style, moe.prefix, matrix_name(moe.style, projection), moe.number, expert)
 
     def memory_for_reading(self, layer: int, backward: bool = False) -> int:
         """Return the memory, beside the maps, that reading one of a layer's linears may take.

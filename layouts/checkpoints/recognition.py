@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import (
@@ -45,6 +45,7 @@ from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
 from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
+from ktconvert.layouts.tensors import format_ranges
 
 MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
@@ -76,12 +77,73 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     if not scan.layers and not scan.foreign:
         arch, scan = _find_style(source, archs, arch, notes)
     assert arch is not None
-    limit = cfg.find_number(source.config, arch.layers)
     if source.has_config and (why := claims.find_contradiction(source.config, source.header_config, arch)) is not None:
         raise InputError(f"{why}; they are not of one model")
+    scans = [scan, *(scan_names(source.tensors, row.stored) for row in arch.more)]
+    first, stacks = 0, []
+    for row, stack_scan in zip(arch.stacks, scans, strict=True):
+        limit = cfg.find_number(source.config, row.layers)
+        if limit is None and arch.more:
+            raise InputError(f"config.json has no number of layers ({row.layers[0]}); use the config.json of the model")
+        stacks.append(_read_stack(source, row, stack_scan, first, limit, notes))
+        first += limit[1] if limit else 0
+    moe_layers = {layer: moe for stack in stacks for layer, moe in stack.layers.items()}
+    mtp = sorted({layer for stack in stacks for layer in stack.mtp_layers})
+    mtp_names = frozenset(name for stack in stacks for name in stack.mtp_tensors)
+    if others := [name for name in scan.others if all(name in scan.others for scan in scans)]:
+        notes.append(f"{len(others)} tensors of other experts, such as {others[0]}, are not converted.")
+    layers_by_stack = {
+        row.stack: format_ranges(stack.layers) for row, stack in zip(arch.stacks, stacks, strict=True) if row.stack
+    }
+    if layers_by_stack:
+        parts = ", ".join(f"{layers} ({name})" for name, layers in layers_by_stack.items())
+        notes.append(f"The output numbers the layers of all stacks one after the other: {parts}.")
+    of_cpu: list[str] = []
+    if mtp_names:
+        mtp_text = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
+        of_cpu.append(f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them.")
+    return MoeModel(
+        arch=arch,
+        source=source,
+        layers=tuple(moe_layers),
+        mtp_layers=tuple(mtp),
+        mtp_tensors=mtp_names,
+        dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
+        has_shared_experts=scan.shared,
+        functions={layer: function for stack in stacks for layer, function in stack.functions.items()},
+        notes=(*notes, *of_cpu),
+        common_notes=tuple(notes),
+        quantization=source.quantization,
+        refusal=refusal,
+        moe_layers=moe_layers,
+        stacks=layers_by_stack,
+    )
+
+
+class _Stack(NamedTuple):
+    """The experts of a stack by the numbers of their layers in outputs, and its MTP layers and their expert tensors."""
+
+    layers: dict[int, MoeLayer]
+    functions: dict[int, ExpertFunction]
+    mtp_layers: list[int]
+    mtp_tensors: set[str]
+
+
+def _read_stack(
+    source: TensorSource, arch: Arch, scan: NameScan, first: int, limit: tuple[str, int] | None, notes: list[str]
+) -> _Stack:
+    """Return the experts of a stack.
+
+    arch   the row of the stack
+    first  the number of its layer 0 in outputs
+    limit  the config key of its number of layers, and the number
+    notes  receives a note on experts that are not converted
+    """
     for (kind, n), name in scan.foreign.items():
         if limit is None or n < limit[1]:
             raise unread_format_error(name, kind)
+    if not scan.layers:
+        raise InputError(f"has no {arch.stack} of {arch.name} with experts", INCOMPLETE)
     prefix, layers, mtp = _select_layers(scan, limit)
     if arch.router_scale:
         _drop_router_scales(scan)
@@ -95,28 +157,11 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         _refuse_gaps(scan, stored[layers[0]].style, prefix, layers, limit[1] if limit else 0)
     most = 1 + max((expert for layer in stored.values() for _, expert in layer.tensors), default=0)
     moe_layers = {n: measure_layer(source, arch, layer, prefix, n, most) for n, layer in stored.items()}
-    mtp_names = frozenset(scan.mtp) | {t for n in mtp for t in scan.layers[prefix, n].names}
-    if scan.others:
-        notes.append(f"{len(scan.others)} tensors of other experts, such as {scan.others[0]}, are not converted.")
-    of_cpu: list[str] = []
-    if mtp_names:
-        mtp_text = f"layer {', '.join(map(str, mtp))}" if mtp else "blocks called mtp"
-        of_cpu.append(f"The experts of the MTP layers ({mtp_text}) are left out: kt-kernel does not load them.")
-    functions = {n: _find_function(arch, source.config, n, moe_layers[n]) for n in layers}
-    return MoeModel(
-        arch=arch,
-        source=source,
-        layers=tuple(layers),
-        mtp_layers=tuple(mtp),
-        mtp_tensors=mtp_names,
-        dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
-        has_shared_experts=scan.shared,
-        functions=functions,
-        notes=(*notes, *of_cpu),
-        common_notes=tuple(notes),
-        quantization=source.quantization,
-        refusal=refusal,
-        moe_layers=moe_layers,
+    return _Stack(
+        layers={first + n: moe for n, moe in moe_layers.items()},
+        functions={first + n: _find_function(arch, source.config, n, moe) for n, moe in moe_layers.items()},
+        mtp_layers=mtp,
+        mtp_tensors={*scan.mtp, *(name for n in mtp for name in scan.layers[prefix, n].names)},
     )
 
 
@@ -152,7 +197,7 @@ def _find_style(
     gated = known is None or known.function.gated  # a known family decides: names of up and down are often the same
     styles: dict[Style, str] = {}
     for arch in archs:
-        for style in arch.stored if arch.refusal is None else ():
+        for style in arch.stored if arch.refusal is None and not arch.more else ():
             if isinstance(style, Separate) and not gated:
                 style = replace(style, gate=None)
             if not (isinstance(style, Fused) and style.interleaved):  # which no shape tells from gate, then up
@@ -281,7 +326,7 @@ def _refuse_strays(scan: NameScan, prefix: str, mtp: Iterable[int]) -> None:
 
 def _refuse_gaps(scan: NameScan, style: Style, prefix: str, layers: Collection[int], count: int) -> None:
     """Raise InputError if one of `count` layers was lost: it has a router but no experts, or no tensors at all."""
-    if "{prefix}" not in getattr(style, style.matrices[0]) and style not in GGUF_STYLES:
+    if not getattr(style, style.matrices[0]).startswith(("{prefix}", "blk.")):
         return  # where such a row's other tensors are is not known
     for n in range(count):
         if n in layers:

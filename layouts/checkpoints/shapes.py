@@ -30,6 +30,7 @@ BIAS_DTYPES = ("BF16", "F16", "F32")
 class MoeLayer:
     """One layer whose experts can be converted, with E, H and I.
 
+    number       its number in the names of its tensors
     weights      of all experts, in the checkpoint's order
     kinds        the first weight of each matrix with the same roles, dtypes and shapes of tensors; rarely more than one
     biases       of all experts, as weights; {} if they have none
@@ -39,6 +40,7 @@ class MoeLayer:
 
     style: Style
     prefix: str
+    number: int
     weights: Weights
     kinds: Mapping[tuple[str, object], Weight]
     unused: tuple[str, ...]
@@ -102,7 +104,7 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     if len(kinds) > len(style.matrices):
         _refuse_uneven(weights, style, prefix, n)
     _check_biases(stored, weights, arch, count, h, i)
-    return MoeLayer(style, prefix, weights, kinds, tuple(stored.unused), count, h, i, input_major, stored.biases)
+    return MoeLayer(style, prefix, n, weights, kinds, tuple(stored.unused), count, h, i, input_major, stored.biases)
 
 
 def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: int, hidden: int, width: int) -> None:
@@ -111,7 +113,7 @@ def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: in
     A row of the table says which of both, and UnsupportedError is raised for unexpected biases; for any other family,
     the tensors decide.
     """
-    biases, is_known = stored.biases, arch in ARCHS
+    biases, is_known = stored.biases, any(arch in row.stacks for row in ARCHS)
     if biases and is_known and not arch.function.biases:
         name = next(iter(biases.values())).name
         remedy = "use another release, or describe the model with --arch-file"

@@ -37,7 +37,7 @@ def linear_name(model: MoeModel, layer: int, expert: int, projection: str) -> st
     block, has_experts, _ = template.rpartition("experts.")
     if not has_experts:
         block = f"{template.rpartition('.')[0]}."
-    block = block.replace("{prefix}", moe.prefix).format(layer=layer)
+    block = block.replace("{prefix}", moe.prefix).format(layer=moe.number)
     return f"{block}experts.{expert}.{projection_words(model)[projection]}"
 
 

@@ -102,8 +102,8 @@ class KTConvertQuantizer(HfQuantizer):
         self._for_images = hf_non_experts.number_experts_for_images(model)
         held_experts = replace_blocks(model)
         modules = find_experts(model, open_experts(root).function)
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
         sizes = {module.layer: module.num_experts for module in modules}
+        layers = max(model.config.get_text_config(decoder=True).num_hidden_layers, 1 + max(sizes))
         by_layer = hot_experts.masks_by_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
         masks = {layer: mask for layer, mask in by_layer.items() if mask.any()}
         source = self._open_hot_weights(modules, folder) if masks else None

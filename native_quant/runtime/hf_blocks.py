@@ -7,23 +7,44 @@ finds. So the rest of the program knows one kind of experts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import dropout, linear
 
 
 class StackedExperts(torch.nn.Module):
-    """Experts in the form of most families: gate_up_proj [E, 2I, H] and down_proj [E, H, I], without values."""
+    """Experts in the form of most families, without values.
 
-    def __init__(self, sizes: tuple[int, int, int], act_fn: Callable[..., Any], weights_on: str = "output") -> None:
-        """Create experts of sizes E, H, I. weights_on: where routing weights are multiplied, "output" or "input"."""
+    They have gate_up_proj [E, 2I, H], or up_proj [E, I, H] if they have no gate, and down_proj [E, H, I]; and a bias
+    with the suffix "_bias" of each.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int, int],
+        act_fn: Callable[..., Any],
+        weights_on: str = "output",
+        gated: bool = True,
+        biases: bool = False,
+    ) -> None:
+        """Create experts of sizes E, H, I. weights_on, gated, biases: as in ExpertFunction."""
         super().__init__()
         self.num_experts, hidden, intermediate = sizes
-        empty: Any = {"device": "meta", "dtype": torch.bfloat16}
-        self.gate_up_proj = torch.nn.Parameter(torch.empty(self.num_experts, 2 * intermediate, hidden, **empty))
-        self.down_proj = torch.nn.Parameter(torch.empty(self.num_experts, hidden, intermediate, **empty))
+        self.inner = "gate_up_proj" if gated else "up_proj"
+        for name, rows, columns in (
+            (self.inner, (2 if gated else 1) * intermediate, hidden),
+            ("down_proj", hidden, intermediate),
+        ):
+            self._add_parameter(name, rows, columns)
+            if biases:
+                self._add_parameter(f"{name}_bias", rows)
         self.act_fn, self.weights_on = act_fn, weights_on
+
+    def _add_parameter(self, name: str, *shape: int) -> None:
+        empty = torch.empty(self.num_experts, *shape, device="meta", dtype=torch.bfloat16)
+        self.register_parameter(name, torch.nn.Parameter(empty))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -35,10 +56,19 @@ class StackedExperts(torch.nn.Module):
             x, weight = hidden_states[tokens], top_k_weights[tokens, columns, None]
             if self.weights_on == "input":
                 x, weight = x * weight, torch.ones_like(weight)
-            gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, dim=-1)
-            output = linear(self.act_fn(gate) * up, self.down_proj[expert])
-            out.index_add_(0, tokens, (output * weight).to(out.dtype))
+            inner = self._multiply(x, self.inner, expert)
+            if self.inner == "up_proj":
+                inner = self.act_fn(inner)
+            else:
+                gate, up = inner.chunk(2, dim=-1)
+                inner = self.act_fn(gate) * up
+            out.index_add_(0, tokens, (self._multiply(inner, "down_proj", expert) * weight).to(out.dtype))
         return out
+
+    def _multiply(self, x: torch.Tensor, name: str, expert: int) -> torch.Tensor:
+        weight, bias = self._parameters[name], self._parameters.get(f"{name}_bias")
+        assert weight is not None
+        return linear(x, weight[expert], None if bias is None else bias[expert])
 
 
 class Llama4Block(torch.nn.Module):
@@ -75,6 +105,53 @@ class JetMoeBlock(torch.nn.Module):
         return out.view(layer_input.shape) + self.bias
 
 
+class NllbExperts(torch.nn.Module):
+    """NllbMoeExperts, given a weight of each token for each expert, most of them 0.
+
+    transformers 5 takes the router's mask for numbers of experts and computes only experts 0 and 1. Earlier versions
+    compute the experts with a weight, as these do.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts = _stack_ungated(experts)
+        self.dropout: float = experts.moe_token_dropout
+
+    def forward(self, hidden_states: torch.Tensor, router_mask: torch.Tensor, router_probs: torch.Tensor) -> Any:
+        weights, ids = router_probs.topk(2, dim=1)
+        weights = dropout(weights, self.dropout) if self.training else weights * (1 - self.dropout)
+        return self.experts(hidden_states, ids, weights)
+
+
+class SwitchExperts(torch.nn.Module):
+    """SwitchTransformersExperts, given the chosen expert of each token as a mask [T, 1, E]: 0 if it has no capacity."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.experts = _stack_ungated(experts)
+
+    def forward(
+        self, hidden_states: torch.Tensor, selected_experts: torch.Tensor, routing_weights: torch.Tensor
+    ) -> Any:
+        chosen, ids = selected_experts.squeeze(1).max(dim=1, keepdim=True)
+        return self.experts(hidden_states, ids, routing_weights * chosen)
+
+
+def _stack_ungated(experts: Any) -> StackedExperts:
+    """Return stacked experts for a dictionary of modules with two linears and an activation."""
+    first = experts["expert_0"]
+    up = next(child for child in first.children() if isinstance(child, torch.nn.Linear))
+    return StackedExperts(
+        (experts.num_experts, up.in_features, up.out_features), first.act, gated=False, biases=up.bias is not None
+    )
+
+
+def _replace_experts(kind: Callable[[Any], torch.nn.Module], block: Any) -> Any:
+    """Give a block experts of this kind, which it calls like its own."""
+    block.experts = kind(block.experts)
+    return block
+
+
 def _stack_dbrx(block: Any) -> Any:
     """Give DbrxFFN stacked experts, which it calls like its own."""
     experts = block.experts
@@ -88,6 +165,8 @@ BLOCKS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "Llama4TextMoe": (Llama4Block, ("experts",)),
     "JetMoeMoE": (JetMoeBlock, ("input_linear", "output_linear")),
     "DbrxFFN": (_stack_dbrx, ("experts",)),
+    "NllbMoeSparseMLP": (partial(_replace_experts, NllbExperts), ("experts",)),
+    "SwitchTransformersSparseMLP": (partial(_replace_experts, SwitchExperts), ("experts",)),
 }
 
 

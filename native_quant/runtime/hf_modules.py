@@ -21,7 +21,7 @@ from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
-LAYER = re.compile(r"(?P<prefix>.*?)(?:layers|blocks)\.(?P<layer>\d+)\.(?:.+\.)?experts")
+LAYER = re.compile(r"(?P<stack>(?P<prefix>.*?)(?:layers|blocks?))\.(?P<layer>\d+)\.(?:.+\.)?experts")
 # ERNIE-4.5-VL: experts for images, which torch computes, and beside them those for text. Checkpoints number both
 # together, those for text first.
 IMAGES, TEXT = ".vision_moe.", ".text_moe."
@@ -160,11 +160,13 @@ def find_experts(
 ) -> list[ExpertModule]:
     """Find the routed-experts modules of a transformers model: named `experts`, with the parameters GATED or UNGATED.
 
-    Of several stacks of layers (a thinker and a talker), the one in the table of architectures is searched.
+    Of several stacks of layers (a thinker and a talker), the one in the table of architectures is searched. Layers of a
+    decoder are numbered after those of its encoder, as in outputs.
     read_function: layer -> what its experts compute; None: a plain SwiGLU. Raises UnsupportedError if there are no such
     modules, and for experts with a different computation.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
+    lengths: dict[str, int] = {}
     for name, module in model.named_modules():
         match = LAYER.fullmatch(name)
         matrices = {
@@ -172,9 +174,12 @@ def find_experts(
         }
         if match is not None and IMAGES not in name and matrices in (set(GATED), set(UNGATED)):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
-    prefixes = list(modules) if len(modules) == 1 else [prefix for prefix in modules if prefix in PREFIXES]
+            lengths[match["prefix"]] = len(model.get_submodule(match["stack"]))  # type: ignore[arg-type]
+    has_encoder = model.config.is_encoder_decoder  # type: ignore[union-attr]
+    is_one = len(modules) == 1 or has_encoder
+    prefixes = list(modules) if is_one else [prefix for prefix in modules if prefix in PREFIXES]
     model_class = type(model).__name__
-    if len(prefixes) != 1:
+    if len(prefixes) != 1 and not (prefixes and has_encoder):
         if modules:
             names = ", ".join(map(repr, modules))
             raise UnsupportedError(f"{model_class}: has experts under several names ({names})", WITHOUT_WEIGHTS)
@@ -185,7 +190,12 @@ def find_experts(
             "replaced (a module 'experts' with 3-D gate_up_proj or up_proj, and down_proj, in every MoE layer)",
             f"{WITHOUT_WEIGHTS}, or without trust_remote_code if the model brings classes of its own",
         )
-    experts = modules[prefixes[0]]
+    firsts = itertools.accumulate((lengths[prefix] for prefix in prefixes), initial=0)
+    experts = [
+        (first + layer, name, module)
+        for prefix, first in zip(prefixes, firsts, strict=False)
+        for layer, name, module in modules[prefix]
+    ]
     layers = Counter(layer for layer, _, _ in experts)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
         raise UnsupportedError(f"{model_class}: has two kinds of experts in layer {repeated[0]}", WITHOUT_WEIGHTS)

@@ -48,12 +48,14 @@ def require_files(root: Path) -> None:
 
 def make_renamings(model: Any, modules: Sequence[ExpertModule]) -> list[WeightRenaming]:
     """Return renamings from kt-kernel's names (numa.rename_non_expert) to this model's, before its own conversions."""
-    match = LAYER.fullmatch(modules[0].name)
-    assert match is not None
-    stack = match["prefix"]
-    names = [name for name, _ in model.get_submodule(stack.rstrip(".")).named_children() if name != "layers"]
+    prefixes = {match["prefix"] for module in modules if (match := LAYER.fullmatch(module.name)) is not None}
+    base, *others = prefixes
+    if others:  # an encoder and a decoder: the renamings are those of the model that contains both
+        parent, dot, _ = base.rstrip(".").rpartition(".")
+        base = parent + dot
+    names = [name for name, _ in model.get_submodule(base.rstrip(".")).named_children() if name != "layers"]
     pairs = ("blk", "layers"), *zip(names, names, strict=True)
-    return [WeightRenaming(source_patterns=rf"^{a}\.", target_patterns=f"{stack}{b}.") for a, b in pairs]
+    return [WeightRenaming(source_patterns=rf"^{a}\.", target_patterns=f"{base}{b}.") for a, b in pairs]
 
 
 def require_complete(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS, MOST_LAYERS, Arch
 from ktconvert.layouts.checkpoints.expert_function import record_functions
@@ -103,7 +104,7 @@ def _describe_files(source: TensorSource) -> dict[str, Any]:
 def _describe_experts(model: MoeModel, source: TensorSource) -> dict[str, Any]:
     routed = sum(info.nbytes for layer in model.layers for info in model.layer_tensors(layer))
     mtp = sum(source.tensors[name].nbytes for name in model.mtp_tensors if name in source.tensors)
-    limit = cfg.find_number(source.config, model.arch.layers)
+    limit = claims.find_layer_count(source.config, model.arch)
     all_layers = range(limit[1]) if limit is not None and limit[1] <= MOST_LAYERS else range(max(model.layers) + 1)
     moe_layers = set(model.layers)
     shapes = [model.shape(layer) for layer in model.layers]

@@ -171,9 +171,15 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
 
 
 def auto_class(config: Any) -> Any:
-    """Return the auto class of transformers for a model of this config that writes text."""
+    """Return the auto class of transformers for a model of this config that writes text.
+
+    Raises UnsupportedError for a model with an encoder and a decoder.
+    """
     import transformers
 
+    if config.is_encoder_decoder:
+        remedy = "load it with from_pretrained and KTConvertConfig"
+        raise UnsupportedError(f"{config.name_or_path}: has an encoder, and this command takes only decoders; {remedy}")
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
         return transformers.AutoModelForCausalLM
     return transformers.AutoModelForImageTextToText

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch
 from ktconvert.layouts.checkpoints.expert_function import record_functions
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
@@ -21,7 +22,6 @@ from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.shards import shard_name
 from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import collapse_equal
-from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.companions import require_copyable
 from ktconvert.layouts.sources.containers.safetensors import INDEX
 from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
@@ -149,12 +149,13 @@ def shape_facts(model: MoeModel, layers: Sequence[int]) -> OutputFacts:
         "intermediate": intermediate,
         "functions": record_functions({layer: model.functions[layer] for layer in layers}),
         "dtypes": sorted(model.dtypes),
+        **({"stacks": dict(model.stacks)} if model.stacks else {}),
     }
 
 
 def count_decoder_layers(model: MoeModel) -> int:
     """Return the number of a model's decoder layers, with and without experts; MTP layers do not count."""
-    layer_count = cfg.find_number(dict(model.source.config), model.arch.layers)
+    layer_count = claims.find_layer_count(model.source.config, model.arch)
     return layer_count[1] if layer_count else model.layers[-1] + 1
 
 

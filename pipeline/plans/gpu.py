@@ -42,6 +42,9 @@ def plan_gpu(options: GpuOptions) -> Plan:
     if model.arch.text_first:
         problem = "its experts for images would stay in BF16 beside packed experts for text, which no loader expects"
         raise UnsupportedError(f"{source.root}: {problem}; use `ktconvert cpu`.")
+    if model.stacks:
+        problem = f"has several stacks of experts ({', '.join(model.stacks)}), and loaders of the output know one"
+        raise UnsupportedError(f"{source.root}: {problem}; use `ktconvert cpu`.")
     model = expert_plan.equalize_model(options, model, fmt)
     loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
     ignore = make_ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
