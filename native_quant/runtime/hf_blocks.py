@@ -7,7 +7,6 @@ finds. So the rest of the program knows one kind of experts.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -146,27 +145,20 @@ def _stack_ungated(experts: Any) -> StackedExperts:
     )
 
 
-def _replace_experts(kind: Callable[[Any], torch.nn.Module], block: Any) -> Any:
-    """Give a block experts of this kind, which it calls like its own."""
-    block.experts = kind(block.experts)
-    return block
+def _stack_dbrx(experts: Any) -> StackedExperts:
+    """Return stacked experts for DbrxExperts, which are called like them."""
+    return StackedExperts(
+        (experts.num_experts, experts.hidden_size, experts.ffn_hidden_size), experts.mlp.activation_fn
+    )
 
 
-def _stack_dbrx(block: Any) -> Any:
-    """Give DbrxFFN stacked experts, which it calls like its own."""
-    experts = block.experts
-    sizes = experts.num_experts, experts.hidden_size, experts.ffn_hidden_size
-    block.experts = StackedExperts(sizes, experts.mlp.activation_fn)
-    return block
-
-
-# Class of a block -> the block that replaces it, and the names of its children that held the experts.
-BLOCKS: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
-    "Llama4TextMoe": (Llama4Block, ("experts",)),
-    "JetMoeMoE": (JetMoeBlock, ("input_linear", "output_linear")),
-    "DbrxFFN": (_stack_dbrx, ("experts",)),
-    "NllbMoeSparseMLP": (partial(_replace_experts, NllbExperts), ("experts",)),
-    "SwitchTransformersSparseMLP": (partial(_replace_experts, SwitchExperts), ("experts",)),
+# Class of a block -> the block that replaces it, and the names of its children that held the experts; "": itself.
+BLOCKS: dict[str, tuple[Callable[[Any], torch.nn.Module], tuple[str, ...]]] = {
+    "Llama4TextMoe": (Llama4Block, (".experts",)),
+    "JetMoeMoE": (JetMoeBlock, (".input_linear", ".output_linear")),
+    "DbrxExperts": (_stack_dbrx, ("",)),
+    "NllbMoeExperts": (NllbExperts, ("",)),
+    "SwitchTransformersExperts": (SwitchExperts, ("",)),
 }
 
 
@@ -178,6 +170,9 @@ def replace_blocks(model: torch.nn.Module) -> list[str]:
             continue
         make_block, children = row
         parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, make_block(module))
-        replaced += [f"{name}.{each}" for each in children]
+        owner: Any = model.get_submodule(parent)
+        setattr(owner, child, make_block(module))
+        if next(owner.parameters(recurse=False), None) is None:
+            owner._is_hf_initialized = True  # transformers would initialize the former experts
+        replaced += [f"{name}{each}" for each in children]
     return replaced

@@ -33,6 +33,7 @@ from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans.checkpoint import require_whole
 from ktconvert.pipeline.plans.commands import make_plan, restore_options
 from ktconvert.pipeline.plans.cpu import read_default_slices
+from ktconvert.pipeline.plans.gpu import require_one_stack
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages.quantize_experts import sample_experts
 from ktconvert.pipeline.verify.tensor_checks import check_codes, check_structure, find_unverified_codes
@@ -237,6 +238,7 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
     for fmt in formats_by_option("gpu").values():
         try:
             require_whole(model.source, "`ktconvert gpu`")
+            require_one_stack(model)
             reason = explain_illegal_count(fmt, shapes, 1)
             others = find_non_expert_tensors(
                 model.source, model.expert_tensor_names(), model.quantization

@@ -6,6 +6,7 @@ import gc
 from typing import NamedTuple
 
 from ktconvert.layouts.checkpoints.recognition import recognize
+from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.sources import hub_headers
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.pipeline.fit.estimate import ModelShape
@@ -39,6 +40,8 @@ def read_model(name: str, revision: str | None, arch_file: str | None, numa: int
         path, remote, note = hub_headers.find_headers(name, revision)
         with open_checkpoint(path) as source:
             model = recognize(source, arch_table(arch_file))
+            if source.config.get("is_encoder_decoder"):
+                raise UnsupportedError(f"{name}: has an encoder, and fit takes only decoders; convert it with cpu")
             download = sum(shard.size for shard in source.shards) if remote else 0
             shape = read_shape(model, numa, runtime, download)
             experts_only = source.container.experts_only

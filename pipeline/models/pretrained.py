@@ -119,7 +119,7 @@ def read_config(model: str, **options: Any) -> Any:
 
     options  options of from_pretrained
 
-    Raises the errors of explain_errors and require_plausible.
+    Raises the errors of explain_errors and require_plausible, and UnsupportedError for a model with an encoder.
     """
     import transformers
 
@@ -131,6 +131,9 @@ def read_config(model: str, **options: Any) -> Any:
     with explain_errors(model, CONFIG):
         config = transformers.AutoConfig.from_pretrained(model, **options)
         require_plausible(config, model, options.get("revision"))
+    if config.is_encoder_decoder:
+        remedy = "load it with from_pretrained and KTConvertConfig"
+        raise UnsupportedError(f"{model}: has an encoder, and this command takes only decoders; {remedy}")
     disable_other_outputs(config)
     return config
 
@@ -171,15 +174,9 @@ def require_plausible(config: Any, model: str, revision: str | None = None) -> N
 
 
 def auto_class(config: Any) -> Any:
-    """Return the auto class of transformers for a model of this config that writes text.
-
-    Raises UnsupportedError for a model with an encoder and a decoder.
-    """
+    """Return the auto class of transformers for a model of this config that writes text."""
     import transformers
 
-    if config.is_encoder_decoder:
-        remedy = "load it with from_pretrained and KTConvertConfig"
-        raise UnsupportedError(f"{config.name_or_path}: has an encoder, and this command takes only decoders; {remedy}")
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or getattr(config, "auto_map", None):
         return transformers.AutoModelForCausalLM
     return transformers.AutoModelForImageTextToText

@@ -26,6 +26,15 @@ from ktconvert.pipeline.plans import checkpoint, expert_plan
 METADATA = ("method", "layout_version", "quant_method", "rounding", "functions")
 
 
+def require_one_stack(model: MoeModel) -> None:
+    """Raise UnsupportedError for a model with several stacks of experts, which no loader of an output knows."""
+    problem = f"has several stacks of experts ({', '.join(model.stacks)}), and loaders of the output know one"
+    if model.arch.text_first:
+        problem = "its experts for images would stay in BF16 beside packed experts for text, which no loader expects"
+    if model.stacks or model.arch.text_first:
+        raise UnsupportedError(f"{model.source.root}: {problem}; use `ktconvert cpu`.")
+
+
 def plan_gpu(options: GpuOptions) -> Plan:
     """Build the plan from headers; read no weights."""
     _require_supported(options)
@@ -39,12 +48,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
         {"rounding": options.rounding, "group_size": options.group_size}
     )
     fmt = expert_plan.hold_function(fmt, model)
-    if model.arch.text_first:
-        problem = "its experts for images would stay in BF16 beside packed experts for text, which no loader expects"
-        raise UnsupportedError(f"{source.root}: {problem}; use `ktconvert cpu`.")
-    if model.stacks:
-        problem = f"has several stacks of experts ({', '.join(model.stacks)}), and loaders of the output know one"
-        raise UnsupportedError(f"{source.root}: {problem}; use `ktconvert cpu`.")
+    require_one_stack(model)
     model = expert_plan.equalize_model(options, model, fmt)
     loading = notes_on_loading(fmt, model, sorted({*options.tp_size}))
     ignore = make_ignore_list(model, (*USUAL_PATTERNS, *options.ignore_patterns))
