@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
 from ktconvert.layouts.checkpoints.archs import ARCHS, PREFIXES, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.expert_function import (
@@ -68,10 +69,17 @@ class Model:
             self.non_experts[f"{base}{layer}.mlp.gate.weight"] = self.bits(shape[0], 4)
         self.non_experts[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
         inner: dict[str, Any] = {"hidden_act": "silu"} if arch.function.activation == "silu" else {}
-        inner |= {arch.layers[0]: max(layers) + 1, arch.experts[0]: shape[0], "hidden_size": shape[1]}
-        inner |= {arch.width[0]: shape[2]} if arch.width else {}
+        inner |= {arch.layers[0]: max(layers) + 1, "hidden_size": shape[1]}
+        inner |= {keys[0]: size for keys, size in ((arch.experts, shape[0]), (arch.width, shape[2])) if keys}
         self.config: dict[str, Any] = {"model_type": arch.matches[0] if arch.matches else "unheard_of"}
         self.config.update({nested: inner} if nested else inner)
+        for row in arch.more:
+            self._add_stack(Model(row, row.stored[0], prefix, shape=shape, layers=layers), max(layers) + 1)
+
+    def _add_stack(self, other: "Model", first: int) -> None:
+        self.experts |= other.experts
+        self.config = other.config | self.config
+        self.expected_values |= {(first + n, *key): values for (n, *key), values in other.expected_values.items()}
 
     def bits(self, *shape: int) -> tuple[str, np.ndarray]:
         return "BF16", conversion.bf16(self.rng, *shape)
@@ -93,15 +101,19 @@ class Model:
         for part in self.style.matrices:
             values = matrices[part].swapaxes(1, 2) if transposed else matrices[part]
             biases = self.bits(e, values.shape[-1] if transposed else values.shape[1])
+            has_biases = self.arch.function.biases
             if is_flat:
                 values = (values.swapaxes(1, 2) if part == "down" else values).reshape(e * i, h)
             if isinstance(self.style, Separate):
                 for expert in range(e):
-                    self.experts[self.name(part, layer, expert)] = ("BF16", values[expert])
+                    name = self.name(part, layer, expert)
+                    self.experts[name] = ("BF16", values[expert])
+                    if has_biases:
+                        self.experts[f"{name.removesuffix('weight')}bias"] = ("BF16", biases[1][expert])
             else:
                 self.experts[self.name(part, layer)] = ("BF16", np.ascontiguousarray(values))
-            if self.arch.function.biases:
-                self.experts[f"{self.name(part, layer)}_bias"] = biases
+                if has_biases:
+                    self.experts[f"{self.name(part, layer)}_bias"] = biases
 
         if self.arch.text_first:
             for part in self.style.matrices:
@@ -175,9 +187,39 @@ def test_every_row_is_read_in_every_style(arch: Arch, prefix: str, tmp_path: Pat
             assert parsed.arch == arch
             assert parsed.dtypes == ("BF16",)
             assert parsed.has_shared_experts
-            check(model, parsed)
+            check(model, parsed, (1, 2, 4, 5) if arch.more else (1, 2))
             assert parsed.is_plain == (arch.function in (PLAIN, ExpertFunction("swiglu_step")))
-            assert bool(parsed.notes) == arch.text_first
+            assert bool(parsed.notes) == (arch.text_first or bool(arch.more))
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch.more], ids=lambda arch: arch.name)
+def test_layers_of_further_stacks_are_numbered_after_the_first(arch: Arch, tmp_path: Path) -> None:
+    """A lost expert or stack of them, and a config without a number of layers, are errors."""
+    model, second = Model(arch, arch.stored[0]), arch.more[0]
+    parsed = model.read(tmp_path / "right")
+    assert parsed.stacks == {arch.stack: "1-2", second.stack: "4-5"}
+    assert parsed.weight_name(4, 0, "up") == Model(second, second.stored[0]).name("up", 1)
+    assert f"1-2 ({arch.stack}), 4-5 ({second.stack})" in parsed.notes[-1]
+    config = parsed.source.config
+    assert claims.find_layer_count(config) == (f"{arch.layers[0]} + {second.layers[0]}", 6)
+    assert [*claims.find_layer_problems(config, parsed.layers)] == []
+    assert [*claims.find_size_problems(config, {layer: parsed.shape(layer) for layer in parsed.layers})] == []
+    first = Model(replace(arch, more=()), arch.stored[0]).experts
+    del model.experts[parsed.weight_name(5, 1, "up")]
+    with pytest.raises(InputError, match=rf"{re.escape(parsed.weight_name(5, 1, 'up'))}' is missing"):
+        model.read(tmp_path / "expert")
+    model.experts = {name: tensor for name, tensor in model.experts.items() if name in first}
+    with pytest.raises(InputError, match=f"has no {second.stack} of {arch.name} with experts"):
+        model.read(tmp_path / "stack")
+    del model.config[arch.layers[0]]
+    with pytest.raises(InputError, match="has no number of layers"):
+        model.read(tmp_path / "count")
+
+
+def test_gpu_refuses_several_stacks(tmp_path: Path) -> None:
+    paths = ("-i", Model(ROWS["GroveMoE"], SEPARATE).save(tmp_path / "model"), "-o", tmp_path / "out")
+    done = conversion.ktconvert("gpu", *paths, "--quant-method", "RTN", "--quant-type", "W4A16")
+    conversion.check_refusal(done, 3, "has several stacks of experts (experts, chunk experts)", "use `ktconvert cpu`")
 
 
 def test_rows_name_each_family_once() -> None:
@@ -591,7 +633,9 @@ def test_missing_extra_and_misplaced_tensors_are_refused(
 
 def test_unknown_families_are_read_if_their_form_is_known(tmp_path: Path) -> None:
     """A known form is read; two forms, unknown names, and a form that belongs to a certain family are refused."""
-    styles = {s for arch in USABLE for s in arch.stored if not (isinstance(s, Fused) and s.interleaved)}
+    styles = {
+        s for arch in USABLE if not arch.more for s in arch.stored if not (isinstance(s, Fused) and s.interleaved)
+    }
     arch = Arch("?", ("unheard_of",))
     for number, style in enumerate(styles):
         model = Model(arch, style)

@@ -18,7 +18,7 @@ import pytest
 from ktconvert.layouts.checkpoints.archs import ARCHS
 from rig import conversion, decided
 from rig.families import VOCABULARY
-from rig.family_models import auto_class, config_of, save_model, zero_experts
+from rig.family_models import auto_class, compute_chosen_experts, config_of, save_model, zero_experts
 from rig.family_rows import PLAIN, ROWS, Row
 
 pytest.importorskip("torch")
@@ -30,7 +30,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs/reference/architectures.md"
 BOUNDS = {"int8": 0.05, "mxfp4": 0.5, "bf16": 0.01}
 DECISIVE = 0.4  # without experts, logits change by at least 0.48
 SHARE = 0.4  # bound of an error as a share of that change; measured: 0.026, 0.30 and 0.0046
-QUICK = ("granitemoe", "qwen3_omni_moe_thinker")  # the others take minutes
+QUICK = ("granitemoe", "nllb-moe", "qwen3_omni_moe_thinker", "switch_transformers")  # the others take minutes
 TOKENS = 24
 BLOCK = re.compile(r"^class \w*(?:Experts|MoE|MOE|MoeBlock)\w*\(", re.M)
 HEAD = "| `model_type` | family | transformers | converts | computes | " + " | ".join(BOUNDS) + " |\n"
@@ -52,14 +52,16 @@ class Outcome(NamedTuple):
 
 
 def moe_model_types() -> Iterator[str]:
-    """Yield the model_types of the installed transformers that have a causal model with experts."""
+    """Yield the model_types of the installed transformers that have a model with experts and write text."""
     import transformers
     from transformers.models.auto import modeling_auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
     root = Path(transformers.__file__).parent / "models"
     generative = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        | modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        | modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     )
     for model_type in sorted(CONFIG_MAPPING_NAMES.keys() & generative.keys()):
         module = model_type_to_module_name(model_type)
@@ -79,6 +81,7 @@ def try_family(model_type: str, row: Row, folder: Path) -> Outcome:
     try:
         save_model(kind, config_of(model_type, row), folder / "model")
         original = kind.from_pretrained(folder / "model", dtype=torch.float32)
+        compute_chosen_experts(original)
         expected_logits = _logits(original)
     except Exception as error:  # any error that this transformers raises for a model of its own
         return Outcome(build_error=str(error) or repr(error))
@@ -106,7 +109,8 @@ def _logits(model: Any) -> Any:
     tokens = torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)  # DiffusionGemma draws its canvas
     with torch.no_grad():
-        return model.eval()(tokens, use_cache=False).logits.float()[0]
+        decoded = {"decoder_input_ids": tokens.flip(1)} if model.config.is_encoder_decoder else {}
+        return model.eval()(tokens, use_cache=False, **decoded).logits.float()[0]
 
 
 def _distance(actual: Any, expected: Any) -> float:
@@ -186,6 +190,17 @@ def check_text(model_type: str, row: Row, folder: Path) -> None:
     config = KTConvertConfig(cpu_weights=folder / "bf16", threads=1)
     zero_experts(original, kind.from_pretrained(model, quantization_config=config))
     assert decided.generate_text(original, tokenizer, prompt) != text
+
+
+@pytest.mark.parametrize(("command", "options"), [("run", ("--prompt", "a")), ("eval", ("--text", "config.json"))])
+def test_commands_that_write_text_refuse_encoders(command: str, options: tuple[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config_of("switch_transformers", ROWS["switch_transformers"]).save_pretrained(tmp_path)
+    option, value = options
+    value = str(tmp_path / value) if command == "eval" else value
+    done = conversion.run_in_process(command, tmp_path, option, value)
+    assert done.exit_code == 3
+    assert "has an encoder, and this command takes only decoders" in str(done.exception)
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ from ktconvert.layouts.encodings.fp4 import dequantize
 from ktconvert.native_quant.runtime.experts import Experts
 from rig import conversion
 from rig.floats import from_bits, to_bits
+from rig.gguf import write as write_gguf
 from rig.safetensors import write_file
 
 EXPERTS, HIDDEN, WIDTH, TOPK, LAYER = 4, 128, 256, 2, 3
@@ -172,3 +173,60 @@ def test_published_tensors_compute_the_formula(name: str, tmp_path: Path) -> Non
         error = float(np.linalg.norm(actual - expected) / size)
         print(f"{name}, {method}: {error:.4f}")
         assert error < bound
+
+
+@pytest.mark.parametrize("container", ["safetensors", "gguf"])
+def test_grovemoe_is_the_sum_of_its_two_stacks(container: str, tmp_path: Path) -> None:
+    """A chunk expert serves two experts, with their weights; its layers are numbered after those of the experts."""
+    chunks = EXPERTS // 2
+    rng = np.random.default_rng(0)
+    stacks = {"": rng.normal(0, 0.1, (EXPERTS, 3, WIDTH, HIDDEN)), "ch": rng.normal(0, 0.1, (chunks, 3, WIDTH, HIDDEN))}
+    stacks = {name: from_bits(to_bits(values)).astype(np.float64) for name, values in stacks.items()}
+    model = tmp_path / ("m.gguf" if container == "gguf" else "model")
+    write_grovemoe(model, stacks)
+    rows = to_bits(rng.standard_normal((9, HIDDEN)))
+    ids = np.array([rng.permutation(EXPERTS)[:TOPK] for _ in rows])
+    weights = rng.random(ids.shape, np.float32)
+    expected = np.zeros((2, *rows.shape))
+    for (token, slot), expert in np.ndenumerate(ids):
+        x = from_bits(rows[token]).astype(np.float64)
+        for each, (gate, up, down) in zip(expected, (stacks[""][expert], stacks["ch"][expert // 2]), strict=True):
+            each[token] += weights[token, slot] * (down.T @ (silu(gate @ x) * (up @ x)))
+    options = ("--quant-method", "int8", "--threadpool-count", 1, "-q")
+    done = conversion.run_in_process("cpu", "-i", model, "-o", tmp_path / "int8", *options)
+    assert done.exception is None, done.exception
+    for path, bound in ((model, 0.005), (tmp_path / "int8", 0.03)):
+        results = []
+        for layer, numbers in ((LAYER, ids), (2 * LAYER + 1, ids // 2)):
+            with Experts.load(path, layer) as experts:
+                results.append(from_bits(experts.forward(rows, numbers, weights)).astype(np.float64))
+        for actual, each in zip(results, expected, strict=True):
+            assert np.linalg.norm(actual - each) < bound * np.linalg.norm(each)
+        actual, whole = (large + 0.05 * small for large, small in (results, expected))
+        assert np.linalg.norm(actual - whole) < bound * np.linalg.norm(whole)
+
+
+def write_grovemoe(path: Path, stacks: dict[str, Any]) -> None:
+    """Write gate, up and transposed down [E, 3, I, H] of each stack under the names of a model, or of its GGUF."""
+    tensors: dict[str, Any] = {}
+    for name, experts in stacks.items():
+        gate, up, down = to_bits(experts).swapaxes(0, 1)
+        parts = {"gate": gate, "up": up, "down": down.swapaxes(1, 2)}
+        for part, values in parts.items():
+            if path.suffix:
+                stored = np.ascontiguousarray(values)
+                tensors[f"blk.{LAYER}.ffn_{part}_{name}exps.weight"] = "BF16", stored.view(np.uint8)
+            else:
+                base = f"model.layers.{LAYER}.mlp.{'chunk_' if name else ''}experts"
+                named = {f"{base}.{n}.{part}_proj.weight": ("BF16", matrix) for n, matrix in enumerate(values)}
+                tensors |= named
+    if path.suffix:
+        keys = {"block_count": LAYER + 1, "embedding_length": HIDDEN, "expert_count": EXPERTS}
+        keys |= {"expert_feed_forward_length": WIDTH, "expert_used_count": TOPK}
+        write_gguf(path, tensors, {f"grovemoe.{key}": value for key, value in keys.items()}, "grovemoe")
+        return
+    path.mkdir()
+    write_file(path / "model.safetensors", tensors)
+    config = {"architectures": ["GroveMoeForCausalLM"], "hidden_act": "silu", "num_hidden_layers": LAYER + 1}
+    config |= {"hidden_size": HIDDEN, "num_experts": EXPERTS, "num_experts_per_tok": TOPK}
+    (path / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": WIDTH}))

@@ -337,12 +337,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"change": remove_tensors("up")}, r"'blk\.1\.ffn_up_exps\.weight' is missing"),
     ({"arch": "gpt-oss"}, r"'blk\.0\.ffn_gate_exps\.bias' is missing, but the experts have biases"),
     ({"change": remove_tensors(*PROJECTIONS)}, "layer 1 has a router but no experts"),
+    ({"arch": "grovemoe"}, "has no chunk experts of GroveMoE with experts"),
 ]
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"change": add_bias}, r"'blk\.1\.ffn_up_exps\.bias' is a bias, and experts of Qwen3-MoE, Qwen3-Coder have none"),
     ({"hidden_activation": "xielu"}, 'qwen3moe.hidden_activation is "xielu", an unknown activation; give --arch-file'),
     ({"arch": "smallthinker", "hidden_activation": "silu"}, 'hidden_activation is "silu", but experts of SmallThinker'),
-    ({"arch": "grovemoe"}, "GroveMoE: a second set of experts .chunk experts. shares each layer"),
     ({"swiglu_clamp_exp": [7.0]}, r"qwen3moe\.swiglu_clamp_exp has 1 values, none for layer 1; correct it"),
     ({"swiglu_clamp_exp": float("nan")}, r"qwen3moe\.swiglu_clamp_exp must be a finite number .* not NaN"),
     ({"change": add_scale}, r"'blk\.0\.ffn_down_exps\.weight': NVFP4 with a scale .*is not an input yet; use"),

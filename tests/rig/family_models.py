@@ -1,5 +1,6 @@
 """Tiny models with random weights of each mixture-of-experts family of transformers."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,10 @@ def auto_class(model_type: str) -> Any:
     """Return the auto class of transformers that loads a family."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as WITH_ENCODER
 
+    if model_type in WITH_ENCODER:
+        return transformers.AutoModelForSeq2SeqLM
     return transformers.AutoModelForCausalLM if model_type in CAUSAL else transformers.AutoModelForImageTextToText
 
 
@@ -46,7 +50,24 @@ def save_model(kind: Any, config: Any, folder: Path) -> None:
             gain = 2 if "experts." in name and "shared" not in name else 1
             inputs = min(weight.shape[-2:]) if weight.ndim == 3 else weight[0].numel()
             torch.nn.init.normal_(weight, std=1 / scales.get(name, 1.0) if "embed" in name else gain * inputs**-0.5)
+        elif "experts." in name and name.endswith(".bias"):
+            torch.nn.init.normal_(weight, std=0.1)
     model.save_pretrained(folder)
+
+
+def compute_chosen_experts(model: Any) -> None:
+    """Let NLLB-MoE compute the experts that its router chose, as transformers 4 does.
+
+    transformers 5 takes the router's mask for numbers of experts, and computes only experts 0 and 1.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "NllbMoeExperts":
+            module.forward = functools.partial(_compute_nllb_experts, module)
+
+
+def _compute_nllb_experts(experts: Any, hidden: Any, mask: Any, weights: Any) -> Any:
+    outputs = [experts[f"expert_{n}"](hidden) * weights[:, n, None] for n in range(experts.num_experts)]
+    return sum(outputs) * (1 - experts.moe_token_dropout)
 
 
 def zero_experts(original: Any, ours: Any) -> None:
@@ -57,6 +78,7 @@ def zero_experts(original: Any, ours: Any) -> None:
         if isinstance(module, RoutedExperts):
             block, _, child = name.rpartition(".")
             parent = original.get_submodule(block)
+            only_experts = hasattr(parent, child) or child == block.rpartition(".")[2]
             for weight in getattr(parent, child, parent).parameters():
-                if weight.ndim == 3 or hasattr(parent, child):  # JetMoE's block is its experts and a router
+                if weight.ndim == 3 or only_experts:  # JetMoE's block is its experts and a router
                     weight.data.zero_()

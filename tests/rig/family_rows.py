@@ -56,6 +56,7 @@ def _rope(*sections: int) -> Settings:
     return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(sections)}}
 
 
+ENCODER = "it has an encoder"
 NO_MODULE = "builds no routed experts that could be replaced"
 
 
@@ -150,6 +151,15 @@ OTHERS: dict[str, Row] = {
     "mistral_large4": Row(since="5.23"),
     "muse_spark": Row(vision={"num_hidden_layers": 4}, since="5.23"),
     "nemotron_h": PLAIN,
+    "nllb-moe": Row(
+        {
+            **_set_all(HIDDEN, "d_model", "encoder_ffn_dim", "decoder_ffn_dim"),
+            **_set_all(2, "encoder_layers", "decoder_layers", "decoder_sparse_step"),
+            **_set_all(4, "encoder_attention_heads", "decoder_attention_heads"),
+            "encoder_sparse_step": 1,
+        },
+        no_text=ENCODER,
+    ),
     "qwen3_5_moe": Row(HYBRID),
     "qwen3_5_moe_text": Row(HYBRID),
     "qwen3_next": Row(HYBRID),
@@ -157,6 +167,16 @@ OTHERS: dict[str, Row] = {
     "qwen4_exp": Row(INDEXED),
     "qwen4_exp_text": Row(INDEXED),
     "step3p7": Row({"sliding_window": 16, "swiglu_limits": [0.0, 7.0], **SECOND}),
+    "switch_transformers": Row(
+        {
+            **_set_all(HIDDEN, "d_model", "d_ff"),
+            **_set_all(2, "num_layers", "num_decoder_layers", "num_sparse_encoder_layers"),
+            "num_sparse_decoder_layers": 1,
+            "num_heads": 4,
+            "d_kv": 32,
+        },
+        no_text=ENCODER,
+    ),
     "unlimited_ocr": Row(since="5.23"),
     "zaya": Row({"num_experts_per_tok": 1}),
 }
