@@ -474,8 +474,16 @@ def _style_cell(style: Style) -> str:
     return f"`{base}{{{','.join(end.removesuffix(tail) for end in ends)}}}{tail}`"
 
 
+def _stored_cell(arch: Arch) -> str:
+    """Return the styles of a stack, without those of GGUFs."""
+    styles = (style for style in arch.stored if not style.down.startswith("blk."))
+    return ", ".join(map(_style_cell, styles))
+
+
 def _row(arch: Arch) -> str:
-    stored = ", ".join(_style_cell(style) for style in arch.stored)
+    stored = "; ".join(
+        f"{stack.stack}: {_stored_cell(stack)}" if arch.more else _stored_cell(stack) for stack in arch.stacks
+    )
     if arch.refusal is not None:
         result = f"**refused**: {arch.refusal}"
     elif arch.function != PLAIN:

@@ -170,8 +170,8 @@ OTHERS: dict[str, Row] = {
     "switch_transformers": Row(
         {
             **_set_all(HIDDEN, "d_model", "d_ff"),
-            **_set_all(2, "num_layers", "num_decoder_layers", "num_sparse_encoder_layers"),
-            "num_sparse_decoder_layers": 1,
+            **_set_all(2, "num_layers", "num_decoder_layers"),
+            **_set_all(1, "num_sparse_encoder_layers", "num_sparse_decoder_layers"),
             "num_heads": 4,
             "d_kv": 32,
         },
