@@ -192,15 +192,11 @@ def check_text(model_type: str, row: Row, folder: Path) -> None:
     assert decided.generate_text(original, tokenizer, prompt) != text
 
 
-@pytest.mark.parametrize(("command", "options"), [("run", ("--prompt", "a")), ("eval", ("--text", "config.json"))])
-def test_commands_that_write_text_refuse_encoders(command: str, options: tuple[str, str], tmp_path: Path) -> None:
+def test_commands_that_write_text_refuse_encoders(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     config_of("switch_transformers", ROWS["switch_transformers"]).save_pretrained(tmp_path)
-    option, value = options
-    value = str(tmp_path / value) if command == "eval" else value
-    done = conversion.run_in_process(command, tmp_path, option, value)
-    assert done.exit_code == 3
-    assert "has an encoder, and this command takes only decoders" in str(done.exception)
+    ran = conversion.run_in_process("run", tmp_path, "--prompt", "a")
+    assert "has an encoder, and this command takes only decoders" in str(ran.exception)
 
 
 @pytest.mark.long
