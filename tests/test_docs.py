@@ -310,10 +310,12 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     plans += run_json("cpu", "-i", example, "-o", out, "--quant-method", "int4,int8", "--dry-run")
     run_json("cpu", "-i", example, "-o", folder / "begun", "--part", "0/2")
 
-    def check_with_hub() -> Any:
-        with serve_hub({"org/tiny": example}) as hub:
-            arguments = ("models", "--check", folder / "counts", "--against", "org/tiny", "--json")
-            return json.loads(conversion.ktconvert(*arguments, env={"HF_ENDPOINT": hub.url}).stdout)
+    with serve_hub({"org/tiny": example}) as hub:
+        env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "hf"), "XDG_CACHE_HOME": str(folder / "cache")}
+        check = ("models", "--check", folder / "counts", "--against", "org/tiny", "--json")
+        checked = json.loads(conversion.ktconvert(*check, env=env).stdout)
+        streamed = ("cpu", "-i", "org/tiny", "-o", folder / "streamed", "--stream", "--dry-run", "--json")
+        plans.append(json.loads(conversion.ktconvert(*streamed, env=env).stdout.splitlines()[-1]))
 
     text = ("--text", ROOT / "examples" / "heldout.txt", "--window", 64, "--max-windows", 1)
     return {
@@ -325,7 +327,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
         "ktconvert inspect": [run_json("inspect", *w)[0] for w in ([out], [folder / "begun"], [example, "--columns"])],
         "ktconvert fit": run_json("fit", example, "--vram", "24GB", "--bandwidth", "100GB"),
         "ktconvert models": run_json("models", folder),
-        "ktconvert models --check": [check_with_hub()],
+        "ktconvert models --check": [checked],
         "ktconvert bench": run_json("bench", out, "--tokens", 1),
         "ktconvert experts": run_json("experts", folder / "counts", "--output", folder / "m.safetensors", "--total", 4),
         "ktconvert convert-adapter": run_json("convert-adapter", kt, "--model", example, "-o", folder / "peft"),

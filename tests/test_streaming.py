@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
+import mmap
+import os
 import shutil
+import stat
+import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from hypothesis import strategies as st
 from ktconvert.layouts.sources import remote
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.sources.hub_headers import FIRST_BYTES, Commit
+from ktconvert.layouts.sources.whole_files import plan_windows
 from ktconvert.native_quant.runtime.hot_experts import mask_file
 from rig import conversion, hub_server, killpoint, shims
 from rig.hub_server import Hub, serve_hub
@@ -115,7 +123,7 @@ def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expec
 def test_faults_of_the_network_are_survived(hub, environment, expected, tmp_path) -> None:
     plan = (*stream(tmp_path / "out"), "--dry-run")
     assert conversion.ktconvert(*plan, env=environment).returncode == 0  # headers are in the cache from now on
-    hub.faults += ["503", "429", "reset", "short"]
+    hub.faults += ["503", "429", "reset", "short", "flip"]
     done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment)
     assert done.returncode == 0, done.stderr
     assert hub.faults == [] and weights(tmp_path / "out") == expected
@@ -130,6 +138,84 @@ def test_a_lasting_fault_ends_with_one_sentence_and_loses_nothing(hub, environme
     hub.faults.clear()
     assert conversion.ktconvert("resume", tmp_path / "out", env=environment).returncode == 0
     assert weights(tmp_path / "out") == expected
+
+
+def test_wrong_bytes_stop_the_run_and_name_the_file(hub, environment, expected, tmp_path) -> None:
+    """The hub states the SHA-256 of each file; layers of other files are kept."""
+    assert conversion.ktconvert(*stream(tmp_path / "out"), "--dry-run", env=environment).returncode == 0
+    damaged = f"model-00004-of-{LAYERS + 1:05d}.safetensors"
+    hub.flipped.add(damaged)
+    done = conversion.ktconvert(*stream(tmp_path / "out"), env=environment)
+    conversion.check_refusal(done, 5, NAME, f"{damaged}: its SHA-256 is ", "but the hub states ")
+    hub.flipped.clear()
+    finished = {path.name.split(".")[1] for path in (tmp_path / "out.work" / "store").iterdir()}
+    assert finished >= {"layer-000", "layer-001", "layer-002"} and "layer-003" not in finished
+    assert conversion.ktconvert("resume", tmp_path / "out", env=environment).returncode == 0
+    assert weights(tmp_path / "out") == expected
+
+
+def test_parts_of_files_are_enough_without_files_ahead(hub, environment, model, expected, tmp_path) -> None:
+    options = (*stream(tmp_path / "out"), "--stream-ahead", "0")
+    plan = read_plan(conversion.ktconvert(*options, "--dry-run", "--json", env=environment))
+    assert plan["download"] == {
+        "bytes": plan["bytes_in"],
+        "files": [],
+        "parts_bytes": plan["bytes_in"],
+        "peak_bytes": 0,
+    }
+    assert conversion.ktconvert(*options, env=environment).returncode == 0
+    assert weights(tmp_path / "out") == expected
+
+
+def read_plan(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr
+    plan: dict[str, Any] = next(
+        event for event in map(json.loads, done.stdout.splitlines()) if event["event"] == "plan"
+    )
+    return plan
+
+
+NEEDS = st.lists(st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=4, unique=True).map(tuple), max_size=9)
+
+
+@given(needs=NEEDS, ahead=st.integers(1, 4))
+def test_a_window_has_the_files_of_a_reader_and_the_next_ones(needs: list[tuple[str, ...]], ahead: int) -> None:
+    for number, (own, window) in enumerate(zip(needs, plan_windows(needs, ahead), strict=True)):
+        later = [name for names in needs[number + 1 :] for name in names if name not in own]
+        assert window == (*own, *[*dict.fromkeys(later)][:ahead])
+
+
+def test_the_disk_holds_as_many_files_as_planned(hub, environment, model, expected, tmp_path) -> None:
+    """Files are fetched in the planned order; the process's files without a name never exceed the planned peak."""
+    with conversion.memory_folder(tmp_path) as folder:
+        options = (*stream(folder / "out"), "--stream-ahead", "2")
+        download = read_plan(conversion.ktconvert(*options, "--dry-run", "--json", env=environment))["download"]
+        shards = sorted(model.glob("*.safetensors"))[:LAYERS]
+        assert download["files"] == [{"name": path.name, "bytes": path.stat().st_size} for path in shards]
+        assert download["peak_bytes"] == sum(sorted(path.stat().st_size for path in shards)[-3:])
+        hub.requests.clear()
+        hub.rate = 2_000_000
+        process = subprocess.Popen([*conversion.KTCONVERT, *options], env=os.environ | environment, stderr=-3)
+        held = [0]
+        while process.poll() is None:
+            held.append(measure_nameless_files(process.pid))
+            time.sleep(0.01)
+        assert process.returncode == 0 and weights(folder / "out") == expected
+        sent = [path.rsplit("/", 1)[1] for method, path, span in hub.requests if method == "GET" and span]
+        assert [*dict.fromkeys(sent)] == [path.name for path in shards]
+        assert max(held) == 3 * -(-download["peak_bytes"] // 3 // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def measure_nameless_files(pid: int) -> int:
+    """Return the disk space of the files that a process has open and that have no name."""
+    blocks: dict[int, int] = {}
+    with contextlib.suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                status = link.stat()
+                if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+                    blocks[status.st_ino] = status.st_blocks
+    return 512 * sum(blocks.values())
 
 
 @pytest.fixture(scope="module")

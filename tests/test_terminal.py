@@ -18,6 +18,7 @@ import pytest
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.terminal import EscapingStream, escape
 from rig.conversion import KTCONVERT
+from rig.hub_server import serve_hub
 from rig.safetensors import read_file, write_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -105,6 +106,34 @@ def test_notes_during_the_work_are_counted_at_its_end(capsys: pytest.CaptureFixt
     reporter.note("third")
     reporter.end()
     assert capsys.readouterr().err.splitlines() == ["note: first", "(1 more note: -v)", "(1 more note: -v)"]
+
+
+def test_progress_of_a_download_is_one_line(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve_hub({"org/model": example}) as hub:
+        hub.rate = 8_000_000
+        for name, value in {"HF_ENDPOINT": hub.url, "HF_HOME": tmp_path / "hf", "XDG_CACHE_HOME": tmp_path}.items():
+            monkeypatch.setenv(name, str(value))
+        words = ("cpu", "org/model", tmp_path / "out", "--numa", 1, "--stream")
+        text = STYLED.sub(b"", on_a_terminal(*words, columns=60)).decode()
+    bars = [line for line in re.split(r"[\r\n]+", text) if "\u2501" in line and "ETA" in line]
+    assert bars and all(" fetched" in line and len(line) <= 60 for line in bars), bars
+
+
+def test_progress_shows_downloaded_bytes_and_those_on_disk(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also while nothing has been converted yet."""
+    now = 0.0
+    monkeypatch.setattr("ktconvert.pipeline.report.progress.time.monotonic", lambda: now)
+    reporter = Reporter(json_events=True)
+    reporter.show_download(lambda: (5 << 20, 3 << 20))
+    reporter.begin(1000, 0, units=(0, 9))
+    now = 10.0
+    reporter.advance(0)
+    said = capsys.readouterr()
+    event = json.loads(said.out.splitlines()[-1])
+    assert (event["downloaded_bytes"], event["held_bytes"], event["done_bytes"]) == (5 << 20, 3 << 20, 0)
+    assert said.err.startswith("0 %  ETA unknown  5.0 MiB fetched  3.0 MiB on disk  ")
 
 
 def test_remaining_time_is_unknown_until_a_unit_is_finished(

@@ -28,6 +28,15 @@ DISK_FULL_REMEDIES = {
 
 
 @contextlib.contextmanager
+def _close_on_failure(fd: int) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+@contextlib.contextmanager
 def explain_full_disk(path: Path) -> Iterator[None]:
     """Turn 'no space', 'quota' and 'file too large' into a ResourceError that names the file."""
     try:
@@ -49,13 +58,12 @@ def allocate_aligned(nbytes: int) -> Bytes:
 
 
 def reserve_space(fd: int, nbytes: int) -> None:
-    """Give a new file this size, and reserve the disk space if the file system can; close the file on failure."""
+    """Give a new file this size, and reserve the disk space if the file system can."""
     try:
         if nbytes:
             os.posix_fallocate(fd, 0, nbytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
-            os.close(fd)
             raise
         os.ftruncate(fd, nbytes)
 
@@ -76,8 +84,9 @@ class DirectFile:
         self._offset = 0
         with explain_full_disk(path):
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            self._direct = self._set_direct(True)
-            reserve_space(self._fd, -(-size // ALIGNMENT) * ALIGNMENT)
+            with _close_on_failure(self._fd):
+                self._direct = self._set_direct(True)
+                reserve_space(self._fd, -(-size // ALIGNMENT) * ALIGNMENT)
 
     def write_at(self, offset: int, data: Bytes) -> None:
         """Write whole pages without hashing them; offset, length and address are multiples of ALIGNMENT."""
@@ -179,11 +188,11 @@ class RowFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDONLY
         with explain_full_disk(path):
             self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-            if new:
-                reserve_space(self._fd, size)
-        if os.fstat(self._fd).st_size != size:
-            os.close(self._fd)
-            raise InputError(f"{path}: its size is not that of {count} rows of {width}; remove it and resume.")
+            with _close_on_failure(self._fd):
+                if new:
+                    reserve_space(self._fd, size)
+                if os.fstat(self._fd).st_size != size:
+                    raise InputError(f"{path}: its size is not that of {count} rows of {width}; remove it and resume.")
 
     def read(self, start: int, stop: int) -> U16:
         """Return rows start..stop-1, uint16 [stop - start, width]."""

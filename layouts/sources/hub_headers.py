@@ -163,6 +163,10 @@ class Commit(NamedTuple):
             data: bytes = file.read(stop - start)
         return data
 
+    def describe(self, name: str) -> str:
+        """Return how messages name a file."""
+        return f"{self.repository} at {self.sha[:12]}: {name}"
+
 
 def _fetch_file(remote: Commit, path: Path, name: str, size: int, blob: Path | None) -> None:
     """Fetch a whole small file, or the header of a file of weights, and publish it under its name.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
 import mmap
 import os
 import tempfile
@@ -10,6 +12,7 @@ import threading
 import time
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ktconvert.layouts.errors import InputError, ResourceError
-from ktconvert.layouts.files.direct_file import explain_full_disk
+from ktconvert.layouts.files.direct_file import explain_full_disk, reserve_space
 from ktconvert.layouts.sources.hub_headers import REQUESTS, Commit
 from ktconvert.native_quant.arrays import Array
 
@@ -29,17 +32,35 @@ LONGEST_WAIT = 60.0  # seconds between two attempts
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
+class RemoteFile(NamedTuple):
+    """A file of the hub.
+
+    size    bytes
+    sha256  as the hub states it; None if it states none
+    """
+
+    name: str
+    size: int
+    sha256: str | None
+
+
 class RemoteFiles:
     """The weight files of a commit: views of their bytes, which are fetched when a view is made.
 
     The bytes are in files without a name, in `folder`. They vanish when the process ends, also when it is killed.
+
+    fetched_bytes  bytes that have been fetched
+    on_fetched     is called after each request, by many threads
     """
 
     def __init__(self, commit: Commit, folder: Path) -> None:
         self._commit, self._folder = commit, folder
         self._executor = ThreadPoolExecutor(REQUESTS, thread_name_prefix="fetch")
         self._files: dict[str, _PartialFile] = {}
+        self._whole: dict[str, tuple[RemoteFile, _PartialFile]] = {}
         self._lock = threading.Lock()
+        self.fetched_bytes = 0
+        self.on_fetched: Callable[[], object] = lambda: None
 
     def view(self, name: str, size: int, start: int, stop: int) -> Array:
         """Return a view of bytes start..stop-1 of a file, uint8 [stop - start], after they have been fetched.
@@ -48,19 +69,48 @@ class RemoteFiles:
         """
         return self._open(name, size).view(_Range(start, stop))
 
+    def reserve_whole(self, file: RemoteFile) -> None:
+        """Reserve the disk space of a whole file, in which views read until it is dropped.
+
+        Raises ResourceError if the disk is full.
+        """
+        self._whole[file.name] = file, self._make_file(file.name, file.size, is_whole=True)
+
+    def fetch_whole(self, name: str) -> None:
+        """Fetch a file whose space is reserved, once again if its SHA-256 differs.
+
+        Raises InputError if the hub does not send it, or sends different bytes again.
+        """
+        file, stored = self._whole[name]
+        for _ in range(2):
+            digest = hashlib.sha256()
+            for block in stored.iterate_blocks():
+                digest.update(block)
+            if file.sha256 in (None, digest.hexdigest()):
+                return
+            stored.forget_blocks()
+        problem = f"its SHA-256 is {digest.hexdigest()[:12]}, but the hub states {(file.sha256 or '')[:12]}"
+        raise InputError(f"{self._commit.describe(name)}: {problem}; check the network and resume")
+
+    def drop_whole(self, name: str) -> None:
+        """Return the disk space of a whole file, once no view needs it."""
+        if (whole := self._whole.pop(name, None)) is not None:
+            whole[1].forget_blocks()
+
     def prefetch(self, name: str, size: int, start: int, stop: int) -> None:
         """Begin to fetch bytes start..stop-1 of a file."""
         self._open(name, size).request(start, stop)
 
     def release(self, name: str, start: int, stop: int) -> None:
         """Return the disk space of bytes start..stop-1, once no view needs them; a later access fetches them again."""
-        if (file := self._files.get(name)) is not None:
+        if (file := self._files.get(name)) is not None and name not in self._whole:
             file.drop(_Range(start, stop))
 
     @property
     def held_bytes(self) -> int:
         """The disk space of the bytes that have been fetched and not released."""
-        return sum(file.held_bytes for file in self._files.values())
+        whole = [stored for _, stored in [*self._whole.values()]]
+        return sum(file.held_bytes for file in [*self._files.values(), *whole])
 
     def close(self) -> None:
         """Stop fetching; the files vanish with their last views."""
@@ -68,10 +118,22 @@ class RemoteFiles:
         self._files.clear()
 
     def _open(self, name: str, size: int) -> _PartialFile:
+        if (whole := self._whole.get(name)) is not None:
+            return whole[1]
         with self._lock:
             if name not in self._files:
-                self._files[name] = _PartialFile(self._commit, name, size, self._folder, self._executor)
+                self._files[name] = self._make_file(name, size)
             return self._files[name]
+
+    def _make_file(self, name: str, size: int, *, is_whole: bool = False) -> _PartialFile:
+        def read(start: int, stop: int) -> bytes:
+            data = read_patiently(self._commit, name, start, stop)
+            with self._lock:
+                self.fetched_bytes += len(data)
+            self.on_fetched()
+            return data
+
+        return _PartialFile(read, name, size, self._folder, self._executor, is_whole=is_whole)
 
 
 class _Range(NamedTuple):
@@ -85,12 +147,22 @@ class _Range(NamedTuple):
 class _PartialFile:
     """A file that is fetched in blocks.
 
-    mapped  its bytes; zeros where they have not been fetched
+    read      returns bytes start..stop-1
+    is_whole  whether to reserve the disk space of the whole file
+    mapped    its bytes; zeros where they have not been fetched
     """
 
-    def __init__(self, commit: Commit, name: str, size: int, folder: Path, executor: ThreadPoolExecutor) -> None:
-        self._commit, self._name, self._size = commit, name, size
-        self._folder, self._executor = folder, executor
+    def __init__(
+        self,
+        read: Callable[[int, int], bytes],
+        name: str,
+        size: int,
+        folder: Path,
+        executor: ThreadPoolExecutor,
+        *,
+        is_whole: bool,
+    ) -> None:
+        self._read, self._size, self._folder, self._executor = read, size, folder, executor
         self._blocks: dict[int, Future[None]] = {}
         self._holes: dict[int, list[_Range]] = {}  # block -> parts of it that were dropped
         self._held: Counter[_Range] = Counter()  # ranges of views that exist
@@ -98,7 +170,10 @@ class _PartialFile:
         self._lock = threading.RLock()  # a view may end while this thread has the lock
         try:
             self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  # open as long as its bytes are needed
-            os.truncate(self._file.fileno(), size)
+            if is_whole:
+                reserve_space(self._file.fileno(), size)
+            else:
+                os.truncate(self._file.fileno(), size)
             self.mapped = mmap.mmap(self._file.fileno(), size)
         except OSError as error:
             raise ResourceError(f"{folder}: cannot hold parts of {name} ({error.strerror})") from None
@@ -121,6 +196,22 @@ class _PartialFile:
                 fetched = self._executor.submit(self._fetch, first * BLOCK, end)
                 self._blocks |= dict.fromkeys(range(first, last + 1), fetched)
             return [self._blocks[number] for number in numbers]
+
+    def iterate_blocks(self) -> Iterator[memoryview]:
+        """Request the whole file, and yield its bytes in order as they arrive."""
+        start = 0
+        for fetched, blocks in itertools.groupby(self.request(0, self._size)):
+            stop = min(self._size, start + BLOCK * len([*blocks]))
+            fetched.result()
+            yield memoryview(self.mapped)[start:stop]
+            start = stop
+
+    def forget_blocks(self) -> None:
+        """Cancel the requests that have not begun; a later access fetches all bytes again."""
+        with self._lock:
+            for block in self._blocks.values():
+                block.cancel()
+            self._blocks.clear()
 
     def view(self, held: _Range) -> Array:
         """Return a view of these bytes, which are not dropped as long as it, or a part of it, exists."""
@@ -181,7 +272,7 @@ class _PartialFile:
                     holes.remove(hole)
 
     def _fetch(self, start: int, stop: int) -> None:
-        data = memoryview(read_patiently(self._commit, self._name, start, stop))
+        data = memoryview(self._read(start, stop))
         with explain_full_disk(self._folder):  # a write through the map would end the process with SIGBUS
             while data:
                 written = os.pwrite(self._file.fileno(), data, start)
@@ -193,7 +284,6 @@ def read_patiently(commit: Commit, name: str, start: int, stop: int) -> bytes:
 
     Raises InputError if the hub does not send them.
     """
-    where = f"{commit.repository} at {commit.sha[:12]}: {name}"
     for attempt in range(1, ATTEMPTS + 1):
         try:
             data = commit.read(name, start, stop)
@@ -206,7 +296,7 @@ def read_patiently(commit: Commit, name: str, start: int, stop: int) -> bytes:
         if wait is None or attempt == ATTEMPTS:
             break
         time.sleep(wait)
-    raise InputError(f"{where}: cannot be read ({problem}); repeat the command to continue")
+    raise InputError(f"{commit.describe(name)}: cannot be read ({problem}); repeat the command to continue")
 
 
 def _delay(attempt: int) -> float:

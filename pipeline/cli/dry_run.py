@@ -91,6 +91,8 @@ def _format_plan(plan: Plan, document: Mapping[str, Any]) -> str:
     lines += [*_format_rows(rows), "", "stages"]
     for stage in document["stages"]:
         lines += _format_stage(stage, [u for u in document["units"] if u["unit"].startswith(f"{stage['name']}.")])
+    if "download" in document:
+        lines += ["", *_format_download(document["download"])]
     lines += ["", *_format_rows(needs)]
     if plan.needs.advice:
         lines += ["", *_format_rows([("advice", sentence) for sentence in plan.needs.advice])]
@@ -123,6 +125,19 @@ def _format_stage(stage: Mapping[str, Any], units: Sequence[Mapping[str, Any]]) 
     return lines
 
 
+def _format_download(download: Mapping[str, Any]) -> list[str]:
+    """Return a line on the download, and one on each file in the order of fetching; only the first and last of many."""
+    files = download["files"]
+    whole = f"{plural(len(files), 'whole file')}, at most {size(download['peak_bytes'])} on disk at a time"
+    kinds = [whole] if files else []
+    kinds += [f"{size(download['parts_bytes'])} of single tensors"] if download["parts_bytes"] else []
+    lines = [f"download {size(download['bytes'])}: {'; '.join(kinds)}" if kinds else "download nothing"]
+    listed = [f"      {file['name']}  {size(file['bytes'])}" for file in files]
+    if hidden := max(0, len(files) - 2 * MAX_LISTED):
+        listed[MAX_LISTED:-MAX_LISTED] = [f"      ... {hidden} more"]
+    return lines + listed
+
+
 def _sum_sizes(units: Iterable[Unit[Any]]) -> dict[str, int]:
     """Return the bytes that these units read and write."""
     return {name: sum(getattr(unit, name) for unit in units) for name in ("bytes_in", "bytes_out")}
@@ -139,6 +154,7 @@ def _make_document(
     done = {state.unit: state.done for state in states}
     threads = fit_threads([plan])
     remaining = [unit for unit in plan.units if not done[unit]]
+    download = {} if plan.download is None else {"download": plan.download.forecast(remaining).document()}
     disk = {} if finished else disk_needed(plan, remaining, with_workers=with_workers)
     stages: list[dict[str, Any]] = []
     for stage in plan.stages:
@@ -173,6 +189,7 @@ def _make_document(
         "shards": sum(unit.in_output for unit in plan.units),
         **_sum_sizes(remaining),
         "replaces": [folder.document() for folder in existing.find_replaced_folders(plan)] if replaced else [],
+        **download,
         "disk_needed": sum(disk.values()),
         "disk": disk,
         "disk_free": machine.disk_free(paths.root),

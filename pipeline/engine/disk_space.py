@@ -100,6 +100,7 @@ def disk_needed(plan: Plan, units: Iterable[Unit[Any]], *, with_workers: bool = 
     return {
         "of finished files": sum(unit.bytes_out + unit.side_bytes for unit in units),
         "of files that exist only meanwhile": scratch if has_chain else 0,
+        "of fetched files": 0 if plan.download is None else plan.download.forecast(units).peak_bytes,
         "of companion files": plan.companion_bytes,
         "of files for another folder": sum(unit.bytes_out for unit in plan.side_units),
         "to spare for headers, index, manifest and journal": SLACK,

@@ -119,6 +119,9 @@ def _schedule_threads(
 ) -> list[OutputSchedule]:
     """Schedule the remaining units of all outputs for threads of this process, which `resources` ends."""
     remaining = [find_remaining(plan, workdir) for plan, workdir in workdirs]
+    for (plan, _), groups in zip(workdirs, remaining, strict=True):
+        if plan.download is not None:
+            resources.enter_context(plan.download.run([unit for _, units in groups for unit in units], reporter))
     units = sum(map(len, remaining))
     runners = resources.enter_context(
         open_thread_runners([workdir for _, workdir in workdirs], reporter, threads, units)

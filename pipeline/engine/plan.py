@@ -16,6 +16,7 @@ from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.files.manifest import SourceFile
 from ktconvert.layouts.files.publish import WORK_FOLDER
 from ktconvert.pipeline import __version__
+from ktconvert.pipeline.engine.download import Download
 from ktconvert.pipeline.engine.paths import Paths, locate
 from ktconvert.pipeline.engine.units import Stage, Unit
 
@@ -127,6 +128,7 @@ class Plan:
     has_index     whether shards have an index; not for loose folders and outputs without weights
     kept_folders  folders that were in the output before and stay as they are; None if the output must not contain any
     read_once     whether the command reads its input completely at the beginning, so that it may change afterwards
+    download      the download of an input that is fetched while it is needed; None for local files
     """
 
     options: OutputOptions
@@ -143,6 +145,7 @@ class Plan:
     kept_folders: tuple[KeptFolder, ...] | None = None
     side_output: SideOutput | None = None
     read_once: bool = False
+    download: Download | None = None
 
     def locate(self) -> Paths:
         """Return the paths of the work directory for this plan."""

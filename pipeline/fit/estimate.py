@@ -91,7 +91,7 @@ class ModelShape:
     caches        cache of each decoder layer; () if the config does not describe it
     routed_bytes  stored bytes of the routed experts, which a conversion reads
     download      bytes to download first, unless the experts can be streamed
-    streams       whether the experts can be converted while they are downloaded
+    window_bytes  disk for the files that a streamed conversion holds; 0 if the experts cannot be streamed
     """
 
     experts: tuple[int, ...]
@@ -104,7 +104,7 @@ class ModelShape:
     caches: tuple[LayerCache, ...]
     routed_bytes: int
     download: int = 0
-    streams: bool = False
+    window_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ class Predictor:
         if not self.cards:
             ram |= {"rest": rest.rest, "cache": self.cache_bytes, "buffers": self.buffer_bytes}
         # Only if all experts are in the CPU's output, no other step needs them.
-        streamed = bool(self.shape.streams and form.disk and not rest.disk and not count)
-        disk = form.disk + rest.disk + (rest.rest if streamed else self.shape.download)
+        streamed = bool(self.shape.window_bytes and form.disk and not rest.disk and not count)
+        disk = form.disk + rest.disk + (rest.rest + self.shape.window_bytes if streamed else self.shape.download)
         return Choice(
             form,
             rest,

@@ -14,10 +14,12 @@ from ktconvert.layouts.outputs import Format, formats_by_option
 from ktconvert.layouts.outputs.format import explain_illegal_count, output_bytes
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.sources import config as cfg
+from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.runtime.checkpoint_experts import CheckpointExperts, divide_experts
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.pipeline.fit.estimate import KTCONVERT, ExpertForm, ModelShape, RestForm
+from ktconvert.pipeline.options.option_groups import Streaming
 from ktconvert.pipeline.plans.checkpoint import count_decoder_layers
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 
@@ -73,8 +75,13 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         find_caches(config, decoder_layers) or (),
         sum(stored_bytes),
         download,
-        streams=download > 0 and not source.container.experts_only,
+        window_bytes=_estimate_window(source) if download and not source.container.experts_only else 0,
     )
+
+
+def _estimate_window(source: TensorSource) -> int:
+    """Return the bytes of the files that `cpu --stream` holds, if each layer is in one file."""
+    return sum(sorted(shard.size for shard in source.shards)[-1 - Streaming().stream_ahead :])
 
 
 # --- the CPU's experts ----------------------------------------------------------------------------

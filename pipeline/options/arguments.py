@@ -68,6 +68,7 @@ class CpuArguments(CommonArguments, total=False):
     allow_machine_change: bool
     revision: str | None
     stream: bool
+    stream_ahead: int
     arch_file: str | PathLike[str] | None
 
 
@@ -102,6 +103,7 @@ class GpuArguments(CommonArguments, total=False):
     allow_machine_change: bool
     revision: str | None
     stream: bool
+    stream_ahead: int
     arch_file: str | PathLike[str] | None
 
 
@@ -129,6 +131,7 @@ class DequantizeArguments(CommonArguments, total=False):
     max_shard_size: int | None
     revision: str | None
     stream: bool
+    stream_ahead: int
 
 
 class FetchArguments(CommonArguments, total=False):
@@ -154,6 +157,7 @@ class MergeAdapterArguments(CommonArguments, total=False):
     max_shard_size: int | None
     revision: str | None
     stream: bool
+    stream_ahead: int
 
 
 class ResplitArguments(CommonArguments, total=False):

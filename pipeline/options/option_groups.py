@@ -198,6 +198,12 @@ class Streaming(Options):
     stream: bool = tuning_option(
         "Fetch the weights of a hub id while they are needed.", default=False, group=Group.INPUT
     )
+    stream_ahead: int = tuning_option(
+        "Number of files that --stream fetches ahead; 0: fetch only parts of files.",
+        Integer(min=0),
+        default=3,
+        group=Group.ADVANCED,
+    )
 
 
 class ArchFile(Options):

@@ -24,8 +24,11 @@ from ktconvert.layouts.outputs.configs import CONFIG_FILES
 from ktconvert.layouts.outputs.format import collapse_equal
 from ktconvert.layouts.sources.companions import require_copyable
 from ktconvert.layouts.sources.containers.safetensors import INDEX
-from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
+from ktconvert.layouts.sources.hub_headers import SHA256
+from ktconvert.layouts.sources.remote import RemoteFile
+from ktconvert.layouts.sources.source import Shard, TensorSource, open_checkpoint
 from ktconvert.layouts.tensors import format_ranges
+from ktconvert.pipeline.engine.download import WORTHWHILE, Download
 from ktconvert.pipeline.engine.existing import read_settings
 from ktconvert.pipeline.engine.plan import CARD, CONFIG, identify_by_stat
 from ktconvert.pipeline.engine.units import Stage
@@ -61,6 +64,33 @@ def open_source(options: Any, config: str | None = None) -> TensorSource:
         problem = f"its weights are fetched while they are needed, which does not work with {reasons[0]}"
         raise UsageError(f"{options.input}: {problem}; download the model first.")
     return source
+
+
+def plan_download(options: Any, source: TensorSource, stages: Sequence[Stage[Any]]) -> Download | None:
+    """Return the download of a source that is fetched while it is needed; None if it is local.
+
+    Files are fetched whole for stages that read most of them, unless --stream-ahead is 0.
+    """
+    if source.remote is None:
+        return None
+    files = {shard.name: RemoteFile(shard.name, shard.size, _find_sha256(shard)) for shard in source.shards}
+    reads: dict[str, tuple[str, ...]] = {}
+    whole: set[str] = set()
+    for stage in stages:
+        stage_reads = {
+            unit.fingerprint: tuple(dict.fromkeys(source.tensors[name].file for name, *_ in unit.inputs))
+            for unit in stage.units
+        }
+        names = {name for unit_names in stage_reads.values() for name in unit_names}
+        read_bytes = sum(unit.bytes_in for unit in stage.units)
+        if options.streaming.stream_ahead and read_bytes >= WORTHWHILE * sum(files[name].size for name in names):
+            whole |= stage_reads.keys()
+        reads |= stage_reads
+    return Download(source.remote, files, reads, whole, options.streaming.stream_ahead)
+
+
+def _find_sha256(shard: Shard) -> str | None:
+    return shard.blob if shard.blob is not None and SHA256.fullmatch(shard.blob) else None
 
 
 def arch_table(arch_file: str | None) -> tuple[Arch, ...]:

@@ -159,7 +159,8 @@ def build_output_plan(options: Any, hashed: Callable[[int], None] | None = None)
     files = plan.files
     if hashed is not None and options.verify_inputs and isinstance(options, HASHING):
         files = _add_hashes(files, plan.options.execution.thread_count, hashed)
-    return replace(plan, files=files, stages=compare_inputs(files, plan.stages))
+    stages = plan.stages if plan.download is None else tuple(map(plan.download.fetch_before, plan.stages))
+    return replace(plan, files=files, stages=compare_inputs(files, stages))
 
 
 _hashes: dict[tuple[Path, int, int], str] = {}  # (path, size, ctime) -> sha256; programs cannot set ctime

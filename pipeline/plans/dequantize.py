@@ -60,6 +60,7 @@ def plan_dequantize(
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(source.companion_root, [name for name in names if name not in dropped_files]),
+        download=checkpoint.plan_download(options, source, [stage]),
         config=dequantized.config_json(source.config) if facts["decoded"] else configs.encode_json(source.config),
         hooks=Hooks(
             # A few windows of each shard in flight, for any number of threads.

@@ -159,6 +159,7 @@ def build_expert_plan(
     stages = [stage]
     if rest.tensors:
         stages.append(copy_tensors.make_stage(source, rest.tensors, options.max_shard_size, metadata))
+    stages = stages if loose_files else [*checkpoint.number_shards(stages)]
     entries = fmt.description.config_entries(fmt, facts, rest.ignore, tool_version())
     config = (
         configs.config_json(source.config, entries, is_whole_model=fmt.arrangement.is_whole_model)
@@ -209,7 +210,7 @@ def build_expert_plan(
         options=options,
         files=checkpoint.source_files(source),
         reads=(*source.paths(), *checkpoint.option_files(options), *_list_statistics_files(statistics)),
-        stages=tuple(stages) if loose_files else checkpoint.number_shards(stages),
+        stages=tuple(stages),
         facts={**facts, **({"kept_layers": list(kept_layers)} if kept_layers else {})},
         notes=(
             *card_notes,
@@ -223,6 +224,7 @@ def build_expert_plan(
         kept_folders=None if kept_layers is None else tuple(map(_folder_pattern, kept_layers)),
         side_output=side_output,
         needs=Needs() if run is None else run.needs,
+        download=checkpoint.plan_download(options, source, stages),
         hooks=Hooks(
             peak_memory=peak_memory,
             render_card=render_card,

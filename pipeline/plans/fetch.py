@@ -54,6 +54,7 @@ def plan_fetch(options: FetchOptions) -> Plan:
         facts=facts,
         notes=notes,
         companions=checkpoint.companions(source.companion_root, source.companions()),
+        download=checkpoint.plan_download(options, source, [stage]),
         config=configs.encode_json(source.config),
         hooks=Hooks(
             peak_memory=lambda threads: checkpoint.BASE_MEMORY + copy_tensors.peak_memory(tensors),

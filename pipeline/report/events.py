@@ -92,6 +92,8 @@ class ProgressEvent(BaseEvent, tag="progress"):
     units_done: Annotated[int, Meta(description="number of finished units")]
     units: Annotated[int, Meta(description="number of units")]
     rss: Annotated[Nbytes, Meta(description="resident memory of this process")]
+    downloaded_bytes: Annotated[int | None, Meta(description="with `--stream`: bytes that were fetched")] = None
+    held_bytes: Annotated[int | None, Meta(description="with `--stream`: bytes of the input on the disk")] = None
 
 
 class PartEvent(BaseEvent, tag="part"):

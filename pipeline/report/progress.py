@@ -50,6 +50,7 @@ class Reporter:
         self._hidden_notes = 0
         self._current = ""
         self._amount: Callable[[float], str] = size
+        self._read_download: Callable[[], tuple[int, int]] | None = None
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._workers: dict[str, TaskID] = {}
@@ -163,6 +164,13 @@ class Reporter:
         self._task = self._bar.add_task(self._status(), total=total_bytes, completed=done_bytes)
         self._bar.start()
 
+    def show_download(self, read: Callable[[], tuple[int, int]]) -> None:
+        """Show the progress of a download, too.
+
+        read  returns the bytes that have been downloaded, and those of them that the disk holds
+        """
+        self._read_download = read
+
     def set_current(self, unit: str) -> None:
         """Set the unit that is shown as the current one."""
         self._current = unit
@@ -212,8 +220,11 @@ class Reporter:
                 return
             self._last_line = now
         rate, eta = self._measure_speed(now)
+        downloaded, held = (None, None) if self._read_download is None else self._read_download()
         self.event(
             "progress",
+            downloaded_bytes=downloaded,
+            held_bytes=held,
             done_bytes=self._done,
             total_bytes=self._total,
             bytes_per_second=round(rate),
@@ -237,9 +248,14 @@ class Reporter:
         """Return figures on the progress for people, the most important ones first."""
         rate, eta = self._measure_speed(now)
         speed = [] if eta is None else [f"{self._amount(rate)}/s"]
+        download = []
+        if self._read_download is not None:
+            downloaded, held = self._read_download()
+            download = [f"{size(downloaded)} fetched", f"{size(held)} on disk"]
         return [
             f"{100 * self._done / max(self._total, 1):.0f} %",
             f"ETA {'unknown' if eta is None else duration(eta)}",
+            *download,
             *speed,
             f"{self._amount(self._done)} of {self._amount(self._total)}",
             f"RSS {size(machine.rss())}",

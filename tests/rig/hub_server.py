@@ -26,7 +26,7 @@ class Hub:
     requests  (method, path, Range) of the requests so far
     sent      bytes of files that it has sent
     rate      bytes per second of all connections together; 0: no limit
-    faults    what goes wrong with the next reads of weights: "429", "503", "reset" or "short"
+    faults    what goes wrong with the next reads of weights: "429", "503", "reset", "short" or "flip"
     flipped   names of files whose last bit is flipped on the way
     """
 
@@ -55,7 +55,8 @@ def _identify(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _describe_file(folder: Path, name: str) -> dict[str, Any]:
+@functools.cache
+def _describe_file(folder: Path, name: str, _modified: int) -> dict[str, Any]:
     """Return what the hub states about a file: the SHA-256 of weights, and the hash of git for other files."""
     data = (folder / name).read_bytes()
     blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data, usedforsecurity=False).hexdigest()
@@ -101,7 +102,7 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             ]
             document: Any = entries
             if kind in (None, "revision"):
-                siblings = [_describe_file(folder, file) for file in sorted(files)]
+                siblings = [_describe_file(folder, file, (folder / file).stat().st_mtime_ns) for file in sorted(files)]
                 document = {"_id": "0", "id": name, "sha": COMMIT, "siblings": siblings, "private": False, "tags": []}
             elif kind == "paths-info":
                 asked = self.body.decode()
@@ -119,13 +120,13 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             with path.open("rb") as file:
                 file.seek(start)
                 data = file.read(stop - start) if self.command == "GET" else b""
-            if data and path.name in hub.flipped:
+            fault = hub.faults.pop(0) if span and hub.faults else ""
+            if data and (path.name in hub.flipped or fault == "flip"):
                 data = data[:-1] + bytes([data[-1] ^ 1])
-            if span and hub.faults:
-                fault = hub.faults.pop(0)
-                if fault.isdigit():
-                    self._send(int(fault), b"", {"Retry-After": "0"})
-                    return
+            if fault.isdigit():
+                self._send(int(fault), b"", {"Retry-After": "0"})
+                return
+            if fault in ("reset", "short"):
                 self.close_connection = True
                 data = data[: len(data) // 2] if fault == "short" else b""
             hub.sent += len(data)
