@@ -97,6 +97,7 @@ WITHOUT_ROW = {
     "ktconvert.pipeline.models.serving.": "requests (test_serve_requests.py), and files that load_model has already read",
     "ktconvert.layouts.extras._read_origin": "what pip has recorded",
     "ktconvert.layouts.sources.hub_headers.": "headers, which the readers of containers check (test_hub_headers.py)",
+    "ktconvert.layouts.sources.url_headers.": "headers, and an index (test_url_sources.py)",
     "ktconvert.pipeline.cli.completion.": "a start-up file of the shell, as text (test_completion.py)",
     "ktconvert.pipeline.cli.local_models.": "a damaged file gives a row that says so (test_models.py)",
     "ktconvert.pipeline.verify.reload.": "accepts any exception of transformers",

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import quote
 
 from ktconvert.layouts.errors import InputError, KTConvertError, ResourceError
@@ -29,15 +29,31 @@ INDEX_SUFFIX = ".safetensors.index.json"
 CONFIGS = ("config.json", "params.json", "quantize_config.json")
 
 
+class Remote(Protocol):
+    """The files of a model that is not here."""
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes start..stop-1 of a file, with one range request."""
+
+    def describe(self, name: str) -> str:
+        """Return how messages name a file."""
+
+    def require_unchanged(self, name: str) -> None:
+        """Raise InputError if a file has changed since its header was read."""
+
+    def fetch_companions(self, folder: Path) -> Path:
+        """Return a directory with all small files; `folder` has the headers."""
+
+
 class Location(NamedTuple):
     """A checkpoint whose headers can be opened.
 
-    remote  the commit that has its weights, if there are holes in their place; None if they are here
+    remote  the files with its weights, if there are holes in their place; None if they are here
     note    what the user should know; "" if nothing
     """
 
     path: Path
-    remote: Commit | None = None
+    remote: Remote | None = None
     note: str = ""
 
 
@@ -117,14 +133,14 @@ def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> t
     folder = _model_folder(repository) / str(info.sha)
     if missing := [name for name in files if name not in siblings]:
         raise InputError(f"{repository}: has no file {missing[0]}; look at its files on the hub")
-    names = [name for name in files or _select_files(siblings) if not (folder / name).exists()]
+    names = [name for name in files or select_files(siblings) if not (folder / name).exists()]
     remote = Commit(HfFileSystem(), repository, str(info.sha))
 
     def fetch(name: str) -> None:
         lfs = siblings[name].lfs
         # Other commits can have the same file of weights.
         blob = folder.parent / "blobs" / lfs.sha256 if lfs and SHA256.fullmatch(lfs.sha256) else None
-        _fetch_file(remote, folder / name, name, siblings[name].size or 0, blob)
+        fetch_file(remote, folder / name, name, siblings[name].size or 0, blob)
 
     try:
         with ThreadPoolExecutor(REQUESTS) as executor:
@@ -138,7 +154,7 @@ def _fetch_headers(repository: str, revision: str | None, files: list[str]) -> t
     return folder, remote
 
 
-def _select_files(names: Iterable[str]) -> Iterator[str]:
+def select_files(names: Iterable[str]) -> Iterator[str]:
     """Yield the config, the indexes, and all files of weights of the first kind that the repository has."""
     top = [name for name in names if "/" not in name]
     yield from (name for name in top if name in CONFIGS or name.endswith(INDEX_SUFFIX))
@@ -167,8 +183,15 @@ class Commit(NamedTuple):
         """Return how messages name a file."""
         return f"{self.repository} at {self.sha[:12]}: {name}"
 
+    def require_unchanged(self, name: str) -> None:
+        """Do nothing: files of a commit do not change."""
 
-def _fetch_file(remote: Commit, path: Path, name: str, size: int, blob: Path | None) -> None:
+    def fetch_companions(self, folder: Path) -> Path:
+        """Return the snapshot of the commit in the cache of the hub."""
+        return hub.resolve(self.repository, self.sha, companions_only=True)
+
+
+def fetch_file(remote: Remote, path: Path, name: str, size: int, blob: Path | None) -> None:
     """Fetch a whole small file, or the header of a file of weights, and publish it under its name.
 
     blob  if given, the file has this path, and `path` is a link to it
@@ -203,7 +226,7 @@ def _new_file(path: Path) -> Iterator[Path]:
             partial.unlink(missing_ok=True)
 
 
-def _fetch_header(remote: Commit, name: str, path: Path, container: Container, size: int) -> None:
+def _fetch_header(remote: Remote, name: str, path: Path, container: Container, size: int) -> None:
     """Write a file of this size with the header of a remote one, and a hole in place of its weights."""
     data, count = b"", FIRST_BYTES
     while True:

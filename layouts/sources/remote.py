@@ -21,7 +21,7 @@ import numpy as np
 
 from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.files.direct_file import explain_full_disk, reserve_space
-from ktconvert.layouts.sources.hub_headers import REQUESTS, Commit
+from ktconvert.layouts.sources.hub_headers import REQUESTS, Remote
 from ktconvert.native_quant.arrays import Array
 
 BLOCK = 1 << 20  # bytes that are fetched at least
@@ -53,8 +53,8 @@ class RemoteFiles:
     on_fetched     is called after each request, by many threads
     """
 
-    def __init__(self, commit: Commit, folder: Path) -> None:
-        self._commit, self._folder = commit, folder
+    def __init__(self, remote: Remote, folder: Path) -> None:
+        self._remote, self._folder = remote, folder
         self._executor = ThreadPoolExecutor(REQUESTS, thread_name_prefix="fetch")
         self._files: dict[str, _PartialFile] = {}
         self._whole: dict[str, tuple[RemoteFile, _PartialFile]] = {}
@@ -86,11 +86,12 @@ class RemoteFiles:
             digest = hashlib.sha256()
             for block in stored.iterate_blocks():
                 digest.update(block)
+            self._remote.require_unchanged(name)
             if file.sha256 in (None, digest.hexdigest()):
                 return
             stored.forget_blocks()
         problem = f"its SHA-256 is {digest.hexdigest()[:12]}, but the hub states {(file.sha256 or '')[:12]}"
-        raise InputError(f"{self._commit.describe(name)}: {problem}; check the network and resume")
+        raise InputError(f"{self._remote.describe(name)}: {problem}; check the network and resume")
 
     def drop_whole(self, name: str) -> None:
         """Return the disk space of a whole file, once no view needs it."""
@@ -127,7 +128,7 @@ class RemoteFiles:
 
     def _make_file(self, name: str, size: int, *, is_whole: bool = False) -> _PartialFile:
         def read(start: int, stop: int) -> bytes:
-            data = read_patiently(self._commit, name, start, stop)
+            data = read_patiently(self._remote, name, start, stop)
             with self._lock:
                 self.fetched_bytes += len(data)
             self.on_fetched()
@@ -279,14 +280,14 @@ class _PartialFile:
                 data, start = data[written:], start + written
 
 
-def read_patiently(commit: Commit, name: str, start: int, stop: int) -> bytes:
+def read_patiently(remote: Remote, name: str, start: int, stop: int) -> bytes:
     """Read bytes start..stop-1 of a file; try again after errors that pass, as long as the server asks to wait.
 
     Raises InputError if the hub does not send them.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            data = commit.read(name, start, stop)
+            data = remote.read(name, start, stop)
         except Exception as error:  # every library underneath raises its own
             problem, wait = str(error).strip().partition("\n")[0], _seconds_to_wait(error, attempt)
         else:
@@ -296,7 +297,7 @@ def read_patiently(commit: Commit, name: str, start: int, stop: int) -> bytes:
         if wait is None or attempt == ATTEMPTS:
             break
         time.sleep(wait)
-    raise InputError(f"{commit.describe(name)}: cannot be read ({problem}); repeat the command to continue")
+    raise InputError(f"{remote.describe(name)}: cannot be read ({problem}); repeat the command to continue")
 
 
 def _delay(attempt: int) -> float:
@@ -305,10 +306,13 @@ def _delay(attempt: int) -> float:
 
 def _seconds_to_wait(error: Exception, attempt: int) -> float | None:
     """Return how long to wait before another attempt; None if it cannot help."""
-    response = getattr(error, "response", None)
-    if response is None:  # the connection was refused, reset or too slow
-        return _delay(attempt)
-    if response.status_code not in TEMPORARY:
+    if isinstance(error, FileNotFoundError | PermissionError):
         return None
-    after = response.headers.get("Retry-After", "")
+    response = getattr(error, "response", error)  # the errors of aiohttp are their own responses
+    status = getattr(response, "status_code", getattr(response, "status", None))
+    if status is None:  # the connection was refused, reset or too slow
+        return _delay(attempt)
+    if status not in TEMPORARY:
+        return None
+    after = (getattr(response, "headers", None) or {}).get("Retry-After", "")
     return min(LONGEST_WAIT, float(after)) if after.isdigit() else _delay(attempt)

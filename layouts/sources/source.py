@@ -22,6 +22,7 @@ from ktconvert.layouts.sources.containers.container import Container, Header, Se
 from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.sources.hub_headers import Location, find_headers
 from ktconvert.layouts.sources.remote import RemoteFiles
+from ktconvert.layouts.sources.url_headers import URL, find_url_headers
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant.arrays import Array
 
@@ -176,7 +177,7 @@ def open_checkpoint(
 
     Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
-    place = Location(hub.resolve(location, revision)) if stream is None else find_headers(str(location), revision)
+    place = _locate(str(location), revision, streamed=stream is not None)
     path = place.path
     is_single_file = not path.is_dir()
     root = path.parent if is_single_file else path
@@ -201,7 +202,7 @@ def open_checkpoint(
     rotation.refuse_tensors(root, tensors)
     header_config = next((header.config for header in headers.values() if header.config), {})
     if config is None and place.remote is not None:
-        companion_root = hub.resolve(place.remote.repository, place.remote.sha, companions_only=True)
+        companion_root = place.remote.fetch_companions(root)
     else:
         companion_root = root if config is None else hub.resolve(config, companions_only=True)
     if config is not None and not (companion_root / "config.json").is_file():
@@ -215,6 +216,16 @@ def open_checkpoint(
     return TensorSource(
         root, *shown, selection.ignored, is_single_file, container, header_config, tuple(notes), conflict, remote
     )
+
+
+def _locate(name: str, revision: str | None, *, streamed: bool) -> Location:
+    """Return a checkpoint here, or if `streamed` the headers of one that is not. Raises UsageError for other URLs."""
+    if URL.fullmatch(name):
+        if not streamed:
+            reads = "only `fetch`, commands with --stream, and `verify` of experts for the CPU read it"
+            raise UsageError(f"{name}: is a URL; {reads}; download the model.")
+        return find_url_headers(name, revision)
+    return find_headers(name, revision) if streamed else Location(hub.resolve(name, revision))
 
 
 def read_headers(

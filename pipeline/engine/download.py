@@ -17,7 +17,7 @@ WORTHWHILE = 0.75  # part of its files that a stage must read so that they are f
 
 
 class Forecast(NamedTuple):
-    """What units will download.
+    """Prediction of a download.
 
     files        (name, bytes) of whole files, in the order of fetching
     parts_bytes  bytes of tensors that are fetched without the rest of their files

@@ -196,7 +196,7 @@ class Hub(Options):
 
 class Streaming(Options):
     stream: bool = tuning_option(
-        "Fetch the weights of a hub id while they are needed.", default=False, group=Group.INPUT
+        "Fetch the weights of a hub id or a URL while they are needed.", default=False, group=Group.INPUT
     )
     stream_ahead: int = tuning_option(
         "Number of files that --stream fetches ahead; 0: fetch only parts of files.",

@@ -49,7 +49,7 @@ class Hub:
 
 
 @functools.cache
-def _identify(path: Path) -> str:
+def _identify(path: Path, _modified: int) -> str:
     """Return the SHA-256 of a file, by which the hub identifies it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -114,7 +114,11 @@ def _make_handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
                 self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
                 return
             size = path.stat().st_size
-            headers = {"ETag": f'"{_identify(path)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            headers = {
+                "ETag": f'"{_identify(path, path.stat().st_mtime_ns)}"',
+                "X-Repo-Commit": COMMIT,
+                "Accept-Ranges": "bytes",
+            }
             span = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
             start, stop = (int(span[1]), min(size, int(span[2] or size) + 1)) if span else (0, size)
             with path.open("rb") as file:

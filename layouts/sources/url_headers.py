@@ -1,0 +1,169 @@
+"""Headers of models behind URLs (s3://, gs://, https://), which fsspec reads; kept like those of models of the hub."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ktconvert.layouts.errors import InputError, KtconvertError, UsageError
+from ktconvert.layouts.extras import require_packages
+from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
+from ktconvert.layouts.sources.hub_headers import REQUESTS, Location, cache_folder, fetch_file, select_files
+
+# Protocol -> the package that fsspec needs for it, and the extra that installs it
+PROTOCOLS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "https"), "http": ("aiohttp", "https")}
+URL = re.compile(rf"({'|'.join(PROTOCOLS)})://[^/]+.*")
+# Files to try if the server does not list its folders
+USUAL_FILES = (
+    INDEX,
+    SINGLE,
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+)
+USUAL_FILES += ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+USUAL_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "quantize_config.json")
+VERSIONS = ("ETag", "etag", "VersionId", "generation", "Content-MD5", "Last-Modified")  # what may identify the bytes
+
+
+class RemoteFolder(NamedTuple):
+    """The files of a folder behind a URL.
+
+    system  fsspec's file system
+    root    path of the folder in it
+    files   name -> what fsspec states about it
+    """
+
+    system: Any
+    url: str
+    root: str
+    files: Mapping[str, Mapping[str, Any]]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Return bytes start..stop-1 of a file, with one range request."""
+        data: bytes = self.system.cat_file(f"{self.root}/{name}", start=start, end=stop)
+        return data
+
+    def describe(self, name: str) -> str:
+        """Return how messages name a file."""
+        return f"{self.url}/{name}"
+
+    def require_unchanged(self, name: str) -> None:
+        """Raise InputError if a file has changed since its header was read."""
+        if identify(_read_info(self.system, f"{self.root}/{name}")) != identify(self.files[name]):
+            problem = "changed while it was being read; restore the old file and resume"
+            raise InputError(f"{self.describe(name)}: {problem}")
+
+    def fetch_companions(self, folder: Path) -> Path:
+        """Return the folder with the headers, after all small files have been fetched into it."""
+        names = [name for name in self.files if any(fnmatch(name, pattern) for pattern in hub.COMPANIONS)]
+        self.fetch(folder, names)
+        return folder
+
+    def fetch(self, folder: Path, names: Iterable[str]) -> None:
+        """Fetch small files, and headers of files of weights, unless they are in the folder."""
+
+        def fetch_missing(name: str) -> None:
+            is_weights = any(fnmatch(name, pattern) for pattern in hub.WEIGHTS)
+            blob = folder.parent / "blobs" / identify(self.files[name]) if is_weights else None
+            if not (folder / name).exists():
+                fetch_file(self, folder / name, name, int(self.files[name]["size"]), blob)
+
+        with ThreadPoolExecutor(REQUESTS) as executor:
+            list(executor.map(fetch_missing, names))
+
+
+def find_url_headers(url: str, revision: str | None = None) -> Location:
+    """Return a directory with the headers of a model behind a URL, and its files.
+
+    Raises UsageError for a revision, KtconvertError if a package is missing, InputError if the URL cannot be read.
+    """
+    if revision is not None:
+        raise UsageError(f"--revision {revision}: {url} is a URL; a revision is for a model of the hub")
+    url = url.rstrip("/")
+    protocol = url.partition(":")[0]
+    package, extra = PROTOCOLS[protocol]
+    require_packages(f"{protocol}://", ["fsspec", package], extra)
+    import fsspec
+
+    try:
+        system, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        remote = RemoteFolder(system, url, root, _list_files(system, root))
+        if not any(fnmatch(name, pattern) for name in remote.files for pattern in hub.WEIGHTS):
+            raise InputError(f"{url}: no file of weights is found there; check the URL and your credentials")
+        identity = hashlib.sha256("\n".join(sorted(map(identify, remote.files.values()))).encode()).hexdigest()
+        folder = cache_folder() / f"urls--{hashlib.sha256(url.encode()).hexdigest()[:16]}" / identity[:16]
+        remote.fetch(folder, select_files(remote.files))
+    except KtconvertError:
+        raise
+    except Exception as error:  # every library underneath raises its own
+        problem = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InputError(
+            f"{url}: cannot be read ({problem}); check the URL, your credentials and the network"
+        ) from None
+    return Location(folder, remote)
+
+
+def identify(info: Mapping[str, Any]) -> str:
+    """Return what identifies the bytes of a file, as the name of a file: its size and versions."""
+    versions = [str(info[key]) for key in VERSIONS if info.get(key)]
+    return re.sub(r"[^\w.-]", "", "-".join(["url", str(info["size"]), *versions]))[:200]
+
+
+def _list_files(system: Any, root: str) -> dict[str, Mapping[str, Any]]:
+    """Return what is stated about each file of a folder.
+
+    If the server does not list it, the index and the usual names are tried.
+
+    Raises InputError for a file without a size, or without an ETag or another version.
+    """
+    names = {str(path).rstrip("/").rpartition("/")[2] for path in _list_names(system, root)}
+    if not any(fnmatch(name, pattern) for name in names for pattern in hub.WEIGHTS):
+        names = {*USUAL_FILES, *_list_indexed(system, root)}
+    chosen = [name for name in sorted(names) if any(fnmatch(name, pattern) for pattern in hub.FILES)]
+
+    def read_info(name: str) -> Mapping[str, Any] | None:
+        try:
+            return _read_info(system, f"{root}/{name}")
+        except FileNotFoundError:
+            return None
+
+    with ThreadPoolExecutor(REQUESTS) as executor:
+        files = {name: info for name, info in zip(chosen, executor.map(read_info, chosen), strict=True) if info}
+    for name, info in files.items():
+        if info.get("size") is None or not any(info.get(key) for key in VERSIONS):
+            raise InputError(f"{root}/{name}: the server states no size or no ETag; download the model first")
+    return files
+
+
+def _list_names(system: Any, root: str) -> list[str]:
+    """Return the paths in a folder; none if the server does not list it."""
+    try:
+        paths: list[str] = system.ls(root, detail=False)
+    except (FileNotFoundError, PermissionError):
+        return []
+    return paths
+
+
+def _list_indexed(system: Any, root: str) -> set[str]:
+    """Return the names of the files of weights in an index; none without one."""
+    try:
+        names = {*json.loads(system.cat_file(f"{root}/{INDEX}"))["weight_map"].values()}
+    except FileNotFoundError:
+        return set()
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise InputError(f"{root}/{INDEX}: not an index of weights; download the model again") from None
+    return {name for name in names if isinstance(name, str) and is_inside(name)}
+
+
+def _read_info(system: Any, path: str) -> Mapping[str, Any]:
+    info: Mapping[str, Any] = system.info(path)
+    return info
