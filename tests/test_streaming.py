@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import mmap
@@ -13,6 +14,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from hypothesis import strategies as st
 from ktconvert.layouts.sources import remote
 from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.layouts.sources.hub_headers import FIRST_BYTES, Commit
-from ktconvert.layouts.sources.whole_files import plan_windows
+from ktconvert.layouts.sources.remote import RemoteFile
+from ktconvert.layouts.sources.whole_files import WholeFiles, list_fetches, plan_windows
 from ktconvert.native_quant.runtime.hot_experts import mask_file
 from rig import conversion, hub_server, killpoint, shims
 from rig.hub_server import Hub, serve_hub
@@ -120,6 +123,17 @@ def test_a_streamed_conversion_has_the_same_bytes(hub, environment, model, expec
         assert held < 0.3 * size, cache
 
 
+def test_job_shares_fetch_only_their_files(hub, environment, expected, tmp_path) -> None:
+    command = stream(tmp_path / "out")
+    assert conversion.ktconvert(*command, "--dry-run", env=environment).returncode == 0  # which fetches headers
+    hub.requests.clear()
+    assert conversion.ktconvert(*command, "--part", "1/2", env=environment).returncode == 0
+    sent = {path.rsplit("/", 1)[1] for method, path, span in hub.requests if method == "GET" and span}
+    assert sent == {f"model-{number:05d}-of-{LAYERS + 1:05d}.safetensors" for number in range(2, LAYERS + 1, 2)}
+    assert conversion.ktconvert("resume", tmp_path / "out", "--executor", "threads", env=environment).returncode == 0
+    assert weights(tmp_path / "out") == expected
+
+
 def test_faults_of_the_network_are_survived(hub, environment, expected, tmp_path) -> None:
     plan = (*stream(tmp_path / "out"), "--dry-run")
     assert conversion.ktconvert(*plan, env=environment).returncode == 0  # headers are in the cache from now on
@@ -183,6 +197,34 @@ def test_a_window_has_the_files_of_a_reader_and_the_next_ones(needs: list[tuple[
     for number, (own, window) in enumerate(zip(needs, plan_windows(needs, ahead), strict=True)):
         later = [name for names in needs[number + 1 :] for name in names if name not in own]
         assert window == (*own, *[*dict.fromkeys(later)][:ahead])
+
+
+@settings(deadline=None, max_examples=30)
+@given(needs=NEEDS, ahead=st.integers(1, 4))
+def test_readers_that_overlap_find_their_files_within_the_planned_space(
+    needs: list[tuple[str, ...]], ahead: int
+) -> None:
+    size = 4 * mmap.PAGESIZE
+    files = {name: RemoteFile(name, size, hashlib.sha256(WEIGHTS[:size]).hexdigest()) for name in "abcdefgh"}
+    peak = max((len(window) for window in plan_windows(needs, ahead)), default=0) * size
+    with conversion.memory_folder(Path(tempfile.mkdtemp())) as folder:
+        fetched = remote.RemoteFiles(Commit(FileSystem(), NAME, "0" * 40), folder)
+        whole = WholeFiles(fetched, files, needs, ahead)
+
+        def read(number: int) -> None:
+            with whole.hold(number):
+                for name in needs[number]:
+                    fetched.release(name, 0, size)
+                    assert fetched.view(name, size, 0, size).tobytes() == WEIGHTS[:size]
+                assert fetched.held_bytes <= peak
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(read, range(len(needs))))
+        assert fetched.held_bytes == 0
+        planned = len([*list_fetches(plan_windows(needs, ahead))])
+        assert fetched.fetched_bytes <= size * planned  # readers that overlap may skip a window
+        whole.close()
+        fetched.close()
 
 
 def test_the_disk_holds_as_many_files_as_planned(hub, environment, model, expected, tmp_path) -> None:

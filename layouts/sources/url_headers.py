@@ -22,15 +22,10 @@ PROTOCOLS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "
 URL = re.compile(rf"({'|'.join(PROTOCOLS)})://[^/]+.*")
 # Files to try if the server does not list its folders
 USUAL_FILES = (
-    INDEX,
-    SINGLE,
-    "config.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
+    *(INDEX, SINGLE, "config.json", "generation_config.json", "preprocessor_config.json", "quantize_config.json"),
+    *("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("vocab.json", "merges.txt", "added_tokens.json"),
 )
-USUAL_FILES += ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
-USUAL_FILES += ("vocab.json", "merges.txt", "added_tokens.json", "quantize_config.json")
 VERSIONS = ("ETag", "etag", "VersionId", "generation", "Content-MD5", "Last-Modified")  # what may identify the bytes
 
 

@@ -94,3 +94,10 @@ class Download:
 
     def _select_whole(self, units: Sequence[Unit[Any]]) -> list[Unit[Any]]:
         return [unit for unit in units if unit.fingerprint in self.whole]
+
+
+def fetch_inputs(
+    download: Download | None, units: Sequence[Unit[Any]], reporter: Reporter
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which these units are made, in this order: Download.run, or none for local files."""
+    return contextlib.nullcontext() if download is None else download.run(units, reporter)

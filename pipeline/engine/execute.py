@@ -14,6 +14,7 @@ from ktconvert.pipeline.engine import attempts, existing, journal
 from ktconvert.pipeline.engine.assemble import assemble_output, require_free_side_output, require_side_output
 from ktconvert.pipeline.engine.attempts import Attempt
 from ktconvert.pipeline.engine.disk_space import require_disk
+from ktconvert.pipeline.engine.download import fetch_inputs
 from ktconvert.pipeline.engine.loop import (
     OutputSchedule,
     Remaining,
@@ -120,8 +121,8 @@ def _schedule_threads(
     """Schedule the remaining units of all outputs for threads of this process, which `resources` ends."""
     remaining = [find_remaining(plan, workdir) for plan, workdir in workdirs]
     for (plan, _), groups in zip(workdirs, remaining, strict=True):
-        if plan.download is not None:
-            resources.enter_context(plan.download.run([unit for _, units in groups for unit in units], reporter))
+        in_order = [unit for _, units in groups for unit in units]
+        resources.enter_context(fetch_inputs(plan.download, in_order, reporter))
     units = sum(map(len, remaining))
     runners = resources.enter_context(
         open_thread_runners([workdir for _, workdir in workdirs], reporter, threads, units)

@@ -13,6 +13,7 @@ from ktconvert.layouts.errors import InputError, KTConvertError, OutputError, Us
 from ktconvert.layouts.files import documents, publish
 from ktconvert.pipeline.engine import attempts, lock
 from ktconvert.pipeline.engine.disk_space import require_disk
+from ktconvert.pipeline.engine.download import fetch_inputs
 from ktconvert.pipeline.engine.existing import (
     compare_plans,
     find_unit_states,
@@ -92,9 +93,14 @@ def make_share(
         missing = set(find_missing_units(plan, paths))
         our_units = [(stage, (unit,)) for stage, unit in all_units[share.number :: share.count] if unit in missing]
         attempts.remove_dead_files(paths)
-        require_disk([(plan, paths, [unit for _, (unit,) in our_units])])
+        in_order = [unit for _, (unit,) in our_units]
+        require_disk([(plan, paths, in_order)])
         stop = StopFlag()
-        with stop.handle_signals(), _open_runner(plan, paths, reporter, len(our_units), threads) as runner:
+        with (
+            stop.handle_signals(),
+            fetch_inputs(plan.download, in_order, reporter),
+            _open_runner(plan, paths, reporter, len(our_units), threads) as runner,
+        ):
             report = partial(report_finished, plan.options.output, reporter)
             run_units([OutputSchedule(plan, our_units, runner, report)], reporter, stop)
         remaining = find_missing_units(plan, paths)
