@@ -67,6 +67,7 @@ def address(hub: Hub) -> str:
 def test_a_model_behind_http_has_the_same_bytes_in_spite_of_faults(hub, environment, expected, tmp_path) -> None:
     """The server lists no folders: the index names the files of weights."""
     command = stream(address(hub), tmp_path / "out")
+    hub.faults += ["503", "reset"]
     assert conversion.ktconvert(*command, "--dry-run", env=environment).returncode == 0
     hub.faults += ["503", "429", "reset", "short"]
     done = conversion.ktconvert(*command, env=environment)

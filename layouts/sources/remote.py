@@ -9,7 +9,6 @@ import mmap
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,14 +21,11 @@ import numpy as np
 from ktconvert.layouts.errors import InputError, ResourceError
 from ktconvert.layouts.files.direct_file import explain_full_disk, reserve_space
 from ktconvert.layouts.sources.hub_headers import REQUESTS, Remote
+from ktconvert.layouts.sources.retries import call_patiently
 from ktconvert.native_quant.arrays import Array
 
 BLOCK = 1 << 20  # bytes that are fetched at least
 LONGEST_REQUEST = 16  # blocks
-ATTEMPTS = 6  # to read a block
-LONGEST_WAIT = 60.0  # seconds between two attempts
-# Answers after which another attempt can help: too many requests, and errors of the server
-TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 
 
 class RemoteFile(NamedTuple):
@@ -281,38 +277,21 @@ class _PartialFile:
 
 
 def read_patiently(remote: Remote, name: str, start: int, stop: int) -> bytes:
-    """Read bytes start..stop-1 of a file; try again after errors that pass, as long as the server asks to wait.
+    """Read bytes start..stop-1 of a file; try again after errors that pass.
 
-    Raises InputError if the hub does not send them.
+    Raises InputError if they do not arrive.
     """
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            data = remote.read(name, start, stop)
-        except Exception as error:  # every library underneath raises its own
-            problem, wait = str(error).strip().partition("\n")[0], _seconds_to_wait(error, attempt)
-        else:
-            if len(data) == stop - start:
-                return data
-            problem, wait = f"{len(data)} of {stop - start} bytes arrived", _delay(attempt)
-        if wait is None or attempt == ATTEMPTS:
-            break
-        time.sleep(wait)
-    raise InputError(f"{remote.describe(name)}: cannot be read ({problem}); repeat the command to continue")
 
+    def read() -> bytes:
+        data = remote.read(name, start, stop)
+        if len(data) != stop - start:
+            raise EOFError(f"{len(data)} of {stop - start} bytes arrived")
+        return data
 
-def _delay(attempt: int) -> float:
-    return min(LONGEST_WAIT, 0.5 * 2.0**attempt)
-
-
-def _seconds_to_wait(error: Exception, attempt: int) -> float | None:
-    """Return how long to wait before another attempt; None if it cannot help."""
-    if isinstance(error, FileNotFoundError | PermissionError):
-        return None
-    response = getattr(error, "response", error)  # the errors of aiohttp are their own responses
-    status = getattr(response, "status_code", getattr(response, "status", None))
-    if status is None:  # the connection was refused, reset or too slow
-        return _delay(attempt)
-    if status not in TEMPORARY:
-        return None
-    after = (getattr(response, "headers", None) or {}).get("Retry-After", "")
-    return min(LONGEST_WAIT, float(after)) if after.isdigit() else _delay(attempt)
+    try:
+        return call_patiently(read)
+    except Exception as error:  # every library underneath raises its own
+        problem = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"{remote.describe(name)}: cannot be read ({problem}); repeat the command to continue"
+        ) from None

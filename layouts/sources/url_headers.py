@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
 from ktconvert.layouts.sources.hub_headers import REQUESTS, Location, cache_folder, fetch_file, select_files
+from ktconvert.layouts.sources.retries import call_patiently
 
 # Protocol -> the package that fsspec needs for it, and the extra that installs it
 PROTOCOLS = {"s3": ("s3fs", "s3"), "gs": ("gcsfs", "gs"), "https": ("aiohttp", "https"), "http": ("aiohttp", "https")}
@@ -70,7 +72,8 @@ class RemoteFolder(NamedTuple):
             is_weights = any(fnmatch(name, pattern) for pattern in hub.WEIGHTS)
             blob = folder.parent / "blobs" / identify(self.files[name]) if is_weights else None
             if not (folder / name).exists():
-                fetch_file(self, folder / name, name, int(self.files[name]["size"]), blob)
+                size = int(self.files[name]["size"])
+                call_patiently(partial(fetch_file, self, folder / name, name, size, blob))
 
         with ThreadPoolExecutor(REQUESTS) as executor:
             list(executor.map(fetch_missing, names))
