@@ -55,7 +55,7 @@ class RemoteFolder(NamedTuple):
 
     def require_unchanged(self, name: str) -> None:
         """Raise InputError if a file has changed since its header was read."""
-        if identify(_read_info(self.system, f"{self.root}/{name}")) != identify(self.files[name]):
+        if identify(name, _read_info(self.system, f"{self.root}/{name}")) != identify(name, self.files[name]):
             problem = "changed while it was being read; restore the old file and resume"
             raise InputError(f"{self.describe(name)}: {problem}")
 
@@ -70,7 +70,7 @@ class RemoteFolder(NamedTuple):
 
         def fetch_missing(name: str) -> None:
             is_weights = any(fnmatch(name, pattern) for pattern in hub.WEIGHTS)
-            blob = folder.parent / "blobs" / identify(self.files[name]) if is_weights else None
+            blob = folder.parent / "blobs" / identify(name, self.files[name]) if is_weights else None
             if not (folder / name).exists():
                 size = int(self.files[name]["size"])
                 call_patiently(partial(fetch_file, self, folder / name, name, size, blob))
@@ -97,8 +97,8 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
         remote = RemoteFolder(system, url, root, _list_files(system, root))
         if not any(fnmatch(name, pattern) for name in remote.files for pattern in hub.WEIGHTS):
             raise InputError(f"{url}: no file of weights is found there; check the URL and your credentials")
-        identity = hashlib.sha256("\n".join(sorted(map(identify, remote.files.values()))).encode()).hexdigest()
-        folder = cache_folder() / f"urls--{hashlib.sha256(url.encode()).hexdigest()[:16]}" / identity[:16]
+        identities = "".join(identify(name, info) for name, info in sorted(remote.files.items()))
+        folder = cache_folder() / f"urls--{_hash(url)}" / _hash(identities)
         remote.fetch(folder, select_files(remote.files))
     except KtconvertError:
         raise
@@ -110,10 +110,14 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
     return Location(folder, remote)
 
 
-def identify(info: Mapping[str, Any]) -> str:
-    """Return what identifies the bytes of a file, as the name of a file: its size and versions."""
-    versions = [str(info[key]) for key in VERSIONS if info.get(key)]
-    return re.sub(r"[^\w.-]", "", "-".join(["url", str(info["size"]), *versions]))[:200]
+def identify(name: str, info: Mapping[str, Any]) -> str:
+    """Return a hash of what identifies the bytes of a file: its name, size and versions; no hash of its bytes."""
+    identity = [name, info["size"], *(info.get(key) for key in VERSIONS)]
+    return f"url-{_hash(repr(identity))}"
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def _list_files(system: Any, root: str) -> dict[str, Mapping[str, Any]]:
