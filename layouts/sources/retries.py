@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from ktconvert.layouts.errors import KtconvertError
+from ktconvert.layouts.errors import KTConvertError
 
 Result = TypeVar("Result")
 
@@ -14,7 +14,7 @@ ATTEMPTS = 6
 LONGEST_WAIT = 60.0  # seconds between two attempts
 # Answers after which another attempt can help: too many requests, and errors of the server
 TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
-FINAL = (FileNotFoundError, PermissionError, KtconvertError)  # errors after which none can
+FINAL = (FileNotFoundError, PermissionError, KTConvertError)  # errors after which none can
 
 
 def call_patiently(request: Callable[[], Result]) -> Result:

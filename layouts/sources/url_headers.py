@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ktconvert.layouts.errors import InputError, KtconvertError, UsageError
+from ktconvert.layouts.errors import InputError, KTConvertError, UsageError
 from ktconvert.layouts.extras import require_packages
 from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.containers.safetensors import INDEX, SINGLE, is_inside
@@ -82,7 +82,7 @@ class RemoteFolder(NamedTuple):
 def find_url_headers(url: str, revision: str | None = None) -> Location:
     """Return a directory with the headers of a model behind a URL, and its files.
 
-    Raises UsageError for a revision, KtconvertError if a package is missing, InputError if the URL cannot be read.
+    Raises UsageError for a revision, KTConvertError if a package is missing, InputError if the URL cannot be read.
     """
     if revision is not None:
         raise UsageError(f"--revision {revision}: {url} is a URL; a revision is for a model of the hub")
@@ -100,7 +100,7 @@ def find_url_headers(url: str, revision: str | None = None) -> Location:
         identities = "".join(identify(name, info) for name, info in sorted(remote.files.items()))
         folder = cache_folder() / f"urls--{_hash(url)}" / _hash(identities)
         remote.fetch(folder, select_files(remote.files))
-    except KtconvertError:
+    except KTConvertError:
         raise
     except Exception as error:  # every library underneath raises its own
         problem = str(error).strip().partition("\n")[0] or type(error).__name__
