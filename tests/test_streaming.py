@@ -150,7 +150,7 @@ def test_a_lasting_fault_ends_with_one_sentence_and_loses_nothing(hub, environme
         conversion.ktconvert(*stream(tmp_path / "out"), env=environment), 5, NAME, ".safetensors: cannot be read", "403"
     )
     hub.faults.clear()
-    assert conversion.ktconvert("resume", tmp_path / "out", env=environment).returncode == 0
+    assert conversion.ktconvert(*stream(tmp_path / "out"), env=environment).returncode == 0
     assert weights(tmp_path / "out") == expected
 
 

@@ -175,7 +175,7 @@ def find_experts(
         if match is not None and IMAGES not in name and matrices in (set(GATED), set(UNGATED)):
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
             lengths[match["prefix"]] = len(model.get_submodule(match["stack"]))  # type: ignore[arg-type]
-    has_encoder = model.config.is_encoder_decoder  # type: ignore[union-attr]
+    has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     is_one = len(modules) == 1 or has_encoder
     prefixes = list(modules) if is_one else [prefix for prefix in modules if prefix in PREFIXES]
     model_class = type(model).__name__

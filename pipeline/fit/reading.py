@@ -46,6 +46,7 @@ def read_model(name: str, revision: str | None, arch_file: str | None, numa: int
             shape = read_shape(model, numa, runtime, download)
             experts_only = source.container.experts_only
         names = name_model(name, revision, is_local=remote is None, experts_only=experts_only)
-        return NamedShape(shape, names, remote.sha if remote else None, note)
+        commit = remote.sha if isinstance(remote, hub_headers.Commit) else None
+        return NamedShape(shape, names, commit, note)
     finally:
         gc.enable()
