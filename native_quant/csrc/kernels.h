@@ -305,10 +305,12 @@ typedef int kt_is_special_fn(const kt_bf16_panel *panel, int64_t first, int64_t 
 /* Codes that are integers, of 4, 5, 6 or 8 bits.
      chunk        converts codes to chunks of int16, -4096 to 4096
      offset       what makes them unsigned, if it is added; 0: they are unsigned, or have 8 bits
-     has_factors  1: signed bytes for each 16 columns multiply the codes (Q6_K, ktq.h) */
+     has_factors  1: signed bytes for each 16 columns multiply the codes (Q6_K, ktq.h)
+     values       the integer of each code of 4 bits, plus offset, at most 31; NULL: codes are the integers */
 typedef struct {
     kt_chunk_fn *chunk;
     int offset, has_factors;
+    const uint8_t *values;
 } kt_integers;
 
 /* 32 rows of a weight: their codes and scales (formats.h).
@@ -335,11 +337,12 @@ struct kt_bf16_panel {
     kt_scales_fn *scale, *least;
 };
 
-/* Codes of 4 bits in the order of MXFP4 (bytes.md) to a chunk of BF16: values[code]. values[0] is 0. */
+/* Codes of 4 bits in the order of MXFP4 (bytes.md) to a chunk of BF16 or int16: values[code]. values[0] is 0. */
 typedef void kt_chunk_nibbles_fn(const uint16_t *values, const uint8_t *codes, int64_t columns, uint16_t *chunk);
 
-/* Scales of 1 byte (E8M0, of which 0 becomes 0) or 2 (BF16) to float32. count: a multiple of 32. */
-typedef void kt_widen_scales_fn(int bytes, const uint8_t *scales, int64_t count, float *out);
+/* Scales to float32: BF16, E8M0 (of which 0 becomes 0), or half of E8M0. count: a multiple of 32. */
+enum { KT_BF16_SCALES, KT_E8M0_SCALES, KT_HALF_E8M0_SCALES };
+typedef void kt_widen_scales_fn(int kind, const uint8_t *scales, int64_t count, float *out);
 
 /* Codes of FP8 E4M3 (bytes.md) to a chunk. */
 typedef void kt_chunk_fp8_fn(const uint8_t *codes, int64_t columns, uint16_t *chunk);

@@ -12,9 +12,11 @@ static kt_gemm_fn *gemm_int8(const kt_kernels *kernels) {
     return kernels->gemm_int8;
 }
 
-/* BF16 value of each 4-bit code: E2M1, integers in two's complement, unsigned integers. */
+/* BF16 value of each 4-bit code: E2M1, twice E2M1, integers in two's complement, unsigned integers. */
 static const uint16_t e2m1[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0,
                                   0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+static const uint16_t twice_e2m1[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40c0, 0x4100, 0x4140,
+                                        0x8000, 0xbf80, 0xc000, 0xc040, 0xc080, 0xc0c0, 0xc100, 0xc140};
 static const uint16_t int4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
                                   0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80};
 static const uint16_t uint4[16] = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
@@ -46,16 +48,22 @@ static void halve_weights(const uint8_t *scales, int64_t columns, uint16_t *chun
 static void scales_e8m0(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         float *scale) {
     const uint8_t *scales = panel->scales + first;
-    kernels->widen_scales(1, scales, columns, scale);
+    kernels->widen_scales(KT_E8M0_SCALES, scales, columns, scale);
     if (!has_zero_scale(panel, first, columns)) return;
     for (int64_t i = 0; i < columns; i++)
         if (!scales[i]) scale[i] = 0x1p-126f;
 }
 
-static void chunk_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
-                        uint16_t *chunk) {
-    chunk_nibbles(kernels, panel, first, columns, chunk);
-    if (has_zero_scale(panel, first, columns)) halve_weights(panel->scales + first, columns, chunk);
+/* The scales of twice the values. */
+static void scales_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                         float *scale) {
+    kernels->widen_scales(KT_HALF_E8M0_SCALES, panel->scales + first, columns, scale);
+}
+
+static void integers_mxfp4(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
+                           uint16_t *chunk) {
+    static const int16_t twice[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+    kernels->chunk_nibbles((const uint16_t *)twice, panel->codes + first * KT_PANEL_ROWS / 2, columns, chunk);
 }
 
 static void chunk_fp8(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
@@ -90,7 +98,7 @@ static void scales_gptq(const kt_kernels *kernels, const kt_bf16_panel *panel, i
 
 static void scales_bf16(const kt_kernels *kernels, const kt_bf16_panel *panel, int64_t first, int64_t columns,
                         float *scale) {
-    kernels->widen_scales(2, panel->scales + 2 * first, columns, scale);
+    kernels->widen_scales(KT_BF16_SCALES, panel->scales + 2 * first, columns, scale);
 }
 
 /* Writes a scale for 32 rows and some columns, four times at once. */
@@ -226,8 +234,12 @@ static void chunk_f16(const kt_kernels *kernels, const kt_bf16_panel *panel, int
     kernels->chunk_halves(get_codes(panel, first), columns, chunk);
 }
 
-static const kt_integers unsigned_integers = {integers_k, 0, 0}, signed_integers = {integers, 8, 0},
-                         bytes = {integers, 0, 0}, scaled_integers = {integers_q6_k, 32, 1};
+/* Twice E2M1, plus 12. */
+static const uint8_t mxfp4_values[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+static const kt_integers unsigned_integers = {integers_k, 0, 0, NULL}, signed_integers = {integers, 8, 0, NULL},
+                         bytes = {integers, 0, 0, NULL}, scaled_integers = {integers_q6_k, 32, 1, NULL},
+                         twice_mxfp4 = {integers_mxfp4, 12, 0, mxfp4_values};
 
 static const kt_geometry by_32 = {32, 32, 1}, by_64 = {64, 64, 1}, by_128 = {128, 128, 1},
                           by_k = {32, KTQ_K_COLUMNS, 1};
@@ -236,7 +248,8 @@ static const kt_format formats[] = {
     [KTQ_FORMAT_AMXINT4] = {&kt_int8_arithmetic, &kt_geometries[4], 4, 1, 0, sizeof(float), .gemm = gemm_int4},
     [KTQ_FORMAT_AMXINT8] = {&kt_int8_arithmetic, &kt_geometries[8], 8, 1, 0, sizeof(float), .gemm = gemm_int8},
     [KTQ_FORMAT_MXFP4] = {&kt_bf16_arithmetic, &by_64, 4, 1, 32, sizeof(uint8_t), .coding = KT_NIBBLES,
-                          .values = e2m1, .is_special = has_zero_scale, .chunk = chunk_mxfp4, .scale = scales_e8m0},
+                          .values = twice_e2m1, .chunk = chunk_nibbles, .integers = &twice_mxfp4,
+                          .scale = scales_mxfp4},
     [KTQ_FORMAT_FP8] = {&kt_bf16_arithmetic, &by_128, 8, 128, 128, sizeof(float), .coding = KT_E4M3,
                         .chunk = chunk_fp8, .scale = scales_fp8},
     [KTQ_FORMAT_BF16] = {&kt_bf16_arithmetic, &by_32, 16, 1, .coding = KT_BF16_CODES},

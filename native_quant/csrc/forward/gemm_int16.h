@@ -43,6 +43,7 @@ typedef void kt_int16_convert_fn(const kt_bf16_panel *panel, const uint16_t *a, 
 typedef struct {
     int64_t tokens, first, columns;
     const uint8_t *codes, *scales; /* codes: of column `first`; scales: of the panel */
+    const uint8_t *values;         /* as in kt_integers */
     const float *scale;
     const kt_int16_columns *a;
     int64_t pitch;
@@ -53,8 +54,8 @@ typedef void kt_int16_block_fn(const kt_int16_block *work);
 typedef struct {
     int64_t tokens; /* most tokens of a block */
     kt_int16_convert_fn *convert;
-    /* [tokens - 1] of codes that are signed nibbles, unsigned ones, and of 5, 6 and 8 bits */
-    kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *bits_5, *const *bits_6, *const *bits_8;
+    /* [tokens - 1] of codes that are signed nibbles, unsigned ones, ones with values, and of 5, 6 and 8 bits */
+    kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *values_4, *const *bits_5, *const *bits_6, *const *bits_8;
 } kt_int16_few;
 
 /* Runs a job whose activations fit into the scratch memory, at least KT_UNIT_COLUMNS columns at a time. */

@@ -30,7 +30,10 @@ static void fetch_scales(const kt_bf16_gemm *job, int64_t s, int64_t first, int6
 
 static kt_int16_block_fn *const *choose_blocks(const kt_bf16_panel *panel, const kt_int16_few *few) {
     switch (panel->bits) {
-    case 4: return panel->integers->offset ? few->signed_4 : few->unsigned_4;
+    case 4:
+        return panel->integers->values   ? few->values_4
+               : panel->integers->offset ? few->signed_4
+                                         : few->unsigned_4;
     case 5: return few->bits_5;
     case 6: return few->bits_6;
     default: return few->bits_8;
@@ -48,6 +51,7 @@ static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, spac
     work.codes = panel->codes + first * KT_PANEL_ROWS * panel->bits / 8;
     work.first = first;
     work.scales = panel->scales;
+    work.values = panel->integers->values;
     work.scale = scratch->scale;
     for (int64_t b = 0; b < blocks; b++) {
         int64_t from = job->m * b / blocks, to = job->m * (b + 1) / blocks;

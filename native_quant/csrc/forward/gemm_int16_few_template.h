@@ -10,14 +10,18 @@
 
 #define INLINE __attribute__((always_inline)) TARGET static inline
 
+/* Codes of 4 bits: unsigned, signed, or indices of values. */
+enum { UNSIGNED, SIGNED, VALUES };
+
 /* Two vectors at a time: the halves of the rows, or the two parts of one half after the other. */
 enum { TOGETHER = 2 };
 
 /* Codes of line v as unsigned bytes, four columns of each row: of the low or the high nibbles. */
-INLINE ints get_quads(int bits, int is_signed, int high, const uint8_t *half, int v) {
+INLINE ints get_quads(int bits, int kind, ints values, int high, const uint8_t *half, int v) {
     ints line = loadu_si(half + v * 64);
-    if (is_signed) line = xor_si(line, set1_epi8(0x88));
+    if (kind == SIGNED) line = xor_si(line, set1_epi8(0x88));
     ints quads = and_si(high ? srli_epi16(line, 4) : line, set1_epi8(15));
+    if (kind == VALUES) return shuffle_epi8(values, quads);
     if (bits == 4) return quads;
     ints upper = upper_bits(bits, half + 256, v);
     if (high) upper = srli_epi16(upper, bits - 4);
@@ -32,10 +36,10 @@ INLINE ints broadcast(const uint8_t *four) {
 
 /* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of codes of 4 to 6 bits. factors: signed bytes for
    each 16 columns and row, with 6 bits. */
-INLINE void multiply_quads(int bits, int is_signed, int tokens, const uint8_t *const *half,
+INLINE void multiply_quads(int bits, int kind, ints values, int tokens, const uint8_t *const *half,
                            const int8_t *const *factors, const kt_int16_columns *a, int64_t pitch,
                            ints (*sum)[TOGETHER]) {
-    const int lines = bits == 6 ? 2 : 4, step = PART_LINES(bits) < lines ? PART_LINES(bits) : lines;
+    const int lines = bits == 6 ? 2 : 4, most = PART_LINES(kind == VALUES ? 5 : bits), step = most < lines ? most : lines;
     ints part[FEW_BLOCK][TOGETHER][2], group[FEW_BLOCK][TOGETHER];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
@@ -43,7 +47,7 @@ INLINE void multiply_quads(int bits, int is_signed, int tokens, const uint8_t *c
         for (int high = 0; high < 2; high++) {
             ints quads[TOGETHER];
 #pragma GCC unroll 2
-            for (int x = 0; x < TOGETHER; x++) quads[x] = get_quads(bits, is_signed, high, half[x], v);
+            for (int x = 0; x < TOGETHER; x++) quads[x] = get_quads(bits, kind, values, high, half[x], v);
 #pragma GCC unroll 6
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
@@ -96,7 +100,8 @@ INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int1
     }
 }
 
-INLINE void few_block(int bits, int is_signed, int tokens, const kt_int16_block *work) {
+INLINE void few_block(int bits, int kind, int tokens, const kt_int16_block *work) {
+    const ints values = kind == VALUES ? load_repeated(work->values) : setzero_si();
     const int64_t half_bytes = 64 * bits, line_bytes = bits == 8 ? 32 : 64; /* a line: of the rows of a half */
     for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS)
         for (int pass = 0; pass < PASSES; pass++) {
@@ -112,7 +117,7 @@ INLINE void few_block(int bits, int is_signed, int tokens, const kt_int16_block 
                 factors[x] = bits == 6 ? kt_factors_at(work->scales, work->first + j) + row : NULL;
             }
             if (bits == 8) multiply_pairs(tokens, half, a, work->pitch, sum);
-            else multiply_quads(bits, is_signed, tokens, half, factors, a, work->pitch, sum);
+            else multiply_quads(bits, kind, values, tokens, half, factors, a, work->pitch, sum);
 #pragma GCC unroll 6
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
@@ -128,22 +133,25 @@ INLINE void few_block(int bits, int is_signed, int tokens, const kt_int16_block 
 #define DEFINE_BLOCKS(NAME)                                                                                            \
     FEW_BLOCKS(DEFINE_##NAME)                                                                                          \
     static kt_int16_block_fn *const NAME[FEW_BLOCK] = {FEW_BLOCKS(ADDRESS_##NAME)};
-#define DEFINE_BLOCK(NAME, N, BITS, IS_SIGNED)                                                                         \
+#define DEFINE_BLOCK(NAME, N, BITS, KIND)                                                                              \
     TARGET static void NAME##_##N(const kt_int16_block *work) {                                                        \
-        few_block(BITS, IS_SIGNED, N, work);                                                                           \
+        few_block(BITS, KIND, N, work);                                                                                \
     }
-#define DEFINE_signed_4(N) DEFINE_BLOCK(signed_4, N, 4, 1)
-#define DEFINE_unsigned_4(N) DEFINE_BLOCK(unsigned_4, N, 4, 0)
-#define DEFINE_bits_5(N) DEFINE_BLOCK(bits_5, N, 5, 0)
-#define DEFINE_bits_6(N) DEFINE_BLOCK(bits_6, N, 6, 0)
-#define DEFINE_bits_8(N) DEFINE_BLOCK(bits_8, N, 8, 0)
+#define DEFINE_signed_4(N) DEFINE_BLOCK(signed_4, N, 4, SIGNED)
+#define DEFINE_unsigned_4(N) DEFINE_BLOCK(unsigned_4, N, 4, UNSIGNED)
+#define DEFINE_values_4(N) DEFINE_BLOCK(values_4, N, 4, VALUES)
+#define DEFINE_bits_5(N) DEFINE_BLOCK(bits_5, N, 5, UNSIGNED)
+#define DEFINE_bits_6(N) DEFINE_BLOCK(bits_6, N, 6, UNSIGNED)
+#define DEFINE_bits_8(N) DEFINE_BLOCK(bits_8, N, 8, UNSIGNED)
 #define ADDRESS_signed_4(N) signed_4_##N,
 #define ADDRESS_unsigned_4(N) unsigned_4_##N,
+#define ADDRESS_values_4(N) values_4_##N,
 #define ADDRESS_bits_5(N) bits_5_##N,
 #define ADDRESS_bits_6(N) bits_6_##N,
 #define ADDRESS_bits_8(N) bits_8_##N,
 DEFINE_BLOCKS(signed_4)
 DEFINE_BLOCKS(unsigned_4)
+DEFINE_BLOCKS(values_4)
 DEFINE_BLOCKS(bits_5)
 DEFINE_BLOCKS(bits_6)
 DEFINE_BLOCKS(bits_8)
@@ -172,7 +180,7 @@ TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_
     }
 }
 
-static const kt_int16_few few = {FEW_BLOCK, convert, signed_4, unsigned_4, bits_5, bits_6, bits_8};
+static const kt_int16_few few = {FEW_BLOCK, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8};
 
 void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {
     if (job->m <= FEW(job->panel->bits)) kt_multiply_few_integers(job, &few);

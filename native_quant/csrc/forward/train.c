@@ -107,7 +107,7 @@ static void combine_experts(const kt_training *t, const kt_range *range, const k
             for (int64_t i = token * topk; i < (token + 1) * topk; i++) {
                 if (t->pass.pair[i].row < 0) continue;
                 const uint16_t *row = t->saved->down + (slice * t->pass.rows + t->pass.pair[i].row) * hidden;
-                t->kernels->widen_scales(2, (const uint8_t *)row, hidden, s->lora_product);
+                t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)row, hidden, s->lora_product);
                 t->kernels->combine(2, terms, (float[]){1, t->call->weights[i]}, hidden, s->products);
             }
         t->kernels->merge(1, terms, hidden, t->call->out + token * hidden);
@@ -131,7 +131,7 @@ static void weight_gradients(const kt_training *t, const kt_range *block, const 
     const float *terms[] = {s->products};
     for (int64_t row = first; row < first + block->count; row++) {
         const uint16_t *gradient = get_token_row(t, t->gradients->out, row);
-        t->kernels->widen_scales(2, (const uint8_t *)gradient, hidden, s->products);
+        t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)gradient, hidden, s->products);
         t->kernels->combine(1, terms, &t->call->weights[t->row_pair[row]], hidden, s->products);
         t->kernels->merge(1, terms, hidden, t->gradient + row * hidden);
         float sum = 0;
@@ -155,9 +155,9 @@ static void activation_gradients(const kt_training *t, int64_t m, const float *c
     float *by_up = by_gate + m * KT_PANEL_ROWS;
     for (int64_t i = 0; i < m; i++) {
         const uint16_t *first = (gated ? t->saved->gate : t->saved->up) + at + i * t->columns;
-        t->kernels->widen_scales(2, (const uint8_t *)first, KT_PANEL_ROWS, gate + i * KT_PANEL_ROWS);
+        t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)first, KT_PANEL_ROWS, gate + i * KT_PANEL_ROWS);
         if (gated)
-            t->kernels->widen_scales(2, (const uint8_t *)(t->saved->up + at + i * t->columns), KT_PANEL_ROWS,
+            t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)(t->saved->up + at + i * t->columns), KT_PANEL_ROWS,
                                      up + i * KT_PANEL_ROWS);
     }
     kt_activation job = {.function = &t->moe->function,
