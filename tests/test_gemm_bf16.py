@@ -32,6 +32,7 @@ SHAPES = {
     "GPTQ_INT4_32": ((32, 32), (64, 352)),
     "F16": ((32, 128), (64, 640)),
 }
+INTEGERS = ("MXFP4", *floats.INTEGERS)
 SCALE_COLUMNS = {"MXFP4": 32, "MXFP8": 32, **floats.INTEGERS}  # a sum in tiles ends after this number of columns
 CASES = [(name, n, k) for name, shapes in SHAPES.items() for n, k in shapes]
 
@@ -54,7 +55,7 @@ def sum_in_order(a: Any, weights: Any, columns: Iterable[int]) -> Any:
 
 def multiplication_form(isa: str, name: str) -> str:
     """Return how an instruction set multiplies a format: BF16 in pairs or in tiles, or integers."""
-    return "tiles" if isa == "amx" else "integers" if name in floats.INTEGERS else "pairs"
+    return "tiles" if isa == "amx" else "integers" if name in INTEGERS else "pairs"
 
 
 def integer_units(a: Any) -> Any:
@@ -185,7 +186,10 @@ def test_weights_may_have_any_alignment(isa: str, name: str) -> None:
 
 @pytest.mark.parametrize("m", [1, 6, 20])
 def test_smallest_and_largest_e8m0_scales_are_accurate(isa: str, m: int) -> None:
-    """2^-127 is subnormal in float32 and 2^127 the largest power of two; results are exact if they are normal."""
+    """2^-127 is subnormal in float32 and 2^127 the largest power of two; results are exact if they are normal.
+
+    MXFP4 takes half of each scale, so that its smallest one is 2^-125.
+    """
     n, k = 64, 128
     rng = np.random.default_rng(m)
     e2m1, e4m3 = rng.integers(0, 16, (n, k), np.uint8), rng.integers(0, 0x7F, (n, k), np.uint8)
@@ -194,9 +198,20 @@ def test_smallest_and_largest_e8m0_scales_are_accurate(isa: str, m: int) -> None
         activations = floats.to_bits(rng.choice([-1.5, 1, 1.25], (m, k)) * activation)
         numbers = floats.from_bits(activations)
         eighths = np.maximum(scales, 9) - 9  # so that E4M3's largest, 448, times the scale is finite
-        for name, weight in (("MXFP4", floats.mxfp4(e2m1, scales)), ("MXFP8", floats.mxfp8(e4m3, eighths))):
+        for name, weight in (
+            ("MXFP4", floats.mxfp4(e2m1, np.maximum(scales, 2))),
+            ("MXFP8", floats.mxfp8(e4m3, eighths)),
+        ):
             error = np.abs(multiply(name, activations, weight) - numbers @ weight.numbers.T)
             assert (error <= 1e-6 * np.abs(numbers) @ np.abs(weight.numbers.T) + 2.0**-126).all()
+
+
+@pytest.mark.parametrize("m", [1, 20])
+def test_the_two_smallest_scales_of_mxfp4_count_as_zero(isa: str, m: int) -> None:
+    codes, activations = np.full((64, 128), 2, np.uint8), floats.to_bits(np.full((m, 128), 2.0**100))
+    for scale in (0, 1, 2):
+        out = multiply("MXFP4", activations, floats.mxfp4(codes, np.full((64, 4), scale, np.uint8)))
+        assert (out == (0 if scale < 2 else 2.0 ** (100 + 7 - 125))).all()
 
 
 @pytest.mark.parametrize("m", [1, 20])

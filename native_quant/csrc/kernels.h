@@ -294,7 +294,6 @@ typedef void kt_scales_fn(const kt_kernels *kernels, const kt_bf16_panel *panel,
 enum {
     KT_OTHER_CODES, /* only `chunk` decodes them */
     KT_BF16_CODES,  /* BF16 numbers */
-    KT_NIBBLES,     /* codes of 4 bits, in the order of MXFP4 (bytes.md), and a table of their values */
     KT_E4M3,        /* FP8 E4M3 */
     KT_CODINGS,
 };
@@ -319,7 +318,7 @@ typedef struct {
      sum_columns  aligned columns of a row that share a scale
      terms        number of chunks whose sum is the weights
      coding       KT_OTHER_CODES .. KT_E4M3
-     values       KT_NIBBLES: BF16 value of each code; values[0] is 0
+     values       codes of 4 bits: BF16 value of each code; values[0] is 0
      is_special   NULL: no columns are special
      chunk        converts codes to chunks; NULL: codes are stored as chunks
      integers     how codes are integers, for gemm_int16; or NULL

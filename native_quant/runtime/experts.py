@@ -506,4 +506,4 @@ def _address(name: str, array: Array, dtype: type[np.generic], writable: bool = 
         raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")
     if writable and not array.flags.writeable:
         raise ValueError(f"{name} must be writable")
-    return int(array.__array_interface__["data"][0])
+    return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))

@@ -1,6 +1,5 @@
-/* Codes of 4 bits to BF16: a vector of words of 4 codes at a time. A file that includes this must define `table`,
- * load_table, which makes one of 16 values, and look_up_values: what the lowest codes of words stand for
- * (nibbles_*.h). */
+/* Codes of 4 bits to numbers of 16 bits: a vector of words of 4 codes at a time. A file that includes this must define
+ * `table`, load_table, which makes one of 16 values, and look_up_values: what the lowest codes of words stand for. */
 
 TARGET void KERNEL_OF(chunk_nibbles)(const uint16_t *values, const uint8_t *codes, int64_t columns, uint16_t *chunk) {
     const table codes_table = load_table(values);

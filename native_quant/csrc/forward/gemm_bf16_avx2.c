@@ -1,6 +1,6 @@
 /* Products of BF16, AVX2: 8 rows' first or second columns as float32, and fused multiply-adds. 6 tokens and 16 rows at
  * a time: 12 of 16 registers hold sums. */
-#include "nibbles_avx2.h"
+#include "vectors_avx2.h"
 
 #include "fp8_to_bf16.h"
 #include "gemm_bf16_steps.h"
@@ -74,9 +74,8 @@ INLINE KT_TARGET_AVX2 void block(int tokens, const kt_bf16_block *work) {
 
 /* One half of the rows after the other, in the order of the bytes. */
 INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work) {
-    const int64_t pairs_bytes = coding == KT_NIBBLES ? 64 : coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
+    const int64_t pairs_bytes = coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
     const int small_l1 = kt_has_small_l1();
-    const table values = coding == KT_NIBBLES ? load_table(work->values) : (table){{0}, {0}};
     const uint8_t *codes = work->chunk;
     const float *scale = work->scale;
     for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS, scale += work->scale_step)
@@ -87,18 +86,13 @@ INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work
             for (int t = 0; t < tokens; t++) sum[t][0] = sum[t][1] = setzero_ps();
 #pragma GCC unroll 1
             for (int i = 0; i < 4; i++, codes += pairs_bytes, a += 8) {
-                ints words[2] = {loadu_si(codes), loadu_si(codes + 32)};
                 kt_fetch_codes(small_l1, coding, codes, pairs_bytes);
 #pragma GCC unroll 4
                 for (int g = 0; g < 4; g++) {
                     ints pairs[2];
                     if (coding == KT_E4M3) fp8_to_bf16(codes + g * 32, pairs);
                     else
-                        for (int v = 0; v < 2; v++) {
-                            pairs[v] = coding == KT_NIBBLES ? look_up_values(values, words[v])
-                                                            : loadu_si(codes + g * 64 + v * 32);
-                            words[v] = srli_epi16(words[v], 4);
-                        }
+                        for (int v = 0; v < 2; v++) pairs[v] = loadu_si(codes + g * 64 + v * 32);
                     add_products(tokens, pairs, a + 2 * g, sum);
                 }
             }
@@ -111,7 +105,7 @@ INLINE KT_TARGET_AVX2 void few(int coding, int tokens, const kt_bf16_block *work
         }
 }
 
-#define FEW(X) KT_UP_TO_4(X, KT_BF16_CODES) KT_UP_TO_3(X, KT_E4M3) KT_UP_TO_3(X, KT_NIBBLES)
+#define FEW(X) KT_UP_TO_4(X, KT_BF16_CODES) KT_UP_TO_3(X, KT_E4M3)
 #include "gemm_bf16_few.h"
 
 KT_TARGET_AVX2 static void copy(const uint16_t *a, int64_t columns, void *out) {

@@ -1,6 +1,6 @@
 /* Products of BF16, AVX-512 without AVX512-BF16: 16 rows' first or second columns as float32, and fused multiply-adds.
  * Products of BF16 are exact in float32, so the sums are those of vdpbf16ps. */
-#include "nibbles_avx512.h"
+#include "vectors_avx512.h"
 
 #include "fp8_to_bf16.h"
 
@@ -23,7 +23,7 @@ TARGET static void copy(const uint16_t *a, int64_t columns, void *out) {
     }
 }
 
-#define FEW(X) KT_UP_TO_6(X, KT_BF16_CODES) KT_UP_TO_6(X, KT_E4M3) KT_UP_TO_4(X, KT_NIBBLES)
+#define FEW(X) KT_UP_TO_6(X, KT_BF16_CODES) KT_UP_TO_6(X, KT_E4M3)
 #include "gemm_bf16_few.h"
 
 static const kt_bf16_steps steps = {

@@ -1,5 +1,5 @@
 /* The code shared by the products of BF16 of AVX-512: up to 12 tokens, 24 registers of sums. A file that includes this
- * must include fp8_to_bf16.h and nibbles_avx512.h, and define
+ * must include vectors_avx512.h and fp8_to_bf16.h, and define
  *
  *     TARGET       the attribute of its functions
  *     item         an activation as it is read
@@ -72,17 +72,13 @@ KT_INLINE TARGET void block(int tokens, const kt_bf16_block *work) {
 #include "gemm_bf16_blocks.h"
 
 /* Decodes 4 pairs of columns of 16 rows. */
-KT_INLINE TARGET void decode(int coding, const uint8_t *codes, table values, __m512i *pairs) {
-    __m512i words = _mm512_loadu_si512(codes);
+KT_INLINE TARGET void decode(int coding, const uint8_t *codes, __m512i *pairs) {
     if (coding == KT_E4M3) {
         fp8_to_bf16(codes, pairs);
         fp8_to_bf16(codes + 64, pairs + 2);
     } else
 #pragma GCC unroll 4
-        for (int g = 0; g < 4; g++) {
-            pairs[g] = coding == KT_NIBBLES ? look_up_values(values, words) : _mm512_loadu_si512(codes + g * 64);
-            words = _mm512_srli_epi16(words, 4);
-        }
+        for (int g = 0; g < 4; g++) pairs[g] = _mm512_loadu_si512(codes + g * 64);
 }
 
 /* BF16 is read in the order of its bytes (Zen 4: 1.4 to 2.5 times as fast as other orders). Of other codes, both halves
@@ -90,8 +86,7 @@ KT_INLINE TARGET void decode(int coding, const uint8_t *codes, table values, __m
 KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
     const int halves = coding == KT_BF16_CODES ? 1 : 2;
     const int small_l1 = kt_has_small_l1();
-    const int64_t pairs_bytes = coding == KT_NIBBLES ? 64 : coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
-    const table values = coding == KT_NIBBLES ? load_table(work->values) : (table){0};
+    const int64_t pairs_bytes = coding == KT_E4M3 ? 128 : 256; /* of 4 pairs */
     const uint8_t *codes = work->chunk;
     const float *scale = work->scale;
     for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS, scale += work->scale_step)
@@ -106,7 +101,7 @@ KT_INLINE TARGET void few(int coding, int tokens, const kt_bf16_block *work) {
                 for (int h = 0; h < halves; h++) {
                     const uint8_t *place = codes + h * 4 * pairs_bytes + at;
                     __m512i pairs[4];
-                    decode(coding, place, values, pairs);
+                    decode(coding, place, pairs);
                     kt_fetch_codes(small_l1, coding, place, pairs_bytes);
 #pragma GCC unroll 4
                     for (int g = 0; g < 4; g++)

@@ -2,7 +2,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "nibbles_avx512.h"
+#include "vectors_avx512.h"
 
 #include "fp8_to_bf16.h"
 
@@ -24,7 +24,7 @@ static void copy(const uint16_t *a, int64_t columns, void *out) {
     memcpy(out, a, (size_t)columns * sizeof *a);
 }
 
-#define FEW(X) KT_UP_TO_6(X, KT_BF16_CODES) KT_UP_TO_6(X, KT_E4M3) KT_UP_TO_6(X, KT_NIBBLES)
+#define FEW(X) KT_UP_TO_6(X, KT_BF16_CODES) KT_UP_TO_6(X, KT_E4M3)
 #include "gemm_bf16_few.h"
 
 static const kt_bf16_steps steps = {

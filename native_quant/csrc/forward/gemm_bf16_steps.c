@@ -69,7 +69,6 @@ static void multiply(const kt_bf16_gemm *job, const kt_bf16_steps *steps, space 
                                         .chunk = chunk + b / blocks * count * KT_PANEL_ROWS * 2,
                                         .columns = count,
                                         .sum_columns = panel->sum_columns,
-                                        .values = panel->values,
                                         .scale = panel->scale ? scratch->scale : ones,
                                         .scale_step = panel->scale ? KT_PANEL_ROWS : 0,
                                         .a = scratch->a + from * steps->row_bytes + j * steps->item_bytes,

@@ -19,12 +19,11 @@ enum {
 typedef void kt_bf16_copy_fn(const uint16_t *a, int64_t columns, void *out);
 /* Adds to c[token * 32 + row] the scaled products of a chunk with the copied activations of some tokens. The scales of
    the first KT_SUM_COLUMNS columns are scale[32]; those of the next columns are `scale_step` floats further. Meanwhile
-   prefetches `step` bytes for each two columns. sum_columns and values: as in kt_bf16_panel. */
+   prefetches `step` bytes for each two columns. sum_columns: as in kt_bf16_panel. */
 typedef struct {
     int64_t tokens;
     const uint8_t *chunk;
     int64_t columns, sum_columns;
-    const uint16_t *values;
     const float *scale;
     int64_t scale_step;
     const void *a;

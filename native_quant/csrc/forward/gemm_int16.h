@@ -55,7 +55,8 @@ typedef struct {
     int64_t tokens; /* most tokens of a block */
     kt_int16_convert_fn *convert;
     /* [tokens - 1] of codes that are signed nibbles, unsigned ones, ones with values, and of 5, 6 and 8 bits */
-    kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *values_4, *const *bits_5, *const *bits_6, *const *bits_8;
+    kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *values_4, *const *bits_5, *const *bits_6,
+        *const *bits_8;
 } kt_int16_few;
 
 /* Runs a job whose activations fit into the scratch memory, at least KT_UNIT_COLUMNS columns at a time. */

@@ -39,7 +39,8 @@ INLINE ints broadcast(const uint8_t *four) {
 INLINE void multiply_quads(int bits, int kind, ints values, int tokens, const uint8_t *const *half,
                            const int8_t *const *factors, const kt_int16_columns *a, int64_t pitch,
                            ints (*sum)[TOGETHER]) {
-    const int lines = bits == 6 ? 2 : 4, most = PART_LINES(kind == VALUES ? 5 : bits), step = most < lines ? most : lines;
+    const int lines = bits == 6 ? 2 : 4, most = PART_LINES(kind == VALUES ? 5 : bits); /* values: at most 31 */
+    const int step = most < lines ? most : lines;
     ints part[FEW_BLOCK][TOGETHER][2], group[FEW_BLOCK][TOGETHER];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
