@@ -157,8 +157,8 @@ static void activation_gradients(const kt_training *t, int64_t m, const float *c
         const uint16_t *first = (gated ? t->saved->gate : t->saved->up) + at + i * t->columns;
         t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)first, KT_PANEL_ROWS, gate + i * KT_PANEL_ROWS);
         if (gated)
-            t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)(t->saved->up + at + i * t->columns), KT_PANEL_ROWS,
-                                     up + i * KT_PANEL_ROWS);
+            t->kernels->widen_scales(KT_BF16_SCALES, (const uint8_t *)(t->saved->up + at + i * t->columns),
+                                     KT_PANEL_ROWS, up + i * KT_PANEL_ROWS);
     }
     kt_activation job = {.function = &t->moe->function,
                          .m = m,

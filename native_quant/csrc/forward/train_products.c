@@ -28,11 +28,11 @@ void kt_round_products(const kt_training *t, int64_t m, float *c, float *lora_pr
     const float *sums[] = {c, lora_product};
     int64_t count = m * KT_PANEL_ROWS;
     t->kernels->merge(1, sums, count, s->rounded);
-    t->kernels->widen_scales(2, (uint8_t *)s->rounded, count, c);
+    t->kernels->widen_scales(KT_BF16_SCALES, (uint8_t *)s->rounded, count, c);
     if (lora_product) {
         t->kernels->combine(2, sums, (float[]){1, t->scaling}, count, c);
         t->kernels->merge(1, sums, count, s->rounded);
-        t->kernels->widen_scales(2, (uint8_t *)s->rounded, count, c);
+        t->kernels->widen_scales(KT_BF16_SCALES, (uint8_t *)s->rounded, count, c);
     }
     for (int64_t i = 0; out && i < m; i++)
         memcpy(out + i * pitch, s->rounded + i * KT_PANEL_ROWS, KT_PANEL_ROWS * sizeof *out);

@@ -6,6 +6,6 @@ TARGET void KERNEL_OF(widen_scales)(int kind, const uint8_t *scales, int64_t cou
     else {
         const floats factor = set1_ps(kind == KT_HALF_E8M0_SCALES ? 0.5f : 1.0f);
         for (int64_t i = 0; i < count; i += LANES)
-            store_ps(out + i, mul_ps(castsi_ps(slli_epi32(load_epu8_epi32(scales + i), 23)), factor));
+            storeu_ps(out + i, mul_ps(castsi_ps(slli_epi32(load_epu8_epi32(scales + i), 23)), factor));
     }
 }
