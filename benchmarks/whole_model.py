@@ -51,7 +51,9 @@ def main() -> None:
         llama_cpp.write_model(weights, options.type, experts=True, layers=options.layers)
         write_trunk(trunk, options.layers)
         arguments = {"trunk": str(trunk), "weights": str(weights), "prompt": options.prompt, "threads": options.threads}
-        print(f"{options.layers} layers, experts in {options.type}, {options.threads} threads; best of {options.rounds}")
+        print(
+            f"{options.layers} layers, experts in {options.type}, {options.threads} threads; best of {options.rounds}"
+        )
         print(f"{'':10} {'prefill, tokens/s':>18} {'decode, tokens/s':>18}")
         rounds = []
         for _ in range(options.rounds):
