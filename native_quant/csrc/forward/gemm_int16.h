@@ -13,7 +13,6 @@ enum {
     KT_INT16_BITS = 14, /* bits of the largest code: sums with KT_SUM_COLUMNS weights up to 4096 fit into int32 */
     KT_LEAST_EXPONENT = KT_INT16_BITS, /* least biased exponent for which unit and reciprocal are normal numbers */
     KT_CHUNK_SUMS = KT_CHUNK_COLUMNS / KT_SUM_COLUMNS,
-    KT_UNIT_COLUMNS = KT_CHUNK_COLUMNS, /* most columns of a panel that few tokens read at a time */
 };
 
 /* A token's activations for the columns of a chunk: integers with a unit for each KT_SUM_COLUMNS columns. */
@@ -52,14 +51,15 @@ typedef struct {
 typedef void kt_int16_block_fn(const kt_int16_block *work);
 
 typedef struct {
-    int64_t tokens; /* most tokens of a block */
+    int64_t tokens;       /* most tokens of a block */
+    int64_t unit_columns; /* columns of a panel that are read at a time, for codes of up to 5 bits */
     kt_int16_convert_fn *convert;
     /* [tokens - 1] of codes that are signed nibbles, unsigned ones, ones with values, and of 5, 6 and 8 bits */
     kt_int16_block_fn *const *signed_4, *const *unsigned_4, *const *values_4, *const *bits_5, *const *bits_6,
         *const *bits_8;
 } kt_int16_few;
 
-/* Runs a job whose activations fit into the scratch memory, at least KT_UNIT_COLUMNS columns at a time. */
+/* Runs a job whose activations fit into the scratch memory. */
 void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few);
 
 /* Of a panel with factors: those of KT_SUM_COLUMNS columns, [2][32], from the address of its scales. */

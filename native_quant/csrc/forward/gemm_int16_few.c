@@ -1,11 +1,10 @@
-/* Products of integers with few tokens: gemm_int16.h. Two panels are read in turn, KT_UNIT_COLUMNS columns at a time,
- * which stay in L1 while one block of tokens after the other is multiplied. Activations are converted once for all
+/* Products of integers with few tokens: gemm_int16.h. Two panels are read in turn, a unit of columns at a time, which
+ * stays in L1 while one block of tokens after the other is multiplied. Activations are converted once for all
  * panels, as many columns at a time as fit into the scratch memory. */
 #include "gemm_int16.h"
 
 enum {
-    UNIT_SUMS = KT_UNIT_COLUMNS / KT_SUM_COLUMNS,
-    SCALES = UNIT_SUMS * KT_PANEL_ROWS,
+    SCALES = KT_CHUNK_SUMS * KT_PANEL_ROWS, /* least values are read for KT_CHUNK_COLUMNS columns */
     CAPACITY = (KT_GEMM_SCRATCH - SCALES * (int)sizeof(float)) / (int)sizeof(kt_int16_columns),
 };
 
@@ -17,6 +16,11 @@ _Static_assert(sizeof(space) <= KT_GEMM_SCRATCH, "activations take the remaining
 
 static int64_t minimum(int64_t x, int64_t y) {
     return x < y ? x : y;
+}
+
+/* Columns of a unit: 2 to 4 KiB of codes. Zen 4 reads 6 KiB at a time more slowly. */
+static int64_t find_unit_columns(const kt_bf16_panel *panel, const kt_int16_few *few) {
+    return panel->bits < 6 ? few->unit_columns : 128;
 }
 
 /* Prefetches the scales of columns first .. of panel s, if there is one. */
@@ -65,15 +69,16 @@ static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, spac
 static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t first,
                              int64_t columns) {
     kt_int16_block work = {.pitch = columns / KT_SUM_COLUMNS};
+    const int64_t unit = find_unit_columns(job->panel, few);
     for (int64_t s = 0; s < 2; s++) fetch_scales(job, s, first, columns);
     for (int64_t t = 0; t < job->m; t++)
         few->convert(job->panel, job->a + t * job->a_pitch + first, columns, scratch->a + t * work.pitch);
     for (int64_t pair = 0; pair < job->panels; pair += 2) {
         const int64_t end = minimum(pair + 2, job->panels);
         for (int64_t s = pair; !first && s < end; s++) kt_begin_bf16_sums(job, s, scratch->scale);
-        for (int64_t j = 0; j < columns; j += KT_UNIT_COLUMNS)
+        for (int64_t j = 0; j < columns; j += unit)
             for (int64_t s = pair; s < end; s++) {
-                work.columns = minimum(columns - j, KT_UNIT_COLUMNS);
+                work.columns = minimum(columns - j, unit);
                 work.a = scratch->a + j / KT_SUM_COLUMNS;
                 multiply_unit(job, few, scratch, s, first + j, work);
             }
@@ -81,7 +86,7 @@ static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, s
 }
 
 void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few) {
-    const int64_t at_once = CAPACITY / job->m / UNIT_SUMS * KT_UNIT_COLUMNS;
+    const int64_t at_once = CAPACITY / job->m / KT_CHUNK_SUMS * KT_CHUNK_COLUMNS;
     for (int64_t first = 0; first < job->k; first += at_once)
         multiply_columns(job, few, (space *)job->scratch, first, minimum(job->k - first, at_once));
 }

@@ -2,6 +2,8 @@
  * that includes this after gemm_int16_template.h must define
  *
  *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block; X(1) .. X(FEW_BLOCK)
+ *     FEW_AHEAD                   bytes between a code that is multiplied and one that is prefetched
+ *     FEW_UNIT                    columns of a unit with codes of up to 5 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
  *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
  *     widen(high, low)            128 * high + low of two such parts, as int32
@@ -110,7 +112,7 @@ INLINE void few_block(int bits, int kind, int tokens, const kt_int16_block *work
             const int8_t *factors[TOGETHER];
             ints sum[FEW_BLOCK][TOGETHER];
             const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
-            for (int i = 0; i < 2 * bits / PASSES; i++) fetch_to_l2(codes + KT_CHUNK_AHEAD + i * 64);
+            for (int i = 0; i < 2 * bits / PASSES; i++) fetch_to_l2(codes + FEW_AHEAD + i * 64);
             for (int x = 0; x < TOGETHER; x++) {
                 const int row = (pass * TOGETHER + x) * LANES;
                 half[x] = codes + row % KT_HALF_ROWS * line_bytes / KT_HALF_ROWS +
@@ -181,7 +183,7 @@ TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_
     }
 }
 
-static const kt_int16_few few = {FEW_BLOCK, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8};
+static const kt_int16_few few = {FEW_BLOCK, FEW_UNIT, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8};
 
 void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {
     if (job->m <= FEW(job->panel->bits)) kt_multiply_few_integers(job, &few);

@@ -19,6 +19,7 @@ multiply_columns(int wide, int tokens, const uint8_t *chunk, const float *scale,
 #pragma GCC unroll 12
         for (int t = 0; t < tokens; t++) sum[w][t][0] = sum[w][t][1] = setzero_si();
     chunk += first / KT_HALF_ROWS * KT_HALF_BYTES;
+#pragma GCC unroll 16
     for (int pair = 0; pair < KT_SUM_COLUMNS / 2; pair++, chunk += 64, a += 2)
 #pragma GCC unroll 4
         for (int w = 0; w < wide; w++) {
