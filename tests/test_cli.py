@@ -206,9 +206,9 @@ def test_a_second_input_or_output_is_an_error(tmp_path: Path, cli: Any, example:
     cli("cpu", "-i", example, "--input-path", example, "-o", tmp_path / "a", code=2)
 
 
-@pytest.mark.parametrize("line", ["verfy", "cpu --quant-metod int8"])
-def test_mistyped_names_suggest_the_right_one(line: str, cli: Any) -> None:
-    assert re.search(r"Did you mean.*'(verify|--quant-method)'", cli(*line.split(), code=2).stderr)
+@pytest.mark.parametrize("line", ["verfy", "convert a b", "cpu --quant-metod int8"])
+def test_wrong_names_suggest_the_right_one(line: str, cli: Any) -> None:
+    assert re.search(r"Did you mean.*'(verify|cpu|--quant-method)'", cli(*line.split(), code=2).stderr)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

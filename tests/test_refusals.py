@@ -278,6 +278,11 @@ def test_a_read_only_parent_is_named(source, output):
     assert conversion.names(output.parent) == []
 
 
+def test_a_parent_without_folders_is_named(source):
+    """/proc refuses new folders as if their parent were missing."""
+    conversion.check_refusal(convert(source, Path("/proc/out")), 7, "/proc/out.work: cannot be created")
+
+
 @pytest.mark.parametrize("killed", [False, True], ids=["undisturbed", "killed"])
 def test_a_read_only_parent_moves_work_into_the_output(source, output, expected, killed):
     output.mkdir()

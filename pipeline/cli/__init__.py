@@ -73,6 +73,15 @@ Examples:
   ktconvert verify OUT --against MODEL
 """
 
+# Words that people try for a command -> what they mean
+OTHER_WORDS = {
+    **dict.fromkeys(("convert", "quantize", "quantise"), "'cpu' or 'gpu'"),
+    **dict.fromkeys(("list", "ls"), "'models'"),
+    **dict.fromkeys(("chat", "generate"), "'run'"),
+    "help": "--help",
+    "download": "'fetch'",
+}
+
 # Messages of Python and the dynamic linker when this process reaches a limit
 LIMIT_MESSAGES = ("can't start new thread", "failed to map segment", "annot allocate memory")
 
@@ -109,7 +118,10 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.NoSuchCommand as error:  # click knows only imported commands
-            raise click.NoSuchCommand(error.command_name, possibilities=COMMANDS, ctx=ctx) from None
+            name, message = error.command_name, None
+            if name in OTHER_WORDS:
+                message = f"No such command {name!r}. Did you mean {OTHER_WORDS[name]}?"
+            raise click.NoSuchCommand(name, message, None if message else COMMANDS, ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

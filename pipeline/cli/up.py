@@ -133,7 +133,7 @@ def _count_finished(setup: Setup, folder: Path) -> int:
 
 
 def _format_setup(setup: Setup, folder: Path) -> str:
-    lines = [f"directory: {folder}"]
+    lines = [f"directory: {folder}", "", f"mkdir -p {shlex.quote(str(folder))}", f"cd {shlex.quote(str(folder))}"]
     for number, step in enumerate(setup.steps):
         state = " (finished)" if number < setup.finished else ""
         lines += ["", f"# {step.name}{state}", step.command]

@@ -105,13 +105,18 @@ def has_content(path: Path, nbytes: int, sha256: str) -> bool:
 def make_private_folder(root: Path) -> None:
     """Make a work directory that only its user can enter, or accept one that this user made.
 
-    Raises OutputError for a folder of a different user, who could put links where we write and remove.
+    Raises OutputError for a folder of a different user, who could put links where we write and remove, and for one that
+    its file system does not allow.
     """
     publish.make_folder(root.parent)
-    with contextlib.suppress(FileExistsError):
+    try:
         root.mkdir(mode=PRIVATE)
         publish.sync_folder(root.parent)
         return
+    except FileExistsError:
+        pass
+    except FileNotFoundError as error:  # of a file system like /proc
+        raise OutputError(f"cannot be created ({error.strerror})", ELSEWHERE, path=root) from None
     try:
         fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except PermissionError:

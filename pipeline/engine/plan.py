@@ -92,7 +92,7 @@ class Needs:
     scratch_bytes: int = 0
     portion_bytes: int = 0
     advice: tuple[str, ...] = ()
-    remedies: str = "Use a machine with more memory."
+    remedies: str = "Raise --max-memory, or use a machine with more memory."
 
 
 @dataclass(frozen=True)
