@@ -26,7 +26,7 @@ from rig.safetensors import write_file
 pytest.importorskip("peft")
 
 # Commands that only read their argument `output`, or never replace a file of another program.
-READS = {"status", "verify", "inspect", "bench", "experts", "convert-adapter", "resume"}
+READS = {"status", "verify", "inspect", "bench", "experts", "convert-adapter", "resume", "up"}
 RTN = ("--quant-method", "RTN", "--quant-type", "W4A16")
 SHORT = ("--num-calibration-samples", 1, "--max-sequence-length", 16)
 # Arguments of each command, with the names of inputs (in `inputs_folder`) and OUT.

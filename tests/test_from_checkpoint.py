@@ -139,7 +139,7 @@ CONTRADICTIONS = [
     ({"method": "AMXINT4"}, "layer 0 are BF16, which method BF16 computes, not AMXINT4; give"),
     ({"layer": 3}, "has no experts in layer 3, but in 0; give one of these"),
     ({"parts": 3}, r"3 NUMA slices: .* 256 does not divide by 3. Legal .*: 1, 2, 4, 8\."),
-    ({"num_experts": 4}, "num_experts 2 according to its tensors, not 4"),
+    ({"num_experts": 4}, r"num_experts 2, not 4 \(from its tensors\)"),
 ]
 
 

@@ -34,7 +34,7 @@ PAGES = {
 COMMAND_PAGES = {
     "start/first-conversion.md": ("eval", "run"),
     "start/server.md": (),
-    "how-to/fit.md": (),
+    "how-to/fit.md": ("up",),  # test_up.py runs it
     "how-to/stream.md": ("serve",),
 }
 HUB_MODELS = ("deepseek-ai/DeepSeek-V3.1", "Qwen/Qwen3-235B-A22B")
@@ -94,7 +94,7 @@ def test_the_commands_of_a_page_succeed(page: str, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(example)
     text = (ROOT / "docs" / page).read_text().replace("\\\n", " ").replace(" /models/", f" {tmp_path}/models/")
     commands = [shlex.split(line)[1:] for line in re.findall(r"^ *ktconvert .*", text, re.MULTILINE)]
-    run = [words for words in commands if words[0] not in COMMAND_PAGES[page]]
+    run = [words for words in commands if words[0] not in COMMAND_PAGES[page] and "s3://" not in " ".join(words)]
     assert run
     with serve_hub(dict.fromkeys(HUB_MODELS, example)) as hub:
         env = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub")}
