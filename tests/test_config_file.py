@@ -104,7 +104,7 @@ WRONG = {
     "[cpi]\nthreads = 1": "[cpi]: no command has this name; did you mean cpu?",
     "threads = 1": "threads is in no table; write it below [all]",
     "[cpu]\nthreads = 0": "[cpu] threads: 0 is not in the range x>=1; correct the value.",
-    "[cpu]\nthreads = 1.5": "[cpu] threads: '1.5' is not a valid integer range; correct the value.",
+    "[cpu]\nthreads = 1.5": "[cpu] threads: '1.5' is not a valid integer; correct the value.",
     "[cpu]\nthreads = [1]": "[cpu] threads: the value has the wrong type; give a number or a text in quotes.",
     "[cpu]\nthreads = true": "[cpu] threads: the value has the wrong type; give a number or a text in quotes.",
     "[cpu]\noverwrite = 1": "[cpu] overwrite: the value has the wrong type; give true or false.",

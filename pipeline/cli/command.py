@@ -115,6 +115,11 @@ class HelpOption(click.Option):
         super().__init__(*arguments, **keywords)
         self._unset = unset
 
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        """Name the environment variable only if it has the wrong value."""
+        is_variable = ctx is not None and ctx.get_parameter_source(self.name or "") is ParameterSource.ENVIRONMENT
+        return super().get_error_hint(ctx) if is_variable else click.Parameter.get_error_hint(self, ctx)
+
     def get_help_extra(self, ctx: click.Context) -> OptionHelpExtra:
         extra = super().get_help_extra(ctx)
         if isinstance(self.type, Integer):

@@ -59,7 +59,7 @@ def up(options: UpOptions) -> None:
     else:
         _require_same_options(setup, folder)
     setup.finished = _count_finished(setup, folder)
-    click.echo(_format_setup(setup, folder))
+    click.echo(_format_setup(setup, folder, options.port))
     if options.dry_run:
         return
     _require_packages(setup)
@@ -132,11 +132,12 @@ def _count_finished(setup: Setup, folder: Path) -> int:
     return sum(1 for _ in takewhile(lambda step: (folder / step.output).exists(), finished))
 
 
-def _format_setup(setup: Setup, folder: Path) -> str:
+def _format_setup(setup: Setup, folder: Path, port: int) -> str:
     lines = [f"directory: {folder}", "", f"mkdir -p {shlex.quote(str(folder))}", f"cd {shlex.quote(str(folder))}"]
     for number, step in enumerate(setup.steps):
         state = " (finished)" if number < setup.finished else ""
         lines += ["", f"# {step.name}{state}", step.command]
+    lines[-1] += f" --port {port}"
     return "\n".join(lines)
 
 

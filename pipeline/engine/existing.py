@@ -305,10 +305,19 @@ def _compare_settings(old: SavedPlan | Manifest, plan: Plan) -> list[str]:
     for name in sorted({*old.settings, *new.settings}):
         old_value = old.settings.get(name)
         new_value = new.settings.get(name)
-        if old_value != new_value:
-            old_text, new_text = ("not given" if value is None else value for value in (old_value, new_value))
-            differences.append(f"{plan.options.find_flag(name)} was {old_text}, is {new_text}")
+        flag = plan.options.find_flag(name)
+        if isinstance(old_value, dict) and isinstance(new_value, dict):
+            changed = [key for key in new_value if old_value.get(key) != new_value[key]]
+            differences += [f"{flag}: {key} was {old_value.get(key)}, is {new_value[key]}" for key in changed]
+        elif old_value != new_value:
+            differences.append(f"{flag} was {_format_setting(old_value)}, is {_format_setting(new_value)}")
     return differences
+
+
+def _format_setting(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value)) or "not given"
+    return "not given" if value is None else "given" if isinstance(value, dict) else str(value)
 
 
 def compare_files(old: Iterable[SourceFile], plan: Plan) -> tuple[list[str], list[str]]:

@@ -260,10 +260,11 @@ def _skip_onednn_for_single_tokens(model: Any) -> None:
 
     def start(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         tokens = next((value for value in (*arguments[:1], *map(keywords.get, TOKENS)) if value is not None), None)
-        torch.backends.mkldnn.enabled = tokens is None or tokens.shape[:2].numel() > 1
+        enabled = tokens is None or tokens.shape[:2].numel() > 1
+        torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
 
     def end(model: Any, arguments: tuple[Any, ...], output: Any) -> None:
-        torch.backends.mkldnn.enabled = True
+        torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
 
     model.register_forward_pre_hook(start, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)

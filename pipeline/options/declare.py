@@ -347,9 +347,17 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
     """
     by_name = {each.name: each for each in option_fields(cls) if not names or each.name in names}
     if unknown := sorted({*values} - {*by_name}):
-        similar = difflib.get_close_matches(unknown[0], by_name, 1)
+        flag = f"--{unknown[0].replace('_', '-')}"
+        same = [name for name, each in by_name.items() if flag in _list_flags(each.declaration)]
+        similar = same or difflib.get_close_matches(unknown[0], by_name, 1)
         raise ValueError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
+    if missing := [name for name, each in by_name.items() if each.default is REQUIRED and name not in values]:
+        raise ValueError(f"option {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
+
+
+def _list_flags(declaration: object) -> tuple[str, ...]:
+    return (*declaration.flags, *declaration.aliases) if isinstance(declaration, Option) else ()
 
 
 def to_hashable(value: Any) -> Any:

@@ -52,6 +52,7 @@ class SizeList(click.ParamType):  # type: ignore[type-arg]  # generic only since
 class Integer(click.IntRange):
     """An integer below 2**62: C and torch take no larger ones."""
 
+    name = "integer"
     metavar = "N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:

@@ -236,8 +236,7 @@ def numa_notes(plan: Plan) -> Iterator[str]:
             reason = f"this process has CPU time for {plural(pools, 'thread')} (cgroup quota)"
         elif len(nodes) < (node_count := len(machine.machine_nodes())):
             reason = f"this process may use {len(nodes)} of this machine's {node_count} nodes"
-        remedy = f"for kt-kernel on this machine, pass --numa {pools}"
-        yield f"the output has {plural(slices, 'NUMA slice')}; {reason}: {remedy}"
+        yield f"the output has {plural(slices, 'NUMA slice')}; {reason}: for kt-kernel here, pass --numa {pools}"
     slice_bytes = sum(unit.bytes_out for unit in plan.units if unit.stage == plan.stages[0].name) // slices
     if shortages := placement.describe_shortages([slice_bytes] * slices, nodes, machine.node_memory_available()):
         yield f"the output does not fit this machine's NUMA nodes ({shortages}): some reads will cross nodes"

@@ -11,6 +11,7 @@ import asyncio
 import atexit
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -145,7 +146,7 @@ class Server(uvicorn.Server):
         except KeyboardInterrupt:
             # Skip the interpreter's cleanup, which takes seconds for a model and waits for running layers.
             atexit.register(os._exit, INTERRUPTED)
-            raise
+            sys.exit(INTERRUPTED)  # without a message: this is how a server is stopped
 
 
 def listen(choice: ModelChoice, host: str, port: int, origins: Sequence[str] = (), **options: Any) -> None:
