@@ -234,9 +234,9 @@ def test_experts_with_some_projections_compute_as_in_peft(name, models, tmp_path
 
     ours_adapted = logits(load_adapter(ours(), folder, "model"))
     assert error(ours_adapted, logits(plain())) > 0.03
-    assert error(ours_adapted, logits(merge_into_weights(plain(), folder))) < 0.012
+    assert error(ours_adapted, logits(merge_into_weights(plain(), folder))) < 0.02
     if name not in ("gate of each", "scalings"):  # PEFT 0.21 ignores patterns for stacked experts
-        assert error(ours_adapted, logits(PeftModel.from_pretrained(plain(), folder))) < 0.012
+        assert error(ours_adapted, logits(PeftModel.from_pretrained(plain(), folder))) < 0.02
 
 
 # --- merge-adapter --------------------------------------------------------------------------------
