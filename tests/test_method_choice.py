@@ -242,7 +242,7 @@ def test_repeating_the_command_on_a_finished_output_does_nothing(chosen, source,
     assert "as chosen before" in done.stderr and "nothing to do" in done.output
     assert conversion.identity(output) == before
     different = run_in_process(*options_for(source, output, 1 << 30, "--statistics", sensitive))
-    assert "--method-map auto was" in str(different.exception)
+    assert "--method-map auto: ram was" in str(different.exception)
 
 
 REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
