@@ -165,9 +165,11 @@ def models(example) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def save_adapter(model: Any, folder: Path, **settings: Any) -> Path:
-    """Let PEFT write an adapter with random matrices for a model."""
+    """Let PEFT write an adapter with random matrices for a model, the same in each run."""
     import peft
+    import torch
 
+    torch.manual_seed(0)
     config = {"r": 4, "lora_alpha": 64, "init_lora_weights": False, "target_modules": ["q_proj"]} | settings
     peft.get_peft_model(model, peft.LoraConfig(**config)).save_pretrained(folder)
     return folder
@@ -234,9 +236,9 @@ def test_experts_with_some_projections_compute_as_in_peft(name, models, tmp_path
 
     ours_adapted = logits(load_adapter(ours(), folder, "model"))
     assert error(ours_adapted, logits(plain())) > 0.03
-    assert error(ours_adapted, logits(merge_into_weights(plain(), folder))) < 0.02
+    assert error(ours_adapted, logits(merge_into_weights(plain(), folder))) < 0.012
     if name not in ("gate of each", "scalings"):  # PEFT 0.21 ignores patterns for stacked experts
-        assert error(ours_adapted, logits(PeftModel.from_pretrained(plain(), folder))) < 0.02
+        assert error(ours_adapted, logits(PeftModel.from_pretrained(plain(), folder))) < 0.012
 
 
 # --- merge-adapter --------------------------------------------------------------------------------

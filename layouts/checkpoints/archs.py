@@ -8,7 +8,7 @@ Line numbers are those of transformers 5.24 and of llama.cpp at d32676d7 (August
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.tensors import list_projections
@@ -139,6 +139,11 @@ def _make_ungated(block: str, up: str, down: str) -> Separate:
     return Separate(None, f"{base}{up}.weight", f"{base}{down}.weight")
 
 
+def _add_decoder(encoder: Arch, **fields: Any) -> Arch:
+    """Return the row of an encoder with one for its decoder, which differs in these fields."""
+    return replace(encoder, more=(replace(encoder, matches=(), stack="decoder", **fields),))
+
+
 def _make_fused(
     block: str, gate_up: str = "experts.gate_up_proj", down: str = "experts.down_proj", interleaved: bool = False
 ) -> Fused:
@@ -190,7 +195,6 @@ LIMITED = ExpertFunction(limit=10.0)
 OAI = ExpertFunction("swiglu_oai", limit=7.0, alpha=1.702)
 SOFTCAP = ExpertFunction("softcap", alpha=4.0, beta=25.0)
 RELU = ExpertFunction("relu", gated=False)
-RELU_BIASES = replace(RELU, biases=True)
 
 ARCHS = (
     Arch("DeepSeek-V3, R1, V3.1, Moonlight", ("deepseek_v3", "DeepseekV3ForCausalLM", "gguf:deepseek2"), MLP),
@@ -487,46 +491,33 @@ ARCHS = (
         function=ExpertFunction("gelu_tanh", gated=False),
     ),
     # transformers, nllb_moe/modeling_nllb_moe.py:322-344: fc2(relu(fc1(x))).
-    Arch(
-        "NLLB-MoE",
-        ("nllb-moe", "NllbMoeForConditionalGeneration"),
-        (_make_ungated("model.encoder.layers.{layer}.ffn", "fc1", "fc2"),),
-        layers=("encoder_layers",),
-        width=("encoder_ffn_dim",),
-        function=RELU_BIASES,
-        stack="encoder",
-        more=(
-            Arch(
-                "NLLB-MoE",
-                (),
-                (_make_ungated("model.decoder.layers.{layer}.ffn", "fc1", "fc2"),),
-                layers=("decoder_layers",),
-                width=("decoder_ffn_dim",),
-                function=RELU_BIASES,
-                stack="decoder",
-            ),
+    _add_decoder(
+        Arch(
+            "NLLB-MoE",
+            ("nllb-moe", "NllbMoeForConditionalGeneration"),
+            (_make_ungated("model.encoder.layers.{layer}.ffn", "fc1", "fc2"),),
+            layers=("encoder_layers",),
+            width=("encoder_ffn_dim",),
+            function=replace(RELU, biases=True),
+            stack="encoder",
         ),
+        stored=(_make_ungated("model.decoder.layers.{layer}.ffn", "fc1", "fc2"),),
+        layers=("decoder_layers",),
+        width=("decoder_ffn_dim",),
     ),
     # transformers, switch_transformers/modeling_switch_transformers.py:132-154: wo(relu(wi(x))).
-    Arch(
-        "Switch Transformers",
-        ("switch_transformers", "SwitchTransformersForConditionalGeneration"),
-        (_make_ungated("encoder.block.{layer}.layer.1.mlp", "wi", "wo"),),
-        layers=("num_layers",),
-        width=("d_ff",),
-        function=RELU,
-        stack="encoder",
-        more=(
-            Arch(
-                "Switch Transformers",
-                (),
-                (_make_ungated("decoder.block.{layer}.layer.2.mlp", "wi", "wo"),),
-                layers=("num_decoder_layers", "num_layers"),
-                width=("d_ff",),
-                function=RELU,
-                stack="decoder",
-            ),
+    _add_decoder(
+        Arch(
+            "Switch Transformers",
+            ("switch_transformers", "SwitchTransformersForConditionalGeneration"),
+            (_make_ungated("encoder.block.{layer}.layer.1.mlp", "wi", "wo"),),
+            layers=("num_layers",),
+            width=("d_ff",),
+            function=RELU,
+            stack="encoder",
         ),
+        stored=(_make_ungated("decoder.block.{layer}.layer.2.mlp", "wi", "wo"),),
+        layers=("num_decoder_layers", "num_layers"),
     ),
     # transformers' models/doge/modeling_doge.py: DogeCDMoE looks up one row of two embeddings for each expert.
     Arch(

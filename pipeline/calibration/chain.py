@@ -35,6 +35,7 @@ from ktconvert.pipeline.models.text_datasets import Ids, read_samples_by_length
 from ktconvert.pipeline.options.conversion_options import CalibrateOptions, QuantizationOptions
 
 SAMPLES = "samples"
+LAST_OUTPUTS = "last"  # file of the last layer's outputs, if they are needed
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,6 @@ def _prepare_run(key: str, chain: Chain) -> Iterator[None]:
         raise ResourceError(
             f"{key}: not enough memory. {chain.memory_remedies} Then resume, or start again with --overwrite."
         ) from error
-
-
-LAST_OUTPUTS = "last"  # file of the last layer's outputs, if they are needed
 
 
 def run_layers(

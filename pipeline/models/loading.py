@@ -256,15 +256,17 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
 def _skip_onednn_for_single_tokens(model: Any) -> None:
     """Let torch itself multiply single tokens: oneDNN takes twice as long for BF16 weights, and no longer for two."""
-    import torch
+    from torch.backends import mkldnn
+
+    if not mkldnn.enabled:
+        return
 
     def start(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         tokens = next((value for value in (*arguments[:1], *map(keywords.get, TOKENS)) if value is not None), None)
-        enabled = tokens is None or tokens.shape[:2].numel() > 1
-        torch.backends.mkldnn.enabled = enabled  # type: ignore[assignment]
+        mkldnn.enabled = tokens is None or tokens.shape[:2].numel() > 1  # type: ignore[assignment]
 
     def end(model: Any, arguments: tuple[Any, ...], output: Any) -> None:
-        torch.backends.mkldnn.enabled = True  # type: ignore[assignment]
+        mkldnn.enabled = True  # type: ignore[assignment]
 
     model.register_forward_pre_hook(start, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)
