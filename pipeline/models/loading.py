@@ -44,7 +44,6 @@ CONTEXT_LENGTH = "max_position_embeddings"  # the config's field with the size o
 # Settings that override those of generation_config.json, to stream one answer: without a cache, a prompt cannot be read
 # in chunks, and several answers at once cannot be streamed.
 ONE_ANSWER = {"use_cache": True, "num_beams": None, "num_return_sequences": None}
-TOKENS = ("input_ids", "inputs_embeds")  # arguments of a model's forward
 # Minimum cosine between a weight and its converted form. For weights of different experts, it is close to 0.
 MIN_COSINE = 0.5
 
@@ -234,6 +233,8 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
     Raises InputError for missing or unusable tensors.
     """
+    from ktconvert.pipeline.models.attention import share_keys_of_heads
+
     root = choice.find_directory()
     weights = None
     source = None if root is None or choice.is_converted else open_checkpoint(root)
@@ -250,26 +251,8 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
-    _skip_onednn_for_single_tokens(model)
+    share_keys_of_heads()
     return model if choice.adapter is None else load_adapter(model, choice.adapter, choice.model)
-
-
-def _skip_onednn_for_single_tokens(model: Any) -> None:
-    """Let torch itself multiply single tokens: oneDNN takes twice as long for BF16 weights, and no longer for two."""
-    from torch.backends import mkldnn
-
-    if not mkldnn.enabled:
-        return
-
-    def start(model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        tokens = next((value for value in (*arguments[:1], *map(keywords.get, TOKENS)) if value is not None), None)
-        mkldnn.enabled = tokens is None or tokens.shape[:2].numel() > 1  # type: ignore[assignment]
-
-    def end(model: Any, arguments: tuple[Any, ...], output: Any) -> None:
-        mkldnn.enabled = True  # type: ignore[assignment]
-
-    model.register_forward_pre_hook(start, with_kwargs=True)
-    model.register_forward_hook(end, always_call=True)
 
 
 def is_packed_for_gpus(source: TensorSource) -> bool:
