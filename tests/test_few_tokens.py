@@ -10,9 +10,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.linears import MOST_TOKENS, FewTokensLinear, speed_up_linears
+from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, attend, speed_up_linears
 from ktconvert.native_quant.runtime.pool import Pool
-from ktconvert.pipeline.models.attention import attend
 
 # Rows and columns around the number of rows that a task and a kernel take at once.
 SHAPES = [(1, 32), (3, 64), (64, 96), (67, 160), (130, 2048)]

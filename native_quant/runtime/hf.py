@@ -26,11 +26,11 @@ from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
+from ktconvert.native_quant.runtime.few_tokens import speed_up_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import NORM, ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights, Mask
-from ktconvert.native_quant.runtime.linears import speed_up_linears
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, StoredTensor
 

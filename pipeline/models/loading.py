@@ -233,7 +233,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
     Raises InputError for missing or unusable tensors.
     """
-    from ktconvert.pipeline.models.attention import share_keys_of_heads
+    from ktconvert.native_quant.runtime.few_tokens import share_keys_of_heads
 
     root = choice.find_directory()
     weights = None
