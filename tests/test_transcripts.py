@@ -103,6 +103,21 @@ def test_the_commands_of_a_page_succeed(page: str, tmp_path: Path) -> None:
             assert done.returncode == 0, f"{words}\n{done.stderr}"
 
 
+def test_the_wrapper_in_place_of_kt_kernels_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.chdir(tmp_path)
+    example = ROOT / "examples" / "qwen3-moe-small"
+    assert conversion.ktconvert("cpu", example, "qwen3-int8", "--quant-method", "int8", cwd=tmp_path).returncode == 0
+    page = (ROOT / "docs" / "how-to" / "replace-kt-kernel.md").read_text()
+    code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[0]
+    inputs = {"hidden": torch.randn(3, 256).bfloat16(), "topk_weights": torch.full((3, 2), 0.5)}
+    variables = {**inputs, "topk_ids": torch.tensor([[0, 1], [2, 3], [7, 0]])}
+    exec(code, variables)
+    out = variables["out"]
+    assert out.shape == (3, 256) and out.isfinite().all() and out.abs().max() > 0
+
+
 def test_every_page_with_a_transcript_of_the_bundled_model_is_listed() -> None:
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert {page for page in pages if any("examples/" in command for command, _ in transcripts(page))} == set(PAGES)
