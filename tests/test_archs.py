@@ -253,7 +253,7 @@ def test_one_stack_alone_has_the_layers_and_values_of_both(tmp_path: Path) -> No
         assert f"Only the {name} stack is converted" in alone.notes[-1]
         for layer in layers:
             assert alone.layer_tensors(layer) == both.layer_tensors(layer)
-    with pytest.raises(UsageError, match="--experts chunks: .* no such stack of experts; choose all, text, images"):
+    with pytest.raises(UsageError, match=r"--experts chunks: .* no such stack of experts; choose all, text, images"):
         recognize(both.source, experts="chunks")
 
 
