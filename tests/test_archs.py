@@ -22,7 +22,7 @@ from ktconvert.layouts.checkpoints.expert_function import (
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError
 from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
 from rig.safetensors import write_file
@@ -70,7 +70,11 @@ class Model:
         self.non_experts[f"{base}0.mlp.gate_proj.weight"] = self.bits(4, 4)
         inner: dict[str, Any] = {"hidden_act": "silu"} if arch.function.activation == "silu" else {}
         inner |= {arch.layers[0]: max(layers) + 1, "hidden_size": shape[1]}
-        inner |= {keys[0]: size for keys, size in ((arch.experts, shape[0]), (arch.width, shape[2])) if keys}
+        inner |= {
+            keys[0].removesuffix(".0").removesuffix(".1"): size
+            for keys, size in ((arch.experts, shape[0]), (arch.width, shape[2]))
+            if keys
+        }
         self.config: dict[str, Any] = {"model_type": arch.matches[0] if arch.matches else "unheard_of"}
         self.config.update({nested: inner} if nested else inner)
         for row in arch.more:
@@ -115,14 +119,9 @@ class Model:
                 if has_biases:
                     self.experts[f"{self.name(part, layer)}_bias"] = biases
 
-        if self.arch.text_first:
-            for part in self.style.matrices:
-                shape = (h, i // 2) if part == "down" else (i // 2, h)
-                names = [self.name(part, layer, expert) for expert in range(e, 2 * e)]
-                self.non_experts |= {name: self.bits(*shape) for name in names}
-
     def name(self, part: str, layer: int, expert: int = 0) -> str:
         template: str = getattr(self.style, part)
+        expert += self.shape[0] if self.arch.after else 0
         return template.replace("{prefix}", self.prefix).replace("{layer}", str(layer)).replace("{expert}", str(expert))
 
     def to_fp8(self, part: str, layer: int, block: tuple[int, int], suffix: str = "_scale_inv", expert: int = 0) -> str:
@@ -189,7 +188,7 @@ def test_every_row_is_read_in_every_style(arch: Arch, prefix: str, tmp_path: Pat
             assert parsed.has_shared_experts
             check(model, parsed, (1, 2, 4, 5) if arch.more else (1, 2))
             assert parsed.is_plain == (arch.function in (PLAIN, ExpertFunction("swiglu_step")))
-            assert bool(parsed.notes) == (arch.text_first or bool(arch.more))
+            assert bool(parsed.notes) == bool(arch.more)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch.more], ids=lambda arch: arch.name)
@@ -231,31 +230,31 @@ def test_rows_name_each_family_once() -> None:
         assert arch.function.weights_on in ("output", "input")
 
 
-def test_a_lost_expert_for_images_does_not_change_the_experts_for_text(tmp_path: Path) -> None:
+def test_lists_in_the_config_have_a_size_for_each_stack(tmp_path: Path) -> None:
     row = ROWS["ERNIE-4.5-VL"]
     model = Model(row, row.stored[0])
-    for layer in (1, 2):
-        for part in row.stored[0].matrices:
-            del model.non_experts[model.name(part, layer, 2 * E - 1)]
-    for number, count in enumerate((E, [E, E])):
-        model.config["n_routed_experts"] = count
-        check(model, model.read(tmp_path / str(number)))
-    for part in row.stored[0].matrices:
-        del model.experts[model.name(part, 2, E - 1)]
-    with pytest.raises(InputError, match=f"is of a layer with {E - 1} experts for text, but config.json says"):
-        model.read(tmp_path / "lost")
+    model.config |= {"n_routed_experts": [E, E], "moe_intermediate_size": [I, I]}
+    check(model, model.read(tmp_path / "right"), (1, 2, 4, 5))
+    model.config["moe_intermediate_size"] = [I, I + 1]
+    with pytest.raises(InputError, match=rf"expert width of layer 1 must be {I}, config.json says .*\.1 = {I + 1}"):
+        model.read(tmp_path / "width")
     del model.config["n_routed_experts"]
     with pytest.raises(InputError, match="no number of experts for text"):
         model.read(tmp_path / "silent")
 
 
-def test_gpu_refuses_experts_for_images(tmp_path: Path) -> None:
+def test_one_stack_alone_has_the_layers_and_values_of_both(tmp_path: Path) -> None:
     row = ROWS["ERNIE-4.5-VL"]
     model = Model(row, row.stored[0])
-    model.config["n_routed_experts"] = E
-    paths = ("-i", model.save(tmp_path / "model"), "-o", tmp_path / "out")
-    done = conversion.ktconvert("gpu", *paths, "--quant-method", "RTN", "--quant-type", "W4A16")
-    conversion.check_refusal(done, 3, "its experts for images would stay in BF16", "use `ktconvert cpu`")
+    both = model.read(tmp_path)
+    for name, layers in (("text", (1, 2)), ("images", (4, 5))):
+        alone = recognize(both.source, experts=name)
+        assert (alone.layers, alone.stacks) == (layers, {})
+        assert f"Only the {name} stack is converted" in alone.notes[-1]
+        for layer in layers:
+            assert alone.layer_tensors(layer) == both.layer_tensors(layer)
+    with pytest.raises(UsageError, match=r"--experts chunks: .* no such stack of experts; choose all, text, images"):
+        recognize(both.source, experts="chunks")
 
 
 def test_every_gguf_architecture_with_experts_has_a_row() -> None:

@@ -26,7 +26,7 @@ from ktconvert.layouts.errors import InputError
 STYLES: dict[str, type[Separate | Fused | Stacked]] = {"separate": Separate, "fused": Fused, "stacked": Stacked}
 LISTS = ("matches", "layers", "experts", "width", "hidden")
 # Fields of a row that are not in files.
-NO_KEYS = ("refusal", "shares", "decides", "router_scale", "text_first", "function", "stack", "more")
+NO_KEYS = ("refusal", "shares", "decides", "router_scale", "after", "function", "stack", "more")
 CONSTANTS = ("limit", "alpha", "beta")
 CHOICES = {"activation": tuple(ACTIVATIONS), "weights_on": ("output", "input")}
 

@@ -21,6 +21,7 @@ PREFIXES = (
 
 # Config keys: the first existing one counts. A dot separates the keys of nested objects.
 NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
+ALL = "all"  # stacks of experts
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")
 DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # for families with one width for dense layers and experts
@@ -97,7 +98,8 @@ class Arch:
     function     what its experts compute; config.json may name another activation than silu, and the constants.
     decides      its activation holds, whatever config.json calls it: an --arch-file may say so.
     router_scale a GGUF's scale of the down matrices is the router's, unless gate and up have scales, too.
-    text_first   a layer has experts for text, then as many for images, which stay non-expert tensors.
+    after        config keys of the number of experts that precede its own in a layer: those of the stack before, which
+                 the checkpoint numbers together with them
     refusal      why no format of experts can hold this family's, and what to do; None if one can. If it has `stored`
                  all the same, they can be read.
     stack        what the row describes, if the family has several stacks of layers, or of experts in a layer
@@ -115,7 +117,7 @@ class Arch:
     function: ExpertFunction = PLAIN
     decides: bool = False
     router_scale: bool = False
-    text_first: bool = False
+    after: tuple[str, ...] = ()
     refusal: str | None = None
     stack: str = ""
     more: tuple[Arch, ...] = ()
@@ -142,6 +144,11 @@ def _make_ungated(block: str, up: str, down: str) -> Separate:
 def _add_decoder(encoder: Arch, **fields: Any) -> Arch:
     """Return the row of an encoder with one for its decoder, which differs in these fields."""
     return replace(encoder, more=(replace(encoder, matches=(), stack="decoder", **fields),))
+
+
+def _list_keys(keys: tuple[str, ...], stack: int) -> tuple[str, ...]:
+    """Return the keys of a number that is a list with one entry for each stack, or the same for all stacks."""
+    return *(f"{key}.{stack}" for key in keys), *keys
 
 
 def _make_fused(
@@ -322,8 +329,20 @@ ARCHS = (
         "ERNIE-4.5-VL",
         ("ernie4_5_moe_vl", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
         (MLP[0],),
-        width=(),
-        text_first=True,
+        experts=_list_keys(NUM_EXPERTS, 0),
+        width=_list_keys(MOE_WIDTH, 0),
+        stack="text",
+        more=(
+            Arch(
+                "ERNIE-4.5-VL",
+                (),
+                (MLP[0],),
+                experts=_list_keys(NUM_EXPERTS, 1),
+                width=_list_keys(MOE_WIDTH, 1),
+                stack="images",
+                after=_list_keys(NUM_EXPERTS, 0),
+            ),
+        ),
     ),
     # transformers, step3p7/modeling_step3p7.py:537-573, which clamps after silu.
     Arch(

@@ -110,12 +110,16 @@ SHARED = re.compile(r"\.shared?_(?:expert|mlp)|_shexp\.")
 
 @dataclass
 class StoredLayer:
-    """Tensors of a layer's experts, all in one style: (matrix of the style, expert or -1 for all) -> role -> tensor."""
+    """Tensors of a layer's experts, all in one style: (matrix of the style, expert or -1 for all) -> role -> tensor.
+
+    first_expert  what the names add to the numbers of its experts
+    """
 
     style: Style
     tensors: dict[tuple[str, int], dict[str, TensorInfo]] = field(default_factory=dict)
     biases: dict[tuple[str, int], TensorInfo] = field(default_factory=dict)
     unused: list[str] = field(default_factory=list)
+    first_expert: int = 0
 
     @property
     def names(self) -> list[str]:

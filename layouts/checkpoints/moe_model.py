@@ -181,7 +181,9 @@ class MoeModel:
 
     def weight_name(self, layer: int, expert: int, projection: str) -> str:
         moe = self.moe_layers[layer]
-        return expand_template(moe.style, moe.prefix, matrix_name(moe.style, projection), moe.number, expert)
+        return expand_template(
+            moe.style, moe.prefix, matrix_name(moe.style, projection), moe.number, moe.first_expert + expert
+        )
 
     def memory_for_reading(self, layer: int, backward: bool = False) -> int:
         """Return the memory, beside the maps, that reading one of a layer's linears may take.

@@ -5,14 +5,14 @@ The tensors decide; the config is compared with them, and a checkpoint whose con
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import (
+    ALL,
     ARCHS,
     GGUF_STYLES,
     MOST_LAYERS,
@@ -42,7 +42,7 @@ from ktconvert.layouts.checkpoints.match import (
 )
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.shapes import MoeLayer, measure_layer
-from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError
+from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, UsageError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges
@@ -51,23 +51,27 @@ MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
 
 
-def recognize(source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False) -> MoeModel:
+def recognize(
+    source: TensorSource, archs: Sequence[Arch] = ARCHS, *, to_read: bool = False, experts: str = ALL
+) -> MoeModel:
     """Recognise the experts of a checkpoint by reading only headers.
 
     to_read  also accept a model that no output can hold, if it can be read; `refusal` then holds the reason
 
+    experts  the stack to convert, by its name in the table of architectures, or ALL
+
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts
-    its config; both name the file and the tensor.
+    its config; both name the file and the tensor. Raises UsageError for a stack that the model does not have.
     """
     try:
-        return _recognize(source, archs, to_read)
+        return _recognize(source, archs, to_read, experts)
     except (InputError, UnsupportedError) as error:
         info = source.tensors.get(error.tensor)
         file = source.shards[0].path if source.is_single_file else source.root
         raise error.with_path(source.path(info) if info else file) from None
 
 
-def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> MoeModel:
+def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool, experts: str) -> MoeModel:
     arch = _find_arch(source, archs)
     notes = list(source.notes)
     refusal = None if arch is None or arch.refusal is None else f"{arch.name}: {arch.refusal}"
@@ -79,22 +83,30 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
     assert arch is not None
     if source.has_config and (why := claims.find_contradiction(source.config, source.header_config, arch)) is not None:
         raise InputError(f"{why}; they are not of one model")
-    scans = [scan, *(scan_names(source.tensors, row.stored) for row in arch.more)]
-    first, stacks = 0, []
+    _require_stack(source, arch, experts)
+    scans = [scan]
+    for row in arch.more:
+        if row.after:
+            scans[-1:] = _divide_experts(scans[-1], row, source.config)
+        else:
+            scans.append(scan_names(source.tensors, row.stored))
+    first = 0
+    stacks: dict[str, _Stack] = {}
     for row, stack_scan in zip(arch.stacks, scans, strict=True):
         limit = cfg.find_number(source.config, row.layers)
         if limit is None and arch.more:
             raise InputError(f"config.json has no number of layers ({row.layers[0]}); use the config.json of the model")
-        stacks.append(_read_stack(source, row, stack_scan, first, limit, notes))
+        if experts in (ALL, row.stack):
+            stacks[row.stack] = _read_stack(source, row, stack_scan, first, limit)
         first += limit[1] if limit else 0
-    moe_layers = {layer: moe for stack in stacks for layer, moe in stack.layers.items()}
-    mtp = sorted({layer for stack in stacks for layer in stack.mtp_layers})
-    mtp_names = frozenset(name for stack in stacks for name in stack.mtp_tensors)
+    moe_layers = {layer: moe for stack in stacks.values() for layer, moe in stack.layers.items()}
+    mtp = sorted({layer for stack in stacks.values() for layer in stack.mtp_layers})
+    mtp_names = frozenset(name for stack in stacks.values() for name in stack.mtp_tensors)
     if others := [name for name in scan.others if all(name in scan.others for scan in scans)]:
         notes.append(f"{len(others)} tensors of other experts, such as {others[0]}, are not converted.")
-    layers_by_stack = {
-        row.stack: format_ranges(stack.layers) for row, stack in zip(arch.stacks, stacks, strict=True) if row.stack
-    }
+    layers_by_stack = {name: format_ranges(stack.layers) for name, stack in stacks.items() if len(stacks) > 1}
+    if experts != ALL:
+        notes.append(f"Only the {experts} stack is converted; other experts stay among the non-expert weights.")
     if layers_by_stack:
         parts = ", ".join(f"{layers} ({name})" for name, layers in layers_by_stack.items())
         notes.append(f"The output numbers the layers of all stacks one after the other: {parts}.")
@@ -110,7 +122,7 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         mtp_tensors=mtp_names,
         dtypes=tuple(sorted({w.encoding.name for m in moe_layers.values() for w in m.weights.values()})),
         has_shared_experts=scan.shared,
-        functions={layer: function for stack in stacks for layer, function in stack.functions.items()},
+        functions={layer: function for stack in stacks.values() for layer, function in stack.functions.items()},
         notes=(*notes, *of_cpu),
         common_notes=tuple(notes),
         quantization=source.quantization,
@@ -118,6 +130,14 @@ def _recognize(source: TensorSource, archs: Sequence[Arch], to_read: bool) -> Mo
         moe_layers=moe_layers,
         stacks=layers_by_stack,
     )
+
+
+def _require_stack(source: TensorSource, arch: Arch, experts: str) -> None:
+    """Raise UsageError for a name that no stack of the row has."""
+    names = [row.stack for row in arch.stacks if row.stack]
+    if experts != ALL and experts not in names:
+        remedy = f"choose {ALL}, {', '.join(names)}" if names else "leave it out"
+        raise UsageError(f"--experts {experts}: {source.root} has no such stack of experts; {remedy}.")
 
 
 class _Stack(NamedTuple):
@@ -129,15 +149,12 @@ class _Stack(NamedTuple):
     mtp_tensors: set[str]
 
 
-def _read_stack(
-    source: TensorSource, arch: Arch, scan: NameScan, first: int, limit: tuple[str, int] | None, notes: list[str]
-) -> _Stack:
+def _read_stack(source: TensorSource, arch: Arch, scan: NameScan, first: int, limit: tuple[str, int] | None) -> _Stack:
     """Return the experts of a stack.
 
     arch   the row of the stack
     first  the number of its layer 0 in outputs
     limit  the config key of its number of layers, and the number
-    notes  receives a note on experts that are not converted
     """
     for (kind, n), name in scan.foreign.items():
         if limit is None or n < limit[1]:
@@ -148,8 +165,6 @@ def _read_stack(
     if arch.router_scale:
         _drop_router_scales(scan)
     stored = {n: scan.layers[prefix, n] for n in layers}
-    if arch.text_first:
-        notes.append(_drop_image_experts(stored, arch, source.config))
     if arch.function.output_norm:
         scan.strays = [name for name in scan.strays if not OUTPUT_NORM.search(name)]
     _refuse_strays(scan, prefix, mtp)
@@ -248,27 +263,25 @@ def _select_layers(scan: NameScan, limit: tuple[str, int] | None) -> tuple[str, 
     return prefixes[0], layers, [n for n in numbers if n >= limit[1]]
 
 
-def _drop_image_experts(stored: Mapping[int, StoredLayer], arch: Arch, config: dict[str, Any]) -> str:
-    """Remove the experts for images, which become non-expert tensors. Return the note about it.
+def _divide_experts(scan: NameScan, row: Arch, config: dict[str, Any]) -> tuple[NameScan, NameScan]:
+    """Return the experts of two stacks that a checkpoint numbers together; row is that of the second.
 
-    config.json has the number of those for text, or a list that begins with it; a count of tensors would be wrong if
-    one was lost. Raises InputError if it has none, or if a layer has another number.
+    config.json has the number of those in the first: a count of tensors would be wrong if one was lost. Raises
+    InputError if it has none.
     """
-    key, value = cfg.find_value(config, arch.experts) or ("", None)
-    experts = value[0] if isinstance(value, list) and value else value
-    if type(experts) is not int or experts < 1:
+    count = cfg.find_number(config, row.after)
+    if count is None or count[1] < 1:
         raise InputError("config.json has no number of experts for text; use the config.json of the model's release")
-    for layer in stored.values():
-        for index in [index for index in layer.tensors if index[1] >= experts]:
-            del layer.tensors[index]
-        if (count := 1 + max((expert for _, expert in layer.tensors), default=-1)) != experts:
-            name = layer.names[0] if layer.tensors else key
-            problem = f"is of a layer with {count} experts for text, but config.json says {key} = {json.dumps(value)}"
-            raise InputError.from_tensor(name, problem, "they are not of one model")
-    return (
-        f"Each layer has {experts} experts for text, and others for images. Only those for text are converted; the "
-        "others stay as they are, among the non-expert weights."
-    )
+    first: dict[tuple[str, int], StoredLayer] = {}
+    second: dict[tuple[str, int], StoredLayer] = {}
+    for key, layer in scan.layers.items():
+        for part, start in ((first, 0), (second, count[1])):
+            tensors = {(m, e - start): t for (m, e), t in layer.tensors.items() if (e >= count[1]) == (start > 0)}
+            if tensors:
+                part[key] = StoredLayer(layer.style, tensors, first_expert=start)
+        if key in first:
+            first[key].unused = layer.unused
+    return replace(scan, layers=first), replace(scan, layers=second)
 
 
 def _drop_router_scales(scan: NameScan) -> None:

@@ -31,6 +31,7 @@ class MoeLayer:
     """One layer whose experts can be converted, with E, H and I.
 
     number       its number in the names of its tensors
+    first_expert  what these names add to the numbers of its experts
     weights      of all experts, in the checkpoint's order
     kinds        the first weight of each matrix with the same roles, dtypes and shapes of tensors; rarely more than one
     biases       of all experts, as weights; {} if they have none
@@ -49,6 +50,7 @@ class MoeLayer:
     width: int
     input_major: bool
     biases: Biases = field(default_factory=dict)
+    first_expert: int = 0
 
     def is_input_major(self, projection: str) -> bool:
         is_output_major = isinstance(self.style, Stacked) and self.style.flat and projection != "down"
@@ -62,9 +64,8 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
     for a weight that no encoding reads.
     """
     style = stored.style
-    expert_keys = () if arch.text_first else arch.experts  # a list has the experts for text, then those for images
     experts, hidden, width = (
-        cfg.find_number(source.config, keys, n) for keys in (expert_keys, arch.hidden, arch.width)
+        cfg.find_number(source.config, keys, n) for keys in (arch.experts, arch.hidden, arch.width)
     )
     if isinstance(style, Stacked) and style.flat:
         stored = _divide_stacks(stored, experts)
@@ -76,7 +77,8 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
             if (matrix, expert) not in weights:
                 rows = (weight.encoding for weight in weights.values())
                 pattern = next((row.tensor_names[row.values_role][0] for row in rows), "{t}")  # or unused tensors alone
-                name = encodings.expand_pattern(pattern, expand_template(style, prefix, matrix, n, expert))
+                number = stored.first_expert + expert
+                name = encodings.expand_pattern(pattern, expand_template(style, prefix, matrix, n, number))
                 problem = f"is missing, though layer {n} has other expert tensors"
                 raise bad_tensor(name, problem, INCOMPLETE)
     first = weights[style.matrices[0], 0 if separate else -1]
@@ -102,9 +104,12 @@ def measure_layer(source: TensorSource, arch: Arch, stored: StoredLayer, prefix:
         weight.resolve_scheme(input_major)
         _refuse_alternating_halves(weight, style)
     if len(kinds) > len(style.matrices):
-        _refuse_uneven(weights, style, prefix, n)
+        _refuse_uneven(weights, stored, prefix, n)
     _check_biases(stored, weights, arch, count, h, i)
-    return MoeLayer(style, prefix, n, weights, kinds, tuple(stored.unused), count, h, i, input_major, stored.biases)
+    unused = tuple(stored.unused)
+    return MoeLayer(
+        style, prefix, n, weights, kinds, unused, count, h, i, input_major, stored.biases, stored.first_expert
+    )
 
 
 def _check_biases(stored: StoredLayer, weights: Weights, arch: Arch, experts: int, hidden: int, width: int) -> None:
@@ -167,7 +172,7 @@ def _make_weights(
         forms = [(role, info.dtype, info.shape, info.name.endswith("_inv")) for role, info in tensors.items()]
         kind = matrix, (quantization.bits, *forms)
         if kind not in kinds:
-            name = expand_template(stored.style, prefix, matrix, n, expert)
+            name = expand_template(stored.style, prefix, matrix, n, stored.first_expert + expert)
             row = encodings.find_encoding(tensors, quantization)
             if row is None:
                 raise _make_unread_error(name, tensors)
@@ -188,7 +193,7 @@ def _refuse_alternating_halves(weight: Weight, style: Style) -> None:
             raise UnsupportedError.from_tensor(info.name, problem)
 
 
-def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
+def _refuse_uneven(weights: Weights, stored: StoredLayer, prefix: str, n: int) -> None:
     """Raise InputError if only some experts have zero points or an order of columns."""
     most_complete: dict[tuple[str, ...], Weight] = {}
     for (matrix, _), weight in weights.items():
@@ -199,7 +204,8 @@ def _refuse_uneven(weights: Weights, style: Style, prefix: str, n: int) -> None:
         other = most_complete[matrix, weight.encoding.name, *weight.encoding.tensor_names]
         for role in other.tensors.keys() - weight.tensors.keys():
             missing_name = encodings.expand_pattern(
-                weight.encoding.tensor_names[role][0], expand_template(style, prefix, matrix, n, expert)
+                weight.encoding.tensor_names[role][0],
+                expand_template(stored.style, prefix, matrix, n, stored.first_expert + expert),
             )
             problem = f": {missing_name} is missing, and {other.tensors[role].name!r} is there"
             raise bad_tensor(weight.name, problem, INCOMPLETE)

@@ -35,12 +35,15 @@ def iterate_scopes(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def find_value(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any] | None:
-    """Return the first of these keys that has a value, and the value; a dot in a key enters a nested object."""
+    """Return the first of these keys that has a value, and the value; a dot in a key enters an object or a list."""
     for scope in iterate_scopes(config):
         for key in keys:
             value: Any = scope
             for part in key.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
+                if isinstance(value, list):
+                    value = dict(enumerate(value)).get(int(part)) if part.isdecimal() else None
+                else:
+                    value = value.get(part) if isinstance(value, dict) else None
             if value is not None:
                 return key, value
     return None

@@ -28,7 +28,7 @@ from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import speed_up_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
-from ktconvert.native_quant.runtime.hf_modules import NORM, ExpertModule, RoutedExperts, find_experts
+from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
 from ktconvert.native_quant.runtime.hot_experts import HotExperts, HotWeights, Mask
 from ktconvert.native_quant.runtime.pool import get_shared_pool
@@ -100,9 +100,12 @@ class KTConvertQuantizer(HfQuantizer):
         root = folder if settings.cpu_weights is None else Path(settings.cpu_weights).expanduser()
         if root is None:
             raise UsageError("the model is not loaded from files; set cpu_weights to a directory with its experts")
-        self._for_images = hf_non_experts.number_experts_for_images(model)
         held_experts = replace_blocks(model)
-        modules = find_experts(model, open_experts(root).function)
+        source_experts = open_experts(root)
+        modules = find_experts(model, source_experts.function, source_experts.layers)
+        for_images = hf_non_experts.number_experts_for_images(model)
+        if not any(IMAGES in module.name for module in modules):
+            self._for_images = for_images
         sizes = {module.layer: module.num_experts for module in modules}
         layers = max(model.config.get_text_config(decoder=True).num_hidden_layers, 1 + max(sizes))
         by_layer = hot_experts.masks_by_layer(settings.gpu_experts_mask, settings.num_gpu_experts, sizes, layers)
@@ -139,7 +142,7 @@ class KTConvertQuantizer(HfQuantizer):
         replaced = {*held_experts, *(module.name for module in modules)}
         names_below = (re.escape(name.removeprefix(base)) for name in sorted(replaced))
         model._keys_to_ignore_on_load_unexpected.update(rf"^({re.escape(base)})?{name}\." for name in names_below)
-        if self._for_images:
+        if for_images:
             model._keys_to_ignore_on_load_unexpected.add(hf_non_experts.ANY_EXPERT)
         if self.stored_tensors is not None:
             model._keys_to_ignore_on_load_unexpected.add(ACTIVATION_SCALES)
@@ -245,7 +248,8 @@ class ConvertedQuantizer(KTConvertQuantizer):
             raise UsageError(f"experts can only be loaded from files; {remedy}")
         root = Path(checkpoint_files[0]).parent
         replace_blocks(model)
-        modules = find_experts(model, open_experts(root).function)
+        source_experts = open_experts(root)
+        modules = find_experts(model, source_experts.function, source_experts.layers)
         renamings = hf_non_experts.make_renamings(model, modules)
         hf_non_experts.require_complete(root, checkpoint_files, model, modules, renamings)
         self.quantization_config.cpu_weights = str(root)

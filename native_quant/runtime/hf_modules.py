@@ -7,7 +7,7 @@ import itertools
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,8 @@ from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
 LAYER = re.compile(r"(?P<stack>(?P<prefix>.*?)(?:layers|blocks?))\.(?P<layer>\d+)\.(?:.+\.)?experts")
-# ERNIE-4.5-VL: experts for images, which torch computes, and beside them those for text. Checkpoints number both
-# together, those for text first.
+# ERNIE-4.5-VL: experts for images, which torch computes unless the output has them, and beside them those for text.
+# Checkpoints number both together, those for text first.
 IMAGES, TEXT = ".vision_moe.", ".text_moe."
 NORM = "post_expert_norm"  # name of the module that normalizes each expert's output
 ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
@@ -156,23 +156,31 @@ class ExpertModule:
 
 
 def find_experts(
-    model: torch.nn.Module, read_function: Callable[[int], ExpertFunction | None] = lambda layer: None
+    model: torch.nn.Module,
+    read_function: Callable[[int], ExpertFunction | None] = lambda layer: None,
+    converted: Collection[int] = (),
 ) -> list[ExpertModule]:
     """Find the routed-experts modules of a transformers model: named `experts`, with the parameters GATED or UNGATED.
 
     Of several stacks of layers (a thinker and a talker), the one in the table of architectures is searched. Layers of a
-    decoder are numbered after those of its encoder, as in outputs.
-    read_function: layer -> what its experts compute; None: a plain SwiGLU. Raises UnsupportedError if there are no such
+    decoder are numbered after those of its encoder, as in outputs, and experts for images after all those for text.
+    read_function: layer -> what its experts compute; None: a plain SwiGLU. converted: layers of the output; experts for
+    images are found only in these. Raises UnsupportedError if there are no such
     modules, and for experts with a different computation.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     lengths: dict[str, int] = {}
+    images: list[tuple[int, str, torch.nn.Module]] = []
     for name, module in model.named_modules():
         match = LAYER.fullmatch(name)
         matrices = {
             key for key, parameter in module._parameters.items() if parameter is not None and parameter.ndim == 3
         }
-        if match is not None and IMAGES not in name and matrices in (set(GATED), set(UNGATED)):
+        if match is None or matrices not in (set(GATED), set(UNGATED)):
+            continue
+        if IMAGES in name:
+            images.append((int(match["layer"]), name, module))
+        else:
             modules.setdefault(match["prefix"], []).append((int(match["layer"]), name, module))
             lengths[match["prefix"]] = len(model.get_submodule(match["stack"]))  # type: ignore[arg-type]
     has_encoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
@@ -196,6 +204,8 @@ def find_experts(
         for prefix, first in zip(prefixes, firsts, strict=False)
         for layer, name, module in modules[prefix]
     ]
+    first = sum(lengths[prefix] for prefix in prefixes)
+    experts += [(first + layer, name, module) for layer, name, module in images if first + layer in converted]
     layers = Counter(layer for layer, _, _ in experts)
     if repeated := [layer for layer, count in layers.items() if count > 1]:
         raise UnsupportedError(f"{model_class}: has two kinds of experts in layer {repeated[0]}", WITHOUT_WEIGHTS)

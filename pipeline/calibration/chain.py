@@ -148,6 +148,9 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
     Raises InputError for sizes in config.json that the model does not have.
     """
     source = model.source
+    if model.stacks and any(row.after for row in model.arch.more):
+        problem = f"has several stacks of experts ({', '.join(model.stacks)}), and a calibration run computes the first"
+        raise UnsupportedError(f"{source.root}: {problem}; use --experts {model.arch.stack}.")
     experts = model.shape(model.layers[0])[0]
     large = cfg.find_large_sizes(source.config)
     if problem := cfg.explain_experts_per_token(source.config, experts) or cfg.explain_large_size(

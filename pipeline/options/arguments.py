@@ -35,6 +35,7 @@ class CpuArguments(CommonArguments, total=False):
     quant_method: str
     method_map: Sequence[str]
     ram: int | None
+    experts: str
     config: str | PathLike[str] | None
     scale: str
     imatrix: str | PathLike[str] | None
@@ -111,6 +112,7 @@ class CalibrateArguments(CommonArguments, total=False):
     """Options of `ktconvert calibrate`."""
 
     second_moments: bool
+    experts: str
     dataset: str | PathLike[str]
     dataset_split: str
     num_calibration_samples: int

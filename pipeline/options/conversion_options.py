@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import click
 
+from ktconvert.layouts.checkpoints.archs import ALL
 from ktconvert.layouts.encodings import input_types
 from ktconvert.layouts.files.documents import Number
 from ktconvert.layouts.outputs import LAYOUTS, formats_by_option
@@ -63,6 +64,16 @@ def choice(words: Iterable[str]) -> click.Choice[str]:
 def shard_size_option(unset: str) -> Any:
     """Return the field of --max-shard-size."""
     return files_option("Maximum size of a shard, e.g. 5GB.", Size(), unset=unset, group=Group.ADVANCED)
+
+
+def experts_option() -> Any:
+    """Return the field of --experts."""
+    return weights_option(
+        "Stack of experts to convert, e.g. text; all: every stack that the model has.",
+        Text(),
+        default=ALL,
+        group=Group.ADVANCED,
+    )
 
 
 class QuantizationOptions(groups.ConversionOptions):
@@ -163,6 +174,7 @@ class CpuOptions(QuantizationOptions, command="cpu"):
         group=Group.ADVANCED,
     )
     ram: int | None = option("Memory for the experts with --method-map auto, e.g. 400GB.", Size(), group=Group.ADVANCED)
+    experts: str = experts_option()
     map_choice: dict[str, Any] | None = record(Effect.FILES, "--method-map auto", shape=MapChoice)
     config: str | None = files_option(
         "Model that provides config.json and tokenizer (for GGUF input).",
@@ -331,6 +343,7 @@ class CalibrateOptions(groups.ConversionOptions, command="calibrate"):
     second_moments: bool = weights_option(
         "Also write second moments of the experts' inputs, for `cpu --scale mse`.", default=False, group=Group.OUTPUT
     )
+    experts: str = experts_option()
     arch_row: str | None = record(Effect.FILES, "--arch-file")
     samples: groups.Samples = groups.Samples(num_calibration_samples=128)
     hardware: groups.Hardware = groups.Hardware()

@@ -27,7 +27,7 @@ def plan_calibrate(options: CalibrateOptions) -> Plan:
     options = calibration_run.record_machine(checkpoint.with_arch_row(options), requirements.CALIBRATE_PACKAGES)
     source = open_checkpoint(options.input, options.hub.revision)
     checkpoint.require_complete(source, "`ktconvert calibrate`", "which describes how the model computes")
-    model = recognize(source, checkpoint.arch_table(options.arch_row))
+    model = recognize(source, checkpoint.arch_table(options.arch_row), experts=options.experts)
     chain.require_calibratable(model, gather_statistics.ALTERNATIVE)
     shape = replace(
         requirements.read_shape(model, options.samples),

@@ -47,7 +47,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     source = checkpoint.open_source(options, options.config)
     if options.non_experts != "skip":
         checkpoint.require_whole(source, f"--non-experts {options.non_experts}")
-    model = recognize(source, checkpoint.arch_table(options.arch_row))
+    model = recognize(source, checkpoint.arch_table(options.arch_row), experts=options.experts)
     _require_input_type(options.input_type, model)
     map_notes = []
     if options.chooses_map:

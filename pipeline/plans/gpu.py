@@ -29,9 +29,7 @@ METADATA = ("method", "layout_version", "quant_method", "rounding", "functions")
 def require_one_stack(model: MoeModel) -> None:
     """Raise UnsupportedError for a model with several stacks of experts, which no loader of an output knows."""
     problem = f"has several stacks of experts ({', '.join(model.stacks)}), and loaders of the output know one"
-    if model.arch.text_first:
-        problem = "its experts for images would stay in BF16 beside packed experts for text, which no loader expects"
-    if model.stacks or model.arch.text_first:
+    if model.stacks:
         raise UnsupportedError(f"{model.source.root}: {problem}; use `ktconvert cpu`.")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ktconvert.layouts.checkpoints.arch_file import parse_arch
-from ktconvert.layouts.checkpoints.archs import ARCHS
+from ktconvert.layouts.checkpoints.archs import ALL, ARCHS
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, UsageError, VerificationError
@@ -89,7 +89,8 @@ def open_inputs(options: VerifyOptions) -> Inputs:
     row = options.arch_row or output.settings.get("arch_row")
     # The checks of an output for the GPU load the source with transformers, which needs whole files.
     source = _open_source(options, None if output.is_whole_model else options.output)
-    model = recognize(source, (parse_arch(row), *ARCHS) if row else ARCHS)
+    experts = output.settings.get("experts", ALL)
+    model = recognize(source, (parse_arch(row), *ARCHS) if row else ARCHS, experts=experts)
     if measured.fmt is None:
         measured = measure_output(output, hidden=model.shape(model.layers[0])[1])
     if EQUALIZED in output.facts and measured.fmt is not None:
