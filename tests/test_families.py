@@ -113,6 +113,42 @@ def _logits(model: Any) -> Any:
         return model.eval()(tokens, use_cache=False, **decoded).logits.float()[0]
 
 
+def test_both_stacks_of_experts_for_text_and_images_are_computed(tmp_path: Path) -> None:
+    import torch
+    from safetensors.numpy import load_file
+
+    from ktconvert.native_quant import KTConvertConfig
+
+    model_type = "ernie4_5_vl_moe"
+    kind = auto_class(model_type)
+    save_model(kind, config_of(model_type, ROWS[model_type]), tmp_path / "model")
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(3, VOCABULARY, (1, TOKENS), generator=generator)
+    inputs = {"moe_mm_token_type_ids": torch.randint(0, 2, (1, TOKENS), generator=generator, dtype=torch.int32)}
+
+    def logits(**options: Any) -> Any:
+        model = kind.from_pretrained(tmp_path / "model", dtype=torch.float32, **options).eval()
+        with torch.no_grad():
+            return model(tokens, use_cache=False, **inputs).logits[0]
+
+    expected = logits()
+    stored: dict[str, dict[str, bytes]] = {}
+    for experts in ("all", "text"):
+        paths = ("-i", tmp_path / "model", "-o", tmp_path / experts, "--experts", experts)
+        done = conversion.ktconvert("cpu", *paths, "--quant-method", "int8", "--threadpool-count", "1")
+        assert done.returncode == 0, done.stderr
+        files = (tmp_path / experts).glob("*.safetensors")
+        stored[experts] = {name: value.tobytes() for file in files for name, value in load_file(file).items()}
+        config = KTConvertConfig(cpu_weights=tmp_path / experts, threads=1)
+        actual = logits(quantization_config=config)
+        assert _distance(actual, expected) < BOUNDS["int8"]
+        # Without `--experts text`, the runtime computes the experts for images, too, and rounds their tokens.
+        assert (actual != expected).any(dim=-1).all() == (experts == "all")
+    assert stored["text"].items() < stored["all"].items() and len(stored["all"]) == 2 * len(stored["text"])
+    done = conversion.ktconvert("cpu", tmp_path / "model", tmp_path / "none", "--experts", "audio")
+    conversion.check_refusal(done, 2, "--experts audio", "choose all, text, images")
+
+
 def _distance(actual: Any, expected: Any) -> float:
     return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).median())
 

@@ -272,15 +272,17 @@ def _divide_experts(scan: NameScan, row: Arch, config: dict[str, Any]) -> tuple[
     count = cfg.find_number(config, row.after)
     if count is None or count[1] < 1:
         raise InputError("config.json has no number of experts for text; use the config.json of the model's release")
-    first: dict[tuple[str, int], StoredLayer] = {}
-    second: dict[tuple[str, int], StoredLayer] = {}
+    parts: tuple[dict[tuple[str, int], StoredLayer], ...] = {}, {}
     for key, layer in scan.layers.items():
-        for part, start in ((first, 0), (second, count[1])):
-            tensors = {(m, e - start): t for (m, e), t in layer.tensors.items() if (e >= count[1]) == (start > 0)}
-            if tensors:
-                part[key] = StoredLayer(layer.style, tensors, first_expert=start)
-        if key in first:
-            first[key].unused = layer.unused
+        for start, part in zip((0, count[1]), parts, strict=True):
+            tensors, biases = (
+                {(m, e - start): found for (m, e), found in named.items() if (e >= count[1]) == (start > 0)}
+                for named in (layer.tensors, layer.biases)
+            )
+            unused = layer.unused if start == 0 else []
+            if tensors or biases or unused:
+                part[key] = StoredLayer(layer.style, tensors, biases, unused, start)
+    first, second = parts
     return replace(scan, layers=first), replace(scan, layers=second)
 
 
