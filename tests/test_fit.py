@@ -343,16 +343,66 @@ def test_a_gguf_fits_as_it_is_with_the_cache_of_its_metadata(tmp_path):
 
 def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):
     done = conversion.ktconvert("fit", str(tiny), *LARGE, "--ram", "1GB", "--vram", "0")
-    conversion.check_refusal(done, 4, "nothing fits", "of RAM, has 1.0 GB")
+    conversion.check_refusal(
+        done,
+        4,
+        "nothing fits; the smallest form, int4 with",
+        "of RAM, and the machine has 1.0 GB; use a larger machine",
+    )
     assert "does not fit" in done.stdout
     document = fit(tiny, *LARGE, "--ram", "1GB", "--vram", "0")
     assert document["commands"] == [] and not any(choice["fits"] for choice in document["choices"])
 
 
+def test_context_is_at_most_the_positions_of_the_model(tmp_path):
+    """The example has 1024 positions; the metadata of a GGUF states them, too."""
+    assert fit(EXAMPLE, *LARGE)["context"] == 1024
+    done = conversion.ktconvert("fit", str(EXAMPLE), *LARGE, "--context", "1025")
+    conversion.check_refusal(done, 2, "--context 1025: the model computes at most 1024 tokens", "give 1024 or less")
+    metadata = gguf.model_metadata(1, context_length=512)
+    path = gguf.write(tmp_path / "model.gguf", gguf.model([("Q4_K", "Q4_K", "Q6_K")]), metadata)
+    assert fit(path, *LARGE, "--vram", "0")["context"] == 512
+
+
+ARCH = """
+name = "New"
+[[stored]]
+style = "separate"
+gate = "{prefix}layers.{layer}.mlp.experts.{expert}.gate_proj.weight"
+up = "{prefix}layers.{layer}.mlp.experts.{expert}.up_proj.weight"
+down = "{prefix}layers.{layer}.mlp.experts.{expert}.down_proj.weight"
+"""
+
+
+def test_commands_name_the_file_of_an_architecture(tmp_path, tiny):
+    arch_file = tmp_path / "arch.toml"
+    arch_file.write_text(ARCH)
+    steps = {
+        row["step"]: row["command"]
+        for row in fit(tiny, *LARGE, "--prefer", "memory", "--vram", "0", "--arch-file", arch_file)["commands"]
+    }
+    assert all(f"--arch-file {arch_file}" in steps[step] for step in ("convert", "verify"))
+
+
+def test_explain_prints_a_map_if_the_next_better_method_does_not_fit(tmp_path):
+    """Its budget is the memory that the other parts leave."""
+    models.write_model(tmp_path / "model", *shapes.list_tensors(shapes.SHAPES["Qwen3-30B-A3B"], layers=4), 2)
+    options = (*LARGE, "--vram", "0", "--ram", "8GB")
+    document = fit(tmp_path / "model", *options)
+    best = document["choices"][0]
+    assert best["loss"] > 0.001
+    budget = 8_000_000_000 - best["ram"] + best["ram_parts"]["experts"]
+    assert document["map_command"].endswith(f"--method-map auto --ram {budget} --numa 2")
+    assert document["map_command"] in conversion.ktconvert("fit", tmp_path / "model", *options, "--explain").stdout
+    done = conversion.ktconvert(*shlex.split(document["map_command"])[1:], "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert fit(tmp_path / "model", *LARGE, "--vram", "0")["map_command"] is None
+
+
 def test_explain_prints_the_parts_of_memory_and_the_limits(tiny):
     done = conversion.ktconvert("fit", str(tiny), *LARGE, "--explain")
     assert done.returncode == 0, done.stderr
-    for part in ("cache 0.0 GB", "context 1.1 GB", "process 4.3 GB", "all experts are on the GPU", "# launch"):
+    for part in ("rest 18.2 KB", "context 1.1 GB", "process 4.3 GB", "all experts are on the GPU", "# launch"):
         assert part in done.stdout
 
 

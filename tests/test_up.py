@@ -100,6 +100,7 @@ def test_the_command_of_the_launch_is_printed_without_sglang(tmp_path):
     options = (*MACHINE, "--vram", "24GB", "--runtime", "sglang", "--yes", "--port", 1234)
     done = up(EXAMPLE, tmp_path / "a b", *options)
     assert done.returncode == 0, done.stderr
+    assert "http://127.0.0.1:1234/v1/chat/completions" in done.stdout
     *_, change, command = done.stdout.splitlines()
     assert shlex.split(change) == ["cd", str(tmp_path / "a b")]
     assert command.startswith("python -m sglang.launch_server --model ") and command.endswith(" --port 1234")
@@ -117,7 +118,7 @@ def test_nothing_starts_without_an_answer(tmp_path):
         (EXAMPLE, ("--ram", "1GB"), 4, "nothing fits"),
         (EXAMPLE, ("--runtime", "sglang"), 2, "needs a GPU"),
         ("absent", (), 5, "absent: no such file or directory"),
-        ("model.gguf", (), 3, "has only the experts"),
+        ("model.gguf", (), 3, "run `ktconvert fetch ORG/MODEL -o rest`"),
     ],
 )
 def test_what_cannot_be_served_is_explained(model, options, code, text, tmp_path):

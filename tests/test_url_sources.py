@@ -105,6 +105,19 @@ def test_urls_are_refused_with_one_sentence(address, options, code, reason, envi
     conversion.check_refusal(done, code, address, reason)
 
 
+def test_fit_and_up_read_headers_behind_a_url(hub, environment, tmp_path) -> None:
+    machine = ("--ram", "1TB", "--disk", "1TB", "--bandwidth", "20GB", "--numa", "1", "--vram")
+    done = conversion.ktconvert("fit", address(hub), *machine, "0", "--prefer", "memory", env=environment)
+    assert done.returncode == 0, done.stderr
+    assert f"ktconvert fetch {address(hub)} -o {COMMIT}\n" in done.stdout
+    assert f"ktconvert cpu -i {address(hub)} -o {COMMIT}-AMXINT4 " in done.stdout
+    up = ("up", address(hub), "-o", tmp_path / "server", *machine)
+    done = conversion.ktconvert(*up, "0", "--prefer", "memory", "--dry-run", env=environment)
+    assert done.returncode == 0, done.stderr
+    done = conversion.ktconvert(*up, "24GB", "--yes", env=environment)  # experts on the GPU cannot be streamed
+    conversion.check_refusal(done, 3, "needs all files on disk; download them")
+
+
 def test_a_damaged_index_is_named(hub, environment, tmp_path) -> None:
     (tmp_path / "model" / "model.safetensors.index.json").write_text("[]")
     done = conversion.ktconvert(*stream(address(hub), tmp_path / "out"), env=environment)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -210,13 +211,17 @@ class MoeModel:
 
     def layer_tensors(self, layer: int) -> tuple[TensorInfo, ...]:
         """Return all tensors of a layer's expert weights, whole, sorted by name."""
+        return tuple(sorted(self._iterate_tensors(layer), key=attrgetter("name")))
+
+    def _iterate_tensors(self, layer: int) -> Iterator[TensorInfo]:
         moe = self.moe_layers[layer]
-        weights = (info for weight in moe.weights.values() for info in weight.tensors.values())
-        return tuple(sorted((*weights, *moe.biases.values()), key=lambda t: t.name))
+        for weight in moe.weights.values():
+            yield from weight.tensors.values()
+        yield from moe.biases.values()
 
     def expert_tensor_names(self) -> set[str]:
         """Return all routed-expert tensors of the converted layers, including unused scales, without MTP layers."""
-        names = {info.name for layer in self.moe_layers for info in self.layer_tensors(layer)}
+        names = {info.name for layer in self.moe_layers for info in self._iterate_tensors(layer)}
         return names.union(*(moe.unused for moe in self.moe_layers.values()))
 
 

@@ -177,7 +177,7 @@ def open_checkpoint(
 
     Raises InputError for files that are missing, damaged or contradict the index, UnsupportedError for other formats.
     """
-    place = _locate(str(location), revision, streamed=stream is not None)
+    place = locate_checkpoint(str(location), revision, streamed=stream is not None)
     path = place.path
     is_single_file = not path.is_dir()
     root = path.parent if is_single_file else path
@@ -218,11 +218,11 @@ def open_checkpoint(
     )
 
 
-def _locate(name: str, revision: str | None, *, streamed: bool) -> Location:
+def locate_checkpoint(name: str, revision: str | None, *, streamed: bool) -> Location:
     """Return a checkpoint here, or if `streamed` the headers of one that is not. Raises UsageError for other URLs."""
     if URL.fullmatch(name):
         if not streamed:
-            reads = "only `fetch`, commands with --stream, and `verify` of experts for the CPU read it"
+            reads = "only `fetch`, commands with --stream, `fit`, and `verify` of experts for the CPU read it"
             raise UsageError(f"{name}: is a URL; {reads}; download the model.")
         return find_url_headers(name, revision)
     return find_headers(name, revision) if streamed else Location(hub.resolve(name, revision))

@@ -34,7 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "status": "Show the progress of a conversion, from any host.",
     "verify": "Check an output, by itself or against its source or another output.",
     "inspect": "Describe a checkpoint or an output, and list the possible conversions.",
-    "fit": "Predict what of a model fits a machine, how fast and how accurate, and print the commands.",
+    "fit": "Predict which formats of a model fit a machine, how fast and how accurate, and print the commands.",
     "up": "Set up a model and serve it, with the commands that `fit` prints.",
     "models": "List local checkpoints and outputs, or compare a checkpoint with the hub and repair it.",
     "bench": "Measure how fast this machine computes an output's experts, and its memory bandwidth.",

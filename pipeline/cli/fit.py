@@ -14,6 +14,7 @@ import click
 from ktconvert.layouts.errors import ResourceError, UsageError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.option_groups import ArchFile
 from ktconvert.pipeline.options.queries import FitOptions, Target
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import duration, format_table
@@ -38,9 +39,9 @@ def fit(options: FitOptions) -> None:
     Examples:
       ktconvert fit MODEL
       ktconvert fit deepseek-ai/DeepSeek-V3.1 --ram 512GB --gpu 2x4090
-      ktconvert fit MODEL --ram 64GB --vram 24GB --context 131072 --explain
+      ktconvert fit MODEL --ram 64GB --vram 24GB --context 16384 --explain
     """
-    prediction = predict(options.model, options.hub.revision, options.arch.load_text(), options.target)
+    prediction = predict(options.model, options.hub.revision, options.arch, options.target)
     document, problem = prediction.document, prediction.problem
     if options.as_json:
         click.echo(json.dumps(document))
@@ -65,33 +66,32 @@ class Prediction(NamedTuple):
     steps: list[Step]
 
 
-def predict(
-    model: str, revision: str | None, arch_file: str | None, options: Target, *, run_here: bool = False
-) -> Prediction:
+def predict(model: str, revision: str | None, arch: ArchFile, options: Target, *, run_here: bool = False) -> Prediction:
     """Predict the choices for a model.
 
-    arch_file  the text of --arch-file
-    run_here   the steps run on this machine, and on the commit that the hub has now
+    run_here  the steps run on this machine, and on the commit that the hub has now
 
     Raises KTConvertError for options, models and hubs that cannot be used.
     """
     from ktconvert.pipeline.fit.estimate import list_choices
     from ktconvert.pipeline.fit.reading import read_model
-    from ktconvert.pipeline.fit.steps import list_steps
+    from ktconvert.pipeline.fit.steps import list_steps, suggest_map
 
     target = describe_machine(options)
-    use = _describe_use(options, target)
-    read = read_model(model, revision, arch_file, target.numa, use.runtime)
+    runtime = _choose_runtime(options, target)
+    read = read_model(model, revision, arch, target.numa, runtime)
+    use = _describe_use(options, runtime, read.shape.positions)
     if read.note:
         Reporter().note(read.note)
     choices = list_choices(read.shape, target, use)
     document = _make_document(model, read.shape, target, use, choices)
     if choices[0].problem:
-        return Prediction(document, f"{model}: nothing fits; the smallest form {_find_smallest(choices)}.", read, [])
+        return Prediction(document, f"{model}: nothing fits; {_explain_misfit(choices)}.", read, [])
     names = read.names
     if run_here:
         names, target = replace(names, revision=read.commit), replace(target, cores=machine.physical_cores())
     steps = [*list_steps(choices[0], names, target, use)]
+    document["map_command"] = suggest_map(choices[0], names, target, use)
     document["commands"] = [{"step": step.name, "command": step.command} for step in steps]
     return Prediction(document, "", read, steps)
 
@@ -143,18 +143,37 @@ def _choose_gpus(options: Target) -> tuple[tuple[int, ...], Gpu | None]:
     return (known.memory,) * int(match[1] or 1), known
 
 
-def _describe_use(options: Target, target: Machine) -> Use:
-    from ktconvert.pipeline.fit.estimate import KTCONVERT, SGLANG, Use
+def _choose_runtime(options: Target, target: Machine) -> str:
+    from ktconvert.pipeline.fit.estimate import KTCONVERT, SGLANG
 
     runtime = options.runtime or (SGLANG if target.vram else KTCONVERT)
     if runtime == SGLANG and not target.vram:
         raise UsageError("--runtime sglang needs a GPU; give --vram or --gpu, or --runtime ktconvert.")
-    return Use(options.context, options.sequences, runtime, options.prefer)
+    return runtime
 
 
-def _find_smallest(choices: list[Choice]) -> str:
+def _describe_use(options: Target, runtime: str, positions: int | None) -> Use:
+    """Return the use of the options; `positions`: the model's limit. Raises UsageError for a longer context."""
+    from ktconvert.pipeline.fit.estimate import USUAL_CONTEXT, Use
+
+    if positions and options.context and options.context > positions:
+        problem = f"the model computes at most {positions} tokens (max_position_embeddings of its config)"
+        raise UsageError(f"--context {options.context}: {problem}; give {positions} or less.")
+    context = options.context or min(USUAL_CONTEXT, positions or USUAL_CONTEXT)
+    return Use(context, options.sequences, runtime, options.prefer)
+
+
+def _explain_misfit(choices: list[Choice]) -> str:
+    """Return why the smallest choice does not fit, and what to do."""
     smallest = min(choices, key=lambda choice: (bool(choice.form.refusal), choice.ram_bytes + choice.vram_bytes))
-    return f"({smallest.form.name}) {smallest.problem}"
+    form = f"the smallest form, {smallest.form.name} with the rest {_describe_rest(smallest.rest.name)}, "
+    if smallest.form.refusal:
+        return f"{form}is {smallest.problem}; give fewer NUMA nodes (--numa)"
+    return f"{form}{smallest.problem}; use a larger machine, a shorter --context, or a smaller model"
+
+
+def _describe_rest(name: str) -> str:
+    return "as published" if name == "published" else f"in {name}"
 
 
 def _make_document(model: str, shape: ModelShape, target: Machine, use: Use, choices: list[Choice]) -> dict[str, Any]:
@@ -183,6 +202,7 @@ def _make_document(model: str, shape: ModelShape, target: Machine, use: Use, cho
         "cache_known": bool(shape.caches),
         "choices": [_describe_choice(choice) for choice in choices],
         "commands": [],
+        "map_command": None,
     }
 
 
@@ -214,14 +234,15 @@ def _describe_choice(choice: Choice) -> dict[str, Any]:
 def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
     """Return the lines of the report."""
     target = document["machine"]
-    cards = ", ".join(map(_gigabytes, target["vram"])) or "none"
+    cards = ", ".join(map(_format_bytes, target["vram"])) or "none"
+    bandwidth = _format_bytes(target["bandwidth"])
     cache = f"{document['context']} tokens, {document['sequences']} at a time"
     rows = [
         ("model", f"{document['model']}: {document['moe_layers']} of {document['layers']} layers with experts"),
         ("experts", f"{document['experts']} per layer, {document['experts_per_token']} per token"),
-        ("RAM", f"{_gigabytes(target['ram'])}, {_gigabytes(target['bandwidth'])}/s, NUMA nodes: {target['numa']}"),
-        ("GPUs", cards + (f", {_gigabytes(target['gpu_bandwidth'])}/s" if target["vram"] else "")),
-        ("disk", f"{_gigabytes(target['disk'])} free"),
+        ("RAM", f"{_format_bytes(target['ram'])}, {bandwidth}/s, NUMA nodes: {target['numa']}"),
+        ("GPUs", cards + (f", {_format_bytes(target['gpu_bandwidth'])}/s" if target["vram"] else "")),
+        ("disk", f"{_format_bytes(target['disk'])} free"),
         ("sequences", cache + ("" if document["cache_known"] else "; the config describes no attention: no KV cache")),
         ("runtime", document["runtime"]),
     ]
@@ -230,13 +251,19 @@ def format_document(document: dict[str, Any], *, explain: bool) -> list[str]:
     others = [choice for choice in choices if not choice["fits"]]
     lines = format_table(rows)
     if fitting:
-        lines += ["", *format_table([HEADING, *map(_choice_row, fitting)])]
+        lines += ["", *format_table([HEADING, *map(_choice_row, fitting)]), "", LOSS]
     if others:
         lines += ["", "does not fit", *format_table([(_name(c), c["rest"], c["problem"]) for c in others], "  ")]
     if explain:
         lines += [line for choice in fitting for line in ("", *_explain_choice(choice))]
     for step in document["commands"]:
         lines += ["", f"# {step['step']}", step["command"]]
+    if explain and document["map_command"]:
+        lines += [
+            "",
+            "# or convert with a method for each layer, which may lose less in the same RAM",
+            document["map_command"],
+        ]
     return lines
 
 
@@ -248,7 +275,8 @@ def _keep_best(choices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*best.values()]
 
 
-HEADING = ("experts", "rest", "on GPU", "RAM", "VRAM", "disk", "time", "tokens/s", "loss")
+LOSS = "loss: mean KL divergence from the checkpoint, measured with a small model; below 0.001 it counts as none"
+HEADING = ("experts", "rest", "on GPU", "RAM", "VRAM", "disk", "time", "tokens/s", "loss (nats)")
 
 
 def _choice_row(choice: dict[str, Any]) -> tuple[str, ...]:
@@ -256,9 +284,9 @@ def _choice_row(choice: dict[str, Any]) -> tuple[str, ...]:
         _name(choice),
         choice["rest"],
         str(choice["gpu_experts"]),
-        _gigabytes(choice["ram"]),
-        _gigabytes(choice["vram"]) if choice["vram"] else "-",
-        _gigabytes(choice["disk"]) if choice["disk"] else "-",
+        _format_bytes(choice["ram"]),
+        _format_bytes(choice["vram"]) if choice["vram"] else "-",
+        _format_bytes(choice["disk"]) if choice["disk"] else "-",
         duration(choice["seconds"]) if choice["seconds"] else "-",
         f"{choice['tokens_per_second']:.1f}",
         f"{choice['loss']:.4f}" if choice["loss"] else "none",
@@ -272,14 +300,14 @@ def _name(choice: dict[str, Any]) -> str:
 
 def _explain_choice(choice: dict[str, Any]) -> list[str]:
     rows = [
-        (label, ", ".join(f"{part} {_gigabytes(nbytes)}" for part, nbytes in parts.items()))
+        (label, ", ".join(f"{part} {_format_bytes(nbytes)}" for part, nbytes in parts.items() if nbytes))
         for label, parts in (("RAM", choice["ram_parts"]), ("each GPU", choice["vram_parts"]))
         if parts
     ]
     return [f"{_name(choice)}, rest {choice['rest']}", *format_table([*rows, ("limit", choice["limit"])], "  ")]
 
 
-def _gigabytes(nbytes: float) -> str:
-    from ktconvert.pipeline.fit.estimate import gigabytes
+def _format_bytes(nbytes: float) -> str:
+    from ktconvert.pipeline.fit.estimate import format_bytes
 
-    return gigabytes(nbytes)
+    return format_bytes(nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -18,6 +19,7 @@ from ktconvert.layouts.files import publish
 from ktconvert.layouts.files.documents import Number, decode_document, encode_indented
 from ktconvert.layouts.outputs import launch
 from ktconvert.layouts.sources import hub
+from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import command, find_given_options
 from ktconvert.pipeline.cli.fit import format_document, predict
@@ -101,14 +103,18 @@ def _plan_setup(options: UpOptions, folder: Path) -> Setup:
     from ktconvert.native_quant import machine
 
     target = with_values(options.target, disk=options.target.disk or machine.disk_free(folder))
-    prediction = predict(options.model, options.hub.revision, None, target, run_here=True)
+    prediction = predict(options.model, options.hub.revision, options.arch, target, run_here=True)
     if prediction.model.names.rest == launch.ORIGINAL:
         raise UnsupportedError(
-            f"{options.model}: has only the experts that a server needs; run the commands of `ktconvert fit` with the "
-            "checkpoint that it was made from."
+            f"{options.model}: a GGUF lacks files that a server needs; run `ktconvert fetch ORG/MODEL -o rest` for the "
+            "model that it was made from, and `ktconvert serve rest --cpu-weights FILE.gguf`."
         )
     if prediction.problem:
         raise ResourceError(prediction.problem)
+    if URL.fullmatch(options.model) and prediction.steps[0].name == "download":
+        raise UnsupportedError(
+            f"{options.model}: the recommended form needs all files on disk; download them, and give their directory."
+        )
     prediction.document["commands"] = []  # which _format_setup prints
     click.echo("\n".join([*format_document(prediction.document, explain=False), ""]))
     values = {field.name: to_json_value(field.get(options)) for field in option_fields(UpOptions)}
@@ -169,9 +175,18 @@ def _run_step(line: str) -> None:
         group.invoke(context)
 
 
+def _describe_server(port: int) -> str:
+    """Return the URL of the server, and a request to try."""
+    url = f"http://127.0.0.1:{port}/v1"
+    body = json.dumps({"messages": [{"role": "user", "content": "Hello"}]})
+    request = shlex.join(("curl", f"{url}/chat/completions", "-H", "Content-Type: application/json", "-d", body))
+    return f"\nThe server answers at {url} once it has loaded the model. To try it:\n{request}"
+
+
 def _launch(line: str, folder: Path, port: int) -> None:
     """Replace this process by the server, or print its command if SGLang is not installed."""
     line = f"{line} --port {port}"
+    click.echo(_describe_server(port))
     if not line.startswith(launch.PROGRAM):
         program = ["-m", "ktconvert.pipeline.cli"]
     elif importlib.util.find_spec("sglang") is None:

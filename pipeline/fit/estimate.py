@@ -15,6 +15,7 @@ from ktconvert.layouts.checkpoints.attention import LayerCache
 from ktconvert.pipeline.options.queries import PREFERENCES, RUNTIMES
 
 SGLANG, KTCONVERT = RUNTIMES
+QUALITY = PREFERENCES[0]
 
 PROCESS_MEMORY = 4 << 30  # of Python, torch, and the pinned buffers of a server
 CARD_MEMORY = 1 << 30  # of CUDA's context and graphs, on each card
@@ -26,7 +27,9 @@ LAYER_SECONDS = 1.2e-4  # for each layer with experts: hand over to the CPU and 
 TORCH_LAYER_SECONDS = 1e-3  # for each layer that torch computes without CUDA graphs
 CORE_CONVERSION = 0.6e9  # bytes of the source that a core converts
 DISK_RATE = 1e9  # bytes that a disk reads or writes
+USUAL_CONTEXT = 32768  # tokens of a sequence
 SIMILAR_SPEED, SIMILAR_LOSS = 1.05, 1.25  # ratios of values that count as equal
+UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "KB"))
 NO_LOSS = 0.001  # nats; arithmetic alone causes 0.0002 to 0.0006
 
 
@@ -90,6 +93,7 @@ class ModelShape:
     forms, rests  forms of the CPU's experts, and of the rest
     caches        cache of each decoder layer; () if the config does not describe it
     routed_bytes  stored bytes of the routed experts, which a conversion reads
+    positions     largest number of tokens of a sequence; None if the config does not state it
     download      bytes to download first, unless the experts can be streamed
     window_bytes  disk for the files that a streamed conversion holds; 0 if the experts cannot be streamed
     """
@@ -103,6 +107,7 @@ class ModelShape:
     rests: tuple[RestForm, ...]
     caches: tuple[LayerCache, ...]
     routed_bytes: int
+    positions: int | None = None
     download: int = 0
     window_bytes: int = 0
 
@@ -129,10 +134,10 @@ class Machine:
 class Use:
     """The use of the model: tokens of a sequence, sequences at a time, the runtime, and the preference."""
 
-    context: int = 32768
+    context: int = USUAL_CONTEXT
     sequences: int = 1
     runtime: str = SGLANG
-    prefer: str = PREFERENCES[0]
+    prefer: str = QUALITY
 
 
 @dataclass(frozen=True)
@@ -251,8 +256,7 @@ class Predictor:
     def _token_seconds(self, form: ExpertForm, rest: RestForm, count: int) -> float:
         """Return the time of one token, at the start of a sequence. Experts on the GPU get tokens by their number."""
         machine = self.machine
-        decoding = form.core_rate * machine.cores if machine.cores else float("inf")
-        cpu_rate = min(CPU_SHARE * machine.bandwidth, decoding)
+        cpu_rate = predict_cpu_rate(form, machine.bandwidth, machine.cores)
         seconds = 0.0
         for experts, cpu_bytes, gpu_bytes in zip(self.shape.experts, form.expert, rest.expert, strict=True):
             hot = min(count, experts) / experts
@@ -282,12 +286,12 @@ class Predictor:
     def _explain_problem(self, ram: int, vram: dict[str, int], disk: int) -> str:
         machine = self.machine
         if vram and sum(vram.values()) > self.card:
-            parts = ", ".join(f"{part} {gigabytes(nbytes)}" for part, nbytes in vram.items() if nbytes)
-            return f"needs {gigabytes(sum(vram.values()))} of memory on each GPU ({parts}), has {gigabytes(self.card)}"
-        if ram > machine.ram:
-            return f"needs {gigabytes(ram)} of RAM, has {gigabytes(machine.ram)}"
-        if disk > machine.disk:
-            return f"needs {gigabytes(disk)} of disk, has {gigabytes(machine.disk)}"
+            parts = ", ".join(f"{part} {format_bytes(nbytes)}" for part, nbytes in vram.items() if nbytes)
+            needed = format_bytes(sum(vram.values()))
+            return f"needs {needed} of memory on each GPU ({parts}), and a GPU has {format_bytes(self.card)}"
+        for name, needed_bytes, available in (("RAM", ram, machine.ram), ("free disk space", disk, machine.disk)):
+            if needed_bytes > available:
+                return f"needs {format_bytes(needed_bytes)} of {name}, and the machine has {format_bytes(available)}"
         return ""
 
     def _explain_limit(self, rest: RestForm, count: int, vram: dict[str, int]) -> str:
@@ -298,13 +302,21 @@ class Predictor:
         more = self._gpu_bytes(rest, count + 1) - vram["experts"]
         free = max(0, self.card - sum(vram.values()))
         return (
-            f"{count + 1} experts per layer on the GPU need {gigabytes(more)} more on each GPU, {gigabytes(free)} free"
+            f"{count + 1} experts per layer on the GPU need {format_bytes(more)} more on each GPU, "
+            f"and {format_bytes(free)} are free"
         )
 
 
-def gigabytes(nbytes: float) -> str:
-    """Return a number of bytes as text, in GB as vendors count them."""
-    return f"{nbytes / 1e9:.1f} GB"
+def predict_cpu_rate(form: ExpertForm, bandwidth: float, cores: int | None) -> float:
+    """Return the bytes per second of these weights that cores compute at one token; None: as many as needed."""
+    decoding = form.core_rate * cores if cores else float("inf")
+    return min(CPU_SHARE * bandwidth, decoding)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Return a number of bytes as text, in GB, MB or KB as vendors count them."""
+    unit, name = next((row for row in UNITS if nbytes >= row[0]), UNITS[-1])
+    return f"{nbytes / unit:.1f} {name}"
 
 
 def list_choices(shape: ModelShape, machine: Machine, use: Use) -> list[Choice]:

@@ -24,6 +24,7 @@ from ktconvert.pipeline.plans.checkpoint import count_decoder_layers
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 
 BF16 = 2  # bytes
+POSITIONS = ("max_position_embeddings",)
 VOCABULARY = ("vocab_size", "padded_vocab_size")
 EMBEDDINGS = ("embed_tokens.weight", "word_embeddings.weight", "embed.weight", "wte.weight", "token_embd.weight")
 GPU_FORMAT = "W4A16"
@@ -37,14 +38,14 @@ class Quality(NamedTuple):
     core_rate: float
 
 
-# Losses: docs/explanation/accuracy.md, bundled model. Rates: docs/explanation/speed.md, one token, two threads.
+# Losses: docs/explanation/accuracy.md, bundled model. Rates: best calls of benchmarks/fit.py --speed on Zen 4.
 QUALITIES = {
-    "AMXINT4": Quality({"absmax": 0.0055, "mse": 0.0042}, 12e9),
-    "AMXINT8": Quality({"absmax": 0.0004}, 16e9),
-    "MXFP4": Quality({"absmax": 0.0047}, 11e9),
-    "FP8": Quality({"absmax": 0.0006}, 12e9),
-    "BF16": Quality({"absmax": 0.0002}, 14e9),
-    "RAWINT4": Quality({"absmax": 0.0027, "mse": 0.0025}, 10e9),
+    "AMXINT4": Quality({"absmax": 0.0055, "mse": 0.0042}, 28e9),
+    "AMXINT8": Quality({"absmax": 0.0004}, 28e9),
+    "MXFP4": Quality({"absmax": 0.0047}, 26e9),
+    "FP8": Quality({"absmax": 0.0006}, 20e9),
+    "BF16": Quality({"absmax": 0.0002}, 30e9),
+    "RAWINT4": Quality({"absmax": 0.0027, "mse": 0.0025}, 24e9),
 }
 CORE_RATE = 8e9  # of the methods that read checkpoints as they are, mostly GGUF
 
@@ -63,6 +64,7 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
     decoder_layers = count_decoder_layers(model)
     config = source.config
     vocabulary = cfg.find_number(config, VOCABULARY)
+    positions = cfg.find_number(config, POSITIONS)
     stored_bytes = [sum(info.nbytes for info in model.layer_tensors(layer)) for layer in layers]
     return ModelShape(
         experts,
@@ -74,6 +76,7 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         tuple(_list_rests(model, runtime, stored_bytes)),
         find_caches(config, decoder_layers) or (),
         sum(stored_bytes),
+        positions[1] if positions else None,
         download,
         window_bytes=_estimate_window(source) if download and not source.container.experts_only else 0,
     )

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ktconvert.layouts.outputs import launch
-from ktconvert.pipeline.fit.estimate import KTCONVERT, Choice, Machine, Use
+from ktconvert.layouts.sources.url_headers import URL
+from ktconvert.pipeline.fit.estimate import KTCONVERT, NO_LOSS, QUALITY, Choice, Machine, Use
 from ktconvert.quantizers.quantizer import ABSMAX
 
 
@@ -25,11 +26,12 @@ class Step(NamedTuple):
 class Names:
     """Names in the commands of a model.
 
-    model     what the user gave: a path or a hub id
-    stem      beginning of the names of outputs
-    is_local  whether nothing must be downloaded
-    rest      checkpoint that provides the rest of the model; the model itself, unless it is a GGUF
-    revision  branch, tag or commit of a hub id
+    model      what the user gave: a path or a hub id
+    stem       beginning of the names of outputs
+    is_local   whether nothing must be downloaded
+    rest       checkpoint that provides the rest of the model; the model itself, unless it is a GGUF
+    revision   branch, tag or commit of a hub id
+    arch_file  value of --arch-file
     """
 
     model: str
@@ -37,6 +39,20 @@ class Names:
     is_local: bool
     rest: str
     revision: str | None = None
+    arch_file: Path | None = None
+
+    @property
+    def source(self) -> str:
+        """The path of the model, once it is here."""
+        if self.is_local:
+            return self.model
+        file = "" if URL.fullmatch(self.model) else self.model.partition(":")[2]
+        return f"{self.stem}/{file}" if file else self.stem
+
+    @property
+    def arch(self) -> tuple[object, ...]:
+        """The option of commands that recognize the model."""
+        return () if self.arch_file is None else ("--arch-file", self.arch_file)
 
 
 def find_stem(model: str) -> str:
@@ -44,52 +60,76 @@ def find_stem(model: str) -> str:
     return Path(model.rpartition(":")[2]).expanduser().resolve().name.removesuffix(".gguf")
 
 
-def name_model(model: str, revision: str | None, *, is_local: bool, experts_only: bool) -> Names:
+def name_model(
+    model: str, revision: str | None, arch_file: Path | None, *, is_local: bool, experts_only: bool
+) -> Names:
     stem = find_stem(model)
-    return Names(model, stem, is_local, launch.ORIGINAL if experts_only else model if is_local else stem, revision)
+    rest = launch.ORIGINAL if experts_only else model if is_local else stem
+    return Names(model, stem, is_local, rest, revision, arch_file)
 
 
 def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[Step]:
     """Yield the steps in the order in which a user runs them."""
-    source = names.model
     revision = ("--revision", names.revision) if names.revision else ()
-    options = revision
+    source, options = names.source, ()
     if choice.streamed:
         yield Step("download the rest", _join("ktconvert fetch", names.model, "-o", names.stem, *revision), names.stem)
-        options = (*revision, "--stream")
+        source, options = names.model, (*revision, "--stream")
+    elif URL.fullmatch(names.model):
+        yield Step("download", f"mkdir -p {shlex.quote(names.stem)}  # and copy all files of {names.model} into it")
     elif not names.is_local:
         repository, _, file = names.model.partition(":")
         words = (repository, *filter(None, [file]), "--local-dir", names.stem, *revision)
         yield Step("download", _join("hf download", *words), names.stem)
-        source, options = f"{names.stem}/{file}" if file else names.stem, ()
     weights, form = source, choice.form
     if form.option:
         weights = f"{names.stem}-{form.method}"
         scale = () if form.scale == ABSMAX.name else ("--scale", form.scale)
         slices = ("--numa", machine.numa) if form.sliced else ()
-        words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options)
+        words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options, *names.arch)
         yield Step("convert", _join("ktconvert cpu -i", *words), weights)
         # A comparison with a streamed source would download all experts again.
-        against = () if choice.streamed else ("--against", source, *options)
+        against = () if choice.streamed else ("--against", source, *options, *names.arch)
         yield Step("verify", _join("ktconvert verify", weights, *against))
     rest = names.rest
     if choice.rest.disk:
         rest = f"{names.stem}-{choice.rest.name}"
         kind = ("--quant-method", "RTN", "--quant-type", choice.rest.name)
-        yield Step("convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind, *options), rest)
+        yield Step(
+            "convert for the GPU", _join("ktconvert gpu -i", source, "-o", rest, *kind, *options, *names.arch), rest
+        )
     hot = "hot.safetensors" if use.runtime == KTCONVERT else "hot.json"
     if _has_hot_experts(choice):
         yield from _choose_hot_experts(choice, names, hot, use)
     yield Step("launch", _launch(choice, rest, weights, hot, machine, use))
 
 
+def suggest_map(choice: Choice, names: Names, machine: Machine, use: Use) -> str | None:
+    """Return the conversion with a method for each layer, in the memory that a choice leaves; None if it cannot help.
+
+    It can if the next better method does not fit. It reads weights before it converts them, so that they cannot be
+    streamed.
+    """
+    can_help = use.prefer == QUALITY and choice.form.option and choice.loss > NO_LOSS
+    if not can_help or choice.streamed or choice.gpu_experts:
+        return None
+    budget = machine.ram - choice.ram_bytes + choice.ram["experts"]
+    words = (names.source, "-o", f"{names.stem}-mixed", "--method-map", "auto", "--ram", budget)
+    return _join("ktconvert cpu -i", *words, "--numa", machine.numa, *names.arch)
+
+
 def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[Step]:
     statistics = f"{names.stem}-statistics"
-    yield Step("count tokens", _join("ktconvert calibrate", names.rest, "--output", statistics), statistics)
+    yield Step(
+        "count tokens", _join("ktconvert calibrate", names.rest, "--output", statistics, *names.arch), statistics
+    )
     form = "mask" if use.runtime == KTCONVERT else "sglang"
     number = ("--num-gpu-experts", choice.gpu_experts)
-    words = (statistics, "--format", form, "--output", hot, *number)
-    yield Step("choose hot experts", _join("ktconvert experts", *words), hot)
+    yield Step(
+        "choose hot experts",
+        _join("ktconvert experts", statistics, "--format", form, "--output", hot, *number),
+        hot,
+    )
 
 
 def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine, use: Use) -> str:

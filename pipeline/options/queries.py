@@ -114,7 +114,9 @@ class Target(Options):
     gpu: str | None = option("Name of the GPU, instead of --vram, such as 4090 or 2x4090.", Text())
     numa: int | None = option("Number of NUMA nodes.", Integer(min=1), unset="this machine's")
     disk: int | None = option("Free disk space.", Size(), unset="free space of the current directory")
-    context: int = option("Number of tokens of a sequence, prompt and answer.", Integer(min=1), default=32768)
+    context: int | None = option(
+        "Number of tokens of a sequence, prompt and answer.", Integer(min=1), unset="32768, or the model's limit"
+    )
     sequences: int = option("Number of sequences at a time.", Integer(min=1), default=1)
     bandwidth: int | None = option(
         "Bytes per second that all cores together read from memory, such as 400GB.", Size(), unset="measured here"
@@ -136,7 +138,7 @@ class Target(Options):
 
 class FitOptions(Options):
     model: str = option(
-        "Checkpoint or GGUF, or a hub id, of which only headers and config are read.",
+        "Checkpoint or GGUF, or a hub id or URL, of which only headers and config are read.",
         PathOrHubId(),
         argument="model",
         default=REQUIRED,
@@ -196,6 +198,7 @@ class UpOptions(Options):
     port: int = declare(PORT, default=8000)
     target: Target = Target()
     hub: Hub = Hub()
+    arch: ArchFile = ArchFile()
 
 
 class VerifyOptions(Options):

@@ -23,6 +23,7 @@ PREFIX = "gguf:"
 # Key of config.json -> key of the metadata, after "{architecture}.".
 KEYS = {
     "hidden_size": "embedding_length",
+    "max_position_embeddings": "context_length",
     "routed_expert_hidden_size": "moe_latent_size",
     "moe_latent_size": "expert_latent_length",
     "num_experts": "expert_count",
