@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ktconvert.layouts.checkpoints import claims
 from ktconvert.layouts.checkpoints.archs import (
     ALL,
     ARCHS,
     GGUF_STYLES,
+    MOST_EXPERTS,
     MOST_LAYERS,
     Arch,
     Fused,
@@ -46,6 +47,8 @@ from ktconvert.layouts.errors import INCOMPLETE, InputError, UnsupportedError, U
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.source import TensorSource
 from ktconvert.layouts.tensors import format_ranges
+
+Found = TypeVar("Found")
 
 MOST_NAMES = 4  # of different tensors in one sentence
 OUTPUT_NORM = re.compile(r"\.experts\.\w*norm\.weight$")
@@ -274,16 +277,18 @@ def _divide_experts(scan: NameScan, row: Arch, config: dict[str, Any]) -> tuple[
         raise InputError("config.json has no number of experts for text; use the config.json of the model's release")
     parts: tuple[dict[tuple[str, int], StoredLayer], ...] = {}, {}
     for key, layer in scan.layers.items():
-        for start, part in zip((0, count[1]), parts, strict=True):
-            tensors, biases = (
-                {(m, e - start): found for (m, e), found in named.items() if (e >= count[1]) == (start > 0)}
-                for named in (layer.tensors, layer.biases)
-            )
-            unused = layer.unused if start == 0 else []
+        for part, numbers in zip(parts, (range(count[1]), range(count[1], MOST_EXPERTS)), strict=True):
+            tensors, biases = _select_experts(layer.tensors, numbers), _select_experts(layer.biases, numbers)
+            unused = [] if numbers.start else layer.unused
             if tensors or biases or unused:
-                part[key] = StoredLayer(layer.style, tensors, biases, unused, start)
+                part[key] = StoredLayer(layer.style, tensors, biases, unused, numbers.start)
     first, second = parts
     return replace(scan, layers=first), replace(scan, layers=second)
+
+
+def _select_experts(named: dict[tuple[str, int], Found], numbers: range) -> dict[tuple[str, int], Found]:
+    """Return what belongs to experts with these numbers, which are then counted from 0."""
+    return {(matrix, expert - numbers.start): found for (matrix, expert), found in named.items() if expert in numbers}
 
 
 def _drop_router_scales(scan: NameScan) -> None:

@@ -153,10 +153,9 @@ def require_calibratable(model: MoeModel, alternative: str) -> None:
         raise UnsupportedError(f"{source.root}: {problem}; use --experts {model.arch.stack}.")
     experts = model.shape(model.layers[0])[0]
     large = cfg.find_large_sizes(source.config)
-    if problem := cfg.explain_experts_per_token(source.config, experts) or cfg.explain_large_size(
-        large, source.tensors
-    ):
-        raise InputError(f"{source.companion_root / 'config.json'}: {problem}")
+    wrong_size = cfg.explain_experts_per_token(source.config, experts) or cfg.explain_large_size(large, source.tensors)
+    if wrong_size:
+        raise InputError(f"{source.companion_root / 'config.json'}: {wrong_size}")
     if any(function.weights_on != "output" or function.output_norm for function in model.functions.values()):
         problem = f"its experts compute {model.function_names}, which cannot be calibrated yet"
         raise UnsupportedError(f"{model.source.root}: {problem}; {alternative}.")
