@@ -90,6 +90,15 @@ def test_types_of_keyword_arguments_follow_from_the_options() -> None:
         ]
 
 
+def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> None:
+    output = tmp_path / "out"
+    (plan,) = ktconvert.plan("cpu", input=example, output=output, quant_method="int8")
+    assert repr(plan).startswith(f"Plan(options=CpuOptions(input={str(example)!r}, output={output!r}, quant_method=")
+    ktconvert.convert("cpu", input=example, output=output, quant_method="int8")
+    for printed in (plan, plan.stages[0], plan.units[0], ktconvert.verify(output, against=example)):
+        assert len(repr(printed)) < 1500
+
+
 def test_progress_is_called_and_nothing_is_printed(
     tmp_path: Path, example: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -133,7 +133,13 @@ class Options:
 
     def __init_subclass__(cls, command: str | None = None) -> None:
         cls.command = command or cls.command
-        dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(frozen=True, kw_only=True, repr=False)(cls)
+
+    def __repr__(self) -> str:
+        """Return the class with the options that differ from their defaults."""
+        values = [(each, each.get(self)) for each in option_fields(type(self))]
+        changed = [f"{each.name}={value!r}" for each, value in values if value != each.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @classmethod
     def find_heading(cls, group: Group) -> str:

@@ -48,13 +48,13 @@ class Report:
     """
 
     output: Output
-    measure: Measure
+    measure: Measure = field(repr=False)
     checks: list[Check]
     remarks: list[str] = field(default_factory=list)
-    errors: list[ProjectionErrors] = field(default_factory=list)
+    errors: list[ProjectionErrors] = field(default_factory=list, repr=False)
     against: str | None = None
     predictions: Predictions | None = None
-    page_data: PageData | None = None
+    page_data: PageData | None = field(default=None, repr=False)
 
     @property
     def problems(self) -> list[str]:
