@@ -46,8 +46,9 @@ torch.Size([1, 3])
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,12 +78,30 @@ if TYPE_CHECKING:
 
 __all__ = ["KTConvertConfig", "KTConvertError", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
 
+Function = TypeVar("Function", bound="Callable[..., Any]")
+
 _MODULES = {
     "KTConvertConfig": "native_quant",
     "KTConvertError": "layouts.errors",
     "KTMoEWrapper": "native_quant",
     "__version__": "pipeline",
 }
+
+
+def _require_names(example: str) -> Callable[[Function], Function]:
+    """Return a decorator that refuses positional arguments after the first, and names one: `example`."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if len(arguments) > 1:
+                remedy = f"name the arguments after the first, as in {example}={arguments[1]!r}"
+                raise TypeError(f"{function.__name__}: {remedy}")
+            return function(*arguments, **options)
+
+        return cast(Function, call)
+
+    return decorate
 
 
 @overload
@@ -101,6 +120,7 @@ def plan(command: Literal["merge"], /, **options: Unpack[MergeArguments]) -> lis
 def plan(command: Literal["merge-adapter"], /, **options: Unpack[MergeAdapterArguments]) -> list[Plan]: ...
 @overload
 def plan(command: Literal["resplit"], /, **options: Unpack[ResplitArguments]) -> list[Plan]: ...
+@_require_names("output")
 def plan(command: str, /, **options: Any) -> list[Plan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
@@ -190,6 +210,7 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ResplitArguments],
 ) -> list[Path]: ...
+@_require_names("output")
 def convert(
     command: str, /, *, executor: Executor | None = None, progress: Progress | None = None, **options: Any
 ) -> list[Path]:
@@ -215,6 +236,7 @@ def convert(
     return [output_plan.options.output for output_plan in plans]
 
 
+@_require_names("against")
 def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> Report:
     """Check an output, as `ktconvert verify` does.
 
