@@ -35,6 +35,14 @@ KTMoEWrapper computes one layer's experts with torch, as kt-kernel's class of th
 >>> experts.forward(hidden, ids, torch.full((3, 2), 0.5), None).shape
 torch.Size([3, 256])
 
+KTExperts computes the same with NumPy arrays of BF16 bits, and without torch:
+
+>>> import numpy as np
+>>> experts = ktconvert.KTExperts.load("model-int8", layer=0)
+>>> ids, weights = np.array([[0, 1]] * 3), np.full((3, 2), 0.5, np.float32)
+>>> experts.forward(np.zeros((3, experts.hidden), np.uint16), ids, weights).shape
+(3, 256)
+
 KTConvertConfig loads converted experts into a model of transformers:
 
 >>> from transformers import AutoModelForCausalLM
@@ -58,6 +66,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias, Unpack
 
     from ktconvert.layouts.errors import KTConvertError
+    from ktconvert.native_quant import Experts as KTExperts
     from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
     from ktconvert.pipeline import __version__
     from ktconvert.pipeline.engine.plan import Plan
@@ -76,15 +85,16 @@ if TYPE_CHECKING:
 
     Progress: TypeAlias = Callable[[int, int], object]
 
-__all__ = ["KTConvertConfig", "KTConvertError", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
+__all__ = ["KTConvertConfig", "KTConvertError", "KTExperts", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _MODULES = {
-    "KTConvertConfig": "native_quant",
-    "KTConvertError": "layouts.errors",
-    "KTMoEWrapper": "native_quant",
-    "__version__": "pipeline",
+    "KTConvertConfig": ("native_quant", "KTConvertConfig"),
+    "KTConvertError": ("layouts.errors", "KTConvertError"),
+    "KTExperts": ("native_quant", "Experts"),
+    "KTMoEWrapper": ("native_quant", "KTMoEWrapper"),
+    "__version__": ("pipeline", "__version__"),
 }
 
 
@@ -259,7 +269,8 @@ def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> R
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(f"ktconvert.{_MODULES[name]}"), name)
+        module, attribute = _MODULES[name]
+        return getattr(importlib.import_module(f"ktconvert.{module}"), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
