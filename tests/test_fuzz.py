@@ -50,11 +50,9 @@ def run_command(*arguments: object, message: str = "") -> int:
     lines = [line for line in text.splitlines() if not line.startswith(("note: ", "warning: ", "page: "))]
     assert code in CODES, (code, lines)
     if code:
-        errors = [line for line in lines if not line.startswith(("Usage: ", "Try ")) and line]
-        assert len(errors) == 1, lines
-        assert errors[0].startswith("Error: " if len(errors) < len(lines) else "ktconvert: "), lines
-        assert len(errors[0]) < SENTENCE, lines
-        assert message in errors[0]
+        assert len(lines) == 1 and lines[0].startswith("ktconvert: "), lines
+        assert len(lines[0]) < SENTENCE, lines
+        assert message in lines[0]
     return code
 
 

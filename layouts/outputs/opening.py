@@ -86,7 +86,10 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
                 remedy = "restore that file or convert again; otherwise give the directory of an output."
                 problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
                 raise UnsupportedError(f"{root}: {problem}; if `ktconvert gpu` wrote it, {remedy}")
-        raise UnsupportedError(f"{root}: contains no expert weights of kt-kernel; give the directory of an output.")
+        if next(root.glob("*.safetensors"), None) is None:
+            raise UnsupportedError(f"{root}: has no weights; give a directory with .safetensors files.")
+        remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
+        raise UnsupportedError(f"{root}: is a checkpoint, not an output; {remedy}.")
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
     if record is not None:
