@@ -186,7 +186,7 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
         return InputError(f"{name}: {problem}; if private, run `hf auth login`")
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     absent = f"no such file or directory here{suggest_path(name)}"
-    problem = f"{absent}, and the model{at} cannot be downloaded ({type(e).__name__})"
+    problem = f"{absent}, and the model{at} cannot be downloaded"
     return UnreachableError(f"{name}: {problem}; correct the path, {remedy}")
 
 

@@ -57,7 +57,9 @@ def read_api_key(path: Path | None) -> bytes | None:
             with path.open("rb") as file:
                 key = file.read(MAX_KEY_BYTES + 1).strip()
         except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror}); give --api-key-file a file with the key"
+            ) from None
         invalid = InputError(f"{path}: contains no API key; it must be one line of ASCII")
     elif KEY_VARIABLE in os.environ:
         key = os.fsencode(os.environ[KEY_VARIABLE]).strip()
