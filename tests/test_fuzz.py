@@ -199,7 +199,7 @@ LONG_NAME = b"x" * 300 + b".safetensors"
         ("config of a packed output", b'"architectures": [', b'"a": ' + DEEP + b', "architectures": [', "nested too"),
         ("index", FIRST.format(3).encode(), LONG_NAME, "in a file whose name has 312 characters; download"),
         ("plan", b'"input": "', b'"input": "' + b"x" * 5000, "input: 'x"),
-        ("samples of a chain", b"lengths", b"LENGTHS", "holds no lengths of I64 or F32; check the disk, then resume"),
+        ("samples of a chain", b"lengths", b"LENGTHS", "has no lengths of I64 or F32; check the disk, then resume"),
         ("lock", b'"pid": ', b'"pid": 9999999999', ""),
         ("attempt", b'"pid": ', b'"pid": 9999999999', ""),
     ],

@@ -204,7 +204,7 @@ REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
     ((), UsageError, "either --prompt TEXT or --chat"),
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
-    (("--prompt", ""), InputError, "the prompt contains no tokens"),
+    (("--prompt", ""), InputError, "the prompt has no tokens"),
     (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: does not exist"),
 ]
 

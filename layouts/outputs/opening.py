@@ -224,7 +224,7 @@ def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
             tensor = loose.describe_tensor(match["word"], size)
             _add_tensor(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == count_before:
-            output.damaged[folder.name] = f"{folder.name} contains no .kt files below _numa_N"
+            output.damaged[folder.name] = f"{folder.name} has no .kt files below _numa_N"
 
 
 def _list_layer_files(folder: Path) -> list[Path]:

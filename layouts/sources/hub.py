@@ -59,7 +59,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     require_network(text, revision, cached)
     folder = download(text, revision, COMPANIONS if companions_only else FILES)
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
-        raise InputError(f"{text}: holds no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
+        raise InputError(f"{text}: has no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
     return folder
 
 
