@@ -63,7 +63,7 @@ def test_absolute_paths_have_no_dots(tmp_path, monkeypatch):
     (tmp_path / "a" / "empty").mkdir(parents=True)
     (tmp_path / "link").symlink_to("a/empty")
     monkeypatch.chdir(tmp_path / "a")
-    for typed, shown in (("../a/./empty", "a/empty"), ("../link/../empty", "link/../empty")):
+    for typed, shown in (("../a/./empty", "a/empty"), ("../link/../empty", "a/../link/../empty")):
         assert str(run_in_process("cpu", typed, "out").exception).startswith(f"{tmp_path / shown}: has no ")
 
 
