@@ -95,5 +95,7 @@ def unreadable_file(
     path: Path | str, error: OSError, problem: str = "cannot be read", remedy: str = REMEDY
 ) -> InputError:
     """Return the error for a file that the system does not open or read, with a remedy for the reason."""
+    if isinstance(error, FileNotFoundError):
+        return bad_file(path, "does not exist", f"check the path, or {REMEDY}")
     denied = isinstance(error, PermissionError)
     return bad_file(path, f"{problem} ({error.strerror})", PERMISSION if denied else remedy)

@@ -40,3 +40,8 @@ def format_ranges(numbers: Iterable[int]) -> str:
         else:
             runs.append([number, number])
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def name_layers(ranges: str) -> str:
+    """Return a text of format_ranges with its noun: layer 0, layers 1-3."""
+    return f"{'layer' if ranges.isdigit() else 'layers'} {ranges}"

@@ -9,11 +9,12 @@ import doctest
 import importlib.metadata
 import importlib.resources
 import inspect
+import re
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import get_args, get_overloads
+from typing import Any, Literal, get_args, get_overloads
 
 import pytest
 
@@ -22,7 +23,7 @@ from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
 from ktconvert.pipeline.options.option_groups import Reporting
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.options.types import PathOrHubId
+from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
 
 ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = ROOT / "pipeline" / "options" / "arguments.py"
@@ -38,20 +39,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Required, TypedDict
+from typing import Literal, Required, TypeAlias, TypedDict, TypeVar
+
+Word = TypeVar("Word")
+OneOrSeveral: TypeAlias = Word | Sequence[Word]  # several words make several outputs
 '''
 
 
 def argument_type(option_field: OptionField) -> str:
     """Return the annotation of an option's keyword argument."""
+    if words := getattr(option_field.click_type, "choices", ()):
+        return write_choice(option_field, words)
     if option_field.value_type is Path or isinstance(option_field.click_type, PathOrHubId):
         text = "str | PathLike[str]"
     elif option_field.value_type is tuple:
         text = f"Sequence[{get_args(option_field.annotation)[0].__name__}]"
     else:
         text = option_field.value_type.__name__
+    text += " | str" if isinstance(option_field.click_type, Size) else ""
     text += " | None" if option_field.default is None else ""
     return f"Required[{text}]" if option_field.default is REQUIRED else text
+
+
+def write_choice(option_field: OptionField, words: Sequence[str]) -> str:
+    """Return the annotation of a choice, as ruff formats it."""
+    items = [f'"{word}"' if option_field.value_type is str else word for word in words]
+    items += ["None"] if option_field.default is None else []
+    text = f"Literal[{', '.join(items)}]"
+    if len(text) > 100:
+        text = "\n".join(["Literal[", *(f"        {item}," for item in items), "    ]"])
+    return f"OneOrSeveral[{text}]" if isinstance(option_field.click_type, ChoiceList) else text
 
 
 def list_arguments(cls: type[Options], excluded: Collection[str] = COMMAND_LINE_ONLY) -> list[str]:
@@ -90,6 +107,15 @@ def test_types_of_keyword_arguments_follow_from_the_options() -> None:
         ]
 
 
+def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> None:
+    output = tmp_path / "out"
+    (plan,) = ktconvert.plan("cpu", input=example, output=output, quant_method="int8")
+    assert repr(plan).startswith(f"Plan(options=CpuOptions(input={str(example)!r}, output={output!r}, quant_method=")
+    ktconvert.convert("cpu", input=example, output=output, quant_method="int8")
+    for printed in (plan, plan.stages[0], plan.units[0], ktconvert.verify(output, against=example)):
+        assert len(repr(printed)) < 1500
+
+
 def test_progress_is_called_and_nothing_is_printed(
     tmp_path: Path, example: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,18 +126,19 @@ def test_progress_is_called_and_nothing_is_printed(
 
 
 @pytest.mark.slow
-def test_mypy_rejects_a_wrong_name(tmp_path: Path) -> None:
+def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
     if not (ROOT / "build" / "ns" / "ktconvert").exists():
         pytest.skip("needs `make types`")
     program = tmp_path / "program.py"
-    calls = ('ktconvert.convert("cpu", input="model", output="out", {}="int8")', 'ktconvert.verify("out", {}="int8")')
-    right, wrong = ([call.format(name) for call in calls] for name in ("quant_method", "quant_methd"))
-    program.write_text("\n".join(["import ktconvert", *right, *wrong]))
+    calls = ('ktconvert.convert("cpu", input="model", output="out", {})', 'ktconvert.verify("out", {})')
+    options = ('quant_method="int8"', 'quant_methd="int8"', 'quant_method="int9"')
+    several = 'ktconvert.plan("cpu", input="model", output="out", quant_method=["int4", "int8"], max_memory="5GB")'
+    program.write_text("\n".join(["import ktconvert", several, *(call.format(o) for o in options for call in calls)]))
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", program]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
     errors = [line for line in done.stdout.splitlines() if " error: " in line]
     lines = {line.split(":")[1] for line in errors}
-    assert lines == {"4", "5"}, done.stdout + done.stderr
+    assert lines == {"5", "6", "7", "8"}, done.stdout + done.stderr
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
@@ -142,11 +169,36 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"unknown option quant_methd; did you mean quant_method\?"):
         ktconvert.verify(tmp_path, quant_methd="int8")  # type: ignore[call-arg]
     with pytest.raises(ValueError, match="quant_method: 'int3' is not one of "):
-        ktconvert.verify(tmp_path, quant_method="int3")
+        ktconvert.verify(tmp_path, quant_method="int3")  # type: ignore[typeddict-item]
     with pytest.raises(ValueError, match="unknown option report"):  # it returns the report
         ktconvert.verify(tmp_path, report="page.html")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"convert: name the arguments after the first, as in output='out'"):
+        ktconvert.convert("model", "out")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"verify: name the arguments after the first, as in against='model'"):
+        ktconvert.verify("out", "model")  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ktconvert.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"method_map": "auto"}, "method_map: 'auto' is not a list of texts; give method_map=['auto']"),
+        ({"max_memory": "lots"}, "max_memory: 'lots' is not a size like 5GB or 500MiB"),
+        ({"max_memory": 5.5}, "max_memory: 5.5 is not a size like 5GB or 500MiB"),
+        ({"threads": "many"}, "threads: 'many' is not a whole number"),
+        ({"dry_run": "yes"}, "dry_run: 'yes' is not a bool"),
+    ],
+)
+def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        ktconvert.plan("cpu", input="model", output="out", **wrong)
+
+
+def test_several_methods_and_sizes_are_lists_and_texts(tmp_path: Path, example: Path) -> None:
+    methods: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
+    plans = ktconvert.plan("cpu", input=example, output=tmp_path, quant_method=methods, max_memory="5GB")
+    assert [plan.facts["method"] for plan in plans] == ["AMXINT8", "AMXINT4"]
 
 
 def test_help_of_the_wrapper_shows_real_defaults() -> None:

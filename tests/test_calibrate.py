@@ -214,7 +214,7 @@ def test_calibrate_runs_after_a_refused_attempt(models: dict[str, Path], servers
     output, empty = tmp_path / "out", tmp_path / "empty.txt"
     empty.write_text("")
     result = servers.run(calibrated.calibrate_arguments(models["qwen3_moe"], output, empty), tmp_path / "log")
-    conversion.check_refusal(result, 5, "contains no tokens")
+    conversion.check_refusal(result, 5, "has no tokens")
     dataset, _ = calibrated.write_dataset(tmp_path, "texts", calibrated.FEW)
     calibrate(servers, models["qwen3_moe"], output, dataset)
 

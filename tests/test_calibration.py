@@ -153,7 +153,7 @@ def test_empty_samples_are_left_out_and_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     file = write_jsonl(tmp_path / "rows.jsonl", [{"text": text} for text in ("one", "", None, "two")])
     assert sorted(decode_texts(read_samples_by_length(samples_of(file), tokenizer(), notes.append))) == ["one", "two"]
-    assert notes == [f"{file}: 2 of 4 samples contain no tokens and are skipped"]
+    assert notes == [f"{file}: 2 of 4 samples have no tokens and are skipped"]
 
 
 def test_files_of_a_folder_are_read_in_order_of_name(tmp_path: Path) -> None:
@@ -213,8 +213,8 @@ def write_damaged_files(folder: Path) -> dict[str, tuple[Path, str]]:
         "a number": ("number.jsonl", b'{"text": "a"}\n{"text": 3}\n', "row 2: column text contains int, not text"),
         "messages of text": ("messages.jsonl", b'{"messages": "hello"}\n', "row 1: column messages is not a list of messages"),
         "messages without a role": ("roles.jsonl", b'{"messages": [{"content": 1}]}\n', "row 1: the chat template rejects .*no role"),
-        "nothing": ("empty.jsonl", b"", "contains no tokens"),
-        "spaces": ("empty.txt", b"", "contains no tokens"),
+        "nothing": ("empty.jsonl", b"", "has no tokens"),
+        "spaces": ("empty.txt", b"", "has no tokens"),
         "unknown kind": ("table.csv", b"text\na\n", "table.csv: unsupported kind of file"),
     }  # fmt: skip
     for name, content, _ in contents.values():
@@ -233,7 +233,7 @@ def test_paths_without_usable_data_are_refused(tmp_path: Path) -> None:
     for dataset, files, message in (
         ("mixed", ("a.jsonl", "b.txt"), "mixes json and text files"),
         ("unknown", ("a.jsonl", "b.csv"), "b.csv: unsupported kind of file"),
-        ("empty", ("README.md",), "contains no data"),
+        ("empty", ("README.md",), "has no data"),
         ("none", (), "no such file or folder"),
     ):
         for name in files:

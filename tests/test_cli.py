@@ -37,6 +37,11 @@ def test_ignored_options_give_a_note(tmp_path: Path, cli: Any, example: Path) ->
         assert f"note: {flag.removesuffix(' 4')}" in result.stderr
 
 
+def test_notes_are_only_events_with_json(tmp_path: Path, cli: Any, example: Path) -> None:
+    result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--gpu", "--json", "--dry-run")
+    assert '{"event": "note", "text": "--gpu is accepted' in result.stdout and result.stderr == ""
+
+
 @pytest.mark.parametrize("method", ["awq", "moe_int4", "MOE_INT8"])
 def test_unsupported_kt_kernel_methods_are_refused(method: str, tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli("cpu", "-i", example, "-o", tmp_path / "a", "--quant-method", method, code=3)
@@ -76,13 +81,15 @@ def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, ex
         (["merge", "-i", "{example}", "-o", "{out}"], 5),
         (["cpu", "-i", "{example}", "-o", "{out}", "--input-type", "fp8"], 5),
         (["resume", "{out}"], 7),
+        (["cpu", "-i", "{example}", "-o", f"{__file__}/x", "-q"], 7),
         (["nonsense"], 2),
+        (["cpu", "--threads", "many"], 2),
     ],
 )
 def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: Path, cli: Any, example: Path) -> None:
     result = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
     assert result.stdout == ""
-    assert result.stderr
+    assert result.stderr.startswith("ktconvert: ") and result.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

@@ -132,6 +132,21 @@ def test_the_refusal_and_a_wrong_variable_end_the_command(write_config: Write, c
     assert "'KTCONVERT_CPU_THREADS'" in result.stderr and "'many'" in result.stderr
 
 
+def test_mistyped_variables_get_a_warning(write_config: Write, cli: Any) -> None:
+    """Variables of other commands, and those that resemble none of ours, belong to others."""
+    wrong = {"KTCONVERT_VERSION_JSONN": "1", "KTCONVERT_NUMAA": "2"}
+    result = cli("version", env={**wrong, "KTCONVERT_CPU_THREDS": "1", "KTCONVERT_GOLDEN": "1", "KTCONVERT_HOST": "a"})
+    first = "KTCONVERT_NUMAA: no environment variable has this name; did you mean KTCONVERT_NUMA?"
+    second, *others = result.stderr.splitlines()[1:]
+    assert result.stderr.startswith(f"warning: {first}\n") and others == []
+    assert second.startswith("warning: KTCONVERT_VERSION_JSONN: no environment variable has this name; see ")
+    result = cli("cpu", "model", "out", env={"KTCONVERT_CPU_THREDS": "1"}, code=5)
+    assert (
+        "KTCONVERT_CPU_THREDS: no environment variable has this name; did you mean KTCONVERT_CPU_THREADS?"
+        in result.stderr
+    )
+
+
 def test_options_are_completed_with_a_wrong_file(write_config: Write) -> None:
     write_config("[cpu")
     shell = ShellComplete(group, {}, "ktconvert", "_KTCONVERT_COMPLETE")

@@ -31,6 +31,7 @@ from ktconvert.layouts.sources.containers.safetensors import read_header
 from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, click_parameters
+from ktconvert.pipeline.cli.config_file import OTHER_VARIABLES, PREFIX
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, option_fields
 from ktconvert.pipeline.report import events as report_events
 from ktconvert.quantizers import ROW_GRIDS
@@ -370,8 +371,9 @@ def test_every_environment_variable_is_documented() -> None:
     sources = [path for folder in ("pipeline", "layouts", "native_quant") for path in (ROOT / folder).rglob("*.py")]
     variables = {name for path in sources for name in read.findall(read_text(path))}
     assert "KTCONVERT_ISA" in variables
-    for name in {*variables, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
+    for name in {*variables, *OTHER_VARIABLES, "NO_COLOR", "_KTCONVERT_COMPLETE"}:
         assert f"`{name}`" in text, name
+    assert {name for name in variables if name.startswith(PREFIX)} <= {*OTHER_VARIABLES}
 
 
 # ---- where to add what --------------------------------------------------------------------------------------------

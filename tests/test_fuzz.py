@@ -50,11 +50,9 @@ def run_command(*arguments: object, message: str = "") -> int:
     lines = [line for line in text.splitlines() if not line.startswith(("note: ", "warning: ", "page: "))]
     assert code in CODES, (code, lines)
     if code:
-        errors = [line for line in lines if not line.startswith(("Usage: ", "Try ")) and line]
-        assert len(errors) == 1, lines
-        assert errors[0].startswith("Error: " if len(errors) < len(lines) else "ktconvert: "), lines
-        assert len(errors[0]) < SENTENCE, lines
-        assert message in errors[0]
+        assert len(lines) == 1 and lines[0].startswith("ktconvert: "), lines
+        assert len(lines[0]) < SENTENCE, lines
+        assert message in lines[0]
     return code
 
 
@@ -162,7 +160,9 @@ def test_a_plan_with_missing_or_wrong_entries_is_refused(inputs: Inputs) -> None
         edit_json(inputs.work.plan, lambda plan: plan["settings"].pop("scale"))
         assert run_command("resume", inputs.broken, "--dry-run", message="cannot be read (scale is missing)") == 7
         edit_json(inputs.work.plan, lambda plan: plan["settings"].update(layers=5))
-        assert run_command("resume", inputs.broken, "--dry-run", message="cannot be read (layers: Expected `str`") == 7
+        assert (
+            run_command("resume", inputs.broken, "--dry-run", message="cannot be read (layers: 5 is not a text)") == 7
+        )
 
 
 def test_a_record_without_a_fingerprint_does_not_count(inputs: Inputs) -> None:
@@ -199,7 +199,7 @@ LONG_NAME = b"x" * 300 + b".safetensors"
         ("config of a packed output", b'"architectures": [', b'"a": ' + DEEP + b', "architectures": [', "nested too"),
         ("index", FIRST.format(3).encode(), LONG_NAME, "in a file whose name has 312 characters; download"),
         ("plan", b'"input": "', b'"input": "' + b"x" * 5000, "input: 'x"),
-        ("samples of a chain", b"lengths", b"LENGTHS", "holds no lengths of I64 or F32; check the disk, then resume"),
+        ("samples of a chain", b"lengths", b"LENGTHS", "has no lengths of I64 or F32; check the disk, then resume"),
         ("lock", b'"pid": ', b'"pid": 9999999999', ""),
         ("attempt", b'"pid": ', b'"pid": 9999999999', ""),
     ],

@@ -259,7 +259,7 @@ def test_invalid_dat_is_refused(tmp_path, data, message):
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
-    check_refusal(tmp_path / "none.gguf", "cannot be opened")
+    check_refusal(tmp_path / "none.gguf", "does not exist")
     check_refusal(tmp_path, "not a regular file")
 
 

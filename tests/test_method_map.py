@@ -99,7 +99,7 @@ def test_method_that_cannot_hold_its_layer_is_refused(source, tmp_path):
 
 def test_plan_lists_the_methods_of_layers(source, tmp_path):
     result = run_ok("cpu", "-i", source, "-o", tmp_path / "out", *map_options(*MAP), "--scale", "mse", "--dry-run")
-    listed = "AMXINT8: layers 0; MXFP4: layers 1; AMXINT4: layers 2; FP8: layers 3; BF16: layers 4"
+    listed = "AMXINT8: layer 0; MXFP4: layer 1; AMXINT4: layer 2; FP8: layer 3; BF16: layer 4"
     assert f"kt-kernel cannot load it ({listed})" in result.output.replace("\n", " ")
     assert "--scale mse has no effect in layers of" in result.output.replace("\n", " ")
     assert "BF16: the experts are BF16 already" in result.output.replace("\n", " ")
@@ -122,8 +122,8 @@ def test_inspect_and_the_card_list_the_methods(mix):
     about = json.loads(run_ok("inspect", mix, "--json").stdout)
     assert about["method"] == "MIXED" and about["complete"] and about["arrangement"] == "merged"
     assert about["methods"] == {NAMES[method]: str(layer) for layer, method in METHODS.items()}
-    assert "FP8: layers 3" in run_ok("inspect", mix).stdout
-    assert "| FP8 | layers 3 |" in (mix / "README.md").read_text()
+    assert "FP8: layer 3" in run_ok("inspect", mix).stdout
+    assert "| FP8 | layer 3 |" in (mix / "README.md").read_text()
     assert json.loads((mix / "config.json").read_text())["quantization_config"]["methods"] == about["methods"]
 
 

@@ -218,4 +218,4 @@ def test_only_the_plain_layout_can_be_written(method, source, tmp_path, cli):
     stderr = cli(
         "cpu", "-i", small, "-o", tmp_path / "out", "--quant-method", method, "--layout", "plain", code=3
     ).stderr
-    assert "Legal here" in stderr and "is not a multiple of" in stderr
+    assert "; no method can hold it" in stderr and "is not a multiple of" in stderr

@@ -58,6 +58,15 @@ def test_invalid_paths_are_refused(name, wrong, typed, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [tmp_path / "loop"]
 
 
+def test_absolute_paths_have_no_dots(tmp_path, monkeypatch):
+    """Dots after a link that leads elsewhere stay: without them, the path would be a different one."""
+    (tmp_path / "a" / "empty").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("a/empty")
+    monkeypatch.chdir(tmp_path / "a")
+    for typed, shown in (("../a/./empty", "a/empty"), ("../link/../empty", "a/../link/../empty")):
+        assert str(run_in_process("cpu", typed, "out").exception).startswith(f"{tmp_path / shown}: has no ")
+
+
 def test_text_that_is_not_utf8_is_refused(tmp_path, monkeypatch):
     """File names may have any bytes, but texts are written into JSON or given to a tokenizer."""
     monkeypatch.chdir(tmp_path)

@@ -297,7 +297,7 @@ def test_remedies_name_what_helps(tmp_path, source, expected):
     gguf.write(tmp_path / "dense.gguf", {"blk.0.ffn_gate.weight": ("F32", np.ones((8, 64), np.float32))}, {}, "llama")
     bare = Path(shutil.copytree(source, tmp_path / "bare"))
     (bare / "config.json").unlink()
-    counts = "contains no counts of routed tokens (counts.safetensors or expert_counts.json); run `ktconvert calibrate"
+    counts = "has no counts of routed tokens (counts.safetensors or expert_counts.json); run `ktconvert calibrate"
     for words, code, message in (
         (("experts", source, "-o", "mask.safetensors", "--num-gpu-experts", 1), 5, f"{source}: {counts}"),
         (("inspect", source.with_name("modle")), 5, f"no such file or directory (did you mean {source}?); give"),

@@ -204,8 +204,8 @@ REFUSED: list[tuple[tuple[object, ...], type[KTConvertError], str]] = [
     ((), UsageError, "either --prompt TEXT or --chat"),
     (("--chat", "--prompt", "x"), UsageError, "either --prompt TEXT or --chat"),
     (("--prompt", "x", "--system", "y"), UsageError, "--system needs --chat"),
-    (("--prompt", ""), InputError, "the prompt contains no tokens"),
-    (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: not a directory"),
+    (("--prompt", ""), InputError, "the prompt has no tokens"),
+    (("--prompt", "x", "--cpu-weights", "nowhere"), UnsupportedError, "nowhere: does not exist"),
 ]
 
 
@@ -232,6 +232,8 @@ def test_run_rejects_incomplete_models(tmp_path, example, weights):
     check_refusal(nothing, "has no config.json; copy the model's file into the directory")
     for name in ("config.json", "model.safetensors"):
         shutil.copy(example / name, nothing)
+    check_refusal(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")
+    shutil.copy(example / "tokenizer_config.json", nothing)
     check_refusal(nothing, "has no tokenizer; put its files (tokenizer.json) beside config.json")
     stored.configure(nothing, quantization_config={"quant_method": "gptq", "rotation": "hadamard"})
     for options in ((), ("--torch-experts",)):

@@ -603,10 +603,10 @@ def test_serve_asks_for_the_api_key(example):
 def test_invalid_api_keys_are_rejected(said, monkeypatch, tmp_path):
     """An empty variable or file must not open the server to everybody."""
     (tmp_path / "key").write_text(said)
-    with pytest.raises(InputError, match="contains no API key"):
+    with pytest.raises(InputError, match="has no API key"):
         authentication.read_api_key(tmp_path / "key")
     monkeypatch.setenv(authentication.KEY_VARIABLE, said)
-    with pytest.raises(UsageError, match="contains no API key"):
+    with pytest.raises(UsageError, match="has no API key"):
         authentication.read_api_key(None)
 
 

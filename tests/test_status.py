@@ -23,7 +23,7 @@ def status(bench: Bench, *options: str, code: int = 0) -> Any:
 
 
 def test_output_that_was_not_begun_is_refused(bench):
-    assert "contains no conversion" in status(bench, code=OutputError.exit_code)
+    assert "has no conversion" in status(bench, code=OutputError.exit_code)
 
 
 def test_finished_output_is_reported(bench):

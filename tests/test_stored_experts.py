@@ -144,7 +144,7 @@ def test_verify_computes_a_layer(method, models):
     check = next(check for check in report["checks"] if check["name"] == "run")
     assert "layer 0, 8 experts, 24 tokens: finite" in check["result"]
     lines = call(verify, models[method], "--run").stdout.splitlines()
-    assert "arrangement   checkpoint, 1 safetensors shards" in lines and lines[-1] == "verified"
+    assert "arrangement   checkpoint, 1 safetensors shard" in lines and lines[-1] == "verified"
     refused = call(verify, models[method], "--run", "--numa", 2).exception
     assert isinstance(refused, UsageError) and "leave out --numa" in str(refused)
 

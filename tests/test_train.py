@@ -586,7 +586,7 @@ def test_an_infinite_loss_ends_a_training_and_overwrite_restarts_it(cli, example
 @pytest.mark.parametrize(
     ("options", "code", "why"),
     [
-        (("--dataset", "empty.txt"), 5, "empty.txt: contains no tokens"),
+        (("--dataset", "empty.txt"), 5, "empty.txt: has no tokens"),
         (("--dataset", "short.txt"), 5, "less than one sequence of 64"),
         (("--dataset", "text.txt", "--rank", 1000), 3, "r = 1000 is not within 1 to 256"),
         (("--dataset", "text.txt", "--target-modules", "nothing"), 3, "Target modules .*nothing.* not found"),

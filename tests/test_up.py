@@ -138,7 +138,9 @@ def test_a_begun_setup_refuses_other_options_and_a_damaged_file(tmp_path):
         ["launch", "ktconvert serve x"],
     ]
     (folder / SETUP).write_text(json.dumps({"options": values, "steps": steps, "mark": MARK}))
-    conversion.check_refusal(up(EXAMPLE, folder, "--prefer", "memory"), 7, "begun with a different --prefer")
+    conversion.check_refusal(
+        up(EXAMPLE, folder, "--prefer", "memory", "--ram", "1TB"), 7, "a different --ram, --prefer;"
+    )
     conversion.check_refusal(up(tmp_path, folder), 7, "begun with a different MODEL")
     conversion.check_refusal(up(EXAMPLE, folder), 7, "small-AMXINT4")
     (folder / SETUP).write_text('{"options": {}, "steps": [["launch", "rm -r x"]]}')

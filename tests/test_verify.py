@@ -195,7 +195,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another name": ("int4-merged", lambda o: ((o / INDEX).unlink(), edit_header(o / FIRST, lambda h: h.update({OTHER_NAME: h.pop(MISNAMED)}))), "kt-kernel does not read this name"),
     "no shard": ("int4-merged", lambda o: (o / FIRST).unlink(), f"{INDEX} names {FIRST}, which is missing"),
     "no loose file": ("int4-loose", lambda o: weight_file(o, "INT4_gate_7_*_scale_.kt").unlink(), "layer 1, expert 7, gate_proj, NUMA slice 1, scale"),
-    "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 contains no .kt files"),
+    "an empty layer": ("int4-loose", lambda o: [p.unlink() for p in o.glob("_layer_1/*/*")], "_layer_1 has no .kt files"),
     "no tensor": ("int4-merged", _remove_tensor, f"{REMOVED_TENSOR} is missing (layer 0, expert 7, down_proj, NUMA slice 1, scale)"),
     # kt-kernel's merge script writes F32 if "scale" is in its path
     "another dtype": ("int4-merged", lambda o: _header(o, MISNAMED, dtype="F32", shape=[128 * 256 // 8]), f"{MISNAMED} in {FIRST} is F32"),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.sources import config as cfg
 from ktconvert.layouts.sources.containers.gguf import KEYS, PREFIX
-from ktconvert.layouts.tensors import format_ranges
+from ktconvert.layouts.tensors import format_ranges, name_layers
 
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
@@ -327,7 +327,7 @@ def describe_record(record: Mapping[str, Mapping[str, Any]]) -> str:
     texts = {layers: str(ExpertFunction(**fields)) for layers, fields in record.items()}
     if len(texts) == 1:
         return next(iter(texts.values()))
-    return "; ".join(f"layers {layers}: {text}" for layers, text in texts.items())
+    return "; ".join(f"{name_layers(layers)}: {text}" for layers, text in texts.items())
 
 
 def read_functions(record: Any) -> dict[int, ExpertFunction]:

@@ -106,10 +106,13 @@ def sync_tree(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and its missing parents, durably."""
+    """Make a folder and its missing parents, durably. Raises OutputError if one of them is a file."""
     if not path.is_dir():
         make_folder(path.parent)
-        path.mkdir(exist_ok=True)
+        try:
+            path.mkdir(exist_ok=True)
+        except FileExistsError:
+            raise OutputError("is a file, not a directory", "choose a different output", path=path) from None
         sync_folder(path.parent)
 
 

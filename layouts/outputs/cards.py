@@ -13,7 +13,7 @@ from ktconvert.layouts.outputs.format import Card
 from ktconvert.layouts.outputs.launch import FOLDER, ORIGINAL
 from ktconvert.layouts.outputs.linear_names import explain_not_rawint4
 from ktconvert.layouts.statistics import expert_counts
-from ktconvert.layouts.tensors import PROJECTIONS, format_ranges
+from ktconvert.layouts.tensors import PROJECTIONS, format_ranges, name_layers
 
 Stats = Mapping[str, Any]  # measured figures of a unit
 Rows = tuple[tuple[str, str], ...]
@@ -108,7 +108,7 @@ CHOICES = (  # rows on the choice of codes and scales: fact, name of the row, te
 
 def _make_cpu_rows(card: Card, facts: OutputFacts) -> Rows:
     rows = [("method", f"{facts['method']} ({card.numbers.format(**facts)})")]
-    rows += [(method, f"layers {layers}") for method, layers in facts.get("methods", {}).items()]
+    rows += [(method, name_layers(layers)) for method, layers in facts.get("methods", {}).items()]
     rows += [(name, text.format(**facts)) for fact, name, text in CHOICES if fact in facts]
     if "without_counts" in facts:
         rows.append(("scales of `mse`", "; ".join(facts["without_counts"])))

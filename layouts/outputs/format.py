@@ -220,6 +220,6 @@ def require_legal(fmt: Format, hidden: int, intermediate: int, numa: int, others
     for candidate in (fmt, *(other for other in others if other.name != fmt.name)):
         counts = legal_counts(candidate, [(hidden, intermediate)])
         if counts:
-            choices.append(f"{candidate.option} ({candidate.name}) takes --numa {', '.join(map(str, counts))}")
-    legal = "; ".join(choices) or "no method"
-    raise UnsupportedError(f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}. Legal here: {legal}.")
+            choices.append(f"{candidate.option} ({candidate.name}) with --numa {', '.join(map(str, counts))}")
+    remedy = f"use {'; or '.join(choices)}" if choices else "no method can hold it"
+    raise UnsupportedError(f"{fmt.name} cannot hold this model in {numa} NUMA slices: {reason}; {remedy}.")

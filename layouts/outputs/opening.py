@@ -86,7 +86,10 @@ def open_output(root: Path, layers: Collection[int] | None = None) -> Output:
                 remedy = "restore that file or convert again; otherwise give the directory of an output."
                 problem = f"is packed by {PACKER}, but has no {manifest.NAME}"
                 raise UnsupportedError(f"{root}: {problem}; if `ktconvert gpu` wrote it, {remedy}")
-        raise UnsupportedError(f"{root}: contains no expert weights of kt-kernel; give the directory of an output.")
+        if next(root.glob("*.safetensors"), None) is None:
+            raise UnsupportedError(f"{root}: has no weights; give a directory with .safetensors files.")
+        remedy = "give the directory that `ktconvert cpu`, `ktconvert gpu` or kt-kernel wrote"
+        raise UnsupportedError(f"{root}: is a checkpoint, not an output; {remedy}.")
     record = manifest.read_manifest(root)
     candidates = _formats_by_names({})
     if record is not None:
@@ -221,7 +224,7 @@ def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
             tensor = loose.describe_tensor(match["word"], size)
             _add_tensor(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
         if len(output.tensors) == count_before:
-            output.damaged[folder.name] = f"{folder.name} contains no .kt files below _numa_N"
+            output.damaged[folder.name] = f"{folder.name} has no .kt files below _numa_N"
 
 
 def _list_layer_files(folder: Path) -> list[Path]:

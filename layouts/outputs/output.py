@@ -46,14 +46,14 @@ class Output:
 
     root: Path
     loose: bool
-    methods: tuple[str, ...]
-    names: TensorNames
+    methods: tuple[str, ...] = field(repr=False)
+    names: TensorNames = field(repr=False)
     is_whole_model: bool
-    manifest: Manifest | None
-    config: dict[str, Any]
-    weight_map: dict[str, str] | None = None
+    manifest: Manifest | None = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+    weight_map: dict[str, str] | None = field(default=None, repr=False)
     total_size: int | None = None
-    shards: list[str] = field(default_factory=list)
+    shards: list[str] = field(default_factory=list, repr=False)
     headers: dict[str, Header] = field(default_factory=dict, repr=False)
     tensors: dict[tuple[SliceId, str], TensorInfo] = field(default_factory=dict, repr=False)
     non_expert_tensors: dict[str, TensorInfo] = field(default_factory=dict, repr=False)

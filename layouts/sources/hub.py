@@ -59,7 +59,7 @@ def resolve(name: str | Path, revision: str | None = None, *, companions_only: b
     require_network(text, revision, cached)
     folder = download(text, revision, COMPANIONS if companions_only else FILES)
     if not companions_only and "gguf" in text.lower() and not any(folder.glob("*.safetensors")):
-        raise InputError(f"{text}: holds no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
+        raise InputError(f"{text}: has no safetensors; name one of its GGUF files, as {text}:FILE.gguf")
     return folder
 
 
@@ -186,7 +186,7 @@ def explain(name: str, revision: str | None, e: Exception) -> KTConvertError:
         return InputError(f"{name}: {problem}; if private, run `hf auth login`")
     remedy = f"check the network, or run `{_command(name, revision)}` elsewhere and give the directory"
     absent = f"no such file or directory here{suggest_path(name)}"
-    problem = f"{absent}, and the model{at} cannot be downloaded ({type(e).__name__})"
+    problem = f"{absent}, and the model{at} cannot be downloaded"
     return UnreachableError(f"{name}: {problem}; correct the path, {remedy}")
 
 

@@ -269,7 +269,7 @@ def _select_files(root: Path) -> tuple[Container, Selection]:
         if any(f.endswith(suffix) for f in files):
             problem = f"holds PyTorch {suffix} weights only, which are not an input"
             raise UnsupportedError(f"{root}: {problem}; use the safetensors release")
-    raise InputError(f"{root}: holds no .safetensors file; give the directory of a downloaded checkpoint")
+    raise InputError(f"{root}: has no .safetensors file; give the directory of a downloaded checkpoint")
 
 
 def _weights_file_in_config(root: Path) -> str | None:

@@ -257,8 +257,7 @@ def _open(path: Path, state: frozenset[FileStatus]) -> ConvertedExperts:
 def open_converted(path: Path) -> ConvertedExperts:
     """Open a converted directory. Reads it again only if a file has changed."""
     if not path.is_dir():
-        raise UnsupportedError(
-            f"{path}: not a directory; give an output of `ktconvert cpu` or kt-kernel, or a GGUF file."
-        )
+        problem = "not a directory" if path.exists() else "does not exist"
+        raise UnsupportedError(f"{path}: {problem}; give an output of `ktconvert cpu` or kt-kernel, or a GGUF file.")
     source = _open(path.resolve(), directory_state(path))
     return source if source.path == path else replace(source, path=path)

@@ -87,7 +87,7 @@ def read_any_counts(path: Path) -> I64:
         if (path / expert_counts.NAME).exists():
             return expert_counts.read_counts_file(path / expert_counts.NAME)
         if not (path / COUNTS).exists():
-            problem = f"contains no counts of routed tokens ({COUNTS} or {expert_counts.NAME})"
+            problem = f"has no counts of routed tokens ({COUNTS} or {expert_counts.NAME})"
             remedy = "run `ktconvert calibrate MODEL DIR`, and give DIR here"
             raise InputError(f"{path}: {problem}; {remedy}")
         return read_folder_counts(path)

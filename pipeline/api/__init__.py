@@ -35,6 +35,14 @@ KTMoEWrapper computes one layer's experts with torch, as kt-kernel's class of th
 >>> experts.forward(hidden, ids, torch.full((3, 2), 0.5), None).shape
 torch.Size([3, 256])
 
+KTExperts computes the same with NumPy arrays of BF16 bits, and without torch:
+
+>>> import numpy as np
+>>> experts = ktconvert.KTExperts.load("model-int8", layer=0)
+>>> ids, weights = np.array([[0, 1]] * 3), np.full((3, 2), 0.5, np.float32)
+>>> experts.forward(np.zeros((3, experts.hidden), np.uint16), ids, weights).shape
+(3, 256)
+
 KTConvertConfig loads converted experts into a model of transformers:
 
 >>> from transformers import AutoModelForCausalLM
@@ -46,8 +54,9 @@ torch.Size([1, 3])
 
 from __future__ import annotations
 
+import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, overload
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +66,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias, Unpack
 
     from ktconvert.layouts.errors import KTConvertError
+    from ktconvert.native_quant import Experts as KTExperts
     from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
     from ktconvert.pipeline import __version__
     from ktconvert.pipeline.engine.plan import Plan
@@ -75,14 +85,33 @@ if TYPE_CHECKING:
 
     Progress: TypeAlias = Callable[[int, int], object]
 
-__all__ = ["KTConvertConfig", "KTConvertError", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
+__all__ = ["KTConvertConfig", "KTConvertError", "KTExperts", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
+
+Function = TypeVar("Function", bound="Callable[..., Any]")
 
 _MODULES = {
-    "KTConvertConfig": "native_quant",
-    "KTConvertError": "layouts.errors",
-    "KTMoEWrapper": "native_quant",
-    "__version__": "pipeline",
+    "KTConvertConfig": ("native_quant", "KTConvertConfig"),
+    "KTConvertError": ("layouts.errors", "KTConvertError"),
+    "KTExperts": ("native_quant", "Experts"),
+    "KTMoEWrapper": ("native_quant", "KTMoEWrapper"),
+    "__version__": ("pipeline", "__version__"),
 }
+
+
+def _require_names(example: str) -> Callable[[Function], Function]:
+    """Return a decorator that refuses positional arguments after the first, and names one: `example`."""
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*arguments: Any, **options: Any) -> Any:
+            if len(arguments) > 1:
+                remedy = f"name the arguments after the first, as in {example}={arguments[1]!r}"
+                raise TypeError(f"{function.__name__}: {remedy}")
+            return function(*arguments, **options)
+
+        return cast(Function, call)
+
+    return decorate
 
 
 @overload
@@ -101,6 +130,7 @@ def plan(command: Literal["merge"], /, **options: Unpack[MergeArguments]) -> lis
 def plan(command: Literal["merge-adapter"], /, **options: Unpack[MergeAdapterArguments]) -> list[Plan]: ...
 @overload
 def plan(command: Literal["resplit"], /, **options: Unpack[ResplitArguments]) -> list[Plan]: ...
+@_require_names("output")
 def plan(command: str, /, **options: Any) -> list[Plan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
@@ -190,6 +220,7 @@ def convert(
     progress: Progress | None = None,
     **options: Unpack[ResplitArguments],
 ) -> list[Path]: ...
+@_require_names("output")
 def convert(
     command: str, /, *, executor: Executor | None = None, progress: Progress | None = None, **options: Any
 ) -> list[Path]:
@@ -215,6 +246,7 @@ def convert(
     return [output_plan.options.output for output_plan in plans]
 
 
+@_require_names("against")
 def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> Report:
     """Check an output, as `ktconvert verify` does.
 
@@ -237,7 +269,8 @@ def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> R
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(f"ktconvert.{_MODULES[name]}"), name)
+        module, attribute = _MODULES[name]
+        return getattr(importlib.import_module(f"ktconvert.{module}"), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

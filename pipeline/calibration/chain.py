@@ -292,7 +292,7 @@ def read_arrays(path: Path, *names: str) -> list[npt.NDArray[Any]]:
     try:
         entries = {entry.name: entry for entry in read_header(path).entries}
         if missing := [name for name in names if name not in entries or entries[name].dtype not in DTYPES]:
-            raise InputError(f"holds no {missing[0]} of {' or '.join(DTYPES)}", path=path)
+            raise InputError(f"has no {missing[0]} of {' or '.join(DTYPES)}", path=path)
     except InputError as error:
         raise error.with_remedy("check the disk, then resume") from error
 

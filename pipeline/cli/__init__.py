@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import io
 import json
 import os
 import signal
@@ -200,9 +199,7 @@ def main() -> None:
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
     except click.ClickException as error:
-        usage = io.StringIO()
-        error.show(usage)
-        _fail(error.format_message(), 2, usage.getvalue().rstrip())
+        _fail(_describe_usage(error), 2)
     except KeyboardInterrupt:
         click.echo(err=True)  # the line of the terminal's ^C
         _fail("interrupted", 130)
@@ -248,15 +245,23 @@ def _reset_signals() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _fail(message: str, code: int, text: str | None = None) -> None:
-    """Exit with a code, a text on stderr (default: the message in one line), and with --json an event."""
+def _describe_usage(error: click.ClickException) -> str:
+    """Return click's sentence about the options, with a remedy."""
+    message = error.format_message()
+    context = getattr(error, "ctx", None)
+    if context is None or message.endswith(("?", "?)")):  # "Did you mean ...?"
+        return message
+    return f"{message.rstrip('.')}; see `{context.command_path} --help`."
+
+
+def _fail(message: str, code: int) -> None:
+    """Exit with a code, the message in one line on stderr, and with --json an event."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a signal must not print a traceback from here on
         signal.signal(number, lambda caught, _: os._exit(128 + caught))
     message = one_line(message)
     if "--json" in map(normalize_token, sys.argv):
         _print(sys.stdout, json.dumps({"event": "error", "message": message, "exit_code": code}))
-    lines = [f"ktconvert: {message}"] if text is None else map(one_line, text.splitlines())
-    _print(sys.stderr, "\n".join(lines))
+    _print(sys.stderr, f"ktconvert: {message}")
     sys.exit(code)
 
 

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from ktconvert.layouts.errors import UsageError
-from ktconvert.pipeline.cli.config_file import SHOWN_PATH, read_defaults
+from ktconvert.pipeline.cli.config_file import SHOWN_PATH, find_wrong_variables, name_variable, read_defaults
 from ktconvert.pipeline.options.declare import REQUIRED, Group, O, Option, OptionField, Options, build, option_fields
 from ktconvert.pipeline.options.types import Integer
 
@@ -48,14 +48,17 @@ class Command(click.Command):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if parent is not None and not parent.resilient_parsing:  # which completions are
-            extra["default_map"] = read_defaults(self.name or "", self.settings, parent)
+            command = (self.name or "", self.settings, parent)
+            for sentence in find_wrong_variables(*command):
+                click.echo(f"warning: {sentence}", err=True)
+            extra["default_map"] = read_defaults(*command)
         return super().make_context(info_name, args, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         _, _, order = self.make_parser(ctx).parse_args([*args])
         for parameter, count in Counter(order).items():
             if count > 1 and not ctx.resilient_parsing and ONCE & {*parameter.opts}:
-                raise click.UsageError(f"{parameter.opts[0]} is given {count} times; give it once.", ctx)
+                raise UsageError(f"{parameter.opts[0]} is given {count} times; give it once.")
         return super().parse_args(ctx, args)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -75,7 +78,7 @@ class Command(click.Command):
             titles = ", ".join(group.title[0].lower() + group.title[1:] for group in hidden)
             sentences.append(f"More options with --help-all: {titles}.")
         if any(parameter.envvar for parameter in self.params):
-            variable = _name_variable(self.name or "", "option")
+            variable = name_variable(self.name or "", "option")
             sentences.append(f"Defaults are read from {variable}, then from [{self.name}] in {SHOWN_PATH}.")
         if sentences:
             formatter.write_paragraph()
@@ -154,11 +157,6 @@ def command(name: str, cls: type[O], kind: type[Command] = Command) -> Callable[
     return lambda function: kind(name, cls, function)
 
 
-def _name_variable(command: str, key: str) -> str:
-    """Return the environment variable with the default of a command's option."""
-    return f"KTCONVERT_{command}_{key}".upper().replace("-", "_")
-
-
 def click_parameters(option_field: OptionField, command: str) -> Iterator[click.Parameter]:
     """Yield the click parameters of a command's option: an argument, an option, or both; none for a recorded value."""
     option = option_field.declaration
@@ -188,7 +186,7 @@ def click_parameters(option_field: OptionField, command: str) -> Iterator[click.
         [option_field.name, *(option.flags or (option_field.flag,)), *option.aliases],
         required=default is REQUIRED and option.argument is None,
         multiple=option_field.value_type is tuple,
-        envvar=None if option_field.config_key is None else _name_variable(command, option_field.config_key),
+        envvar=None if option_field.config_key is None else name_variable(command, option_field.config_key),
         show_envvar=True,
         show_default=show_default or None,
         metavar=metavar,

@@ -1,11 +1,11 @@
-"""The config file: defaults of options, in a table for each command and one for all of them."""
+"""Defaults of options from the config file, with a table for each command and one for all, and from the environment."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,10 @@ from ktconvert.pipeline.options.declare import OptionField, Options, option_fiel
 
 ALL = "all"  # the table for all commands
 SHOWN_PATH = "~/.config/ktconvert/config.toml"
+PREFIX = "KTCONVERT_"  # of our environment variables
+# Environment variables that belong to no option
+OTHER_VARIABLES = tuple(f"{PREFIX}{name}" for name in ("API_KEY", "ARCH", "CFLAGS", "DEBUG", "HOST", "ISA", "NUMA"))
+SIMILAR = 0.85  # ratio of difflib above which a variable that names no command is taken for a mistyped one
 
 
 def find_config_file() -> Path | None:
@@ -46,6 +50,23 @@ def read_defaults(command: str, cls: type[Options], parent: click.Context) -> di
             elif title == command or name not in _list_all_keys(parent):
                 raise _unknown_name(place, "option with a default", name, by_key)
     return defaults
+
+
+def name_variable(command: str, key: str) -> str:
+    """Return the environment variable with the default of a command's option."""
+    return f"{PREFIX}{command}_{key}".upper().replace("-", "_")
+
+
+def find_wrong_variables(command: str, cls: type[Options], parent: click.Context) -> Iterator[str]:
+    """Yield a sentence for each environment variable that looks like ours, or like one of this command, and is not."""
+    own = [name_variable(command, key) for key in _options_by_key(cls)]
+    known = [*own, *OTHER_VARIABLES]
+    names = _get_group(parent).list_commands(parent)
+    for variable in sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known):
+        owners = [name for name in names if variable.startswith(name_variable(name, ""))]
+        is_own = command == max(owners, key=len, default=None)
+        if is_own or (not owners and difflib.get_close_matches(variable, known, 1, SIMILAR)):
+            yield str(_unknown_name(variable, "environment variable", variable, own if is_own else known))
 
 
 def _read_tables(path: Path, parent: click.Context) -> dict[str, Mapping[str, Any]]:

@@ -90,7 +90,7 @@ def read_status(output: Path) -> dict[str, Any]:
         if saved is None:
             if output.is_dir() and manifest.read_manifest(output) is not None:
                 return {"output": str(output), "state": FINISHED}
-            raise OutputError(f"{output}: contains no conversion; start one.")
+            raise OutputError(f"{output}: has no conversion; start one.")
         try:
             document = _read_work_directory(paths, saved)
         except FileNotFoundError:

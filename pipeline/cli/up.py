@@ -122,14 +122,18 @@ def _plan_setup(options: UpOptions, folder: Path) -> Setup:
 
 
 def _require_same_options(setup: Setup, folder: Path) -> None:
-    """Raise OutputError if an option on the command line differs from that of the begun setup."""
+    """Raise OutputError, naming all, if options on the command line differ from those of the begun setup."""
     values = click.get_current_context().params
-    for field in find_given_options(UpOptions):
-        if field.name not in CALL_OPTIONS and to_json_value(values[field.name]) != setup.options.get(field.name):
-            name = "MODEL" if field.name == "model" else field.flag
-            raise OutputError(
-                f"{folder}: was begun with a different {name}; give the same one, or a different --output."
-            )
+    different = [
+        "MODEL" if field.name == "model" else field.flag
+        for field in find_given_options(UpOptions)
+        if field.name not in CALL_OPTIONS and to_json_value(values[field.name]) != setup.options.get(field.name)
+    ]
+    if different:
+        names = ", ".join(different)
+        raise OutputError(
+            f"{folder}: was begun with a different {names}; give the same values, or a different --output."
+        )
 
 
 def _count_finished(setup: Setup, folder: Path) -> int:

@@ -132,20 +132,20 @@ class Plan:
     """
 
     options: OutputOptions
-    files: Mapping[Path, SourceFile]
-    reads: tuple[Path, ...]
-    stages: tuple[Stage[Any], ...]
+    files: Mapping[Path, SourceFile] = field(repr=False)
+    reads: tuple[Path, ...] = field(repr=False)
+    stages: tuple[Stage[Any], ...] = field(repr=False)
     facts: OutputFacts
     notes: tuple[str, ...]
-    hooks: Hooks
-    needs: Needs = field(default_factory=Needs)
-    companions: tuple[tuple[str, Path], ...] = ()
-    config: bytes | None = None
-    has_index: bool = True
-    kept_folders: tuple[KeptFolder, ...] | None = None
-    side_output: SideOutput | None = None
-    read_once: bool = False
-    download: Download | None = None
+    hooks: Hooks = field(repr=False)
+    needs: Needs = field(default_factory=Needs, repr=False)
+    companions: tuple[tuple[str, Path], ...] = field(default=(), repr=False)
+    config: bytes | None = field(default=None, repr=False)
+    has_index: bool = field(default=True, repr=False)
+    kept_folders: tuple[KeptFolder, ...] | None = field(default=None, repr=False)
+    side_output: SideOutput | None = field(default=None, repr=False)
+    read_once: bool = field(default=False, repr=False)
+    download: Download | None = field(default=None, repr=False)
 
     def locate(self) -> Paths:
         """Return the paths of the work directory for this plan."""

@@ -55,9 +55,9 @@ class Unit(Generic[Work]):
     versions: tuple[int, ...]
     bytes_out: int
     work: Work = field(compare=False, repr=False)
-    params: tuple[tuple[str, Any], ...] = ()
-    inputs: tuple[tuple[Any, ...], ...] = ()
-    files: frozenset[str] = frozenset()
+    params: tuple[tuple[str, Any], ...] = field(default=(), repr=False)
+    inputs: tuple[tuple[Any, ...], ...] = field(default=(), repr=False)
+    files: frozenset[str] = field(default=frozenset(), repr=False)
     final: str = ""
     bytes_in: int = 0
     folder: bool = False
@@ -242,10 +242,10 @@ class Stage(Generic[Work]):
 
     name: str
     title: str
-    units: tuple[Unit[Work], ...]
-    run: Callable[[Unit[Work], Path, Context], Result]
+    units: tuple[Unit[Work], ...] = field(repr=False)
+    run: Callable[[Unit[Work], Path, Context], Result] = field(repr=False)
     chain: bool = False
-    run_portion: Callable[[Unit[Work], Portion, Path], Result] | None = None
+    run_portion: Callable[[Unit[Work], Portion, Path], Result] | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)

@@ -117,7 +117,7 @@ def prompt_inputs(tokenizer: Any, prompt: str) -> Any:
     """Return the model inputs for a text to continue. Raises InputError for a text without a token."""
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
     if inputs["input_ids"].shape[1] == 0:
-        raise InputError("the prompt contains no tokens; give some text")
+        raise InputError("the prompt has no tokens; give some text")
     return inputs
 
 

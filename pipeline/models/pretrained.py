@@ -33,6 +33,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files without which no tokenizer can be loaded.
 TOKENIZER_FILES = ("*token*", "*.model", "vocab*", "*.tiktoken", "*.py")
+NO_BACKEND = "Couldn't instantiate the backend tokenizer"  # transformers, if only tokenizer_config.json exists
 # Values of a config for a model that returns only its predictions. With router logits (a setting for training),
 # transformers computes a loss, which fails for a prompt in chunks, with padding and with beams.
 PREDICTIONS_ONLY = dict.fromkeys(("output_router_logits", "output_attentions", "output_hidden_states"), False)
@@ -196,7 +197,12 @@ def read_tokenizer(model: str, class_name: str = "AutoTokenizer", **options: Any
     if Path(model).is_dir() and not any(any(Path(model).glob(pattern)) for pattern in TOKENIZER_FILES):
         raise missing
     with explain_errors(model, TOKENIZER):
-        loaded = getattr(transformers, class_name).from_pretrained(model, **options)
+        try:
+            loaded = getattr(transformers, class_name).from_pretrained(model, **options)
+        except ValueError as error:
+            if NO_BACKEND not in str(error):
+                raise
+            raise missing from error
         tokenizer = getattr(loaded, "tokenizer", loaded)
         # If files are missing, transformers returns a different object, or a tokenizer that returns no tokens.
         if (

@@ -105,9 +105,9 @@ def read_samples(options: Samples, tokenizer: Any, note: Callable[[str], None] |
     order = np.random.default_rng(options.random_seed).permutation(len(rows))  # the order of Dataset.shuffle(seed)
     samples = [rows[index] for index in order if rows[index].size]
     if not samples:
-        raise InputError(f"{options.dataset}: contains no tokens; set --dataset to a data set with text")
+        raise InputError(f"{options.dataset}: has no tokens; set --dataset to a data set with text")
     if note and len(samples) < len(rows):
-        note(f"{options.dataset}: {len(rows) - len(samples)} of {len(rows)} samples contain no tokens and are skipped")
+        note(f"{options.dataset}: {len(rows) - len(samples)} of {len(rows)} samples have no tokens and are skipped")
     return samples
 
 
@@ -220,7 +220,7 @@ def local_files(dataset: str) -> list[Path]:
         raise InputError(f"{path}: cannot be read ({error.strerror}); set --dataset to a different folder") from error
     files = [file for file in entries if not file.name.startswith(".") and file.suffix.lower() not in ("", ".md")]
     if not files:
-        raise InputError(f"{path}: contains no data; set --dataset to a folder with files of one kind ({SUFFIXES})")
+        raise InputError(f"{path}: has no data; set --dataset to a folder with files of one kind ({SUFFIXES})")
     kinds = sorted({file_kind(file) for file in files})
     if len(kinds) > 1:
         mixed = " and ".join(kinds)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Required, TypedDict
+from typing import Literal, Required, TypeAlias, TypedDict, TypeVar
+
+Word = TypeVar("Word")
+OneOrSeveral: TypeAlias = Word | Sequence[Word]  # several words make several outputs
 
 
 class CommonArguments(TypedDict, total=False):
@@ -18,7 +21,7 @@ class CommonArguments(TypedDict, total=False):
     dry_run: bool
     verify_inputs: bool
     threads: int | None
-    max_memory: int | None
+    max_memory: int | str | None
     overwrite: bool
     delete_others: bool
     force_unlock: bool
@@ -31,22 +34,36 @@ class CommonArguments(TypedDict, total=False):
 class CpuArguments(CommonArguments, total=False):
     """Options of `ktconvert cpu`."""
 
-    input_type: str | None
-    quant_method: str
+    input_type: Literal[
+        "bf16",
+        "fp16",
+        "fp8",
+        "mxfp8",
+        "mxfp4",
+        "fp4",
+        "nvfp4",
+        "int4",
+        "int8",
+        "awq",
+        "gptq",
+        "gguf",
+        None,
+    ]
+    quant_method: OneOrSeveral[Literal["int4", "int8", "mxfp4", "fp8", "bf16", "rawint4", "moe_int4", "moe_int8"]]
     method_map: Sequence[str]
-    ram: int | None
+    ram: int | str | None
     experts: str
     config: str | PathLike[str] | None
-    scale: str
+    scale: Literal["absmax", "mse", "imatrix", "gptq"]
     imatrix: str | PathLike[str] | None
     statistics: str | PathLike[str] | None
     dampening_frac: float
-    calibrate: str
-    gptq_steps: str
+    calibrate: Literal["all", "routed", "mixed"]
+    gptq_steps: Literal["plain", "descent", "full"]
     min_expert_tokens: int
     save_statistics: str | PathLike[str] | None
     numa: int | None
-    layout: str | None
+    layout: Literal["numa", "kt", "plain", None]
     gpu: bool
     no_merge_safetensor: bool
     resume_layer: int
@@ -54,9 +71,9 @@ class CpuArguments(CommonArguments, total=False):
     fp8_expert_batch: int | None
     profile: bool
     layers: str
-    non_experts: str
+    non_experts: Literal["skip", "copy", "keep"]
     part: str | None
-    max_shard_size: int | None
+    max_shard_size: int | str | None
     equalize: bool
     dataset: str | PathLike[str]
     dataset_split: str
@@ -65,7 +82,7 @@ class CpuArguments(CommonArguments, total=False):
     random_seed: int
     trust_remote_code: bool
     force_cpu: bool
-    max_gpu_memory: int | None
+    max_gpu_memory: int | str | None
     allow_machine_change: bool
     revision: str | None
     stream: bool
@@ -76,16 +93,16 @@ class CpuArguments(CommonArguments, total=False):
 class GpuArguments(CommonArguments, total=False):
     """Options of `ktconvert gpu`."""
 
-    quant_method: str
-    quant_type: str
-    group_size: int
-    rounding: str
+    quant_method: Literal["GPTQ", "RTN"]
+    quant_type: Literal["W4A16", "W8A16"]
+    group_size: Literal[128, 64, 32]
+    rounding: Literal["library", "float32"]
     ignore_patterns: Sequence[str]
-    engine: str
-    torch_dtype: str
-    max_cpu_memory: int | None
+    engine: Literal["stream", "oneshot"]
+    torch_dtype: Literal["bfloat16", "float16", "float32"]
+    max_cpu_memory: int | str | None
     tp_size: Sequence[int]
-    max_shard_size: int | None
+    max_shard_size: int | str | None
     part: str | None
     equalize: bool
     dataset: str | PathLike[str]
@@ -94,13 +111,13 @@ class GpuArguments(CommonArguments, total=False):
     max_sequence_length: int
     random_seed: int
     dampening_frac: float
-    calibrate: str
-    gptq_steps: str
+    calibrate: Literal["all", "routed", "mixed"]
+    gptq_steps: Literal["plain", "descent", "full"]
     min_expert_tokens: int
     save_statistics: str | PathLike[str] | None
     trust_remote_code: bool
     force_cpu: bool
-    max_gpu_memory: int | None
+    max_gpu_memory: int | str | None
     allow_machine_change: bool
     revision: str | None
     stream: bool
@@ -120,7 +137,7 @@ class CalibrateArguments(CommonArguments, total=False):
     random_seed: int
     trust_remote_code: bool
     force_cpu: bool
-    max_gpu_memory: int | None
+    max_gpu_memory: int | str | None
     allow_machine_change: bool
     revision: str | None
     arch_file: str | PathLike[str] | None
@@ -130,7 +147,7 @@ class DequantizeArguments(CommonArguments, total=False):
     """Options of `ktconvert dequantize`."""
 
     config_path: str | None
-    max_shard_size: int | None
+    max_shard_size: int | str | None
     revision: str | None
     stream: bool
     stream_ahead: int
@@ -140,7 +157,7 @@ class FetchArguments(CommonArguments, total=False):
     """Options of `ktconvert fetch`."""
 
     gpu_experts_mask: str | PathLike[str] | None
-    max_shard_size: int | None
+    max_shard_size: int | str | None
     revision: str | None
 
 
@@ -156,7 +173,7 @@ class MergeAdapterArguments(CommonArguments, total=False):
     """Options of `ktconvert merge-adapter`."""
 
     adapter: Required[str | PathLike[str]]
-    max_shard_size: int | None
+    max_shard_size: int | str | None
     revision: str | None
     stream: bool
     stream_ahead: int
@@ -168,7 +185,7 @@ class ResplitArguments(CommonArguments, total=False):
     numa: Required[int]
     against: str | PathLike[str] | None
     revision: str | None
-    max_shard_size: int | None
+    max_shard_size: int | str | None
 
 
 class VerifyArguments(TypedDict, total=False):
@@ -177,7 +194,25 @@ class VerifyArguments(TypedDict, total=False):
     against: str | PathLike[str] | None
     revision: str | None
     numa: int | None
-    quant_method: str | None
+    quant_method: Literal[
+        "w8a16",
+        "w4a16",
+        "bf16",
+        "amxbf16",
+        "rawint4",
+        "kt_bf16",
+        "fp8",
+        "kt_fp8",
+        "mxfp4",
+        "kt_mxfp4",
+        "moe_int8",
+        "moe_int4",
+        "int8",
+        "amxint8",
+        "int4",
+        "amxint4",
+        None,
+    ]
     arch_file: str | PathLike[str] | None
     full: bool
     load: bool

@@ -13,6 +13,7 @@ import difflib
 import enum
 import functools
 import inspect
+import os
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
@@ -23,7 +24,16 @@ import click
 import msgspec
 
 from ktconvert.layouts.files import documents
-from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, OutputPath, PathOrHubId, Text
+from ktconvert.pipeline.options.types import (
+    ChoiceList,
+    FilePath,
+    FiniteFloat,
+    Integer,
+    OutputPath,
+    PathOrHubId,
+    Size,
+    Text,
+)
 
 REQUIRED = MISSING  # the default of required options
 AS_BEFORE = "as before"  # `unset` of options whose default is a value of the plan
@@ -133,7 +143,13 @@ class Options:
 
     def __init_subclass__(cls, command: str | None = None) -> None:
         cls.command = command or cls.command
-        dataclass(frozen=True, kw_only=True)(cls)
+        dataclass(frozen=True, kw_only=True, repr=False)(cls)
+
+    def __repr__(self) -> str:
+        """Return the class with the options that differ from their defaults."""
+        values = [(each, each.get(self)) for each in option_fields(type(self))]
+        changed = [f"{each.name}={value!r}" for each, value in values if value != each.default]
+        return f"{type(self).__name__}({', '.join(changed)})"
 
     @classmethod
     def find_heading(cls, group: Group) -> str:
@@ -315,6 +331,10 @@ class PlannedOptions(Options):
         return tuple((name, to_hashable(value)) for name, value in sorted(self._select(Effect.WEIGHTS).items()))
 
 
+# Type of an option's value -> how messages name it
+KINDS = {bool: "bool", int: "whole number", float: "number", str: "text", int | str: "size like 5GB or 500MiB"}
+
+
 def convert_value(option_field: OptionField, value: Any) -> Any:
     """Return a value of plan.json as the option has it. Raises ValueError, naming the option, for an invalid one."""
     name = option_field.name
@@ -328,13 +348,20 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
                 documents.as_type(value, declaration.shape)
             return documents.as_type(value, option_field.annotation)
         value_type = get_args(option_field.annotation)[0] if is_tuple else option_field.value_type
-        json_type: Any = str if value_type is Path else value_type
+        is_size = isinstance(option_field.click_type, Size)
+        json_type: Any = str if value_type is Path else int | str if is_size else value_type
+        if isinstance(option_field.click_type, ChoiceList) and isinstance(value, list):
+            value = ",".join(map(str, value))
         converted = [
             option_field.click_type.convert(documents.as_type(item, json_type), None, None)
             for item in (documents.as_type(value, list[Any]) if is_tuple else [value])
         ]
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name}: {error}") from error
+        if isinstance(declaration, RecordedValue):
+            raise ValueError(f"{name}: {error}") from error
+        kind = f"list of {KINDS[json_type]}s" if is_tuple else KINDS[json_type]
+        remedy = f"; give {name}=[{value!r}]" if is_tuple and not isinstance(value, list) else ""
+        raise ValueError(f"{name}: {value!r} is not a {kind}{remedy}") from error
     except click.BadParameter as error:
         raise ValueError(f"{name}: {error.message}") from error
     return tuple(converted) if is_tuple else converted[0]
@@ -369,4 +396,4 @@ def to_hashable(value: Any) -> Any:
 
 def to_json_value(value: Any) -> Any:
     """Return a path as text and a tuple as a list; anything else unchanged."""
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else list(value) if isinstance(value, tuple) else value

@@ -101,7 +101,7 @@ class FilePath(click.Path):
         path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]
         if path.name == "..":  # the work directory of an output is next to it and is named after it
             path = path.expanduser().resolve()
-        return path.expanduser().absolute() if self._absolute else path
+        return _make_absolute(path) if self._absolute else path
 
 
 class NamedPath(FilePath):
@@ -138,11 +138,17 @@ class PathOrHubId(click.types.StringParamType):
         if problem := _path_problem(value):
             self.fail(problem, param, ctx)
         text = super().convert(value, param, ctx)
-        path = Path(text).expanduser()
-        return str(path.absolute()) if self._absolute and path.exists() else text
+        return str(_make_absolute(Path(text))) if self._absolute and Path(text).expanduser().exists() else text
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem[str]]:
         return FilePath().shell_complete(ctx, param, incomplete)
+
+
+def _make_absolute(path: Path) -> Path:
+    """Return an absolute path without `..`, unless these follow a symbolic link that leads elsewhere."""
+    path = path.expanduser().absolute()
+    normal = Path(os.path.normpath(path))
+    return normal if os.path.realpath(normal) == os.path.realpath(path) else path
 
 
 def _path_problem(value: Any) -> str | None:

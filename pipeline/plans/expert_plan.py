@@ -25,7 +25,7 @@ from ktconvert.layouts.statistics.folder import (
 )
 from ktconvert.layouts.statistics.imatrix import Imatrix
 from ktconvert.layouts.statistics.second_moments import SecondMoments
-from ktconvert.layouts.tensors import format_ranges
+from ktconvert.layouts.tensors import format_ranges, name_layers
 from ktconvert.pipeline.engine.plan import Hooks, KeptFolder, Needs, Plan, SideOutput, tool_version
 from ktconvert.pipeline.engine.threads import WAITING
 from ktconvert.pipeline.engine.units import Stage
@@ -443,7 +443,7 @@ def notes_by_format(fmt: Format, make_notes: Callable[[Format], Iterable[str]]) 
 def mix_notes(fmt: Format, layers: Sequence[int], quantizer: Quantizer) -> Iterator[str]:
     """Yield the notes of the plan and the model card on a mix of formats; none for other formats."""
     if methods := mixed.manifest_methods(fmt, layers).get("methods"):
-        layers_by_method = "; ".join(f"{name}: layers {numbers}" for name, numbers in methods.items())
+        layers_by_method = "; ".join(f"{name}: {name_layers(numbers)}" for name, numbers in methods.items())
         yield f"a method per layer, for the runtime of ktconvert: kt-kernel cannot load it ({layers_by_method})"
     unsupported = [layer_fmt.name for layer_fmt in fmt.layer_formats if not quantizer.supports(layer_fmt.encoding.grid)]
     if unsupported:

@@ -80,8 +80,10 @@ class Reporter:
             self._conclusions.append(text)
 
     def note(self, text: str) -> None:
-        """Print information that needs no action: the first note of a run, and the others only with -v."""
-        self.event("note", text=text)
+        """Print information that needs no action: an event, or the first note of a run, and the others only with -v."""
+        if self.json_events:
+            self.event("note", text=text)
+            return
         with self._lock:
             level = int(self._has_noted)
             self._has_noted = True

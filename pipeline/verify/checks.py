@@ -27,8 +27,8 @@ class Check:
     name: str
     result: str
     problems: Sequence[str] = ()
-    notes: Sequence[str] = ()
-    remedy: str = CONVERT_AGAIN
+    notes: Sequence[str] = field(default=(), repr=False)
+    remedy: str = field(default=CONVERT_AGAIN, repr=False)
 
 
 # A function that checks many items with one of item_checks.ITEM_CHECKS and reports progress. Its arguments are the name

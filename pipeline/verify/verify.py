@@ -15,7 +15,7 @@ from ktconvert.layouts.outputs import cards, dequantized
 from ktconvert.layouts.outputs.measuring import Measure, formats_by_names, measure_output
 from ktconvert.layouts.outputs.opening import is_dequantized, is_output, open_dequantized, open_output
 from ktconvert.layouts.outputs.output import Output
-from ktconvert.layouts.tensors import format_ranges
+from ktconvert.layouts.tensors import format_ranges, name_layers
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.pipeline.models.evaluate import read_text
 from ktconvert.pipeline.options.queries import VerifyOptions
@@ -31,12 +31,12 @@ from ktconvert.pipeline.verify.reload import Predictions, check_predictions, che
 CHECKPOINT = "checkpoint"  # an unconverted checkpoint
 MAX_SHOWN = 10  # problems per check; --json has all
 ARRANGEMENTS = {
-    "merged": "{shards} safetensors shards",
-    "native": "{shards} safetensors shards for kt-kernel's native methods",
+    "merged": "{shards}",
+    "native": "{shards} for kt-kernel's native methods",
     "loose": "loose .kt folders",
-    "pack-quantized": "model for the GPU, pack-quantized, {shards} safetensors shards",
-    CHECKPOINT: "checkpoint, {shards} safetensors shards",
-    dequantized.ARRANGEMENT: "checkpoint, {shards} safetensors shards",
+    "pack-quantized": "model for the GPU, pack-quantized, {shards}",
+    CHECKPOINT: "checkpoint, {shards}",
+    dequantized.ARRANGEMENT: "checkpoint, {shards}",
 }
 
 
@@ -48,13 +48,13 @@ class Report:
     """
 
     output: Output
-    measure: Measure
+    measure: Measure = field(repr=False)
     checks: list[Check]
     remarks: list[str] = field(default_factory=list)
-    errors: list[ProjectionErrors] = field(default_factory=list)
+    errors: list[ProjectionErrors] = field(default_factory=list, repr=False)
     against: str | None = None
     predictions: Predictions | None = None
-    page_data: PageData | None = None
+    page_data: PageData | None = field(default=None, repr=False)
 
     @property
     def problems(self) -> list[str]:
@@ -233,13 +233,15 @@ def output_rows(document: dict[str, Any]) -> list[tuple[str, str]]:
     maker = f"{document['made_by']} {document['command']}" if document["made_by"] else "not ktconvert (no manifest)"
     arrangement = document["arrangement"]
     rows = [("output", document["output"]), ("made by", maker)]
-    rows.append(("arrangement", ARRANGEMENTS[arrangement].format(**document)))
+    rows.append(
+        ("arrangement", ARRANGEMENTS[arrangement].format(shards=plural(document["shards"], "safetensors shard")))
+    )
     others = f"{size(document['other_bytes'])} in {document['other_tensors']} tensors"
     if arrangement == dequantized.ARRANGEMENT:
         return [*rows, ("weights", others)]
     rows += [
         ("method", document["method"]),
-        *(("", f"{method}: layers {layers}") for method, layers in document.get("methods", {}).items()),
+        *(("", f"{method}: {name_layers(layers)}") for method, layers in document.get("methods", {}).items()),
         *([("scales", document["scale"])] if "scale" in document else []),
         *([("too few tokens", "; ".join(document["too_few_tokens"]))] if "too_few_tokens" in document else []),
         *cards.equalize_rows(document.get("equalized")),

@@ -57,11 +57,13 @@ def read_api_key(path: Path | None) -> bytes | None:
             with path.open("rb") as file:
                 key = file.read(MAX_KEY_BYTES + 1).strip()
         except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
-        invalid = InputError(f"{path}: contains no API key; it must be one line of ASCII")
+            raise InputError(
+                f"{path}: cannot be read ({error.strerror}); give --api-key-file a file with the key"
+            ) from None
+        invalid = InputError(f"{path}: has no API key; it must be one line of ASCII")
     elif KEY_VARIABLE in os.environ:
         key = os.fsencode(os.environ[KEY_VARIABLE]).strip()
-        invalid = UsageError(f"{KEY_VARIABLE}: contains no API key; it must be one word of ASCII, or unset")
+        invalid = UsageError(f"{KEY_VARIABLE}: has no API key; it must be one word of ASCII, or unset")
     else:
         return None
     if not 0 < len(key) <= MAX_KEY_BYTES or any(not 0x21 <= byte <= 0x7E for byte in key):

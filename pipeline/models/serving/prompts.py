@@ -150,7 +150,7 @@ class Prompts:
         await self._check_length(prompt, "prompt")
         ids = (await self.run_in_thread(self.tokenizer, prompt))["input_ids"]
         if not ids:
-            raise RequestError(400, "prompt: contains no tokens; give some text", "prompt")
+            raise RequestError(400, "prompt: has no tokens; give some text", "prompt")
         return list(ids)
 
     def check_token_ids(self, param: str, ids: Sequence[int] | Mapping[int, Any]) -> None:
