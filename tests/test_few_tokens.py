@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, attend, speed_up_linears
+from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, attend, accelerate_linears
 from ktconvert.native_quant.runtime.pool import Pool
 
 # Rows and columns around the number of rows that a task and a kernel take at once.
@@ -43,7 +43,7 @@ def test_linears_equal_the_definition(threads: int) -> None:
             for parameter, values in zip((linear.weight, linear.bias), numbers, strict=False):
                 parameter.data = torch.from_numpy(values).bfloat16()
             x = torch.from_numpy(numbers[2]).bfloat16()
-            speed_up_linears(linear, pool)
+            accelerate_linears(linear, pool)
             with torch.no_grad():
                 out = linear(x)
             assert torch.equal(out, multiply_by_definition(*numbers))
@@ -58,7 +58,7 @@ def test_linears_have_the_same_bits_on_all_instruction_sets() -> None:
         kernels.set_isa(isa)
         modules = copy.deepcopy(linears)
         for module in modules:
-            speed_up_linears(module, pool)
+            accelerate_linears(module, pool)
         with torch.no_grad():
             results.append([modules[i // 2](x) for i, x in enumerate(inputs)])
     kernels.set_isa(None)
@@ -73,7 +73,7 @@ def test_other_inputs_take_torchs_linear() -> None:
     linear = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
     inputs = [torch.randn(MOST_TOKENS + 1, 64).bfloat16(), torch.randn(0, 64).bfloat16()]
     expected = [linear(x) for x in inputs]
-    speed_up_linears(linear, Pool(1))
+    accelerate_linears(linear, Pool(1))
     assert isinstance(linear, FewTokensLinear)
     with torch.no_grad():
         assert all(torch.equal(linear(x), y) for x, y in zip(inputs, expected, strict=True))
@@ -85,7 +85,7 @@ def test_other_inputs_take_torchs_linear() -> None:
         x = torch.randn(1, module.in_features, dtype=module.weight.dtype)
         with torch.no_grad():
             before = module(x)
-            speed_up_linears(module, Pool(1))
+            accelerate_linears(module, Pool(1))
             assert torch.equal(module(x), before)
     assert type(narrow) is torch.nn.Linear
 

@@ -55,7 +55,7 @@ def _address(tensor: torch.Tensor) -> Any:
     return ffi.cast("uint16_t *", tensor.data_ptr())
 
 
-def speed_up_linears(model: torch.nn.Module, pool: Pool) -> None:
+def accelerate_linears(model: torch.nn.Module, pool: Pool) -> None:
     """Let every linear of the model multiply few tokens with the runtime's kernels, with the threads of a pool."""
     for module in model.modules():
         if type(module) is torch.nn.Linear and module.in_features % lib.KTQ_ROW_MULTIPLE == 0:

@@ -26,7 +26,7 @@ from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.experts import Experts, open_experts
-from ktconvert.native_quant.runtime.few_tokens import speed_up_linears
+from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule, RoutedExperts, find_experts
 from ktconvert.native_quant.runtime.hf_non_experts import NAME
@@ -150,7 +150,7 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Let the linears that transformers loaded multiply few tokens at the memory's speed, too."""
-        speed_up_linears(model, get_shared_pool(self.quantization_config.threads))
+        accelerate_linears(model, get_shared_pool(self.quantization_config.threads))
         return model
 
     def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
