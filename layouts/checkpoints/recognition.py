@@ -60,7 +60,6 @@ def recognize(
     """Recognise the experts of a checkpoint by reading only headers.
 
     to_read  also accept a model that no output can hold, if it can be read; `refusal` then holds the reason
-
     experts  the stack to convert, by its name in the table of architectures, or ALL
 
     Raises UnsupportedError for a model that cannot be represented, InputError for one that is incomplete or contradicts

@@ -163,10 +163,13 @@ def find_experts(
     """Find the routed-experts modules of a transformers model: named `experts`, with the parameters GATED or UNGATED.
 
     Of several stacks of layers (a thinker and a talker), the one in the table of architectures is searched. Layers of a
-    decoder are numbered after those of its encoder, as in outputs, and experts for images after all those for text.
-    read_function: layer -> what its experts compute; None: a plain SwiGLU. converted: layers of the output; experts for
-    images are found only in these. Raises UnsupportedError if there are no such
-    modules, and for experts with a different computation.
+    decoder are numbered after those of its encoder, as in outputs, and layers of experts for images after all those for
+    text.
+
+    read_function  layer -> what its experts compute; None: a plain SwiGLU
+    converted      layers of the output; experts for images are found only in these
+
+    Raises UnsupportedError if there are no such modules, and for experts with a different computation.
     """
     modules: dict[str, list[tuple[int, str, torch.nn.Module]]] = {}
     lengths: dict[str, int] = {}
