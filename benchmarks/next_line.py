@@ -3,7 +3,7 @@
     python benchmarks/next_line.py examples/heldout.txt task
     lm_eval --include_path task --tasks next_line ...
 
-Needs no network. docs/reference/server.md has the figures.
+Needs no network. docs/how-to/serve.md has the figures.
 """
 
 from __future__ import annotations

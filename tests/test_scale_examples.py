@@ -6,6 +6,7 @@ Ray and MPI are optional: their tests are skipped with a message if they are mis
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -51,6 +53,15 @@ def test_the_page_starts_workers_like_the_tests():
         pairs = set(pairwise(words))
         for name, value in zip(OPTIONS[::2], OPTIONS[1::2], strict=True):
             assert (name, value) in pairs, (name, words)
+
+
+def test_dask_knows_the_options_of_the_page():
+    """Only options are checked: hosts and network interfaces are missing here. test_executor.py starts such workers."""
+    programs = {name: import_module(f"distributed.cli.dask_{name}").main for name in ("scheduler", "worker")}
+    lines = re.findall(r"^(?:numactl .*)?dask (scheduler|worker) (.*)", PAGE, re.M)
+    assert len(lines) >= 7
+    for name, arguments in lines:
+        programs[name].make_context(name, shlex.split(arguments, comments=True))
 
 
 def test_the_page_shows_the_ray_executor_of_the_example():

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
 application = pytest.importorskip("ktconvert.pipeline.models.serving.application")
 
+ROOT = Path(__file__).resolve().parents[1]
 KEY = "sk-0123456789"
 ORIGIN = "https://chat.example.org"
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -125,6 +127,22 @@ def test_pages_need_no_key_and_load_nothing_from_elsewhere(url):
     assert httpx.get(f"{url}/metrics").status_code == 401
 
 
+def test_the_section_on_lm_eval_makes_questions_that_the_server_scores(ask, folder):
+    """lm-eval is not installed here: this test sends the requests of its local-completions for one question."""
+    page = (ROOT / "docs/how-to/serve.md").read_text()
+    [command] = re.findall(r"^python (benchmarks/next_line.py .*) task$", page, re.M)
+    subprocess.run([sys.executable, *command.split(), folder / "task"], cwd=ROOT, check=True)
+    questions = [json.loads(line) for line in (folder / "task" / "next_line.jsonl").read_text().splitlines()]
+    assert f"({len(questions)} questions" in page
+    prompts = [questions[0]["text"] + choice for choice in questions[0]["choices"]]
+    answer = ask(
+        TEXT, prompt=prompts, model="qwen3-moe-small", max_tokens=1, logprobs=1, echo=True, temperature=0, seed=1
+    )
+    assert answer.status_code == 200, answer.text
+    for choice in answer.json()["choices"]:
+        assert len(choice["logprobs"]["token_logprobs"]) == len(choice["logprobs"]["top_logprobs"]) > 1
+
+
 @needs_curl
 def test_docs_describe_every_path_with_a_command_that_works(url, folder):
     """curl gets an answer from every path but /load_model, whose example has a placeholder."""
@@ -154,7 +172,7 @@ def read_json(text: str) -> list[dict[str, Any]]:
 
 @needs_curl
 def test_curl_commands_of_the_docs_have_the_printed_output(url, folder):
-    page = (Path(__file__).parents[1] / "docs/how-to/serve.md").read_text()
+    page = (ROOT / "docs/how-to/serve.md").read_text()
     examples = re.findall(r"```bash\n(curl .*?)```\n\n```json\n(.*?)```", page, re.S)
     assert len(examples) == 3
     for command, printed in examples:

@@ -69,5 +69,10 @@ def _gptq(bits: Any) -> Stored:
     return {"qweight": ("I32", packed.pack_words(4, codes).T), "scales": ("F32", exact.T)}
 
 
-STORED = {"FP8": _fp8, "MXFP4": _mxfp4, "RAWINT4": _rawint4, "GPTQ_INT4": _gptq}
+def _fp16(bits: Any) -> Stored:
+    values = (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float16)
+    return {"weight": ("F16", values.view(np.uint16))}
+
+
+STORED = {"FP16": _fp16, "FP8": _fp8, "MXFP4": _mxfp4, "RAWINT4": _rawint4, "GPTQ_INT4": _gptq}
 CONFIGS = {"FP8": FP8, "RAWINT4": scheme(4, 32), "GPTQ_INT4": gptq_config(4, 128, sym=True)}
