@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, attend, accelerate_linears
+from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, accelerate_linears, attend
 from ktconvert.native_quant.runtime.pool import Pool
 
 # Rows and columns around the number of rows that a task and a kernel take at once.
