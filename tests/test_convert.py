@@ -155,8 +155,8 @@ def test_error_for_an_illegal_numa_count_names_the_legal_ones(
     result = cli("cpu", "-i", source, "-o", tmp_path / "out", "--quant-method", "int4", "--numa", 2, code=3)
     for message in (
         "384/2 = 192",
-        "int4 (AMXINT4) takes --numa 1, 3",
-        "int8 (AMXINT8) takes --numa 1, 2, 3, 6",
+        "int4 (AMXINT4) with --numa 1, 3",
+        "int8 (AMXINT8) with --numa 1, 2, 3, 6",
     ):
         assert message in result.stderr
     assert not (tmp_path / "out.work").exists()
