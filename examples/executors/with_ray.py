@@ -13,7 +13,7 @@ from convert import convert
 
 
 class RayExecutor(Executor):
-    """Each task takes one `unit` of a host's resources; of a host that dies, its tasks are given to others."""
+    """Each task takes one `unit` of a host's resources; Ray gives the tasks of a lost host to others."""
 
     def __init__(self, address):
         ray.init(address=address)

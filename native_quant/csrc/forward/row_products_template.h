@@ -21,7 +21,7 @@ __attribute__((always_inline)) TARGET static inline void multiply_rows(int rows,
             for (int r = 0; r < rows; r++) {
                 const uint8_t *columns = weight + r * row_bytes + place;
                 const ints pairs = loadu_si(columns);
-                _mm_prefetch((const char *)(columns + rows * row_bytes), _MM_HINT_T1);
+                fetch_to_l2(columns + rows * row_bytes);
                 const floats first_columns = castsi_ps(slli_epi32(pairs, 16)), second_columns = upper_half(pairs);
                 for (int t = 0; t < m; t++) {
                     floats *lanes = &sum[r * m + t][v];

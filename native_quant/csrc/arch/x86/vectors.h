@@ -108,4 +108,7 @@ TARGET static inline void transpose_blocks(const ints *w, ints *transposed) {
     transposed[3] = OF_WIDTH(unpackhi_epi64)(high01, high23);
 }
 
+/* Requests bytes that are needed soon, into the level 2 cache. */
+#define fetch_to_l2(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
+
 #endif
