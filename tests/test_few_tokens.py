@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, accelerate_linears, attend
 from ktconvert.native_quant.runtime.pool import Pool
+from rig import isas
 
 # Rows and columns around the number of rows that a task and a kernel take at once.
 SHAPES = [(1, 32), (3, 64), (64, 96), (67, 160), (130, 2048)]
@@ -54,14 +54,12 @@ def test_linears_have_the_same_bits_on_all_instruction_sets() -> None:
     pool, results = Pool(2), []
     linears = [torch.nn.Linear(k, n, bias=n % 2 == 0, dtype=torch.bfloat16) for n, k in SHAPES]
     inputs = [torch.randn(2, tokens, linear.in_features).bfloat16() for linear in linears for tokens in (1, 2)]
-    for isa in kernels.available_isas():
-        kernels.set_isa(isa)
+    for _ in isas.each():
         modules = copy.deepcopy(linears)
         for module in modules:
             accelerate_linears(module, pool)
         with torch.no_grad():
             results.append([modules[i // 2](x) for i, x in enumerate(inputs)])
-    kernels.set_isa(None)
     for result in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
     for i, (x, out) in enumerate(zip(inputs, results[0], strict=True)):

@@ -21,7 +21,7 @@ PREFIXES = (
 
 # Config keys: the first existing one counts. A dot separates the keys of nested objects.
 NUM_LAYERS = ("num_hidden_layers", "n_layers", "num_layers")
-ALL = "all"  # stacks of experts
+ALL = "all"  # value of --experts for every stack
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "moe.num_experts")
 MOE_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe.expert_hidden_dim")
 DENSE_WIDTH = ("moe_intermediate_size", "intermediate_size")  # for families with one width for dense layers and experts
@@ -141,9 +141,9 @@ def _make_ungated(block: str, up: str, down: str) -> Separate:
     return Separate(None, f"{base}{up}.weight", f"{base}{down}.weight")
 
 
-def _add_decoder(encoder: Arch, **fields: Any) -> Arch:
-    """Return the row of an encoder with one for its decoder, which differs in these fields."""
-    return replace(encoder, more=(replace(encoder, matches=(), stack="decoder", **fields),))
+def _add_stack(first: Arch, stack: str, **fields: Any) -> Arch:
+    """Return the row of a family's first stack with one for the second, which differs in its name and these fields."""
+    return replace(first, more=(replace(first, matches=(), stack=stack, **fields),))
 
 
 def _list_keys(keys: tuple[str, ...], stack: int) -> tuple[str, ...]:
@@ -325,24 +325,19 @@ ARCHS = (
     Arch("Hunyuan-A13B", ("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", "gguf:hunyuan-moe"), MLP),
     Arch("Hy3", ("hy_v3", "HYV3ForCausalLM", "gguf:hy_v3"), MLP),
     Arch("ERNIE-4.5", ("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", "gguf:ernie4_5-moe"), MLP),
-    Arch(
-        "ERNIE-4.5-VL",
-        ("ernie4_5_moe_vl", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
-        (MLP[0],),
-        experts=_list_keys(NUM_EXPERTS, 0),
-        width=_list_keys(MOE_WIDTH, 0),
-        stack="text",
-        more=(
-            Arch(
-                "ERNIE-4.5-VL",
-                (),
-                (MLP[0],),
-                experts=_list_keys(NUM_EXPERTS, 1),
-                width=_list_keys(MOE_WIDTH, 1),
-                stack="images",
-                after=_list_keys(NUM_EXPERTS, 0),
-            ),
+    _add_stack(
+        Arch(
+            "ERNIE-4.5-VL",
+            ("ernie4_5_moe_vl", "ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
+            (MLP[0],),
+            experts=_list_keys(NUM_EXPERTS, 0),
+            width=_list_keys(MOE_WIDTH, 0),
+            stack="text",
         ),
+        "images",
+        experts=_list_keys(NUM_EXPERTS, 1),
+        width=_list_keys(MOE_WIDTH, 1),
+        after=_list_keys(NUM_EXPERTS, 0),
     ),
     # transformers, step3p7/modeling_step3p7.py:537-573, which clamps after silu.
     Arch(
@@ -402,12 +397,12 @@ ARCHS = (
     # Not in transformers. The model's modeling_grove_moe.py (GroveMoeSparseMoeBlock.forward): the sum of the routed
     # experts, plus 0.05 times that of chunk experts id // 2 with the same weights and the same input. llama.cpp's
     # src/models/grovemoe.cpp:74-108 gives the chunk experts the routed experts' sum as input.
-    Arch(
-        "GroveMoE",
-        ("GroveMoeForCausalLM", "gguf:grovemoe"),
-        MLP,
-        stack="experts",
-        more=(Arch("GroveMoE", (), CHUNKS, experts=(), width=(), stack="chunk experts"),),
+    _add_stack(
+        Arch("GroveMoE", ("GroveMoeForCausalLM", "gguf:grovemoe"), MLP, stack="experts"),
+        "chunk experts",
+        stored=CHUNKS,
+        experts=(),
+        width=(),
     ),
     Arch("MiMo-V2", ("mimo_v2_flash", "mimo_v2", "MiMoV2FlashForCausalLM", "gguf:mimo2"), MLP),
     Arch(
@@ -510,7 +505,7 @@ ARCHS = (
         function=ExpertFunction("gelu_tanh", gated=False),
     ),
     # transformers, nllb_moe/modeling_nllb_moe.py:322-344: fc2(relu(fc1(x))).
-    _add_decoder(
+    _add_stack(
         Arch(
             "NLLB-MoE",
             ("nllb-moe", "NllbMoeForConditionalGeneration"),
@@ -520,12 +515,13 @@ ARCHS = (
             function=replace(RELU, biases=True),
             stack="encoder",
         ),
+        "decoder",
         stored=(_make_ungated("model.decoder.layers.{layer}.ffn", "fc1", "fc2"),),
         layers=("decoder_layers",),
         width=("decoder_ffn_dim",),
     ),
     # transformers, switch_transformers/modeling_switch_transformers.py:132-154: wo(relu(wi(x))).
-    _add_decoder(
+    _add_stack(
         Arch(
             "Switch Transformers",
             ("switch_transformers", "SwitchTransformersForConditionalGeneration"),
@@ -535,6 +531,7 @@ ARCHS = (
             function=RELU,
             stack="encoder",
         ),
+        "decoder",
         stored=(_make_ungated("decoder.block.{layer}.layer.2.mlp", "wi", "wo"),),
         layers=("num_decoder_layers", "num_layers"),
     ),

@@ -41,7 +41,7 @@ def find_value(config: dict[str, Any], keys: tuple[str, ...]) -> tuple[str, Any]
             value: Any = scope
             for part in key.split("."):
                 if isinstance(value, list):
-                    value = dict(enumerate(value)).get(int(part)) if part.isdecimal() else None
+                    value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
                 else:
                     value = value.get(part) if isinstance(value, dict) else None
             if value is not None:

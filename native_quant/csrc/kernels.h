@@ -391,8 +391,8 @@ typedef void kt_bf16_gemm_fn(const kt_bf16_gemm *job);
 /* out[t * out_pitch + r] = x[m][32] as BF16. errors: the rounding error, as BF16, in the same layout, or NULL. */
 typedef void kt_split_bf16_fn(int64_t m, const float *x, uint16_t *out, uint16_t *errors, int64_t out_pitch);
 
-/* Sums of products of rows of BF16 weights, [rows][k], with m tokens (1 to KTQ_ROW_TOKENS), x [m][k]: out [rows][m]. k is
-   a multiple of KTQ_ROW_MULTIPLE. Equations: numerics.md, section 5e. */
+/* Sums of products of rows of BF16 weights, [rows][k], with m tokens (1 to KTQ_ROW_TOKENS), x [m][k]: out [rows][m].
+   k is a multiple of KTQ_ROW_MULTIPLE. Equations: numerics.md, section 5e. */
 typedef struct {
     int64_t rows, k, m;
     const uint8_t *weight;

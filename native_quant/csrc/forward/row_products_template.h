@@ -36,11 +36,11 @@ __attribute__((always_inline)) TARGET static inline void multiply_rows(int rows,
     }
 }
 
-#define MULTIPLY_ALL(together, tokens)                                                               \
-    do {                                                                                             \
-        int64_t row = 0;                                                                             \
+#define MULTIPLY_ALL(together, tokens)                                                                      \
+    do {                                                                                                    \
+        int64_t row = 0;                                                                                    \
         for (; row + (together) <= job->rows; row += (together)) multiply_rows(together, tokens, job, row); \
-        for (; row < job->rows; row++) multiply_rows(1, tokens, job, row);                           \
+        for (; row < job->rows; row++) multiply_rows(1, tokens, job, row);                                  \
     } while (0)
 
 TARGET void KERNEL_OF(row_products)(const kt_row_products *job) {
