@@ -116,7 +116,9 @@ static void count(const char *name, const char *path, const char *second) {
         while (number > last) raw(SYS_pause, 0, 0, 0, 0, 0); /* the line of the call that is prevented comes first */
         for (;;) raw(SYS_kill, raw(SYS_getpid, 0, 0, 0, 0, 0), signal, 0, 0, 0);
     }
-    if (number == last) raw(SYS_kill, raw(SYS_getpid, 0, 0, 0, 0, 0), SIGSTOP, 0, 0, 0);
+    if (number != last) return;
+    /* To this thread: sent to the process, another thread might take it later, and this one would go on meanwhile. */
+    raw(SYS_tgkill, raw(SYS_getpid, 0, 0, 0, 0, 0), raw(SYS_gettid, 0, 0, 0, 0, 0), SIGSTOP, 0, 0);
 }
 
 static void on_fd(const char *name, int fd) {
