@@ -55,6 +55,7 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 SERVING = ("application", "completions", "model_manager", "prompts", "scheduler", "stream_decoder")
 RUNTIME = (
     "adapters",
+    "decoding",
     "few_tokens",
     "hf",
     "hf_blocks",

@@ -401,6 +401,20 @@ typedef struct {
 } kt_row_products;
 typedef void kt_row_products_fn(const kt_row_products *job);
 
+/* Attention of queries that share keys to a span of keys (numerics.md, section 5f). Of each query: out, the sum of the
+   values weighted by exp(product - greatest), [value_size]; the greatest product; the sum of the weights. The results
+   of the next query are `pitch` further. */
+enum { KT_SPAN = 256, KT_SPAN_QUERIES = 16 };
+typedef struct {
+    int64_t queries, keys, size, value_size; /* at most KT_SPAN_QUERIES and KT_SPAN; sizes as in ktq_attention */
+    float scale;
+    const uint16_t *q;
+    const uint8_t *k, *v;
+    int64_t pitch;
+    float *out, *greatest, *sum;
+} kt_span;
+typedef void kt_attend_span_fn(const kt_span *span);
+
 /* --- training (numerics.md, section 5c) --------------------------------------------------------------------------- */
 
 /* Address of a pair of columns in a panel of BF16, for the first 16 rows; the other 16 rows are KT_HALF_BYTES

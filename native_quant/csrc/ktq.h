@@ -363,6 +363,18 @@ enum { KTQ_ROW_TOKENS = 4, KTQ_ROW_MULTIPLE = 32 };
 int ktq_multiply_rows(ktq_pool *pool, int64_t tokens, int64_t n, int64_t k, const uint16_t *weight,
                       const uint16_t *bias, const uint16_t *x, uint16_t *out);
 
+/* Attention of one token (numerics.md, section 5f), in BF16: out [heads][queries][value_size]. `queries` heads share the
+   keys and values of one of `heads`. q: [heads][queries][size]. k, v: [keys][size] and [keys][value_size] of each head;
+   those of the next head are key_stride and value_stride numbers further. scale: factor of the products. size,
+   value_size: multiples of KTQ_ROW_MULTIPLE. */
+typedef struct {
+    int64_t heads, queries, keys, size, value_size, key_stride, value_stride;
+    float scale;
+    const uint16_t *q, *k, *v;
+    uint16_t *out;
+} ktq_attention;
+int ktq_attend(ktq_pool *pool, const ktq_attention *attention);
+
 /* LoRA of a layer's experts (numerics.md, section 5c), in the order gate, up, down; a: [experts][rank][columns], b:
    [experts][rows][rank], BF16 or float32. dropout: the fraction of the inputs of `a` that become 0, chosen by seed. */
 typedef struct {

@@ -10,7 +10,7 @@
 
 #define TARGET
 #define KERNEL_OF(family) kt_##family##_scalar
-enum { LANES = 1 };
+enum { LANES = 1, VECTOR_BYTES = 4, REGISTERS = 128 }; /* as many floats as AVX2's registers have */
 
 typedef float floats;
 typedef uint32_t ints;
@@ -25,6 +25,8 @@ typedef uint32_t ints;
 #define setzero_ps() 0.0f
 #define loadu_ps(p) (*(p))
 #define storeu_ps(p, x) (*(p) = (x))
+#define loadu_si(p) load_word(p)
+#define fetch_to_l2(p) ((void)(p))
 #define castps_si(x) kt_bits(x)
 #define castsi_ps(x) kt_float(x)
 #define and_si(a, b) ((a) & (b))
@@ -34,6 +36,11 @@ typedef uint32_t ints;
 #define gt_epi32(a, b) ((int32_t)(a) > (int32_t)(b))
 #define where_epi32(condition, then, otherwise) ((condition) ? (then) : (otherwise))
 
+static inline ints load_word(const uint8_t *p) {
+    ints word;
+    memcpy(&word, p, sizeof word);
+    return word;
+}
 /* The second operand where one is NaN, as on x86. */
 static inline float min_ps(float a, float b) {
     return a < b ? a : b;

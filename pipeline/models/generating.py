@@ -101,6 +101,8 @@ def chunk_prefill(model: Any, config: Any, inputs: Any) -> None:
     """
     from transformers import cache_utils
 
+    from ktconvert.native_quant.runtime.decoding import GrowingLayer
+
     if inputs["input_ids"].shape[-1] <= PREFILL_CHUNK:
         return
     if set(inputs) - {"input_ids", "attention_mask", "token_type_ids"}:
@@ -108,8 +110,8 @@ def chunk_prefill(model: Any, config: Any, inputs: Any) -> None:
     decoder = model.config.get_text_config(decoder=True)
     if not model._supports_default_dynamic_cache() or any(name.startswith("mamba_") for name in vars(decoder)):
         return
-    safe = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer
-    if all(type(layer) in safe for layer in cache_utils.DynamicCache(config=decoder).layers):
+    dynamic = cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.LinearAttentionLayer
+    if all(type(layer) in (GrowingLayer, *dynamic) for layer in cache_utils.DynamicCache(config=decoder).layers):
         config.prefill_chunk_size = PREFILL_CHUNK
 
 

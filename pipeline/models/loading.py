@@ -24,6 +24,7 @@ from ktconvert.layouts.sources.source import TensorSource, open_checkpoint
 from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.experts import open_experts
+from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
@@ -233,7 +234,7 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
     Raises InputError for missing or unusable tensors.
     """
-    from ktconvert.native_quant.runtime.few_tokens import share_keys_of_heads
+    from ktconvert.native_quant.runtime.decoding import speed_up_decoding
 
     root = choice.find_directory()
     weights = None
@@ -251,7 +252,8 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
-    share_keys_of_heads()
+    if choice.cpu_weights is not None or choice.is_converted:
+        speed_up_decoding(model, get_shared_pool(choice.threads))
     return model if choice.adapter is None else load_adapter(model, choice.adapter, choice.model)
 
 

@@ -86,8 +86,6 @@
 #define half_unpacklo_epi16 OF_HALF(unpacklo_epi16)
 #define half_unpackhi_epi16 OF_HALF(unpackhi_epi16)
 
-#define fetch_to_l2(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
-
 /* Repeats 16 bytes in each 128 bits; load_repeated_bytes: the lower or the upper bytes of 16 words. */
 #define load_repeated(p) repeated(_mm_loadu_si128((const __m128i *)(p)))
 TARGET static inline ints load_repeated_bytes(const uint16_t *words, int upper) {

@@ -1,0 +1,120 @@
+"""Decoding with a transformers model on the CPU: attention of one token, a cache that grows in place, and threads."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import cache_utils
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
+
+from ktconvert.native_quant._ktq import ffi, lib
+from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, address_of, is_bf16_in_memory
+from ktconvert.native_quant.runtime.pool import Pool, check_error
+
+ATTENTION = "sdpa"  # transformers' name of its default attention
+LEAST_ROOM = 256  # tokens for which a cache has room when it begins, or grows
+ROOM_SHARE = 8  # a cache grows by at least this fraction of its tokens, so that each token is copied a few times
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    scaling: float | None = None,
+    *,
+    pool: Pool,
+    **named: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return the attention of query [batch, heads, tokens, size] as transformers' function does, and no weights.
+
+    The runtime's kernel computes one token that sees all keys: numerics.md, section 5f. pool: threads that compute
+    """
+    tensors = query, key, value
+    is_plain = attention_mask is None and not named.get("dropout") and named.get("position_bias") is None
+    if not (is_plain and query.shape[0] == query.shape[2] == 1 and all(map(_is_readable, tensors))):
+        return sdpa_attention_forward(module, *tensors, attention_mask, scaling=scaling, **named)
+    heads, keys, size, value_size = *key.shape[1:], value.shape[-1]
+    queries = query.shape[1] // heads
+    out = torch.empty((1, 1, query.shape[1], value_size), dtype=torch.bfloat16)
+    sizes = (heads, queries, keys, size, value_size, key.stride(1), value.stride(1))
+    scale = size**-0.5 if scaling is None else scaling
+    addresses = [address_of(tensor) for tensor in (query.contiguous(), key, value, out)]
+    check_error(lib.ktq_attend(pool.pointer, ffi.new("ktq_attention *", (*sizes, scale, *addresses))))
+    return out, None
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Return whether the kernel can read the numbers of a tensor [1, heads, tokens, size] where they are."""
+    size = tensor.shape[-1]
+    return (
+        is_bf16_in_memory(tensor)
+        and not tensor.requires_grad
+        and size % lib.KTQ_ROW_MULTIPLE == 0
+        and tensor.numel() > 0
+        and tensor.stride(-1) == 1
+        and (tensor.shape[-2] == 1 or tensor.stride(-2) == size)
+    )
+
+
+class GrowingLayer(cache_utils.DynamicLayer):
+    """A layer's cache that writes new tokens behind the others, where transformers' own copies all of them."""
+
+    _rooms: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values are the first tokens of these
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append states [batch, heads, tokens, size], and return those of all tokens."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **named)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        before = self.get_seq_length()
+        after = before + key_states.shape[-2]
+        if self._rooms is None or not self._has_room(after):
+            self._rooms = self._make_room(key_states, after), self._make_room(value_states, after)
+            for room, old in zip(self._rooms, (self.keys, self.values), strict=True):
+                if before:
+                    room[..., :before, :] = old
+        for room, new in zip(self._rooms, (key_states, value_states), strict=True):
+            room[..., before:after, :] = new
+        self.keys, self.values = (room[..., :after, :] for room in self._rooms)
+        return self.keys, self.values
+
+    def _has_room(self, tokens: int) -> bool:
+        """Return whether the tokens fit, and the cache was not replaced by that of other sequences."""
+        assert self._rooms is not None
+        return all(
+            room.shape[-2] >= tokens and room.shape[:2] == states.shape[:2] and room.data_ptr() == states.data_ptr()
+            for room, states in zip(self._rooms, (self.keys, self.values), strict=True)
+        )
+
+    @staticmethod
+    def _make_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
+        batch, heads, _, size = states.shape
+        return states.new_empty((batch, heads, tokens + max(LEAST_ROOM, tokens // ROOM_SHARE), size))
+
+
+def speed_up_decoding(model: torch.nn.Module, pool: Pool) -> None:
+    """Let transformers use attend() and GrowingLayer in this process, and one thread for a few tokens of this model.
+
+    The threads of torch take longer to wake up than its operations on a few tokens, beside linears and experts, take.
+    """
+    AttentionInterface.register(ATTENTION, partial(attend, pool=pool))
+    layer_types = cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
+    growing = {name: GrowingLayer for name, kind in layer_types.items() if kind is cache_utils.DynamicLayer}
+    layer_types.update(growing)
+    threads = torch.get_num_threads()
+
+    def choose_threads(module: Any, arguments: Any, named: dict[str, Any]) -> None:
+        ids, embeddings = (named.get(name) for name in ("input_ids", "inputs_embeds"))
+        tokens = ids.numel() if ids is not None else 0 if embeddings is None else embeddings[..., 0].numel()
+        torch.set_num_threads(1 if 0 < tokens <= MOST_TOKENS else threads)
+
+    model.register_forward_pre_hook(choose_threads, with_kwargs=True)
+    model.register_forward_hook(lambda *_: torch.set_num_threads(threads), always_call=True)
