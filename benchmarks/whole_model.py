@@ -4,8 +4,8 @@
 python benchmarks/whole_model.py                                    only ours; 2 GB of disk, two minutes
 python benchmarks/whole_model.py --llama-bench PATH --layers 8      also llama.cpp; 3 GB of disk, four minutes
 
-Both read the same experts. llama.cpp also reads attention and output in Q8_0; ours takes these in BF16 from a
-checkpoint (transformers and torch compute them). The vocabulary has 4096 tokens, so that the output is small, as it is
+Both read the same experts. llama.cpp also reads attention and output in Q8_0; ours takes these from a checkpoint, in
+BF16 and rounded to int8. The vocabulary has 4096 tokens, so that the output is small, as it is
 next to 48 layers. The second table divides the time of a new token among the parts of the model.
 """
 
@@ -29,6 +29,7 @@ import models
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "qwen3-moe-small"
 WORD = "import os\n"  # two tokens
 NEW_TOKENS = 64
+FORMS = ("stored", "int8")  # --non-experts
 
 
 def main() -> None:
@@ -50,27 +51,31 @@ def main() -> None:
         weights, trunk = Path(folder) / "model.gguf", Path(folder) / "trunk"
         llama_cpp.write_model(weights, options.type, experts=True, layers=options.layers)
         write_trunk(trunk, options.layers)
-        arguments = {"trunk": str(trunk), "weights": str(weights), "prompt": options.prompt, "threads": options.threads}
+        sizes = {"prompt": options.prompt, "threads": options.threads}
         print(
             f"{options.layers} layers, experts in {options.type}, {options.threads} threads; best of {options.rounds}"
         )
-        print(f"{'':10} {'prefill, tokens/s':>18} {'decode, tokens/s':>18}")
-        rounds = []
+        print(f"{'':16} {'prefill, tokens/s':>18} {'decode, tokens/s':>18}")
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in FORMS}
         for _ in range(options.rounds):
-            command = [sys.executable, __file__, "--generate", json.dumps(arguments)]
-            rounds.append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
-        prefill, decode = (min(each[key] for each in rounds) for key in ("prefill", "decode"))
-        print(f"{'ktconvert':10} {options.prompt / prefill:18.1f} {1 / decode:18.1f}")
+            for name in FORMS:
+                arguments = {"trunk": str(trunk), "weights": str(weights), "non_experts": name, **sizes}
+                command = [sys.executable, __file__, "--generate", json.dumps(arguments)]
+                rounds[name].append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+        for name in FORMS:
+            prefill, decode = (min(each[key] for each in rounds[name]) for key in ("prefill", "decode"))
+            print(f"{'ktconvert ' + name:16} {options.prompt / prefill:18.1f} {1 / decode:18.1f}")
         if options.llama_bench:
             run = [options.llama_bench, weights]
             prefill, decode = (
                 min(llama_cpp.run_llama_bench(*run, tokens, options.threads) for _ in range(options.rounds))
                 for tokens in (options.prompt, 1)
             )
-            print(f"{'llama.cpp':10} {options.prompt / prefill:18.1f} {1 / decode:18.1f}")
-        print("\nms of a new token in ktconvert")
-        for name, seconds in min(rounds, key=lambda each: each["decode"])["parts"].items():
-            print(f"{name:20} {1e3 * seconds:8.2f}")
+            print(f"{'llama.cpp':16} {options.prompt / prefill:18.1f} {1 / decode:18.1f}")
+        print(f"\nms of a new token in ktconvert ({', '.join(FORMS)})")
+        best = [min(rounds[name], key=lambda each: each["decode"])["parts"] for name in FORMS]
+        for part in best[0]:
+            print(f"{part:20} " + " ".join(f"{1e3 * parts[part]:8.2f}" for parts in best))
 
 
 def write_trunk(folder: Path, layers: int) -> None:
@@ -99,11 +104,11 @@ def write_trunk(folder: Path, layers: int) -> None:
 # --- a process of ours ----------------------------------------------------------------------------
 
 
-def generate(trunk: str, weights: str, prompt: int, threads: int) -> dict[str, Any]:
+def generate(trunk: str, weights: str, non_experts: str, prompt: int, threads: int) -> dict[str, Any]:
     """Return the seconds of the prompt and of a new token, and those of each part of the model for a new token."""
     from ktconvert.pipeline.models import generating, loading
 
-    choice = loading.ModelChoice(model=trunk, cpu_weights=Path(weights), threads=threads)
+    choice = loading.ModelChoice(model=trunk, cpu_weights=Path(weights), non_experts=non_experts, threads=threads)
     model, tokenizer = loading.load_model_and_tokenizer(choice)
     model.generation_config.eos_token_id = None
     inputs = generating.prompt_inputs(tokenizer, WORD * (prompt // 2))

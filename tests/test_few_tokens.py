@@ -1,4 +1,4 @@
-"""A few tokens of a model on the CPU: linears by section 5e of numerics.md, and attention with shared keys."""
+"""A few tokens of a model on the CPU: linears by section 5e of numerics.md, in BF16 and int8."""
 
 import copy
 from typing import Any
@@ -6,10 +6,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, FewTokensLinear, accelerate_linears, attend
+from ktconvert.native_quant.runtime.few_tokens import (
+    MOST_TOKENS,
+    FewTokensLinear,
+    Int8Linear,
+    accelerate_linears,
+    quantize_groups,
+    quantize_linears,
+)
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import isas
 
@@ -101,17 +107,91 @@ def test_wrong_sizes_are_refused() -> None:
     assert lib.ktq_multiply_rows(pool.pointer, 1, 1, 32, ffi.NULL, ffi.NULL, buffer, buffer) == lib.KTQ_EINVAL
 
 
-@pytest.mark.parametrize("tokens", [1, 3])
-@pytest.mark.parametrize("heads", [(8, 2), (4, 4)], ids=str)
-@pytest.mark.parametrize("mask", [None, "shared", "of heads"])
-def test_attention_equals_that_of_transformers(tokens: int, heads: tuple[int, int], mask: str | None) -> None:
-    torch.manual_seed(tokens)
-    module = torch.nn.Module()
-    module.num_key_value_groups = heads[0] // heads[1]  # type: ignore[assignment]
-    query = torch.randn(2, heads[0], tokens, 16)
-    key, value = torch.randn(2, 2, heads[1], 50, 16)
-    of_heads = None if mask is None else torch.rand(2, 1 if mask == "shared" else heads[0], tokens, 50) < 0.7
-    expected, _ = sdpa_attention_forward(module, query, key, value, of_heads, scaling=0.3)
-    out, weights = attend(module, query, key, value, of_heads, scaling=0.3)
-    assert weights is None and out.shape == expected.shape
-    torch.testing.assert_close(out, expected)
+def multiply_int8_by_definition(linear: Any, x: Any) -> Any:
+    """Compute section 5e for int8: x rounded to 16 bits, exact sums of two products, and 16 sums in float32."""
+    numbers = x.float().numpy().reshape(-1, x.shape[-1])
+    amax = np.abs(numbers).max(1, keepdims=True)
+    is_zero = amax < 2.0**-100
+    rounded = np.rint(numbers * np.where(is_zero, np.float32(0), np.float32(32767) / np.where(is_zero, 1, amax)))
+    pairs = rounded[:, None] * linear.codes.numpy().astype(np.float64)
+    pairs = pairs.reshape(*pairs.shape[:2], -1, 16, 2).sum(-1)
+    scales = linear.scales.double().numpy()
+    lanes = np.zeros((*pairs.shape[:2], 16), np.float32)
+    for group in range(pairs.shape[2]):  # 23 + 8 bits: exact in float64
+        lanes = (lanes.astype(np.float64) + pairs[:, :, group] * scales[None, :, group, None]).astype(np.float32)
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    sums = lanes[..., 0] * np.where(is_zero, np.float32(0), amax / np.float32(32767))
+    return torch.from_numpy(sums + linear.bias.detach().float().numpy()).bfloat16()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.usefixtures("isa")
+def test_int8_linears_equal_the_definition(threads: int) -> None:
+    torch.manual_seed(2)
+    for n, k in SHAPES:
+        linear = torch.nn.Linear(k, n, dtype=torch.bfloat16)
+        accelerate_linears(linear, Pool(threads))
+        quantize_linears(linear)
+        assert isinstance(linear, Int8Linear)
+        for tokens in range(1, MOST_TOKENS + 1):
+            x = (torch.randn(tokens, k) * torch.tensor([1e-35, 1.0, 1e4, 1e30])[:tokens, None]).bfloat16()
+            with torch.no_grad():
+                out = linear(x)
+            expected = multiply_int8_by_definition(linear, x)
+            assert float((out.float() - expected.float()).norm()) <= 2**-8 * float(expected.float().norm())
+            assert float((out != expected).float().mean()) < 0.02  # float64 rounds its sums once more
+
+
+def test_int8_linears_have_the_same_bits_on_all_instruction_sets() -> None:
+    torch.manual_seed(3)
+    linears = [torch.nn.Linear(k, n, dtype=torch.bfloat16) for n, k in SHAPES]
+    inputs = [torch.randn(tokens, linear.in_features).bfloat16() for linear in linears for tokens in (1, 2, 3, 4)]
+    expected = [linears[i // 4](x).detach().float() for i, x in enumerate(inputs)]
+    for linear in linears:
+        accelerate_linears(linear, Pool(2))
+        quantize_linears(linear)
+    with torch.no_grad():
+        results = [[linears[i // 4](x) for i, x in enumerate(inputs)] for _ in isas.each()]
+        for result in results:
+            assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
+        for i, x in enumerate(inputs):
+            linear: Any = linears[i // 4]
+            groups = linear.codes.double().view(*linear.scales.shape, -1) * linear.scales.double()[..., None]
+            same = torch.nn.functional.linear(x.double(), groups.view(linear.codes.shape), linear.bias.double())
+            assert float((results[0][i].double() - same).norm() / same.norm()) < 2**-8
+            assert float((results[0][i].float() - expected[i]).norm() / expected[i].norm()) < 0.02
+
+
+def test_int8_weights_are_near_the_stored_ones() -> None:
+    """Half a step of a group's scale, which is rounded to BF16; zeros stay zeros."""
+    weight = torch.randn(300, 96) * torch.rand(300, 1).exp2()
+    weight[:, 32:64] = 0
+    weight[7, 5] = 1000.0
+    codes, scales = quantize_groups(weight.bfloat16())
+    groups = codes.view(300, 3, 32).float() * scales.float()[..., None]
+    exact = weight.bfloat16().float().view(300, 3, 32)
+    steps = exact.abs().amax(-1, keepdim=True) / 127
+    assert bool(((groups - exact).abs() <= steps * (0.5 + 127 / 256)).all()) and not groups[:, 1].any()
+    assert float((groups - exact)[8:].norm() / exact[8:].norm()) < 0.008
+
+
+def test_int8_linears_with_more_tokens_and_unusable_numbers() -> None:
+    linear: Any = torch.nn.Linear(64, 32, dtype=torch.bfloat16)
+    accelerate_linears(linear, Pool(1))
+    quantize_linears(linear)
+    assert [name for name, _ in linear.named_parameters()] == ["bias"]
+    x = torch.randn(9, 64).bfloat16()
+    assert torch.equal(linear(x), torch.nn.functional.linear(x, linear.weight, linear.bias))
+    x[1, 3], x[2, 4] = torch.inf, torch.nan
+    with torch.no_grad():
+        out = linear(x[:4])
+    assert out[1:3].isnan().all() and out[[0, 3]].isfinite().all()
+    pool, buffer = Pool(1), ffi.new("uint16_t[64]")
+    codes = ffi.cast("int8_t *", buffer)
+    for tokens, k, error in ((0, 32, lib.KTQ_EINVAL), (1, 16, lib.KTQ_ESHAPE)):
+        arguments = (tokens, 1, k, codes, buffer, ffi.NULL, buffer, buffer)
+        assert lib.ktq_multiply_int8_rows(pool.pointer, *arguments) == error
+    without_scales = (1, 1, 32, codes, ffi.NULL, ffi.NULL, buffer, buffer)
+    assert lib.ktq_multiply_int8_rows(pool.pointer, *without_scales) == lib.KTQ_EINVAL

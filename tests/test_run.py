@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_the_option_memory_maps_converted_experts(example, weights):
     mapped, copied = (call(example, *options, memory) for memory in ("map", "copy"))
     assert mapped.exit_code == copied.exit_code == 0 and mapped.stdout == copied.stdout
     assert call(example, *options, "disk").exit_code == 2
+
+
+def test_linears_outside_the_experts_can_be_int8(example, weights):
+    import torch
+
+    from ktconvert.native_quant.runtime.few_tokens import Int8Linear
+
+    choice = loading.ModelChoice(str(example), cpu_weights=weights, non_experts="int8", threads=1)
+    models = [loading.load_model_and_tokenizer(c)[0] for c in (choice, replace(choice, non_experts="stored"))]
+    names = {name.rsplit(".", 1)[-1] for name, m in models[0].named_modules() if isinstance(m, Int8Linear)}
+    assert names == {"q_proj", "k_proj", "v_proj", "o_proj", "lm_head"}
+    ids = torch.arange(1, 40)[None]
+    with torch.inference_mode():
+        by_token, stored = (torch.cat([m(ids[:, :n]).logits[:, -1] for n in (1, 2, 3, 20, 39)]) for m in models)
+    assert 0 < float((by_token - stored).norm() / stored.norm()) < 0.03
+    options = ("--prompt", "import", "--max-new-tokens", 3, "--threads", 1, "--non-experts", "int8")
+    assert call(example, "--cpu-weights", weights, *options).exit_code == 0
+    refused = call(example, "--torch-experts", *options)
+    assert isinstance(refused.exception, UsageError) and "also give --cpu-weights" in str(refused.exception)
 
 
 def test_chat_uses_the_template_or_plain_text(example, weights, tmp_path):

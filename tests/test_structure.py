@@ -55,13 +55,13 @@ HEAVY = {"torch", "huggingface_hub", "rich", "transformers", "llmcompressor", "g
 SERVING = ("application", "completions", "model_manager", "prompts", "scheduler", "stream_decoder")
 RUNTIME = (
     "adapters",
-    "decoding",
     "few_tokens",
     "hf",
     "hf_blocks",
     "hf_modules",
     "hf_non_experts",
     "layer_forwards",
+    "one_token",
     "peft_targets",
     "peft_tuner",
 )

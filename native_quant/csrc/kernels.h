@@ -401,6 +401,16 @@ typedef struct {
 } kt_row_products;
 typedef void kt_row_products_fn(const kt_row_products *job);
 
+/* The same for int8 weights with BF16 scales [rows][k / KTQ_ROW_MULTIPLE], and x in 16 bits. */
+typedef struct {
+    int64_t rows, k, m;
+    const int8_t *codes;
+    const uint8_t *scales;
+    const int16_t *x;
+    float *out;
+} kt_int8_row_products;
+typedef void kt_int8_row_products_fn(const kt_int8_row_products *job);
+
 /* Attention of queries that share keys to a span of keys (numerics.md, section 5f). Of each query: out, the sum of the
    values weighted by exp(product - greatest), [value_size]; the greatest product; the sum of the weights. The results
    of the next query are `pitch` further. */

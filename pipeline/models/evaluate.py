@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ktconvert.layouts.errors import InputError, UnsupportedError, UsageError, VerificationError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.models import loading
+from ktconvert.pipeline.options.model_options import STORED
 
 if TYPE_CHECKING:
     import torch
@@ -141,7 +142,7 @@ def load_pair(choice: loading.ModelChoice, gpu_weights: Path | None = None) -> t
             )
         return original.eval(), converted.eval()
     converted, _ = loading.load_model_and_tokenizer(choice)
-    original, _ = loading.load_model_and_tokenizer(replace(choice, cpu_weights=None))
+    original, _ = loading.load_model_and_tokenizer(replace(choice, cpu_weights=None, non_experts=STORED))
     shared = dict(original.named_parameters())
     for name, parameter in converted.named_parameters():
         if name in shared:  # the parameters of adapters for experts are not shared

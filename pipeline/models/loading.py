@@ -28,6 +28,7 @@ from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
+from ktconvert.pipeline.options.model_options import INT8, STORED
 from ktconvert.quantizers.reference import bf16_to_f32
 
 RUN_PACKAGES = ("torch", "transformers", "accelerate")
@@ -67,6 +68,7 @@ class ModelChoice:
     cpu_weights       an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
     threads           number of threads; None for the physical cores that this process may use
     memory            memory of converted experts, as for Experts.load
+    non_experts       weights of the linears outside the experts: STORED or INT8
     adapter           directory of a LoRA adapter to compute with
     gpu_experts_mask  mask of the hot experts, which come from the model itself, as in KTConvertConfig
     num_gpu_experts   number of hot experts per layer, as in KTConvertConfig
@@ -78,6 +80,7 @@ class ModelChoice:
     trust_remote_code: bool = False
     threads: int | None = None
     memory: str = "auto"
+    non_experts: str = STORED
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None
@@ -109,6 +112,11 @@ class ModelChoice:
             and not is_whole_model(root)
             and bool(open_output(root).non_expert_tensors)
         )
+
+    @property
+    def computes_experts(self) -> bool:
+        """True if the runtime computes the experts."""
+        return self.cpu_weights is not None or self.is_converted
 
     def validate(self) -> None:
         """Raise UsageError for options that exclude each other, InputError or UnsupportedError for unusable files."""
@@ -166,9 +174,14 @@ def prepare_config(choice: ModelChoice) -> Any:
     and UnsupportedError for a model whose experts cannot be replaced.
     """
     choice.validate()
+    if choice.non_experts == INT8 and not choice.computes_experts:
+        raise UsageError("--non-experts int8 needs experts that the runtime computes; also give --cpu-weights.")
     set_environment()
     import torch
     import transformers
+
+    if choice.non_experts == INT8 and choice.device() != "cpu":
+        raise UsageError("--non-experts int8 is for the CPU; leave it out, or the experts on the GPU.")
 
     if choice.threads is not None:
         torch.set_num_threads(choice.threads)
@@ -234,7 +247,8 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
 
     Raises InputError for missing or unusable tensors.
     """
-    from ktconvert.native_quant.runtime.decoding import speed_up_decoding
+    from ktconvert.native_quant.runtime.few_tokens import quantize_linears
+    from ktconvert.native_quant.runtime.one_token import accelerate_generation
 
     root = choice.find_directory()
     weights = None
@@ -252,8 +266,10 @@ def load_model(kind: Any, choice: ModelChoice, config: Any, **options: Any) -> A
         require_same_experts(model, source, choice.cpu_weights)
     for name, value in ONE_ANSWER.items():
         setattr(model.generation_config, name, value)
-    if choice.cpu_weights is not None or choice.is_converted:
-        speed_up_decoding(model, get_shared_pool(choice.threads))
+    if choice.non_experts == INT8:
+        quantize_linears(model)
+    if choice.computes_experts:
+        accelerate_generation(model, get_shared_pool(choice.threads))
     return model if choice.adapter is None else load_adapter(model, choice.adapter, choice.model)
 
 

@@ -38,6 +38,7 @@ from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, Nam
 ADAPTER = Option("LoRA adapter for MODEL, from `train` or PEFT.", FilePath(), group=Group.ADAPTER)
 CPU_WEIGHTS = "Converted experts (or a checkpoint of MODEL) that the runtime computes."
 THREADS = "Number of threads for the experts and torch."
+STORED, INT8 = "stored", "int8"  # forms of the linears outside the experts
 
 
 class ModelOptions(Options):
@@ -53,6 +54,12 @@ class ModelOptions(Options):
         click.Choice(["auto", "map", "copy"]),
         default="auto",
         group=Group.RESOURCES,
+    )
+    non_experts: str = option(
+        "Weights of the linears outside the experts: stored, or int8 (half the memory; faster decoding).",
+        click.Choice([STORED, INT8]),
+        default=STORED,
+        group=Group.EXPERTS,
     )
     exact: bool = option("Round as kt-kernel does, bit for bit.", default=False, group=Group.ADVANCED)
     trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)

@@ -2,7 +2,6 @@
 #include <math.h>
 
 #include "exponential_template.h"
-#include "scale_search.h"
 
 typedef float kt_scores[KT_SPAN_QUERIES][KT_SPAN];
 

@@ -7,6 +7,7 @@
 #include "chunk_int16_template.h"
 #include "combine_template.h"
 #include "half_scales_template.h"
+#include "int8_row_products_template.h"
 #include "interleave_template.h"
 #include "merge_template.h"
 #include "quantize_row_template.h"

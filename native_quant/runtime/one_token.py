@@ -1,4 +1,4 @@
-"""Decoding with a transformers model on the CPU: attention of one token, a cache that grows in place, and threads."""
+"""Generation with a transformers model on the CPU: attention of one token, a cache that grows in place, and threads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ktconvert.native_quant.runtime.few_tokens import MOST_TOKENS, address_of, i
 from ktconvert.native_quant.runtime.pool import Pool, check_error
 
 ATTENTION = "sdpa"  # transformers' name of its default attention
-LEAST_ROOM = 256  # tokens for which a cache has room when it begins, or grows
-ROOM_SHARE = 8  # a cache grows by at least this fraction of its tokens, so that each token is copied a few times
+# Tokens that a cache's memory has beyond those in use: as many at least, and one for each SPARE_SHARE tokens. So each
+# token is copied only a few times while the cache grows.
+LEAST_SPARE, SPARE_SHARE = 256, 8
 
 
 def attend(
@@ -64,7 +65,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
 class GrowingLayer(cache_utils.DynamicLayer):
     """A layer's cache that writes new tokens behind the others, where transformers' own copies all of them."""
 
-    _rooms: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values are the first tokens of these
+    _buffers: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values are the first tokens of these
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **named: Any
@@ -76,31 +77,33 @@ class GrowingLayer(cache_utils.DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         before = self.get_seq_length()
         after = before + key_states.shape[-2]
-        if self._rooms is None or not self._has_room(after):
-            self._rooms = self._make_room(key_states, after), self._make_room(value_states, after)
-            for room, old in zip(self._rooms, (self.keys, self.values), strict=True):
+        if self._buffers is None or not self._fits(after):
+            self._buffers = self._make_buffer(key_states, after), self._make_buffer(value_states, after)
+            for buffer, old in zip(self._buffers, (self.keys, self.values), strict=True):
                 if before:
-                    room[..., :before, :] = old
-        for room, new in zip(self._rooms, (key_states, value_states), strict=True):
-            room[..., before:after, :] = new
-        self.keys, self.values = (room[..., :after, :] for room in self._rooms)
+                    buffer[..., :before, :] = old
+        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., before:after, :] = new
+        self.keys, self.values = (buffer[..., :after, :] for buffer in self._buffers)
         return self.keys, self.values
 
-    def _has_room(self, tokens: int) -> bool:
+    def _fits(self, tokens: int) -> bool:
         """Return whether the tokens fit, and the cache was not replaced by that of other sequences."""
-        assert self._rooms is not None
+        assert self._buffers is not None
         return all(
-            room.shape[-2] >= tokens and room.shape[:2] == states.shape[:2] and room.data_ptr() == states.data_ptr()
-            for room, states in zip(self._rooms, (self.keys, self.values), strict=True)
+            buffer.shape[-2] >= tokens
+            and buffer.shape[:2] == states.shape[:2]
+            and buffer.data_ptr() == states.data_ptr()
+            for buffer, states in zip(self._buffers, (self.keys, self.values), strict=True)
         )
 
     @staticmethod
-    def _make_room(states: torch.Tensor, tokens: int) -> torch.Tensor:
+    def _make_buffer(states: torch.Tensor, tokens: int) -> torch.Tensor:
         batch, heads, _, size = states.shape
-        return states.new_empty((batch, heads, tokens + max(LEAST_ROOM, tokens // ROOM_SHARE), size))
+        return states.new_empty((batch, heads, tokens + max(LEAST_SPARE, tokens // SPARE_SHARE), size))
 
 
-def speed_up_decoding(model: torch.nn.Module, pool: Pool) -> None:
+def accelerate_generation(model: torch.nn.Module, pool: Pool) -> None:
     """Let transformers use attend() and GrowingLayer in this process, and one thread for a few tokens of this model.
 
     The threads of torch take longer to wake up than its operations on a few tokens, beside linears and experts, take.
