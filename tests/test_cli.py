@@ -54,6 +54,13 @@ def test_a_method_that_is_always_refused_is_not_offered(tmp_path: Path, cli: Any
     assert "awq" not in cli("cpu", "-i", "a", "-o", "b", "--quant-method", "awk", code=2).stderr
 
 
+def test_choices_are_printed_as_the_docs_write_them(tmp_path: Path, cli: Any, example: Path) -> None:
+    assert "'moe_int4', 'moe_int8'" in cli("cpu", "-i", "a", "-o", "b", "--quant-method", "moe", code=2).stderr
+    options = ("-i", example, "-o", tmp_path / "out", "--layout", "plain", "--dry-run", "--json")
+    plan = json.loads(cli("cpu", *options, "--quant-method", "MOE-INT4").stdout.splitlines()[-1])
+    assert plan["settings"]["quant_method"] == "moe_int4"
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, example: Path) -> None:
     out = tmp_path / "out"
     result = cli("cpu", "-i", example, "-o", out, "--dry-run")
