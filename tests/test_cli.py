@@ -19,6 +19,7 @@ from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Option, option_fields
 from rig import stored
+from rig.conversion import SENTENCE_ENDS
 from rig.safetensors import edit_file, read_folder
 
 
@@ -97,6 +98,7 @@ def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: 
     result = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
     assert result.stdout == ""
     assert result.stderr.startswith("ktconvert: ") and result.stderr.count("\n") == 1
+    assert result.stderr.rstrip().endswith(SENTENCE_ENDS)
     assert not (tmp_path / "out").exists()
 
 
