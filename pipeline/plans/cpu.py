@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts import encodings
@@ -105,8 +106,9 @@ def plan_cpu(options: CpuOptions) -> Plan:
         *expert_plan.mix_notes(fmt, layers, quantizer),
         *expert_plan.notes_on_unreached(facts),
     ]
-    notes = (*map_notes, *_make_scale_notes(fmt, quantizer), *_make_launch_notes(fmt, facts, model, options))
-    return expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
+    notes = (*map_notes, *_make_scale_notes(fmt, quantizer))
+    plan = expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
+    return replace(plan, serving=_describe_serving(fmt, facts, model, options))
 
 
 def read_default_slices() -> int:
@@ -273,14 +275,14 @@ def _make_scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
     )
 
 
-def _make_launch_notes(fmt: Format, facts: OutputFacts, model: MoeModel, options: CpuOptions) -> tuple[str, ...]:
-    """Return a note with the command that serves the output; none for a mix, and for files without the experts."""
+def _describe_serving(fmt: Format, facts: OutputFacts, model: MoeModel, options: CpuOptions) -> str:
+    """Return a sentence with the command that serves the output; "" for a mix, and for files without the experts."""
     if fmt.by_layer or not fmt.forward:
-        return ()
+        return ""
     rest = options.config or launch.ORIGINAL if model.source.container.experts_only else options.input
     command = launch.serve_cpu_experts(facts, str(options.output), rest, sliced=fmt.arrangement.sliced)
     engine = "SGLang" if kt_kernel.KT_METHODS.get(facts["method"]) else "SGLang and ktconvert's KTMoEWrapper"
-    return (f"to serve it with {engine}: {launch.join_command(command)}",)
+    return f"to serve it with {engine}: {launch.join_command(command)}"
 
 
 def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
