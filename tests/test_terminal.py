@@ -71,8 +71,9 @@ def test_progress_is_one_line_with_the_result_below(example: Path, tmp_path: Pat
     lines = [line for line in re.split(r"[\r\n]+", text) if line]
     bars = [line for line in lines if "\u2501" in line]
     assert bars and all("ETA " in line and len(line) <= columns for line in bars), lines
-    result, following = lines[lines.index(bars[-1]) + 1 :]
+    result, following, serving = lines[lines.index(bars[-1]) + 1 :]  # tests use -v
     assert result.startswith(f"{out}: ") and following == f"next: ktconvert verify {out} --against {example}"
+    assert serving.startswith("note: to serve it with SGLang: ")
 
 
 NOTES = ("--numa", 2, "--gpu")  # with notes on the format, other scales and --gpu
