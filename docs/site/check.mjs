@@ -10,7 +10,7 @@ import { chromium } from "playwright-core";
 
 const [site, screens, some = ""] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-const WIDTHS = [390, 820, 1440];
+const WIDTHS = [320, 820, 1440];
 const SCHEMES = ["light", "dark"];
 const TYPES = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".json": "application/json", ".png": "image/png" };
 // Words -> a part of the address that one of the first three results has.
