@@ -491,7 +491,7 @@ def test_converting_few_bits_to_int4_gives_a_warning(kind: str, warned: bool, tm
     source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), model_metadata(1))
     for method in ("int4", "int8"):
         plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
-        assert ("an error of 7.2 to 8.6 % in int8" in plan.stderr) == (warned and method == "int4")
+        assert ("in int4, and of 7.2 to 8.6 % in int8" in plan.stderr) == (warned and method == "int4")
 
 
 def test_resume_after_a_kill_writes_the_same_bytes_from_gguf(all_types: Path, tmp_path: Path, cli: Cli) -> None:

@@ -294,9 +294,8 @@ def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -
         notes.append(f"layers {_format_ranges(options.kept_layers)} are already in the output and are kept")
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
-            f"the output has no config.json and no tokenizer, because a {model.source.container.title} does not "
-            "contain them in kt-kernel's form; --config MODEL copies them from the Hugging Face model (directory or "
-            "id)"
+            f"the output has no config.json and no tokenizer, because a {model.source.container.title} has none; "
+            "--config MODEL copies them from a directory or hub id"
         )
     return notes
 
@@ -318,9 +317,8 @@ def _make_format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> lis
     if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
         int4_error = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
         notes.append(
-            f"the experts already have {model.bits:g} bits per weight, and int4 with one scale per row loses more "
-            f"accuracy: weights from Q4_K have an error of 7.2 to 8.6 % in int8, and of {int4_error} in int4; "
-            "--quant-method int8 is the better choice"
+            f"the experts already have {model.bits:g} bits per weight: weights from Q4_K have an error of {int4_error} "
+            "in int4, and of 7.2 to 8.6 % in int8; --quant-method int8 is the better choice"
         )
     for name, other in () if is_exact else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):
