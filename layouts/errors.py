@@ -14,7 +14,7 @@ INCOMPLETE = "check that the download is complete, or use another release"
 
 
 class KTConvertError(Exception):
-    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY", without a traceback.
+    """A failure that is explained to the user in one sentence, "PATH: PROBLEM; REMEDY.", without a traceback.
 
     path, remedy  omitted if the problem names them
     tensor        name of the tensor at fault
@@ -30,8 +30,13 @@ class KTConvertError(Exception):
         self.problem, self.remedy, self.tensor, self.path = problem, remedy, tensor, path
 
     def __str__(self) -> str:
+        return self.text + ("" if self.text.endswith(("?", "?)")) else ".")
+
+    @property
+    def text(self) -> str:
+        """The sentence without its period, for use in a longer one."""
         where = "" if self.path is None else f"{self.path}: "
-        return where + self.problem + (f"; {self.remedy}" if self.remedy else "")
+        return (where + self.problem + (f"; {self.remedy}" if self.remedy else "")).removesuffix(".")
 
     @classmethod
     def from_tensor(cls, name: str, problem: str, remedy: str = "", path: Path | str | None = None) -> Self:

@@ -18,7 +18,7 @@ PACKAGE = "ktconvert"
 def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
     """Raise KTConvertError, which names the command that installs the extra, if `feature` lacks one of the packages."""
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise KTConvertError(f"{feature} needs {', '.join(missing)}, not installed here: {install_command(extra)}")
+        raise KTConvertError(f"{feature} needs {', '.join(missing)}, not installed here: `{install_command(extra)}`")
 
 
 def install_command(extra: str) -> str:

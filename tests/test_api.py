@@ -9,6 +9,7 @@ import doctest
 import importlib.metadata
 import importlib.resources
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from typing import Any, Literal, get_args, get_overloads
 import pytest
 
 import ktconvert
+from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
 from ktconvert.pipeline.options.option_groups import Reporting
@@ -162,15 +164,15 @@ def test_every_class_has_the_same_capitals() -> None:
 
 
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="unknown command 'convert'; choose one of cpu, "):
+    with pytest.raises(UsageError, match="unknown command 'convert'; choose one of cpu, "):
         ktconvert.plan("convert")
-    with pytest.raises(ValueError, match=r"unknown option ouput; did you mean output\?"):
+    with pytest.raises(UsageError, match=r"unknown option ouput; did you mean output\?"):
         ktconvert.plan("cpu", input="model", ouput="out")
-    with pytest.raises(ValueError, match=r"unknown option quant_methd; did you mean quant_method\?"):
+    with pytest.raises(UsageError, match=r"unknown option quant_methd; did you mean quant_method\?"):
         ktconvert.verify(tmp_path, quant_methd="int8")  # type: ignore[call-arg]
-    with pytest.raises(ValueError, match="quant_method: 'int3' is not one of "):
+    with pytest.raises(UsageError, match="quant_method: 'int3' is not one of "):
         ktconvert.verify(tmp_path, quant_method="int3")  # type: ignore[typeddict-item]
-    with pytest.raises(ValueError, match="unknown option report"):  # it returns the report
+    with pytest.raises(UsageError, match="unknown option report"):  # it returns the report
         ktconvert.verify(tmp_path, report="page.html")  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"convert: name the arguments after the first, as in output='out'"):
         ktconvert.convert("model", "out")  # type: ignore[call-overload]
@@ -191,7 +193,7 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}\\.$"):
         ktconvert.plan("cpu", input="model", output="out", **wrong)
 
 
@@ -204,6 +206,19 @@ def test_several_methods_and_sizes_are_lists_and_texts(tmp_path: Path, example: 
 def test_help_of_the_wrapper_shows_real_defaults() -> None:
     signature = str(inspect.signature(ktconvert.KTMoEWrapper))
     assert "object at 0x" not in signature and "weight_path: 'str' = required" in signature
+
+
+def test_signatures_have_the_options_of_the_commands() -> None:
+    """A default that differs between the commands is a dictionary."""
+    for function, own in ((ktconvert.plan, {"command"}), (ktconvert.convert, {"command", "executor", "progress"})):
+        parameters = inspect.signature(function).parameters
+        options = {line.split(":")[0].strip() for cls in CONVERSION_OPTIONS.values() for line in list_arguments(cls)}
+        assert parameters.keys() == own | options
+        assert parameters["quant_method"].default == {"cpu": "int4", "gpu": "GPTQ"}
+        assert parameters["input"].default is inspect.Parameter.empty and parameters["overwrite"].default is False
+        assert {"int4", "GPTQ"} <= {*re.findall(r"'(\w+)'", str(parameters["quant_method"].annotation))}
+    assert inspect.signature(ktconvert.verify).parameters.keys() >= {"output", "against", "full"}
+    assert "quant_method:" in pydoc.render_doc(ktconvert.convert, renderer=pydoc.plaintext)
 
 
 def test_version_is_the_same_everywhere() -> None:

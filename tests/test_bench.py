@@ -84,7 +84,7 @@ def test_plot_is_written_if_matplotlib_is_installed(
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG\r")
     monkeypatch.setattr("ktconvert.layouts.extras.find_spec", lambda name: None)
     failure = run(output, "--plot", tmp_path / "b.png").exception
-    assert "--plot needs matplotlib, not installed here: " + install_command("plot") in str(failure)
+    assert f"--plot needs matplotlib, not installed here: `{install_command('plot')}`." in str(failure)
 
 
 def test_bench_refuses_bad_arguments_and_damaged_outputs(output: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from ktconvert.pipeline.cli.command import Command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import Option, option_fields
 from rig import stored
+from rig.conversion import SENTENCE_ENDS
 from rig.safetensors import edit_file, read_folder
 
 
@@ -52,6 +53,13 @@ def test_a_method_that_is_always_refused_is_not_offered(tmp_path: Path, cli: Any
     offered = next(line for line in read_help("cpu") if "--quant-method [" in line)
     assert "int4" in offered and "awq" not in offered
     assert "awq" not in cli("cpu", "-i", "a", "-o", "b", "--quant-method", "awk", code=2).stderr
+
+
+def test_choices_are_printed_as_the_docs_write_them(tmp_path: Path, cli: Any, example: Path) -> None:
+    assert "'moe_int4', 'moe_int8'" in cli("cpu", "-i", "a", "-o", "b", "--quant-method", "moe", code=2).stderr
+    options = ("-i", example, "-o", tmp_path / "out", "--layout", "plain", "--dry-run", "--json")
+    plan = json.loads(cli("cpu", *options, "--quant-method", "MOE-INT4").stdout.splitlines()[-1])
+    assert plan["settings"]["quant_method"] == "moe_int4"
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(tmp_path: Path, cli: Any, example: Path) -> None:
@@ -90,6 +98,7 @@ def test_refusals_print_one_sentence(arguments: list[str], code: int, tmp_path: 
     result = cli(*[a.format(example=example, out=tmp_path / "out") for a in arguments], code=code)
     assert result.stdout == ""
     assert result.stderr.startswith("ktconvert: ") and result.stderr.count("\n") == 1
+    assert result.stderr.rstrip().endswith(SENTENCE_ENDS)
     assert not (tmp_path / "out").exists()
 
 

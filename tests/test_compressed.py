@@ -200,7 +200,7 @@ def test_groups_and_ranks_that_do_not_divide_rows_are_refused(build: Build) -> N
     model = build("qwen3_moe", style, shape=(E, 128, 768))
     note = "Experts 768 wide in groups of 128 can be loaded with tensor parallelism 1, 2."
     assert notes_on_loading(output_format, model, (1, 2)) == (note,)
-    message = r"768 cannot be split into 4 tensor-parallel ranks .* choose one of 1, 2$"
+    message = r"768 cannot be split into 4 tensor-parallel ranks .* choose one of 1, 2\.$"
     with pytest.raises(UnsupportedError, match=message):
         notes_on_loading(output_format, model, (4,))
 

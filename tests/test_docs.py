@@ -32,7 +32,8 @@ from ktconvert.native_quant.matrix import KINDS
 from ktconvert.pipeline.cli import COMMANDS, group
 from ktconvert.pipeline.cli.command import Command, click_parameters
 from ktconvert.pipeline.cli.config_file import OTHER_VARIABLES, PREFIX
-from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, option_fields
+from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
+from ktconvert.pipeline.options.declare import REQUIRED, Effect, Option, OptionField, option_fields
 from ktconvert.pipeline.report import events as report_events
 from ktconvert.quantizers import ROW_GRIDS
 from rig import conversion, reference
@@ -459,7 +460,10 @@ def test_every_key_of_manifest_and_metadata_is_documented(tmp_path: Path, cli: A
         document = json.loads((output / manifest.NAME).read_text())
         names |= {*document, *document["settings"], *document["model"], *document["source"][0], *document["files"][0]}
         names |= read_header(min(output.glob("*.safetensors"))).metadata.keys()
+    for cls in CONVERSION_OPTIONS.values():
+        names |= {each.name for each in option_fields(cls) if each.declaration.effect in (Effect.FILES, Effect.WEIGHTS)}
     assert [name for name in sorted(names) if f"`{name}`" not in page] == []
+    assert [command for command in CONVERSION_OPTIONS if f"`{command}`" not in page] == []
     config = json.loads((out / "config.json").read_text())
     assert [name for name in config["quantization_config"] if f'"{name}"' not in page] == []
 

@@ -416,13 +416,11 @@ def test_an_output_with_counts_starts_its_server(tmp_path: Path) -> None:
 )
 def test_cpu_prints_the_command_that_starts_sglang(tmp_path: Path, method: str, name: str, threadpools: str) -> None:
     model = checkpoint(tmp_path / "model", layers=1)
-    arguments = ("-i", model, "-o", tmp_path / "out", "--quant-method", method, "--threadpool-count", 1)
+    arguments = ("-i", model, "-o", tmp_path / "out", "--quant-method", method, "--threadpool-count", 1, "-v")
     result = run_in_process("cpu", *arguments)
     assert result.exception is None, result.exception
-    (command,) = re.findall(
-        r"to serve it with .*?: (python .*)", result.output.replace("\n", " ").replace("note:", "\n")
-    )
-    options = options_of(command.strip().split(" --disable-shared")[0] + " --disable-shared-experts-fusion")
+    (command,) = re.findall(r"^note: to serve it with .*?: (python .*)$", result.output, re.MULTILINE)
+    options = options_of(command)
     assert options.keys() == COMMON - {"--init-expert-location"}
     assert (options["--model"], options["--kt-weight-path"]) == (str(model), str(tmp_path / "out"))
     assert (options["--kt-method"], options["--kt-threadpool-count"]) == (name, threadpools)

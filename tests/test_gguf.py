@@ -104,7 +104,7 @@ def test_every_type_is_converted(all_types: Path, cli: Cli, write_qwen: Any, tmp
 def test_a_missing_decoder_gives_one_sentence(all_types: Path, cli: Cli, tmp_path: Path) -> None:
     """The extra [gguf] is needed for types that C does not decode."""
     done = cli("cpu", "-i", all_types, "-o", tmp_path / "out", code=1, env=hide_package("gguf", tmp_path))
-    assert done.stderr.rstrip().endswith("needs gguf, not installed here: " + install_command("gguf"))
+    assert done.stderr.rstrip().endswith(f"needs gguf, not installed here: `{install_command('gguf')}`.")
     assert not (tmp_path / "out").exists()
 
 
@@ -491,7 +491,7 @@ def test_converting_few_bits_to_int4_gives_a_warning(kind: str, warned: bool, tm
     source = write(tmp_path / "m.gguf", model([(kind, "Q8_0", "Q8_0")]), model_metadata(1))
     for method in ("int4", "int8"):
         plan = cli("cpu", "-i", source, "-o", tmp_path / "out", "--dry-run", "--quant-method", method)
-        assert ("an error of 7.2 to 8.6 % in int8" in plan.stderr) == (warned and method == "int4")
+        assert ("in int4, and of 7.2 to 8.6 % in int8" in plan.stderr) == (warned and method == "int4")
 
 
 def test_resume_after_a_kill_writes_the_same_bytes_from_gguf(all_types: Path, tmp_path: Path, cli: Cli) -> None:

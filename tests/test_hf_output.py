@@ -135,7 +135,7 @@ def test_missing_non_expert_tensors_are_rejected(outputs: dict[str, Path], tmp_p
 
 def test_experts_of_a_different_directory_are_rejected(outputs: dict[str, Path]) -> None:
     other = KTConvertConfig(cpu_weights=outputs["experts only"])
-    message = f"{outputs['copied']}: has converted experts of its own; leave out cpu_weights"
+    message = f"{outputs['copied']}: has converted experts of its own; leave out cpu_weights."
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["copied"], quantization_config=other)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ktconvert.layouts.errors import InputError, KTConvertError, UsageError, bad_tensor, unreadable_file
 from rig import conversion, forks, gguf, killpoint, shims
 
 # Also root must respect the mode of a folder.
@@ -492,3 +493,18 @@ def test_a_process_accepts_an_output_that_was_just_finished(source, output, expe
     result = subprocess.run(command, capture_output=True, text=True, timeout=conversion.TIMEOUT)
     check_success(result, output, expected)
     assert f"{output} is finished: nothing to do" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (UsageError("--a and --b both divide the work; give one of them."), None),
+        (UsageError("--a and --b both divide the work; give one of them"), None),
+        (InputError("has no tensors", "convert it again", path="/x"), "/x: has no tensors; convert it again."),
+        (InputError("/x: no such file (did you mean /y?)"), "/x: no such file (did you mean /y?)"),
+        (bad_tensor("a.weight", "is empty", "use another release"), "tensor 'a.weight' is empty; use another release."),
+        (unreadable_file("/x", PermissionError(13, "Permission denied")).with_remedy("log in"), None),
+    ],
+)
+def test_every_message_is_a_complete_sentence(error: KTConvertError, message: str | None) -> None:
+    assert str(error) == (message or f"{error.text}.") and not error.text.endswith(".")

@@ -340,5 +340,5 @@ def test_a_missing_package_is_reported(arguments, package, feature, extra, cli, 
         pytest.importorskip("llmcompressor")  # the message would name it, too
     paths = {"model": example, "text": example.parent / "heldout.txt", "out": tmp_path / "out"}
     result = cli(*(argument.format(**paths) for argument in arguments), code=1, env=hide_package(package, tmp_path))
-    message = f"ktconvert: {feature} needs {package}, not installed here: {install_command(extra)}"
+    message = f"ktconvert: {feature} needs {package}, not installed here: `{install_command(extra)}`."
     assert result.stderr.splitlines()[-1] == message and not (tmp_path / "out").exists()

@@ -265,7 +265,7 @@ def test_hot_and_cold_experts_generate_together(cli, trained_model, tmp_path, mo
     for alone in (call(*options, *cold), call(*options)):
         assert alone.exit_code == 0 and len(alone.stdout) > len(PROMPT) + 20, alone.exception
     monkeypatch.setattr(loading, "find_spec", lambda name: None if name == "compressed_tensors" else True)
-    said = "packed by compressed-tensors, not installed here: " + install_command("gpu")
+    said = f"packed by compressed-tensors, not installed here: `{install_command('gpu')}`."
     assert said in str(call(*options).exception)
 
 

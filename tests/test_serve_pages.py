@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import InputError, UsageError
 from rig.conversion import run_in_process
 from rig.served import PATIENCE, start_server
 
@@ -200,3 +200,24 @@ def test_an_invalid_origin_is_rejected(origin, example):
     error = run_in_process("serve", example, "--cors-origin", origin).exception
     assert isinstance(error, UsageError)
     assert str(error).startswith(f"--cors-origin {origin}: not an origin; ")
+
+
+@pytest.mark.parametrize(("key", "status"), [(KEY, 200), (f"{KEY}0", 401), ("wrong", 401)])
+def test_only_the_key_of_the_file_opens_the_server(key, status, url):
+    assert httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("empty", "has no API key; it must be one line of ASCII."),
+        ("missing", "cannot be read (No such file or directory); give --api-key-file a file with the key."),
+        ("folder", "cannot be read (Is a directory); give --api-key-file a file with the key."),
+    ],
+)
+def test_serve_refuses_to_start_without_the_key_of_its_file(name, problem, example, tmp_path):
+    (tmp_path / "empty").touch()
+    (tmp_path / "folder").mkdir()
+    error = run_in_process("serve", example, "--api-key-file", tmp_path / name).exception
+    assert isinstance(error, InputError)
+    assert str(error) == f"{tmp_path / name}: {problem}"

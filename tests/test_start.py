@@ -51,7 +51,7 @@ def test_signals_ignored_at_the_start_still_stop_a_command(command, number, outp
         process.kill()
         os.close(writer)
     assert process.returncode == (130 if number == signal.SIGINT else -number), text
-    assert text.strip() == ("ktconvert: interrupted" if number == signal.SIGINT else "")
+    assert text.strip() == ("ktconvert: interrupted." if number == signal.SIGINT else "")
 
 
 @pytest.mark.parametrize(

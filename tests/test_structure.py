@@ -29,7 +29,7 @@ BELOW = {
     "native_quant.runtime": {"native_quant", "quantizers", "layouts"},
     "quantizers": {"quantizers", "native_quant"},
     "layouts": {"layouts", "quantizers", "native_quant"},
-    "pipeline": {"pipeline", "layouts", "quantizers", "native_quant"},
+    "pipeline": {"pipeline", "functions", "layouts", "quantizers", "native_quant"},  # api/functions.py
 }
 # The packages of two levels, lowest first: each may import only from itself and from those before it, inside functions
 # too.
@@ -72,7 +72,9 @@ SUBCLASSING |= {f"ktconvert.pipeline.models.serving.{name}" for name in SERVING}
 TENSORS = {ROOT / "quantizers" / name for name in ("gptq.py", "descent.py", "predictions.py")}
 FILES = sorted(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))
 MODULES = {
-    ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path
+    ".".join(("ktconvert", *path.relative_to(ROOT).with_suffix("").parts))
+    .removesuffix(".__init__")
+    .replace(".pipeline.api", ""): path
     for path in FILES
 }
 
@@ -361,7 +363,7 @@ EXTENSION = "ktconvert.native_quant._ktq"  # compiled
 def names_in(module: str) -> set[str]:
     """Return the submodules of a module, and the names that it defines, imports, or computes in __getattr__."""
     names = {each.rpartition(".")[2] for each in (*MODULES, EXTENSION) if each.rpartition(".")[0] == module}
-    path = MODULES.get("ktconvert.pipeline.api" if module == "ktconvert" else module)
+    path = MODULES.get(module)
     nodes = [] if path is None else list(ast.walk(parse_modules()[path]))
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -377,7 +379,7 @@ def names_in(module: str) -> set[str]:
 
 def exists(module: str, name: str = "") -> bool:
     """Return whether a module, or a name in it, exists. Imports nothing, since some modules import torch."""
-    if module in MODULES or module == "ktconvert" or module in {f"ktconvert.{folder}" for folder in FOLDERS}:
+    if module in MODULES or module in {f"ktconvert.{folder}" for folder in FOLDERS}:
         return not name or name in names_in(module)
     parent, _, last = module.rpartition(".")
     return module == EXTENSION or (not name and bool(parent) and exists(parent, last))

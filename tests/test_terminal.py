@@ -71,18 +71,19 @@ def test_progress_is_one_line_with_the_result_below(example: Path, tmp_path: Pat
     lines = [line for line in re.split(r"[\r\n]+", text) if line]
     bars = [line for line in lines if "\u2501" in line]
     assert bars and all("ETA " in line and len(line) <= columns for line in bars), lines
-    result, following = lines[lines.index(bars[-1]) + 1 :]
+    result, following, serving = lines[lines.index(bars[-1]) + 1 :]  # tests use -v
     assert result.startswith(f"{out}: ") and following == f"next: ktconvert verify {out} --against {example}"
+    assert serving.startswith("note: to serve it with SGLang: ")
 
 
-NOTES = ("--numa", 2, "--gpu")  # with notes on the format, other scales, serving and --gpu
+NOTES = ("--numa", 2, "--gpu")  # with notes on the format, other scales and --gpu
 
 
 @pytest.mark.parametrize("words", [(), ("--dry-run",)])
 def test_the_most_important_note_is_printed_with_the_number_of_the_others(
     words: tuple[str, ...], cli: Any, example: Path, tmp_path: Path
 ) -> None:
-    """--json prints all of them, -v too, and -q none."""
+    """--json prints all of them, -v too, and -q none. The command that serves the output is only one with --json or -v."""
     quiet = {"KTCONVERT_CPU_VERBOSE": "0"}
     command = ("cpu", example, tmp_path / "out", *NOTES, *words, "--overwrite")
 
@@ -92,7 +93,8 @@ def test_the_most_important_note_is_printed_with_the_number_of_the_others(
 
     every = list_notes("-v")
     assert len(every) >= 4 and all(note.startswith("note: ") for note in every)
-    assert list_notes() == [every[0], f"({len(every) - 1} more notes: -v)"]
+    assert every[-1].startswith("note: to serve it with SGLang: python -m sglang.launch_server ")
+    assert list_notes() == [every[0], f"({len(every) - 2} more notes: -v)"]
     assert list_notes("-q") == []
     events = [json.loads(line) for line in cli(*command, "--json", env=quiet).stdout.splitlines()]
     assert [f"note: {event['text']}" for event in events if event["event"] == "note"] == every

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from ktconvert.layouts.errors import OutputError
+from ktconvert.layouts.errors import OutputError, UsageError
 from ktconvert.pipeline.cli import conversion as cli_cpu
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.command import Command
@@ -76,7 +76,7 @@ def test_saved_plan_restores_the_value(example, tmp_path):
 
 def test_api_checks_names_and_values(tmp_path):
     for wrong, words in (({"toys": 1}, "unknown option toys"), ({"toy": 0}, "toy"), ({"scale": "no"}, "scale")):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(UsageError, match=words):
             make_options("cpu", input="a", output=tmp_path, **wrong)
 
 

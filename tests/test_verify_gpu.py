@@ -162,7 +162,7 @@ def test_models_that_cannot_be_loaded_give_a_note(copy, converted, example, monk
     report = run_verify(converted["W4A16"], "--against", example)
     assert report["ok"]
     assert find_check(report, "reload")["result"] == "not checked"
-    assert any(f"not installed: {install_command('gpu')}" in note for note in report["notes"])
+    assert any(f"not installed: `{install_command('gpu')}`" in note for note in report["notes"])
 
 
 def test_wrong_method_or_numa_is_refused(converted):

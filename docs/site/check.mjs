@@ -10,7 +10,7 @@ import { chromium } from "playwright-core";
 
 const [site, screens, some = ""] = process.argv.slice(2);
 const axe = readFileSync(createRequire(import.meta.url).resolve("axe-core/axe.min.js"), "utf8");
-const WIDTHS = [390, 820, 1440];
+const WIDTHS = [320, 820, 1440];
 const SCHEMES = ["light", "dark"];
 const TYPES = { ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml", ".json": "application/json", ".png": "image/png" };
 // Words -> a part of the address that one of the first three results has.
@@ -65,7 +65,7 @@ for (const scheme of SCHEMES) {
         scheme: document.body.dataset.mdColorScheme,
         over: document.documentElement.scrollWidth - document.documentElement.clientWidth,
         wide: [...document.querySelectorAll("main *")].filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !e.closest(".md-typeset__scrollwrap, pre, .md-sidebar")).map((e) => e.tagName + "." + e.className).slice(0, 3),
-        raw: [...document.querySelectorAll("article p")].map((e) => { const copy = e.cloneNode(true); copy.querySelectorAll("code").forEach((c) => c.remove()); return copy.textContent; }).filter((text) => /\n\s*[-*|] |```|^\|/.test(text)).map((text) => text.slice(0, 60)),
+        raw: [...document.querySelectorAll("article p")].map((e) => { const copy = e.cloneNode(true); copy.querySelectorAll("code").forEach((c) => c.remove()); return copy.textContent; }).filter((text) => /\n\s*[-*|] |```|^\||\{\s*\.[\w-]+\s*\}/.test(text)).map((text) => text.slice(0, 60)),
         images: [...document.images].filter((e) => e.complete && !e.naturalWidth).map((e) => e.src),
       }));
       if (shown.scheme !== (scheme === "dark" ? "slate" : "default")) say(`has the colours of ${shown.scheme}`);

@@ -136,7 +136,7 @@ def check_config(output: Output, make_config: Callable[[Sequence[str]], dict[str
     try:
         yield from list(_find_wrong_patterns(output, IgnoreList(ignored, "the ignore list")))
     except InputError as error:
-        yield str(error)
+        yield error.text
     for name, stored in output.non_expert_tensors.items():
         if stored.dtype.startswith("F8") or name.endswith("_scale_inv"):
             yield f"{name} in {stored.file} is FP8 as in the source: loaders would ignore its scales"

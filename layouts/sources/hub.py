@@ -142,7 +142,7 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = FILES, f
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        needs = f"downloading needs huggingface_hub: {install_command('hub')}"
+        needs = f"downloading needs huggingface_hub: `{install_command('hub')}`"
         raise InputError(f"{name}: no such file or directory here, not in the local cache, and {needs}") from None
     try:
         where = cache_root() if folder is None else None
@@ -164,7 +164,7 @@ def read_model_info(name: str, revision: str | None, purpose: str) -> Any:
     try:
         from huggingface_hub import HfApi
     except ImportError:
-        raise InputError(f"{name}: {purpose} needs huggingface_hub: {install_command('hub')}") from None
+        raise InputError(f"{name}: {purpose} needs huggingface_hub: `{install_command('hub')}`") from None
     try:
         return HfApi().model_info(name, revision=revision, files_metadata=True)
     except Exception as e:  # every library underneath raises its own

@@ -202,12 +202,12 @@ def main() -> None:
         _fail(_describe_usage(error), 2)
     except KeyboardInterrupt:
         click.echo(err=True)  # the line of the terminal's ^C
-        _fail("interrupted", 130)
+        _fail("interrupted.", 130)
     except BrokenPipeError:  # the reader of our output has ended
         _discard(sys.stdout)
         sys.exit(141)
     except MemoryError:
-        _fail("not enough memory; set --max-memory or lower --threads, then resume", 4)
+        _fail("not enough memory; set --max-memory or lower --threads, then resume.", 4)
     except Exception as error:
         code = getattr(error, "exit_code", None)
         if isinstance(error, OSError) and code is None:
@@ -216,11 +216,11 @@ def main() -> None:
             place = error.filename or "the system"
             if error.errno in DISK_FULL_REMEDIES:
                 _fail(no_space_sentence(place, error), 4)
-            _fail(f"{place}: {error.strerror or error}", 4 if error.errno == errno.ENOMEM else 1)
+            _fail(f"{place}: {error.strerror or error}.", 4 if error.errno == errno.ENOMEM else 1)
         if isinstance(error, RuntimeError | ImportError) and any(text in str(error) for text in LIMIT_MESSAGES):
             _fail(
                 "this process reached its limit of threads or memory; raise its limits (ulimit -u, ulimit -v) "
-                "or lower --threads, then resume",
+                "or lower --threads, then resume.",
                 4,
             )
         if code is None:

@@ -200,6 +200,7 @@ def convert(options: ConversionOptions) -> None:
     for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
         reporter.note(note)
     if options.dry_run:
+        _report_serving(plans, reporter)
         reporter.count_hidden_notes()
         require_compatible(plans, options.workers, share)
         as_json = options.reporting.json_events
@@ -342,3 +343,11 @@ def run_plans(
         options = plan.options
         paths = {"output": shlex.quote(str(options.output)), "input": shlex.quote(options.input)}
         reporter.say(f"next: {NEXT[options.command].format(**paths)}")
+    if has_worked:
+        _report_serving(plans, reporter)
+
+
+def _report_serving(plans: Sequence[Plan], reporter: Reporter) -> None:
+    for plan in plans:
+        if plan.serving:
+            reporter.detail(plan.serving)

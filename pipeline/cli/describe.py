@@ -76,7 +76,7 @@ def _describe_checkpoint(name: str, revision: str | None, arch_file: str | None,
         try:
             model = recognize(source, rows, to_read=True)
         except UnsupportedError as error:
-            return document | {"refused": str(error)}
+            return document | {"refused": error.text}
         document |= _describe_experts(model, source)
         if columns:
             document |= {"columns": {str(layer): _measure_columns(model, layer) for layer in model.layers}}
@@ -202,7 +202,7 @@ def _describe_conversion(paths: Paths) -> dict[str, Any]:
         plan = make_plan(with_values(restore_options(paths.output, saved), verify_inputs=False))
         states = find_unit_states(plan, paths)
     except KTConvertError as error:
-        return document | {"units": None, "source_problem": str(error)}
+        return document | {"units": None, "source_problem": error.text}
     remaining = [state.unit for state in states if not state.done]
     return document | {
         "units": len(states),
@@ -244,7 +244,7 @@ def gpu_outputs(model: MoeModel) -> list[dict[str, Any]]:
                 model.source, model.expert_tensor_names(), model.quantization
             ).output_tensors()
         except (InputError, UnsupportedError) as error:
-            reason = str(error)
+            reason = error.text
             others = ()
         nbytes = 0 if reason else output_bytes(model, fmt, 1) + sum(tensor.entry.nbytes for tensor in others)
         types.append({"quant_type": fmt.option, "refused": reason, "bytes": nbytes})

@@ -41,7 +41,7 @@ def inspect(options: InspectOptions) -> None:
     if options.as_json:
         click.echo(json.dumps(document))
         if refused is not None:  # the object contains the reason: an error event would repeat it
-            click.echo(f"ktconvert: {refused}", err=True)
+            click.echo(f"ktconvert: {UnsupportedError(refused)}", err=True)
             sys.exit(UnsupportedError.exit_code)
         return
     click.echo("\n".join(format_table(ROWS[document["kind"]](document))))

@@ -129,7 +129,8 @@ def _describe(path: Path, name: str, kind: str) -> LocalModel:
         return READERS[kind](model, path)
     except (KTConvertError, OSError) as error:
         state = UNSUPPORTED if isinstance(error, UnsupportedError) else DAMAGED
-        return replace(model, state=state, detail=str(error).removeprefix(f"{path}/").removeprefix(f"{path}: "))
+        text = error.text if isinstance(error, KTConvertError) else str(error)
+        return replace(model, state=state, detail=text.removeprefix(f"{path}/").removeprefix(f"{path}: "))
 
 
 def _count_bytes(path: Path) -> int:

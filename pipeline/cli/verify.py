@@ -102,7 +102,7 @@ def run_check(report: Report, threads: int) -> Check:
         except (InputError, UnsupportedError, VerificationError) as error:
             if output.manifest is None and not output.methods:  # a checkpoint; no other check reports its damage
                 raise
-            return Check("run", "", (str(error).replace(f"{output.root}: ", ""),))
+            return Check("run", "", (error.text.replace(f"{output.root}: ", ""),))
         errors = ", ".join(f"{error:.3f} ({mode})" for mode, error in result.error.items())
         summaries.append(
             f"layer {layer}, {result.experts} experts, {result.tokens} tokens: finite; "

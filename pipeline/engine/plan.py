@@ -122,6 +122,7 @@ class Plan:
     files         the input files with their identity when they were opened or listed
     reads         all files that are read, including those that are not part of the input
     facts         properties of the output (method, sizes, layers ...) for manifest, card and people
+    serving       a sentence with the command that serves the output; empty if it cannot be served
     hooks         the command's functions
     companions    (path below the output, file to copy)
     config        content of the output's config.json, if it has one
@@ -138,6 +139,7 @@ class Plan:
     facts: OutputFacts
     notes: tuple[str, ...]
     hooks: Hooks = field(repr=False)
+    serving: str = field(default="", repr=False)
     needs: Needs = field(default_factory=Needs, repr=False)
     companions: tuple[tuple[str, Path], ...] = field(default=(), repr=False)
     config: bytes | None = field(default=None, repr=False)

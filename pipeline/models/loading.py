@@ -201,7 +201,7 @@ def prepare_config(choice: ModelChoice) -> Any:
     if choice.cpu_weights is None:
         if model_quantization.get("format") == FORMAT and find_spec("compressed_tensors") is None:
             raise KTConvertError(
-                f"{choice.model}: its experts are packed by {METHOD}, not installed here: {install_command('gpu')}"
+                f"{choice.model}: its experts are packed by {METHOD}, not installed here: `{install_command('gpu')}`"
             )
         return config
     from ktconvert.native_quant.runtime import hf_non_experts

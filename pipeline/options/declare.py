@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar, Union, dataclass_transform, get_args,
 import click
 import msgspec
 
+from ktconvert.layouts.errors import UsageError
 from ktconvert.layouts.files import documents
 from ktconvert.pipeline.options.types import (
     ChoiceList,
@@ -336,7 +337,7 @@ KINDS = {bool: "bool", int: "whole number", float: "number", str: "text", int | 
 
 
 def convert_value(option_field: OptionField, value: Any) -> Any:
-    """Return a value of plan.json as the option has it. Raises ValueError, naming the option, for an invalid one."""
+    """Return a value of plan.json as the option has it. Raises UsageError, naming the option, for an invalid one."""
     name = option_field.name
     declaration = option_field.declaration
     is_tuple = option_field.value_type is tuple
@@ -358,17 +359,17 @@ def convert_value(option_field: OptionField, value: Any) -> Any:
         ]
     except msgspec.ValidationError as error:
         if isinstance(declaration, RecordedValue):
-            raise ValueError(f"{name}: {error}") from error
+            raise UsageError(f"{name}: {error}") from error
         kind = f"list of {KINDS[json_type]}s" if is_tuple else KINDS[json_type]
         remedy = f"; give {name}=[{value!r}]" if is_tuple and not isinstance(value, list) else ""
-        raise ValueError(f"{name}: {value!r} is not a {kind}{remedy}") from error
+        raise UsageError(f"{name}: {value!r} is not a {kind}{remedy}") from error
     except click.BadParameter as error:
-        raise ValueError(f"{name}: {error.message}") from error
+        raise UsageError(f"{name}: {error.message}") from error
     return tuple(converted) if is_tuple else converted[0]
 
 
 def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[str] = ()) -> O:
-    """Return options from values of plan.json or of a caller. Raises ValueError, naming the option.
+    """Return options from values of plan.json or of a caller. Raises UsageError, naming the option.
 
     names  the options that the caller may give, if not all
     """
@@ -377,9 +378,9 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
         flag = f"--{unknown[0].replace('_', '-')}"
         same = [name for name, each in by_name.items() if flag in _list_flags(each.declaration)]
         similar = same or difflib.get_close_matches(unknown[0], by_name, 1)
-        raise ValueError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
+        raise UsageError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
     if missing := [name for name, each in by_name.items() if each.default is REQUIRED and name not in values]:
-        raise ValueError(f"option {missing[0]} is missing; give {missing[0]}=...")
+        raise UsageError(f"option {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 
 

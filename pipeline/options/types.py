@@ -185,12 +185,17 @@ class Text(click.types.StringParamType):
 class ChoiceList(click.Choice):  # type: ignore[type-arg]  # generic only since click 8.2
     """Words of a choice in any case, separated by commas. Each word makes an output of its own.
 
+    Words are shown with underscores, as in the docs; dashes are accepted, too.
+
     refused  words that the command refuses with a reason; --help and completion do not offer them
     """
 
     def __init__(self, words: Iterable[str], refused: Iterable[str] = ()) -> None:
         super().__init__(tuple(words), case_sensitive=False)
         self._refused = frozenset(refused)
+
+    def normalize_choice(self, choice: object, ctx: click.Context | None) -> str:
+        return str(choice).casefold().replace("-", "_")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         words: list[str] = []

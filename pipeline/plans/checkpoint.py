@@ -113,9 +113,9 @@ def read_saved_values(options: Any, *names: str) -> dict[str, Any] | None:
     by_name = {option_field.name: option_field for option_field in option_fields(cls)}
     try:
         return {name: convert_value(by_name[name], saved[name]) for name in names if name in saved}
-    except ValueError as error:
+    except UsageError as error:
         raise OutputError(
-            f"{options.output}: its recorded options cannot be read ({error}); start over with --overwrite."
+            f"{options.output}: its recorded options cannot be read ({error.text}); start over with --overwrite."
         ) from error
 
 

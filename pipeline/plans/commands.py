@@ -50,7 +50,7 @@ HASHING = (QuantizationOptions, CalibrateOptions, DequantizeOptions, TrainOption
 
 
 def make_options(command: str, **values: Any) -> ConversionOptions:
-    """Return the options of a command from values named as in --help, with underscores; ValueError for other names."""
+    """Return the options of a command from values named as in --help, with underscores; UsageError for other names."""
     return convert_options(CONVERSION_OPTIONS[command], values)
 
 
@@ -76,11 +76,11 @@ def load_options(cls: type[AnyOptions], output: Path, saved: SavedPlan, **more: 
     try:
         options = convert_options(cls, {**more, "output": str(output), **settings, **tuning})
         if unexpected := sorted({*settings} - {*options.settings}) or sorted({*tuning} - {*options.tuning}):
-            raise ValueError(f"{unexpected[0]} contradicts the other options")
+            raise UsageError(f"{unexpected[0]} contradicts the other options")
         if missing := {*options.settings} - {*settings}:
-            raise ValueError(f"{min(missing)} is missing")
-    except ValueError as error:
-        raise OutputError(f"{output}: its plan cannot be read ({error}); start over with --overwrite.") from error
+            raise UsageError(f"{min(missing)} is missing")
+    except UsageError as error:
+        raise OutputError(f"{output}: its plan cannot be read ({error.text}); start over with --overwrite.") from error
     return options
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ktconvert.layouts import encodings
@@ -105,8 +106,9 @@ def plan_cpu(options: CpuOptions) -> Plan:
         *expert_plan.mix_notes(fmt, layers, quantizer),
         *expert_plan.notes_on_unreached(facts),
     ]
-    notes = (*map_notes, *_make_scale_notes(fmt, quantizer), *_make_launch_notes(fmt, facts, model, options))
-    return expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
+    notes = (*map_notes, *_make_scale_notes(fmt, quantizer))
+    plan = expert_plan.build_expert_plan(options, model, conversion, rest, facts, metadata, card_notes, notes)
+    return replace(plan, serving=_describe_serving(fmt, facts, model, options))
 
 
 def read_default_slices() -> int:
@@ -273,14 +275,14 @@ def _make_scale_notes(fmt: Format, quantizer: Quantizer) -> tuple[str, ...]:
     )
 
 
-def _make_launch_notes(fmt: Format, facts: OutputFacts, model: MoeModel, options: CpuOptions) -> tuple[str, ...]:
-    """Return a note with the command that serves the output; none for a mix, and for files without the experts."""
+def _describe_serving(fmt: Format, facts: OutputFacts, model: MoeModel, options: CpuOptions) -> str:
+    """Return a sentence with the command that serves the output; "" for a mix, and for files without the experts."""
     if fmt.by_layer or not fmt.forward:
-        return ()
+        return ""
     rest = options.config or launch.ORIGINAL if model.source.container.experts_only else options.input
     command = launch.serve_cpu_experts(facts, str(options.output), rest, sliced=fmt.arrangement.sliced)
     engine = "SGLang" if kt_kernel.KT_METHODS.get(facts["method"]) else "SGLang and ktconvert's KTMoEWrapper"
-    return (f"to serve it with {engine}: {launch.join_command(command)}",)
+    return f"to serve it with {engine}: {launch.join_command(command)}"
 
 
 def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -> list[str]:
@@ -292,9 +294,8 @@ def _make_notes(model: MoeModel, layers: tuple[int, ...], options: CpuOptions) -
         notes.append(f"layers {_format_ranges(options.kept_layers)} are already in the output and are kept")
     if model.source.container.experts_only and not model.source.has_config:
         notes.append(
-            f"the output has no config.json and no tokenizer, because a {model.source.container.title} does not "
-            "contain them in kt-kernel's form; --config MODEL copies them from the Hugging Face model (directory or "
-            "id)"
+            f"the output has no config.json and no tokenizer, because a {model.source.container.title} has none; "
+            "--config MODEL copies them from a directory or hub id"
         )
     return notes
 
@@ -316,9 +317,8 @@ def _make_format_notes(model: MoeModel, fmt: Format, options: CpuOptions) -> lis
     if fmt.encoding.grid.bits == 4 and fmt.encoding.grid.group is None and model.bits <= FEW_BITS:
         int4_error = "17 to 49 %" if options.scale == ABSMAX.name else "13 to 27 %"
         notes.append(
-            f"the experts already have {model.bits:g} bits per weight, and int4 with one scale per row loses more "
-            f"accuracy: weights from Q4_K have an error of 7.2 to 8.6 % in int8, and of {int4_error} in int4; "
-            "--quant-method int8 is the better choice"
+            f"the experts already have {model.bits:g} bits per weight: weights from Q4_K have an error of {int4_error} "
+            "in int4, and of 7.2 to 8.6 % in int8; --quant-method int8 is the better choice"
         )
     for name, other in () if is_exact else formats_by_option("cpu").items():
         if other.encoding.grid.bits < DECODED_BITS and other.encoding.is_exact(model):

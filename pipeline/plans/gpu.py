@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from ktconvert.layouts import encodings
@@ -53,10 +54,10 @@ def plan_gpu(options: GpuOptions) -> Plan:
     non_experts = find_non_expert_tensors(source, model.expert_tensor_names(), model.quantization)
     facts = _make_facts(model, fmt, options)
     dropped_files = [name for name in source.companions() if name in CONFIG_FILES]
-    notes = _make_launch_notes(facts, options.output)
+    notes = _make_rawint4_notes(facts)
     if options.max_shard_size and options.calibrated:
         notes = (*notes, "--max-shard-size applies only to copied tensors: a layer's experts are one shard")
-    return expert_plan.build_expert_plan(
+    plan = expert_plan.build_expert_plan(
         options,
         model,
         expert_plan.ExpertConversion(fmt, model.layers),
@@ -66,6 +67,7 @@ def plan_gpu(options: GpuOptions) -> Plan:
         _make_notes(model, non_experts, dropped_files, loading),
         notes,
     )
+    return replace(plan, serving=_describe_serving(facts, options.output))
 
 
 def _require_supported(options: GpuOptions) -> None:
@@ -78,14 +80,21 @@ def _require_supported(options: GpuOptions) -> None:
         raise UsageError(f"--save-statistics needs --quant-method GPTQ and --engine stream; {remedy}.")
 
 
-def _make_launch_notes(facts: OutputFacts, output: Path) -> tuple[str, ...]:
-    """Return a note with the command that serves the output; for experts that RAWINT4 should read and cannot, why."""
+def _make_rawint4_notes(facts: OutputFacts) -> tuple[str, ...]:
+    """Return a note with the reason if RAWINT4 should read the experts and cannot."""
     reason = explain_not_rawint4(facts)
-    if is_rawint4(facts) and reason is not None:
-        problem = f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {reason}"
-        return (f"{problem}; {kt_kernel.INSTEAD}",)
-    title = "one directory for CPU and GPU" if reason is None else "to serve it beside experts of `ktconvert cpu`"
-    return (f"{title}: {launch.join_command(launch.serve_whole_model(facts, str(output)))}",)
+    if not is_rawint4(facts) or reason is None:
+        return ()
+    return (f"kt-kernel's RAWINT4 cannot compute these experts on the CPU: {reason}; {kt_kernel.INSTEAD}",)
+
+
+def _describe_serving(facts: OutputFacts, output: Path) -> str:
+    """Return a sentence with the command that serves the output; "" if RAWINT4 should read the experts and cannot."""
+    if _make_rawint4_notes(facts):
+        return ""
+    is_complete = explain_not_rawint4(facts) is None
+    title = "one directory for CPU and GPU" if is_complete else "to serve it beside experts of `ktconvert cpu`"
+    return f"{title}: {launch.join_command(launch.serve_whole_model(facts, str(output)))}"
 
 
 def _make_facts(model: MoeModel, fmt: Format, options: GpuOptions) -> OutputFacts:

@@ -194,7 +194,7 @@ def read_manifest_facts(root: Path) -> OutputFacts:
     try:
         read_functions(facts.get("functions", {}))
     except InputError as error:
-        raise VerificationError(f"{root / manifest.NAME}: {error}; convert again.") from None
+        raise VerificationError(f"{root / manifest.NAME}: {error.text}; convert again.") from None
     # read_manifest checks the type of resplit_from.
     for key in (key for key in KEPT_FACTS if key not in ("resplit_from", "functions")):
         if not all(isinstance(text, str) and text.isprintable() for text in _list_texts(key, facts.get(key, ""))):

@@ -90,6 +90,12 @@ class Reporter:
             self._hidden_notes += level
         self.say(f"note: {text}", level)
 
+    def detail(self, text: str) -> None:
+        """Print a note only with -v; an event as any note. It is not counted."""
+        self.event("note", text=text)
+        if not self.json_events:
+            self.say(f"note: {text}", 1)
+
     def count_hidden_notes(self) -> None:
         """Print the number of notes that were not printed since the last call."""
         if self._hidden_notes and self.verbosity == 0:

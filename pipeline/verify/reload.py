@@ -59,7 +59,7 @@ def check_reload(output: Output) -> tuple[Check, bool]:
     """
     missing = [name for name in loading.REQUIRED_PACKAGES["gpu"] if find_spec(name) is None]
     if missing:
-        return _skip_reload(f"{', '.join(missing)} not installed: {install_command('gpu')}")
+        return _skip_reload(f"{', '.join(missing)} not installed: `{install_command('gpu')}`")
     if (reason := transformers_version.explain_too_old()) is not None:
         return _skip_reload(reason)
     import torch

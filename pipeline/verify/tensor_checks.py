@@ -287,7 +287,7 @@ def check_numbers(output: Output, measure: Measure) -> Check:
     try:
         problems = tuple(_find_bad_numbers(output, measure))
     except VerificationError as error:
-        problems = (str(error),)
+        problems = (error.text,)
     return Check("numbers", "no NaN or Inf", problems)
 
 

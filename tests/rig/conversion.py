@@ -28,6 +28,7 @@ from rig.safetensors import write_file
 KTCONVERT = (sys.executable, "-m", "ktconvert.pipeline.cli")
 TIMEOUT = 300.0  # seconds; a conversion takes 0.5 seconds, and much longer on a loaded machine
 MODEL_COMMANDS = ("run", "eval", "train", "merge-adapter", "calibrate")  # commands that load models
+SENTENCE_ENDS = (".", "?", "?)")
 MIN_FREE = 256 << 20  # bytes that /dev/shm must have free; a test needs a few MB
 # CPUs that a test uses, with a server for each; a container may report all CPUs of a large machine.
 CORES = min(8, machine.usable_cpus())
@@ -174,12 +175,13 @@ def parse_events(text: str) -> list[dict[str, Any]]:
 
 
 def check_refusal(done: subprocess.CompletedProcess[str], code: int, *texts: str) -> None:
-    """Assert that a command ended with this exit code and one message, which contains these texts."""
+    """Assert that a command ended with this exit code and one complete sentence, which contains these texts."""
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("ktconvert: ")]
     assert len(lines) == 1, done.stderr
     assert not [text for text in texts if text not in lines[0]], lines[0]
+    assert lines[0].endswith(SENTENCE_ENDS), lines[0]
 
 
 class Mounts(contextlib.AbstractContextManager[Any]):
