@@ -213,9 +213,9 @@ def convert(converted: Converted, threads: int = 1, extras: bool = True) -> None
         if case.oracle is not None
     ]
 
-    def run_ours() -> None:
-        server = model_server()
+    server = model_server()  # started before the two threads, each of which would start one
 
+    def run_ours() -> None:
         def run(name: str, *arguments: str | Path) -> int:
             return server.run(arguments, root / "log" / name).returncode
 

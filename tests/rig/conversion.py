@@ -88,16 +88,25 @@ def flip_bit(path: Path, at: int = -1, *, keep_time: bool = False) -> None:
 
 
 def ktconvert(
-    *arguments: str | Path, env: Mapping[str, str] | None = None, prefix: Iterable[str] = (), **options: Any
+    *arguments: str | Path,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    prefix: Iterable[str] = (),
+    program: str = forks.COMMAND_LINE,
+    **options: Any,
 ) -> subprocess.CompletedProcess[str]:
     """Run the real command line in its own process.
 
-    A server that has imported it forks the process, unless env, prefix or other options are given.
+    A server that has imported it forks the process, unless prefix or other options are given, or variables that only a
+    new process reads. program: function MODULE:FUNCTION to fork instead of the command line.
     """
-    if not (env or prefix or options) and _comparable(os.environ) == _comparable(ENVIRONMENT):
-        return _run(_loads_models(arguments), arguments)
+    models = _loads_models(arguments)
+    changed = _find_changed_variables(env or {})
+    if not (prefix or options or changed is None or (models and changed)):
+        return _run(models, arguments, program, changed, cwd)
+    assert program == forks.COMMAND_LINE
     command = [*prefix, *KTCONVERT, *map(str, arguments)]
-    options = {"timeout": TIMEOUT, "capture_output": True, "text": True} | options
+    options = {"timeout": TIMEOUT, "capture_output": True, "text": True, "cwd": cwd} | options
     return subprocess.run(command, env={**os.environ, **(env or {})}, **options)
 
 
@@ -129,14 +138,20 @@ def _server() -> forks.Forks:
 
 
 def _run(
-    models: bool, arguments: Sequence[str | Path], program: str = forks.COMMAND_LINE
+    models: bool,
+    arguments: Sequence[str | Path],
+    program: str = forks.COMMAND_LINE,
+    env: Mapping[str, str] | None = None,
+    folder: Path | None = None,
 ) -> subprocess.CompletedProcess[str]:
     from rig.model_server import model_server
 
     server = model_server() if models else _server()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        return server.run(arguments, folder / "log", printed=folder / "printed", program=program)  # type: ignore[no-any-return]
+        logs = Path(name)
+        return server.run(  # type: ignore[no-any-return]
+            arguments, logs / "log", env, printed=logs / "printed", program=program, folder=folder
+        )
 
 
 # Variables that pytest sets, and that torch and commands set in this process: a new process would not have them.
@@ -151,8 +166,19 @@ os.environ |= dict.fromkeys(VERBOSE, "1")
 ENVIRONMENT = dict(os.environ)  # before the first test
 
 
-def _comparable(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in OWN}
+# Names of variables that a forked process reads too late begin with these.
+AT_START = ("LD_", "PYTHON", "OMP_", "KTCONVERT_ISA", "DASK_")
+
+
+def _find_changed_variables(env: Mapping[str, str]) -> dict[str, str] | None:
+    """Return the variables that differ from those of the servers; None if a forked process cannot have them."""
+    servers, wanted = (
+        {name: value for name, value in variables.items() if name not in OWN}
+        for variables in (ENVIRONMENT, os.environ)
+    )
+    wanted |= env
+    changed = dict(wanted.items() - servers.items())
+    return None if servers.keys() - wanted or any(name.startswith(AT_START) for name in changed) else changed
 
 
 def wait_until_stopped(process: subprocess.Popen[Any]) -> None:

@@ -61,16 +61,18 @@ class Forks(contextlib.AbstractContextManager[Any]):
         env: Any = None,
         printed: Path | None = None,
         program: str = COMMAND_LINE,
+        folder: Path | None = None,
     ) -> Any:
-        """Run `ktconvert` with these arguments in the caller's working directory; return a CompletedProcess.
+        """Run `ktconvert` with these arguments; return a CompletedProcess.
 
         log      file for stderr
         printed  file for stdout; by default, stdout also goes to log
         program  function to call instead of the command line, MODULE:FUNCTION
+        folder   working directory; by default, that of the caller
         """
         words = list(map(str, arguments))
         order = {"arguments": words, "log": str(log), "printed": printed and str(printed), "env": dict(env or {})}
-        order |= {"program": program, "folder": str(Path.cwd())}
+        order |= {"program": program, "folder": str(folder or Path.cwd())}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self._address)
             with connection.makefile("rw") as stream:
