@@ -123,7 +123,8 @@ def _parse_usual(raw: bytes, data_start: int, file: str) -> tuple[list[TensorInf
     Returns None for any other header.
     """
     try:
-        text, metadata = raw.decode("utf-8"), {}
+        text = raw.decode("utf-8")
+        metadata: dict[str, str] = {}
         if text.startswith(METADATA_FIRST):
             metadata, end = _METADATA.raw_decode(text, len(METADATA_FIRST))
             if not text.startswith(',"', end):
