@@ -176,13 +176,13 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
     known: dict[str, tuple[list[_Rule], str | None, str | None]] = {}
     ambiguous: list[tuple[list[_Rule], int, int, TensorInfo]] = []
     # Most names differ only in the number of an expert; text before and after it -> rule and layer.
-    places: dict[tuple[str, str], tuple[_Rule, int]] = {}
+    matched: dict[tuple[str, str], tuple[_Rule, int]] = {}
     for name, info in tensors.items():
         before, _, rest = name.partition(EXPERTS)
         number, _, after = rest.partition(".")
         expert = SMALL_NUMBERS.get(number, -1)
-        if expert >= 0 and (place := places.get((before, after))) is not None:
-            _assign(out, *place, expert, info)
+        if expert >= 0 and (found := matched.get((before, after))) is not None:
+            _assign(out, *found, expert, info)
             continue
         texts = NUMBER.split(name)  # text and numbers alternate
         shape = "#".join(texts[::2])
@@ -203,7 +203,7 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
                     _assign(out, candidates[0], layer, expert, info)
                     following = candidates[0].name.format(layer=layer, expert=expert + 1)
                     if number in SMALL_NUMBERS and following == f"{before}{EXPERTS}{expert + 1}.{after}":
-                        places[before, after] = candidates[0], layer
+                        matched[before, after] = candidates[0], layer
                 continue
         if MTP.search(shape) and "expert" in shape:
             out.mtp.append(name)
