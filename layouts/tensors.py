@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 PROJECTIONS = ("gate", "up", "down")  # the linears of an expert
 
@@ -13,9 +14,8 @@ def list_projections(gated: bool) -> tuple[str, ...]:
     return PROJECTIONS if gated else PROJECTIONS[1:]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One tensor, or the share of one expert in it.
+class TensorInfo(msgspec.Struct, frozen=True, gc=False):
+    """One tensor, or the share of one expert in it; a Struct, as models have hundreds of thousands.
 
     name   as in its file; for a tensor that an encoding describes, the end of that name
     dtype  as safetensors spells it: "BF16", "F8_E4M3", …; as ggml does in a GGUF: "Q4_K", …

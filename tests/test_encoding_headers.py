@@ -7,11 +7,11 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,7 +85,7 @@ def change_tensor(random: Random, info: TensorInfo) -> TensorInfo:
     shape = random.choice(shapes)
     if math.prod(shape) > items or math.prod(shape) * bits % 8:
         shape = (0,)
-    return replace(info, dtype=dtype, shape=shape, nbytes=math.prod(shape) * bits // 8)
+    return msgspec.structs.replace(info, dtype=dtype, shape=shape, nbytes=math.prod(shape) * bits // 8)
 
 
 def change_tensors(random: Random, tensors: dict[str, TensorInfo]) -> None:
@@ -100,7 +100,7 @@ def change_tensors(random: Random, tensors: dict[str, TensorInfo]) -> None:
             del tensors[name]
         if action in ("rename", "duplicate"):
             new = name.removesuffix(suffix) + new_suffix
-            tensors[new] = replace(info, name=new)
+            tensors[new] = msgspec.structs.replace(info, name=new)
         if action == "change":
             tensors[name] = change_tensor(Random(seed), info)
 

@@ -341,6 +341,23 @@ def test_a_gguf_fits_as_it_is_with_the_cache_of_its_metadata(tmp_path):
         assert stored["ram_parts"]["experts"] == 2 * experts.nbytes
 
 
+@pytest.mark.parametrize("prefer", PREFERENCES)
+def test_commands_for_a_gguf_name_the_model_that_provides_the_rest(tmp_path, prefer):
+    """Its experts stay on the CPU, since that model may have none. Without it, a note asks for it."""
+    path = gguf.write(tmp_path / "model.gguf", *gguf.quantize_example(EXAMPLE))
+    document = fit(path, "--config", EXAMPLE, *LARGE, "--numa", 1, "--prefer", prefer)
+    steps = {row["step"]: shlex.split(row["command"]) for row in document["commands"]}
+    assert document["choices"][0]["gpu_experts"] == 0
+    launch = steps["launch"]
+    assert launch[launch.index("--model") + 1] == str(EXAMPLE)
+    if "convert" in steps:
+        assert steps["convert"][-2:] == ["--config", str(EXAMPLE)]
+    else:
+        assert launch[launch.index("--kt-weight-path") + 1] == str(path)
+    note = f"note: {path}: a GGUF has only the experts in usable form; --config MODEL"
+    assert note in conversion.ktconvert("fit", str(path), *LARGE).stderr
+
+
 def test_nothing_that_fits_is_an_error_that_says_what_the_smallest_needs(tiny):
     done = conversion.ktconvert("fit", str(tiny), *LARGE, "--ram", "1GB", "--vram", "0")
     conversion.check_refusal(

@@ -171,13 +171,8 @@ def test_fused_and_legacy_names_give_the_same_experts(tmp_path: Path) -> None:
 
 
 def write_split(folder: Path, count: int = 3, change: Callable[[list[Any]], object] = lambda files: None) -> Path:
-    """Write a model in several files, as gguf-split does; `change` changes [name, metadata, tensors] of each."""
-    tensors = list(model([("Q8_0",) * 3] * 2).items())
-    files = []
-    for number in range(count):
-        metadata = {} if number else model_metadata(2)
-        metadata |= {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
-        files.append([f"m-{number + 1:05d}-of-{count:05d}.gguf", metadata, dict(tensors[number::count])])
+    """Write a model in several files; `change` changes [name, metadata, tensors] of each."""
+    files = gguf.split(model([("Q8_0",) * 3] * 2), model_metadata(2), count)
     change(files)
     for name, metadata, stored in files:
         write(folder / name, stored, metadata)

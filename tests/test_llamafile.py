@@ -1,6 +1,5 @@
 """LLAMAFILE: computing with the experts of a GGUF as they are stored, in any ggml types of gate, up and down."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -184,15 +183,7 @@ def test_non_finite_scales_are_rejected(kind, tmp_path):
 
 def test_run_and_eval_compute_gguf_experts(example, tmp_path):
     """The bundled model's experts, in types that differ by tensor and layer."""
-    stored, tensors = read_file(example / "model.safetensors"), {}
-    for number, projection in itertools.product(range(2), ("gate", "up", "down")):
-        kind = "Q4_0" if (number, projection) == (1, "down") else "Q8_0"
-        names = [f"model.layers.{number}.mlp.experts.{expert}.{projection}_proj.weight" for expert in range(8)]
-        stacked = np.stack([floats.from_bits(stored[name].bits) for name in names]).astype(np.float32)
-        blocks = gguf_py.quants.quantize(stacked, gguf_py.GGMLQuantizationType[kind])
-        tensors[f"blk.{number}.ffn_{projection}_exps.weight"] = (kind, blocks)
-    metadata = gguf.model_metadata(2, embedding_length=256, expert_count=8, expert_feed_forward_length=256)
-    weights = str(gguf.write(tmp_path / "m.gguf", tensors, metadata))
+    weights = str(gguf.write(tmp_path / "m.gguf", *gguf.quantize_example(example)))
     arguments = [str(example), "--cpu-weights", weights]
     result = CliRunner().invoke(run, [*arguments, "--prompt", "import os", "--max-new-tokens", "4"])
     assert result.exit_code == 0 and result.stdout.startswith("import os"), result.output

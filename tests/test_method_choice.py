@@ -24,6 +24,7 @@ from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.statistics.folder import open_model_imatrix
 from ktconvert.pipeline.fit.model_shape import read_shape
 from ktconvert.pipeline.plans.method_choice import CELLS, choose_methods, measure_losses
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.quantizers.quantizer import ABSMAX, MSE
 from rig import conversion, killpoint
 from rig.conversion import KTCONVERT, run_in_process
@@ -33,6 +34,7 @@ from rig.statistics import describe
 LAYERS, EXPERTS, SIZE = 3, 3, 128  # all rows of experts of this size are measured
 SHAPES = dict.fromkeys(range(LAYERS), (EXPERTS, SIZE, SIZE))
 INT4, INT8 = FORMATS["AMXINT4"], FORMATS["AMXINT8"]
+SILENT = Reporter(verbosity=-2)
 MIXABLE = {name: FORMATS[name] for name in ("AMXINT4", "AMXINT8", "MXFP4", "FP8", "BF16")}
 
 
@@ -156,10 +158,11 @@ def test_losses_follow_the_definition(source, sensitive, tmp_path):
             ratios += error / energy
         errors[layer] += tokens[expert] * energy * ratios / 409
         energies[layer] += tokens[expert] * energy / 409
-    measured = measure_losses(model, range(LAYERS), [INT8], 2, ABSMAX, imatrix, 2)
+    measured = measure_losses(model, range(LAYERS), [INT8], 2, ABSMAX, imatrix, 2, SILENT)
     np.testing.assert_allclose(measured[:, 0], errors * [1e-3, 1e-1, 1e-3], rtol=1e-5)
     alone = write_imatrix(tmp_path / "alone.gguf", SHAPES)
-    measured = measure_losses(model, range(LAYERS), [INT8], 2, ABSMAX, open_model_imatrix(alone, model), 2)
+    alone_imatrix = open_model_imatrix(alone, model)
+    measured = measure_losses(model, range(LAYERS), [INT8], 2, ABSMAX, alone_imatrix, 2, SILENT)
     np.testing.assert_allclose(measured[:, 0], errors / energies, rtol=1e-5)
 
 
@@ -167,7 +170,8 @@ def test_losses_do_not_depend_on_threads_and_know_exact_formats(source, sensitiv
     model = recognize(open_checkpoint(source))
     imatrix = open_model_imatrix(sensitive / "imatrix.gguf", model)
     one, four = (
-        measure_losses(model, range(LAYERS), [*MIXABLE.values()], 1, MSE, imatrix, threads) for threads in (1, 4)
+        measure_losses(model, range(LAYERS), [*MIXABLE.values()], 1, MSE, imatrix, threads, SILENT)
+        for threads in (1, 4)
     )
     np.testing.assert_array_equal(one, four)
     int4, int8, mxfp4, fp8, bf16 = one.T
@@ -213,6 +217,16 @@ def test_a_budget_for_one_method_gives_an_output_of_that_method(source, tmp_path
     note = convert(*options_for(source, tmp_path / "out", 1 << 40))
     assert "--quant-method bf16 --numa 1" in note and "without --statistics" in note
     assert json.loads((tmp_path / "out" / "manifest.json").read_bytes())["model"]["method"] == "BF16"
+
+
+def test_progress_is_shown_while_layers_are_measured(source, budget, tmp_path, monkeypatch):
+    """A dry run measures, too. The events count the bytes of the sampled experts: here all."""
+    monkeypatch.setattr("ktconvert.pipeline.report.progress.LINE_EVERY", 0)
+    done = run_in_process(*options_for(source, tmp_path / "out", budget), "--dry-run", "--json")
+    events = conversion.parse_events(done.stdout)
+    begun, *progress, planned = (event for event in events if event["event"] in ("begin", "progress", "plan"))
+    assert begun["event"] == "begin" and begun["total_bytes"] == planned["bytes_in"] and planned["event"] == "plan"
+    assert progress and all(event["unit"] == "measure" and event["units"] == LAYERS for event in progress)
 
 
 def test_resume_uses_the_map_of_the_plan(source, sensitive, budget, tmp_path):

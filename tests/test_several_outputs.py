@@ -10,6 +10,7 @@ from ktconvert.layouts.errors import ResourceError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.engine import lock
 from ktconvert.pipeline.plans import commands
+from ktconvert.pipeline.report.progress import Reporter
 from rig import conversion
 
 METHODS = ("int4", "int8", "rawint4")
@@ -61,10 +62,10 @@ def test_finished_outputs_stay_and_missing_ones_are_made(source, single_outputs,
     require_equal(tmp_path, single_outputs)
 
 
-def test_input_is_hashed_once(source, tmp_path):
+def test_input_is_hashed_once(source, tmp_path, capsys):
     asked = {"input": source, "output": tmp_path / "out", "quant_method": "int4,int8", "verify_inputs": True}
-    hashed: list[int] = []
-    plans = commands.make_plans(commands.make_options("cpu", **asked), hashed.append)
+    plans = commands.make_plans(commands.make_options("cpu", **asked), Reporter(json_events=True, verbosity=-2))
+    hashed = [event["bytes"] for event in conversion.parse_events(capsys.readouterr().out)]
     assert sorted(hashed) == sorted(path.stat().st_size for path in source.glob("*.safetensors"))
     assert all(file.sha256 for plan in plans for file in plan.source if file.name.endswith(".safetensors"))
 

@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.layouts.sources import hub
-from ktconvert.layouts.sources.containers.safetensors import DTYPE_BITS, INDEX, read_header
+from ktconvert.layouts.sources.containers.safetensors import DTYPE_BITS, INDEX, parse_header, read_header
 from ktconvert.layouts.sources.source import open_checkpoint
 from rig import conversion
 from rig.safetensors import encode
@@ -432,6 +434,57 @@ def test_false_headers_are_refused(tmp_path, words, data):
     assert "download" in message
     assert "\n" not in message
     assert len(message) < 1000
+
+
+ABOUT = b'"__metadata__":{"format":"pt","more":"a \\"word\\""},'
+PLAIN = b'{"a.weight":{"dtype":"U8","shape":[2,3],"data_offsets":[0,6]},"b":{"dtype":"F4","shape":[2],"data_offsets":[6,7]}}'
+PIECES = [
+    b"",
+    b" ",
+    b",",
+    b"{",
+    b"}",
+    b"[",
+    b"]",
+    b"0",
+    b"-0",
+    b"1.0",
+    b"true",
+    b"null",
+    b'"',
+    b"\\",
+    b"\\u0061",
+    b"\xff",
+]
+PIECES += [
+    b'"dtype"',
+    b'"shape":[2],',
+    b'"data_offsets":[0,6]',
+    b'"a.weight"',
+    b'"b":{},',
+    b"\n",
+    b"\x01",
+    b"\xc3\xa4",
+    ABOUT,
+]
+
+
+@given(
+    about=st.sampled_from([b"", ABOUT, ABOUT * 2]),
+    changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 8), st.sampled_from(PIECES)), max_size=3),
+)
+def test_a_header_means_the_same_however_it_is_spelled(about, changes):
+    """A space after its first brace, which no program writes, changes neither the tensors nor the message."""
+    raw = b"{" + about + PLAIN[1:]
+    for start, count, piece in changes:
+        raw = raw[:start] + piece + raw[start + count :]
+    results = []
+    for spelled in (raw, raw[:1] + b" " + raw[1:]):
+        try:
+            results.append(str(parse_header(spelled, 7, 100, "file")))
+        except InputError as error:
+            results.append(re.sub(r"\d+", "N", str(error)))  # positions in the text
+    assert results[0] == results[1]
 
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -16,6 +16,7 @@ from ktconvert.layouts.files.publish import MARK
 from ktconvert.pipeline.cli.up import SETUP, read_setup
 from rig import conversion, gguf, killpoint
 from rig.hub_server import COMMIT, Hub, serve_hub
+from rig.safetensors import read_folder
 from rig.served import start_command
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "qwen3-moe-small"
@@ -72,6 +73,26 @@ def test_a_killed_setup_continues_and_ends_with_a_server_that_answers(hub, tmp_p
     assert hub.requests == [] and done.stdout.count("(finished)") == 3
 
 
+def test_a_gguf_is_served_with_the_other_tensors_of_the_original(hub, tmp_path):
+    """Both are downloaded; of the original, only the tensors that are no experts."""
+    require_server_packages()
+    environment = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    hub.models["org/gguf"] = tmp_path / "gguf"
+    for name, metadata, tensors in gguf.split(*gguf.quantize_example(EXAMPLE), count=2):
+        gguf.write(tmp_path / "gguf" / name, tensors, metadata)
+    model = "org/gguf:m-00001-of-00002.gguf"
+    begin = ("up", model, "--config", NAME, "-o", str(tmp_path / "server"), *OPTIONS, "--yes")
+    with start_command(tmp_path / "log", *begin, **environment) as (_, url):
+        assert ask(url)
+    setup = read_setup(tmp_path / "server")
+    assert setup is not None
+    assert [step.name for step in setup.steps] == ["download", "download the rest", "convert", "verify", "launch"]
+    assert setup.steps[1].command == f"ktconvert fetch {NAME} -o small-rest --revision {COMMIT}"
+    assert (tmp_path / "server" / "m-00001-of-00002-AMXINT4" / "tokenizer.json").exists()
+    assert not any(".experts." in name for name in read_folder(tmp_path / "server" / "small-rest"))
+
+
 def test_a_dry_run_prints_the_commands_and_writes_nothing(tmp_path):
     done = up(EXAMPLE, tmp_path / "server", *OPTIONS, "--dry-run")
     assert done.returncode == 0, done.stderr
@@ -118,11 +139,17 @@ def test_nothing_starts_without_an_answer(tmp_path):
         (EXAMPLE, ("--ram", "1GB"), 4, "nothing fits"),
         (EXAMPLE, ("--runtime", "sglang"), 2, "needs a GPU"),
         ("absent", (), 5, "absent: no such file or directory"),
-        ("model.gguf", (), 3, "run `ktconvert fetch ORG/MODEL -o rest`"),
+        ("model.gguf", (), 2, "a GGUF has only the experts in usable form; give the model that it was made from"),
+        ("model.gguf", ("--config", "empty"), 5, "has no config.json"),
+        ("model.gguf", ("--config", "bare"), 5, "bare: "),
+        (EXAMPLE, ("--config", EXAMPLE), 2, "whose own config.json counts; leave it out"),
     ],
 )
 def test_what_cannot_be_served_is_explained(model, options, code, text, tmp_path):
-    gguf.write(tmp_path / "model.gguf", gguf.model([("Q4_K", "Q4_K", "Q6_K")]), gguf.model_metadata(1))
+    gguf.write(tmp_path / "model.gguf", *gguf.quantize_example(EXAMPLE))
+    for folder in ("empty", "bare"):
+        (tmp_path / folder).mkdir()
+    shutil.copy(EXAMPLE / "config.json", tmp_path / "bare")
     done = up(model, tmp_path / "server", *OPTIONS, "--yes", *options, cwd=tmp_path)
     conversion.check_refusal(done, code, text)
     assert not (tmp_path / "server").exists()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -304,7 +305,7 @@ def test_both_readers_must_read_the_same(copy):
     output = open_output(copy("int8-merged"))
     header = output.headers[FIRST]
     first, *rest = header.entries
-    misread = replace(header, entries=(replace(first, shape=(*first.shape, 1)), *rest[1:]))
+    misread = replace(header, entries=(msgspec.structs.replace(first, shape=(*first.shape, 1)), *rest[1:]))
     check = file_checks.check_safetensors(
         replace(output, headers={**output.headers, FIRST: misread}), measure_output(output)
     )

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -415,7 +415,9 @@ def write_peft_adapter(folder: Path, output: Path, names: Mapping[int, ExpertNam
     else:
         config["target_modules"] = [*targets, *experts]
     config["lora_dropout"] = 0.0  # only needed for training; PEFT rejects it for stacked experts
-    plan = plan_shard((replace(info, name=name) for name, (info, _) in tensors.items()), {"format": "pt"})
+    plan = plan_shard(
+        (msgspec.structs.replace(info, name=name) for name, (info, _) in tensors.items()), {"format": "pt"}
+    )
     partial = output.with_name(f".{output.name}.partial")
     publish.remove_tree(partial)  # of an interrupted call
     publish.make_folder(partial)

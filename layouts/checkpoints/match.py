@@ -98,6 +98,8 @@ UNUSED = "unused"
 _BEFORE = r"(?:(?<=\.)|(?<=\.expert_))"
 NUMBER = re.compile(rf"{_BEFORE}(\d{{1,9}})(?=\.)")
 SLOT = re.compile(rf"{_BEFORE}(?:\d{{1,9}}|\{{layer\}}|\{{expert\}})(?=\.)")
+EXPERTS = "experts."
+SMALL_NUMBERS = {str(number): number for number in range(1024)}  # as every program spells them
 MTP = re.compile(r"(?:^|\.)(?:mtp|nextn)")
 LAYER = re.compile(r"(?:^|\.)layers\.(\d{1,9})\.")
 ROUTER = re.compile(
@@ -173,7 +175,15 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
     out = NameScan()
     known: dict[str, tuple[list[_Rule], str | None, str | None]] = {}
     ambiguous: list[tuple[list[_Rule], int, int, TensorInfo]] = []
+    # Most names differ only in the number of an expert; text before and after it -> rule and layer.
+    matched: dict[tuple[str, str], tuple[_Rule, int]] = {}
     for name, info in tensors.items():
+        before, _, rest = name.partition(EXPERTS)
+        number, _, after = rest.partition(".")
+        expert = SMALL_NUMBERS.get(number, -1)
+        if expert >= 0 and (found := matched.get((before, after))) is not None:
+            _assign(out, *found, expert, info)
+            continue
         texts = NUMBER.split(name)  # text and numbers alternate
         shape = "#".join(texts[::2])
         if shape not in known:
@@ -191,6 +201,9 @@ def scan_names(tensors: Mapping[str, TensorInfo], styles: Iterable[Style]) -> Na
                     ambiguous.append((candidates, layer, expert, info))
                 else:
                     _assign(out, candidates[0], layer, expert, info)
+                    following = candidates[0].name.format(layer=layer, expert=expert + 1)
+                    if number in SMALL_NUMBERS and following == f"{before}{EXPERTS}{expert + 1}.{after}":
+                        matched[before, after] = candidates[0], layer
                 continue
         if MTP.search(shape) and "expert" in shape:
             out.mtp.append(name)
@@ -217,7 +230,7 @@ def _assign(out: NameScan, rule: _Rule, layer: int, expert: int, info: TensorInf
     stored = out.layers.get((rule.prefix, layer))
     if stored is None:
         stored = out.layers[rule.prefix, layer] = StoredLayer(rule.style)
-    if stored.style != rule.style:
+    if stored.style is not rule.style and stored.style != rule.style:
         other = next(iter(stored.names), "")
         problem = f": layer {layer} is stored in two ways, also as {other!r}"
         raise InputError.from_tensor(name, problem, "use a release that stores it once")
@@ -253,8 +266,8 @@ def _make_rules(
                     same = rules.setdefault(SLOT.sub("#", suffixed), [])
                     same.append(_Rule(style, prefix, matrix, role, unread, suffixed, layer, expert))
                 shape = SLOT.sub("#", name)
-                if "experts." in shape:
-                    containers.add(shape[: shape.rindex("experts.") + len("experts.")])
+                if EXPERTS in shape:
+                    containers.add(shape[: shape.rindex(EXPERTS) + len(EXPERTS)])
     return rules, frozenset(containers)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.checkpoints.archs import Arch, Fused, Separate, Style
@@ -248,7 +249,7 @@ def _select_expert(info: TensorInfo, style: Style, expert: int) -> TensorInfo:
     if isinstance(style, Separate):
         return info
     size = info.nbytes // info.shape[0]
-    return replace(info, shape=info.shape[1:], nbytes=size, start=info.start + expert * size)
+    return msgspec.structs.replace(info, shape=info.shape[1:], nbytes=size, start=info.start + expert * size)
 
 
 def matrix_name(style: Style, projection: str) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -232,7 +233,7 @@ def split_into_spans(source: TensorSource, tensor: OutputTensor) -> Iterator[Spa
         return
     for start in range(0, stored.nbytes, SPAN_BYTES):
         nbytes = min(SPAN_BYTES, stored.nbytes - start)
-        info = replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
+        info = msgspec.structs.replace(stored, dtype="U8", shape=(nbytes,), start=stored.start + start, nbytes=nbytes)
         yield Span(nbytes, (info,), functools.partial(_open_mapped, source, info), tensor.deltas, start)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 from ktconvert.layouts import encodings
 from ktconvert.layouts.checkpoints.archs import ARCHS, Arch, Fused, Separate, Stacked, Style
 from ktconvert.layouts.checkpoints.match import (
@@ -150,7 +152,7 @@ def _divide_stacks(stored: StoredLayer, experts: Recorded) -> StoredLayer:
         if len(info.shape) != 2 or info.shape[0] % experts[1]:
             problem = f"has shape {list(info.shape)}, but must be [{experts[1]} * I, H] by config.json: {experts[0]}"
             raise InputError.from_tensor(info.name, problem)
-        return replace(info, shape=(experts[1], info.shape[0] // experts[1], info.shape[1]))
+        return msgspec.structs.replace(info, shape=(experts[1], info.shape[0] // experts[1], info.shape[1]))
 
     for tensors in stored.tensors.values():
         if (scale := next((info for role, info in tensors.items() if role != "weight"), None)) is not None:
@@ -178,7 +180,7 @@ def _make_weights(
                 raise _make_unread_error(name, tensors)
             kinds[kind] = encodings.make_weight(row, name, tensors, quantization)
         same = kinds[kind]
-        ordered = {role: tensors[role] for role in same.tensors}
+        ordered = tensors if [*tensors] == [*same.tensors] else {role: tensors[role] for role in same.tensors}
         weights[matrix, expert] = Weight(same.encoding, ordered, same.shape, quantization)
     return weights, kinds
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.errors import InputError, bad_tensor
@@ -83,7 +84,7 @@ class CheckpointEncoding:
         return values is not None and values.dtype in self.dtypes and self.accepts(tensors, quantization)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Weight:
     """A stored weight: its row, its tensors in the row's order, and its logical shape, [n, k] or [E, n, k]."""
 
@@ -119,7 +120,7 @@ class Weight:
                 return info
             expert_bytes = info.nbytes // info.shape[0]
             start = info.start + expert * expert_bytes
-            return replace(info, shape=info.shape[1:], start=start, nbytes=expert_bytes)
+            return msgspec.structs.replace(info, shape=info.shape[1:], start=start, nbytes=expert_bytes)
 
         return {role: select_expert(info) for role, info in self.tensors.items()}
 

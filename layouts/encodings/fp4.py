@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import prod
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.encodings.checkpoint import (
@@ -137,7 +138,7 @@ def _make_row(
         else:
             scales = read_scales(source, tensors["scale"], (n, k // group))
         stored_shape = (k // 2, n) if tensors_transposed else (n, k // 2)
-        codes = source.view(replace(tensors[role], dtype="U8", shape=stored_shape))
+        codes = source.view(msgspec.structs.replace(tensors[role], dtype="U8", shape=stored_shape))
         return Matrix(np.ascontiguousarray(codes.T) if tensors_transposed else codes, FP4_E2M1, scales, (1, group))
 
     return CheckpointEncoding(

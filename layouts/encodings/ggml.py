@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.encodings.checkpoint import CheckpointEncoding, Tensors
@@ -37,7 +37,7 @@ def _make_row(ggml_type: GgmlType) -> CheckpointEncoding:
         info = tensors["weight"]
         n, k = info.shape
         shape = (n, k // ggml_type.columns * ggml_type.nbytes)
-        return Matrix(source.view(replace(info, dtype="U8", shape=shape)), kind)
+        return Matrix(source.view(msgspec.structs.replace(info, dtype="U8", shape=shape)), kind)
 
     def accepts(tensors: Tensors, quantization: Quantization) -> bool:
         """Reject NVFP4 that has a scale for the whole tensor, which gguf-py does not apply."""

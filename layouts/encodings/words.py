@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.encodings.checkpoint import FLOATS, CheckpointEncoding, Tensors, absent_tensor, read_scales
@@ -136,7 +137,7 @@ def _make_pack_quantized(bits: int, kind: Kind) -> CheckpointEncoding:
         if (recorded := np.array(source.view(shape_tensor)).tolist()) != [n, k]:
             problem = f"is {recorded}, but the codes are for {[n, k]}"
             raise bad_tensor(shape_tensor.name, problem, path=source.path(shape_tensor))
-        codes = source.view(replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
+        codes = source.view(msgspec.structs.replace(tensors["packed"], dtype="U8", shape=(n, k * bits // 8)))
         scales = read_scales(source, tensors["scale"], (n, k // group))
         zeros = None
         if (zero_tensor := tensors.get("zero_point")) is not None:

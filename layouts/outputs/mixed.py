@@ -10,6 +10,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
+
 from ktconvert.layouts.encodings.encoding import tensor_suffixes
 from ktconvert.layouts.files.facts import OutputFacts
 from ktconvert.layouts.outputs import FORMATS, cards, numa
@@ -36,7 +38,7 @@ def rename_for_mixed_output(fmt: Format) -> Format:
 
     def rename_tensors(n: int, k: int) -> tuple[TensorInfo, ...]:
         renamed = zip(encoding.tensors(n, k), MIXED_SUFFIXES, strict=False)
-        return tuple(replace(tensor, name=suffix) for tensor, suffix in renamed)
+        return tuple(msgspec.structs.replace(tensor, name=suffix) for tensor, suffix in renamed)
 
     return replace(fmt, encoding=replace(encoding, tensors=rename_tensors), loose=None, backward=False)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from ktconvert.layouts.errors import InputError, UnsupportedError, VerificationError
 from ktconvert.layouts.files import manifest
@@ -222,7 +223,9 @@ def _read_loose_files(output: Output, folders: dict[int, Path]) -> None:
                 output.strays.append((path.name, name, IMPOSSIBLE))
                 continue
             tensor = loose.describe_tensor(match["word"], size)
-            _add_tensor(output, output.tensors, (slice_id, tensor.name), replace(tensor, name=name, file=name))
+            _add_tensor(
+                output, output.tensors, (slice_id, tensor.name), msgspec.structs.replace(tensor, name=name, file=name)
+            )
         if len(output.tensors) == count_before:
             output.damaged[folder.name] = f"{folder.name} has no .kt files below _numa_N"
 

@@ -186,16 +186,16 @@ def open_checkpoint(
         raise UsageError(f"--config {config}: {path} is {container.title}, whose own config.json counts; leave it out")
     headers = read_headers(root, selection.names, container)
     shards: list[Shard] = []
-    copies: dict[str, list[TensorInfo]] = {}
+    tensors: dict[str, TensorInfo] = {}
+    copies: dict[str, list[TensorInfo]] = {}  # of tensors that are in several files
     for name, header in headers.items():
         shards.append(Shard(root / name, name, header.size, header.sha256, header.mtime_ns, _blob_name(root / name)))
         for info in header.entries:
-            copies.setdefault(info.name, []).append(info)
-    tensors = {
-        name: infos[0] if len(infos) == 1 else _choose_copy(root, selection, infos) for name, infos in copies.items()
-    }
-    notes = [note for note in (selection.note, *_describe_disagreements(selection, copies)) if note]
-    conflict = None if is_single_file or container.experts_only else _find_conflict(root, selection, copies, tensors)
+            if (first := tensors.setdefault(info.name, info)) is not info:
+                copies.setdefault(info.name, [first]).append(info)
+    tensors |= {name: _choose_copy(root, selection, infos) for name, infos in copies.items()}
+    notes = [note for note in (selection.note, *_describe_disagreements(selection, tensors, copies)) if note]
+    conflict = None if is_single_file or container.experts_only else _find_conflict(root, selection, tensors, copies)
     if conflict is not None:
         notes.append(conflict.problem)
     container.check(root, selection.names, tuple(headers.values()))
@@ -295,25 +295,25 @@ def _choose_copy(root: Path, selection: Selection, infos: Sequence[TensorInfo]) 
     raise InputError.from_tensor(infos[0].name, problem, remedy, root)
 
 
-def _describe_disagreements(selection: Selection, copies: Mapping[str, Sequence[TensorInfo]]) -> Iterator[str]:
+def _describe_disagreements(
+    selection: Selection, tensors: Mapping[str, TensorInfo], copies: Mapping[str, Sequence[TensorInfo]]
+) -> Iterator[str]:
     """Yield a sentence for each way in which an index and the headers of its files differ."""
     if selection.index is None:
         return
     index = selection.index
     names_by_description = {
-        "that no file holds": [name for name in index if name not in copies],
+        "that no file holds": [name for name in index if name not in tensors],
         "in other files than those that hold them": [
-            name
-            for name, infos in copies.items()
-            if name in index and index[name] != infos[0].file and index[name] not in [info.file for info in infos]
+            name for name, info in tensors.items() if index.get(name, info.file) != info.file
         ],
     }
     for location, names in names_by_description.items():
         if names:
             yield f"{selection.decider} names {_tensor_count(names)} {location}, such as {names[0]} ({index[names[0]]})"
-    if unnamed := [name for name in copies if name not in index]:
+    if unnamed := [name for name in tensors if name not in index]:
         yield f"{selection.decider} does not name {_tensor_count(unnamed)} of its files, such as {unnamed[0]}"
-    if several := [name for name, infos in copies.items() if len(infos) > 1]:
+    if several := [*copies]:
         kept = index[several[0]]
         others = ", ".join(info.file for info in copies[several[0]] if info.file != kept)
         problem = f"{_tensor_count(several)} in several files: {several[0]} is read from {kept}, not from {others}"
@@ -325,7 +325,7 @@ def _tensor_count(names: Sequence[str]) -> str:
 
 
 def _find_conflict(
-    root: Path, selection: Selection, copies: Mapping[str, Sequence[TensorInfo]], tensors: Mapping[str, TensorInfo]
+    root: Path, selection: Selection, tensors: Mapping[str, TensorInfo], copies: Mapping[str, Sequence[TensorInfo]]
 ) -> InputError | None:
     """Return an error if transformers would read other weights than these, else None.
 
@@ -338,8 +338,8 @@ def _find_conflict(
         problem = f"{selection.names[0]} is read here, and transformers would read {other}"
         return InputError(problem, "give a directory that holds only one of them", path=root)
     transformers_files = (SINGLE,) if SINGLE in selection.names else selection.names
-    for name in [name for name, infos in copies.items() if len(infos) > 1]:
-        last = [info.file for info in copies[name] if info.file in transformers_files][-1:]
+    for name, infos in copies.items():
+        last = [info.file for info in infos if info.file in transformers_files][-1:]
         if last and last[0] != (our_file := tensors[name].file):
             problem = (
                 f"is read from {our_file}, as {selection.decider} says, "

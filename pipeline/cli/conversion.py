@@ -193,10 +193,7 @@ def convert(options: ConversionOptions) -> None:
     share = None if options.part is None else parse_share(options.part, os.environ)
     part = None if share is None else str(share)
     outputs = [with_values(output_options, threads=threads, part=part) for output_options in outputs]
-    plans = [
-        commands.build_output_plan(output_options, None if options.dry_run else reporter.report_hash)
-        for output_options in outputs
-    ]
+    plans = [commands.build_output_plan(output_options, reporter) for output_options in outputs]
     for note in dict.fromkeys((*_make_plan_notes(plans), *option_notes)):
         reporter.note(note)
     if options.dry_run:
@@ -243,7 +240,7 @@ def resume_conversion(options: ResumeOptions) -> None:
         changes["allow_machine_change"] = True
     if any(option_field.name == "executor" for option_field in find_given_options(ResumeOptions)):
         changes["part"] = None  # the given backend finishes the missing job shares
-    plan = commands.make_plan(with_values(saved_options, **changes), None if options.dry_run else reporter.report_hash)
+    plan = commands.make_plan(with_values(saved_options, **changes, dry_run=options.dry_run), reporter)
     if options.dry_run:
         require_compatible([plan], options.workers)
         as_json = options.reporting.json_events

@@ -14,8 +14,7 @@ import click
 from ktconvert.layouts.errors import ResourceError, UsageError
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.cli.command import command
-from ktconvert.pipeline.options.option_groups import ArchFile
-from ktconvert.pipeline.options.queries import FitOptions, Target
+from ktconvert.pipeline.options.queries import FitOptions, Target, UpOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import duration, format_table
 
@@ -41,7 +40,7 @@ def fit(options: FitOptions) -> None:
       ktconvert fit deepseek-ai/DeepSeek-V3.1 --ram 512GB --gpu 2x4090
       ktconvert fit MODEL --ram 64GB --vram 24GB --context 16384 --explain
     """
-    prediction = predict(options.model, options.hub.revision, options.arch, options.target)
+    prediction = predict(options)
     document, problem = prediction.document, prediction.problem
     if options.as_json:
         click.echo(json.dumps(document))
@@ -66,10 +65,10 @@ class Prediction(NamedTuple):
     steps: list[Step]
 
 
-def predict(model: str, revision: str | None, arch: ArchFile, options: Target, *, run_here: bool = False) -> Prediction:
+def predict(options: FitOptions | UpOptions, *, run_here: bool = False) -> Prediction:
     """Predict the choices for a model.
 
-    run_here  the steps run on this machine, and on the commit that the hub has now
+    run_here  the steps run on this machine, and on the commits that the hub has now
 
     Raises KTConvertError for options, models and hubs that cannot be used.
     """
@@ -77,21 +76,20 @@ def predict(model: str, revision: str | None, arch: ArchFile, options: Target, *
     from ktconvert.pipeline.fit.reading import read_model
     from ktconvert.pipeline.fit.steps import list_steps, suggest_map
 
-    target = describe_machine(options)
-    runtime = _choose_runtime(options, target)
-    read = read_model(model, revision, arch, target.numa, runtime)
-    use = _describe_use(options, runtime, read.shape.positions)
+    target = describe_machine(options.target)
+    runtime = _choose_runtime(options.target, target)
+    read = read_model(options, target.numa, runtime, pinned=run_here)
+    use = _describe_use(options.target, runtime, read.shape.positions)
     if read.note:
         Reporter().note(read.note)
     choices = list_choices(read.shape, target, use)
-    document = _make_document(model, read.shape, target, use, choices)
+    document = _make_document(options.model, read.shape, target, use, choices)
     if choices[0].problem:
-        return Prediction(document, f"{model}: nothing fits; {_explain_misfit(choices)}.", read, [])
-    names = read.names
+        return Prediction(document, f"{options.model}: nothing fits; {_explain_misfit(choices)}.", read, [])
     if run_here:
-        names, target = replace(names, revision=read.commit), replace(target, cores=machine.physical_cores())
-    steps = [*list_steps(choices[0], names, target, use)]
-    document["map_command"] = suggest_map(choices[0], names, target, use)
+        target = replace(target, cores=machine.physical_cores())
+    steps = [*list_steps(choices[0], read.names, target, use)]
+    document["map_command"] = suggest_map(choices[0], read.names, target, use)
     document["commands"] = [{"step": step.name, "command": step.command} for step in steps]
     return Prediction(document, "", read, steps)
 

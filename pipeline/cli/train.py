@@ -45,7 +45,7 @@ def start(options: TrainOptions) -> None:
     if options.plot:
         require_matplotlib()
     choice = loading.with_own_experts(choice)
-    plan = make_plan(options, None if options.dry_run else reporter.report_hash)
+    plan = make_plan(options, reporter)
     require_writable_output(plan, existing.overwrite)
     if is_finished(plan, existing.overwrite) and not options.dry_run:
         remove_work_directory(plan.locate())

@@ -45,13 +45,14 @@ class Setup(msgspec.Struct):
 def up(options: UpOptions) -> None:
     """Set up a model and serve it: download, convert, verify and launch, as `ktconvert fit` recommends.
 
-    MODEL is a checkpoint or a hub id (org/name). All files are written into one directory. After an interruption, the
-    same command continues; once all steps are finished, it starts the server at once.
+    MODEL is a checkpoint, a hub id (org/name), or a GGUF with --config. All files are written into one directory. After
+    an interruption, the same command continues; once all steps are finished, it starts the server at once.
 
     Examples:
       ktconvert up Qwen/Qwen3-30B-A3B
       ktconvert up Qwen/Qwen3-30B-A3B --dry-run    print the plan
       ktconvert up MODEL --runtime ktconvert --prefer speed --yes
+      ktconvert up FILE.gguf --config Qwen/Qwen3-30B-A3B
     """
     folder = options.output or Path(f"{find_stem(options.model)}-server").absolute()
     setup = read_setup(folder)
@@ -102,12 +103,12 @@ def _plan_setup(options: UpOptions, folder: Path) -> Setup:
     """Predict, print the prediction, and return its steps."""
     from ktconvert.native_quant import machine
 
-    target = with_values(options.target, disk=options.target.disk or machine.disk_free(folder))
-    prediction = predict(options.model, options.hub.revision, options.arch, target, run_here=True)
+    here = with_values(options, disk=options.target.disk or machine.disk_free(folder))
+    prediction = predict(here, run_here=True)
     if prediction.model.names.rest == launch.ORIGINAL:
-        raise UnsupportedError(
-            f"{options.model}: a GGUF lacks files that a server needs; run `ktconvert fetch ORG/MODEL -o rest` for the "
-            "model that it was made from, and `ktconvert serve rest --cpu-weights FILE.gguf`."
+        raise UsageError(
+            f"{options.model}: a GGUF has only the experts in usable form; give the model that it was made from "
+            "(directory or hub id) as --config MODEL."
         )
     if prediction.problem:
         raise ResourceError(prediction.problem)
@@ -169,14 +170,20 @@ def _ask(folder: Path) -> None:
 
 def _run_step(line: str) -> None:
     """Run a command in this process: it ends when this process is killed, and a failure ends this process."""
-    program, _, *words = shlex.split(line)
+    program, *words = shlex.split(line)
     if program == "hf":
-        name, *rest = words
-        values = dict(zip(rest[::2], rest[1::2], strict=True))
-        hub.download(name, values.get("--revision"), folder=Path(values["--local-dir"]))
+        _download(*words[1:])
         return
-    with group.make_context("ktconvert", shlex.split(line)[1:]) as context:
+    with group.make_context("ktconvert", words) as context:
         group.invoke(context)
+
+
+def _download(name: str, *words: str) -> None:
+    """Download a model of the hub; `words`: the other arguments of `hf download`."""
+    first_option = words.index("--local-dir")
+    files, options = words[:first_option], words[first_option:]
+    values = dict(zip(options[::2], options[1::2], strict=True))
+    hub.download(name, values.get("--revision"), files or hub.FILES, Path(values["--local-dir"]))
 
 
 def _describe_server(port: int) -> str:

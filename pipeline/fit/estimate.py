@@ -96,6 +96,7 @@ class ModelShape:
     positions     largest number of tokens of a sequence; None if the config does not state it
     download      bytes to download first, unless the experts can be streamed
     window_bytes  disk for the files that a streamed conversion holds; 0 if the experts cannot be streamed
+    experts_only  whether a different checkpoint provides the rest, perhaps without experts: all stay on the CPU
     """
 
     experts: tuple[int, ...]
@@ -110,6 +111,7 @@ class ModelShape:
     positions: int | None = None
     download: int = 0
     window_bytes: int = 0
+    experts_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -209,7 +211,9 @@ class Predictor:
     def predict(self, form: ExpertForm, rest: RestForm) -> Choice:
         """Return the prediction; sizes are 0 for a form that is refused."""
         fixed = self._list_fixed_vram(rest)
-        count = self._count_gpu_experts(rest, sum(fixed.values())) if self.cards else 0
+        count = 0
+        if self.cards and not self.shape.experts_only:
+            count = self._count_gpu_experts(rest, sum(fixed.values()))
         vram = {**fixed, "experts": self._gpu_bytes(rest, count)} if self.cards else {}
         ram = {"process": PROCESS_MEMORY, "experts": self._cpu_bytes(form, count)}
         if not self.cards:
@@ -297,6 +301,8 @@ class Predictor:
     def _explain_limit(self, rest: RestForm, count: int, vram: dict[str, int]) -> str:
         if not vram:
             return "no GPU: all experts are on the CPU"
+        if self.shape.experts_only:
+            return "the experts of a GGUF stay on the CPU"
         if count >= max(self.shape.experts):
             return "all experts are on the GPU"
         more = self._gpu_bytes(rest, count + 1) - vram["experts"]

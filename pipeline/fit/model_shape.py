@@ -79,6 +79,7 @@ def read_shape(model: MoeModel, numa: int, runtime: str, download: int = 0) -> M
         positions[1] if positions else None,
         download,
         window_bytes=_estimate_window(source) if download and not source.container.experts_only else 0,
+        experts_only=source.container.experts_only,
     )
 
 

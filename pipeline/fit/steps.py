@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 from ktconvert.layouts.outputs import launch
+from ktconvert.layouts.sources import hub
 from ktconvert.layouts.sources.url_headers import URL
 from ktconvert.pipeline.fit.estimate import KTCONVERT, NO_LOSS, QUALITY, Choice, Machine, Use
 from ktconvert.quantizers.quantizer import ABSMAX
@@ -26,12 +27,14 @@ class Step(NamedTuple):
 class Names:
     """Names in the commands of a model.
 
-    model      what the user gave: a path or a hub id
-    stem       beginning of the names of outputs
-    is_local   whether nothing must be downloaded
-    rest       checkpoint that provides the rest of the model; the model itself, unless it is a GGUF
-    revision   branch, tag or commit of a hub id
-    arch_file  value of --arch-file
+    model            what the user gave: a path or a hub id
+    stem             beginning of the names of outputs
+    is_local         whether the model must not be downloaded
+    rest             checkpoint that provides the rest of the model; the model itself, unless it is a GGUF
+    revision         branch, tag or commit of a hub id
+    arch_file        value of --arch-file
+    config           value of --config: for a GGUF, the model that provides the rest, a path or a hub id
+    config_revision  commit of that hub id
     """
 
     model: str
@@ -40,6 +43,8 @@ class Names:
     rest: str
     revision: str | None = None
     arch_file: Path | None = None
+    config: str | None = None
+    config_revision: str | None = None
 
     @property
     def source(self) -> str:
@@ -54,39 +59,32 @@ class Names:
         """The option of commands that recognize the model."""
         return () if self.arch_file is None else ("--arch-file", self.arch_file)
 
+    @property
+    def fetched(self) -> str | None:
+        """The model of the hub that provides the rest of a GGUF; None if that is here."""
+        return None if self.config == self.rest else self.config
+
+    @property
+    def conversion(self) -> tuple[object, ...]:
+        """The options of a conversion of the experts."""
+        return (*(() if self.config is None else ("--config", self.rest)), *self.arch)
+
 
 def find_stem(model: str) -> str:
     """Return the beginning of the names of a model's outputs."""
     return Path(model.rpartition(":")[2]).expanduser().resolve().name.removesuffix(".gguf")
 
 
-def name_model(
-    model: str, revision: str | None, arch_file: Path | None, *, is_local: bool, experts_only: bool
-) -> Names:
-    stem = find_stem(model)
-    rest = launch.ORIGINAL if experts_only else model if is_local else stem
-    return Names(model, stem, is_local, rest, revision, arch_file)
-
-
 def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iterator[Step]:
     """Yield the steps in the order in which a user runs them."""
-    revision = ("--revision", names.revision) if names.revision else ()
-    source, options = names.source, ()
-    if choice.streamed:
-        yield Step("download the rest", _join("ktconvert fetch", names.model, "-o", names.stem, *revision), names.stem)
-        source, options = names.model, (*revision, "--stream")
-    elif URL.fullmatch(names.model):
-        yield Step("download", f"mkdir -p {shlex.quote(names.stem)}  # and copy all files of {names.model} into it")
-    elif not names.is_local:
-        repository, _, file = names.model.partition(":")
-        words = (repository, *filter(None, [file]), "--local-dir", names.stem, *revision)
-        yield Step("download", _join("hf download", *words), names.stem)
+    yield from _download(choice, names)
+    source, options = (names.model, (*_pin(names.revision), "--stream")) if choice.streamed else (names.source, ())
     weights, form = source, choice.form
     if form.option:
         weights = f"{names.stem}-{form.method}"
         scale = () if form.scale == ABSMAX.name else ("--scale", form.scale)
         slices = ("--numa", machine.numa) if form.sliced else ()
-        words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options, *names.arch)
+        words = (source, "-o", weights, "--quant-method", form.option, *scale, *slices, *options, *names.conversion)
         yield Step("convert", _join("ktconvert cpu -i", *words), weights)
         # A comparison with a streamed source would download all experts again.
         against = () if choice.streamed else ("--against", source, *options, *names.arch)
@@ -104,6 +102,26 @@ def list_steps(choice: Choice, names: Names, machine: Machine, use: Use) -> Iter
     yield Step("launch", _launch(choice, rest, weights, hot, machine, use))
 
 
+def _download(choice: Choice, names: Names) -> Iterator[Step]:
+    revision = _pin(names.revision)
+    if choice.streamed:
+        yield _fetch_rest(names.model, names.stem, revision)
+    elif URL.fullmatch(names.model):
+        yield Step("download", f"mkdir -p {shlex.quote(names.stem)}  # and copy all files of {names.model} into it")
+    elif not names.is_local:
+        repository, _, file = names.model.partition(":")
+        files = hub.list_parts(PurePosixPath(file)) if file else []
+        yield Step(
+            "download", _join("hf download", repository, *files, "--local-dir", names.stem, *revision), names.stem
+        )
+    if names.fetched is not None:
+        yield _fetch_rest(names.fetched, names.rest, _pin(names.config_revision))
+
+
+def _fetch_rest(model: str, folder: str, revision: tuple[str, ...]) -> Step:
+    return Step("download the rest", _join("ktconvert fetch", model, "-o", folder, *revision), folder)
+
+
 def suggest_map(choice: Choice, names: Names, machine: Machine, use: Use) -> str | None:
     """Return the conversion with a method for each layer, in the memory that a choice leaves; None if it cannot help.
 
@@ -115,7 +133,7 @@ def suggest_map(choice: Choice, names: Names, machine: Machine, use: Use) -> str
         return None
     budget = machine.ram - choice.ram_bytes + choice.ram["experts"]
     words = (names.source, "-o", f"{names.stem}-mixed", "--method-map", "auto", "--ram", budget)
-    return _join("ktconvert cpu -i", *words, "--numa", machine.numa, *names.arch)
+    return _join("ktconvert cpu -i", *words, "--numa", machine.numa, *names.conversion)
 
 
 def _choose_hot_experts(choice: Choice, names: Names, hot: str, use: Use) -> Iterator[Step]:
@@ -150,6 +168,11 @@ def _launch(choice: Choice, rest: str, weights: str, hot: str, machine: Machine,
 def _has_hot_experts(choice: Choice) -> bool:
     """Return whether some of the experts are on the GPU, so that it matters which."""
     return bool(choice.gpu_experts and choice.ram["experts"])
+
+
+def _pin(revision: str | None) -> tuple[str, ...]:
+    """Return the option for a branch, tag or commit."""
+    return ("--revision", revision) if revision else ()
 
 
 def _join(command: str, *words: object) -> str:

@@ -10,7 +10,7 @@ import click
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.conversion_options import choice
-from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Options, declare, option, record
+from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Option, Options, declare, option, record
 from ktconvert.pipeline.options.option_groups import (
     AS_JSON,
     CHECKPOINT,
@@ -35,6 +35,7 @@ from ktconvert.pipeline.options.types import (
     TokenCountList,
 )
 
+CONFIG = Option("Model that provides everything but the experts (for a GGUF).", PathOrHubId(absolute=True))
 RUNTIMES = ("sglang", "ktconvert")
 PREFERENCES = ("quality", "speed", "memory")
 # Values of --quant-method of verify (options and names of formats) -> name of the format
@@ -143,6 +144,7 @@ class FitOptions(Options):
         argument="model",
         default=REQUIRED,
     )
+    config: str | None = declare(CONFIG)
     target: Target = Target()
     explain: bool = option("Also print the parts of each choice's memory, and the limits.", default=False)
     hub: Hub = Hub()
@@ -186,7 +188,13 @@ class StatusOptions(Options):
 
 
 class UpOptions(Options):
-    model: str = option(CHECKPOINT, PathOrHubId(absolute=True), argument="model", default=REQUIRED)
+    model: str = option(
+        "Checkpoint or GGUF: directory, file, hub id or URL.",
+        PathOrHubId(absolute=True),
+        argument="model",
+        default=REQUIRED,
+    )
+    config: str | None = declare(CONFIG)
     output: Path | None = option(
         "Directory for all files of the server.",
         OutputPath(absolute=True),

@@ -124,41 +124,42 @@ def _require_combinable(options: ConversionOptions, text: str, flag: str) -> Non
         raise UsageError(f"{text}: --stream would fetch the weights once per output; {remedy}, or leave out --stream.")
 
 
-def make_plans(options: Any, hashed: Callable[[int], None] | None = None) -> list[Plan]:
+def make_plans(options: Any, reporter: Reporter | None = None) -> list[Plan]:
     """Return the plans of all outputs that options ask for.
 
-    hashed  is called with the number of bytes after each hashed file
+    reporter  as for build_output_plan
     """
-    return [build_output_plan(output_options, hashed) for output_options in split_outputs(options)]
+    return [build_output_plan(output_options, reporter) for output_options in split_outputs(options)]
 
 
-def make_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
+def make_plan(options: Any, reporter: Reporter | None = None) -> Plan:
     """Return the plan of one output. Raise UsageError if options ask for several.
 
-    hashed  as for make_plans
+    reporter  as for build_output_plan
     """
     if len(outputs := split_outputs(options)) > 1:
         raise UsageError(f"{options.output}: a plan describes one output, not {len(outputs)}; give one method.")
-    return build_output_plan(options, hashed)
+    return build_output_plan(options, reporter)
 
 
-def build_output_plan(options: Any, hashed: Callable[[int], None] | None = None) -> Plan:
+def build_output_plan(options: Any, reporter: Reporter | None = None) -> Plan:
     """Return the plan of one output that split_outputs has returned.
 
-    hashed  as for make_plans
+    reporter  shows how sampled weights are measured, and which files are hashed; None: files are not hashed
     """
     name = options.command.replace("-", "_")
     module = importlib.import_module(f"ktconvert.pipeline.plans.{name}")
     was_enabled = gc.isenabled()
     gc.disable()  # it would take a quarter of a large plan's time
     try:
-        plan: Plan = getattr(module, f"plan_{name}")(options)
+        progress = (reporter or Reporter(verbosity=-2),) if isinstance(options, CpuOptions) else ()
+        plan: Plan = getattr(module, f"plan_{name}")(options, *progress)
     finally:
         if was_enabled:
             gc.enable()
     files = plan.files
-    if hashed is not None and options.verify_inputs and isinstance(options, HASHING):
-        files = _add_hashes(files, plan.options.execution.thread_count, hashed)
+    if reporter is not None and not options.dry_run and options.verify_inputs and isinstance(options, HASHING):
+        files = _add_hashes(files, plan.options.execution.thread_count, reporter.report_hash)
     stages = plan.stages if plan.download is None else tuple(map(plan.download.fetch_before, plan.stages))
     return replace(plan, files=files, stages=compare_inputs(files, stages))
 

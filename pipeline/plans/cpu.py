@@ -32,6 +32,7 @@ from ktconvert.pipeline.options.conversion_options import UNSUPPORTED_METHODS, C
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.options.types import MAX_INTEGER
 from ktconvert.pipeline.plans import checkpoint, expert_plan, method_choice
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.stages import copy_tensors
 from ktconvert.quantizers.quantizer import ABSMAX, MSE, QUANTIZERS, Quantizer
 
@@ -40,8 +41,8 @@ FEW_BITS = 5  # bits per stored weight of 4-bit formats at most, scales included
 METADATA = ("method", "layout_version", "numa", "functions")  # facts in every shard's metadata
 
 
-def plan_cpu(options: CpuOptions) -> Plan:
-    """Build the plan from headers; read no weights, except a sample for `--method-map auto`."""
+def plan_cpu(options: CpuOptions, reporter: Reporter) -> Plan:
+    """Build the plan from headers; read no weights, except a sample for `--method-map auto`, with progress."""
     fmt = _choose_format(options)
     options = with_values(options, layout=fmt.arrangement.layout)
     options = expert_plan.prepare_options(options)
@@ -53,7 +54,7 @@ def plan_cpu(options: CpuOptions) -> Plan:
     map_notes = []
     if options.chooses_map:
         slices = options.numa or _choose_slices(fmt, model)
-        options, map_note = method_choice.choose_map(options, fmt, model, slices)
+        options, map_note = method_choice.choose_map(options, fmt, model, slices, reporter)
         map_notes = [map_note]
         fmt = _choose_format(options)
     fmt = expert_plan.apply_method_map(options, fmt, model)

@@ -112,7 +112,10 @@ def _sort_tensors(output: Output) -> list[TensorInfo]:
         return slice_id.layer, slice_id.expert, projection, slice_id.backward, slice_id.node, suffixes.index(suffix)
 
     names = NumaNames(suffixes)
-    return [replace(output.tensors[key], name=names.tensor_name(*key)) for key in sorted(output.tensors, key=sort_key)]
+    return [
+        msgspec.structs.replace(output.tensors[key], name=names.tensor_name(*key))
+        for key in sorted(output.tensors, key=sort_key)
+    ]
 
 
 def _measure_layers(output: Output, everything: bool) -> Measure:

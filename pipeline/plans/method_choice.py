@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ktconvert.pipeline.options.conversion_options import CpuOptions, MapChoice
 from ktconvert.pipeline.options.declare import with_values
 from ktconvert.pipeline.plans import checkpoint, expert_plan
 from ktconvert.pipeline.plans.expert_plan import MAP
+from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import size
 from ktconvert.pipeline.stages.quantize_experts import describe_non_finite, quantize_slice, sample_experts
 from ktconvert.quantizers.quantizer import QUANTIZERS, Quantizer
@@ -84,19 +85,30 @@ def measure_losses(
     quantizer: Quantizer,
     imatrix: Imatrix | None,
     threads: int,
+    reporter: Reporter,
 ) -> F64:
     """Return the loss of each layer in each format, float64 [layers, formats] (numerics.md, section 11).
 
-    slices   number of NUMA slices
-    imatrix  sums of squares of the experts' inputs; None: all columns and all experts count the same
+    slices    number of NUMA slices
+    imatrix   sums of squares of the experts' inputs; None: all columns and all experts count the same
+    reporter  shows the progress
 
     The error is relative to the layer's outputs if the folder of the importance matrix has their sensitivity, else to
     the outputs of its experts. Quantizes ROWS rows of each slice of a few experts; the result does not depend on the
     number of threads. Raises InputError for a value that is not finite.
     """
-    measure = partial(_measure_layer, model, formats, slices, quantizer, imatrix)
-    with ThreadPoolExecutor(threads, initializer=unbind_thread) as pool:
-        measured = [*pool.map(measure, layers)]
+    samples = [_select_sample(model, imatrix, layer) for layer in layers]
+    total = sum(_expert_bytes(model, sample.layer, expert) for sample in samples for expert in sample.tokens)
+    reporter.begin(total, 0, units=(0, len(samples)))
+    reporter.set_current("measure")
+    measured = []
+    try:
+        with ThreadPoolExecutor(threads, initializer=unbind_thread) as pool:
+            for result in pool.map(partial(_measure_layer, model, formats, slices, quantizer, reporter), samples):
+                measured.append(result)
+                reporter.finish_unit()
+    finally:
+        reporter.end()
     statistics = read_related_statistics(imatrix)
     if statistics is not None and statistics.document.sensitivity:
         document = statistics.document
@@ -105,22 +117,47 @@ def measure_losses(
     return np.stack([errors / (energy or 1.0) for errors, energy in measured])
 
 
-def _measure_layer(
-    model: MoeModel, formats: Sequence[Format], slices: int, quantizer: Quantizer, imatrix: Imatrix | None, layer: int
-) -> tuple[F64, float]:
-    """Return the squared error of an expert's output in each format, float64 [formats], and its square without error.
+class Sample(NamedTuple):
+    """Some experts of a layer.
 
-    Both are means over the tokens of a few experts.
+    tokens   expert -> its tokens; 1 for each expert if they are unknown
+    imatrix  sums of squares of their inputs; None if they are unknown
     """
-    experts, hidden, width = model.shape(layer)
-    slicing = Slicing(layer, hidden, width, slices, gated=model.is_gated)
-    tokens = np.ones(experts, np.int64) if imatrix is None else imatrix.sums[layer, "down"].counts
+
+    layer: int
+    tokens: dict[int, int]
+    imatrix: Imatrix | None
+
+
+def _select_sample(model: MoeModel, imatrix: Imatrix | None, layer: int) -> Sample:
+    tokens = np.ones(model.shape(layer)[0], np.int64) if imatrix is None else imatrix.sums[layer, "down"].counts
     if not tokens.any():
         imatrix, tokens = None, np.ones_like(tokens)
     reached = np.flatnonzero(tokens)
-    sampled = reached[sample_experts(len(reached))]
+    return Sample(layer, {int(n): int(tokens[n]) for n in reached[sample_experts(len(reached))]}, imatrix)
+
+
+def _expert_bytes(model: MoeModel, layer: int, expert: int) -> int:
+    return sum(info.nbytes for info in model.expert_tensors(layer, expert))
+
+
+def _measure_layer(
+    model: MoeModel,
+    formats: Sequence[Format],
+    slices: int,
+    quantizer: Quantizer,
+    reporter: Reporter,
+    sample: Sample,
+) -> tuple[F64, float]:
+    """Return the squared error of an expert's output in each format, float64 [formats], and its square without error.
+
+    Both are means over the tokens of the sampled experts.
+    """
+    layer, imatrix = sample.layer, sample.imatrix
+    _, hidden, width = model.shape(layer)
+    slicing = Slicing(layer, hidden, width, slices, gated=model.is_gated)
     sums, energies = np.zeros(len(formats)), 0.0
-    for expert in map(int, sampled):
+    for expert, tokens in sample.tokens.items():
         ratios, energy = np.zeros(len(formats)), 0.0
         for projection in slicing.projections:  # down is the last one: its outputs are those of the expert
             importance = None if imatrix is None else imatrix.read_importance(layer, expert, projection)
@@ -128,9 +165,11 @@ def _measure_layer(
             ratios += errors / (energy or 1.0)
         for info in model.expert_tensors(layer, expert):
             model.source.release(info)
-        sums += tokens[expert] * energy * ratios
-        energies += tokens[expert] * energy
-    return sums / tokens[sampled].sum(), energies / int(tokens[sampled].sum())
+        reporter.advance(_expert_bytes(model, layer, expert))
+        sums += tokens * energy * ratios
+        energies += tokens * energy
+    total = sum(sample.tokens.values())
+    return sums / total, energies / total
 
 
 def _measure_linear(
@@ -178,11 +217,14 @@ def _weigh_squares(values: F32, importance: F32 | None) -> float:
 # --- the map --------------------------------------------------------------------------------------
 
 
-def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -> tuple[CpuOptions, str]:
+def choose_map(
+    options: CpuOptions, fmt: Format, model: MoeModel, slices: int, reporter: Reporter
+) -> tuple[CpuOptions, str]:
     """Return the options with a literal map in place of `auto`, and a note on it. Reads a sample of the weights.
 
-    fmt     format of --quant-method
-    slices  number of NUMA slices
+    fmt       format of --quant-method
+    slices    number of NUMA slices
+    reporter  shows the progress
 
     A map that the output was begun or finished with is used again if it was chosen from the same. Raises UsageError
     for options that do not go together, ResourceError if no choice fits.
@@ -205,7 +247,7 @@ def choose_map(options: CpuOptions, fmt: Format, model: MoeModel, slices: int) -
     if (least := int(sizes.min(axis=1).sum())) > budget:
         raise ResourceError(f"--ram {budget}: the experts need at least {least} bytes; give --ram {least} or more.")
     threads = options.execution.thread_count
-    losses = measure_losses(model, layers, [*formats.values()], slices, quantizer, imatrix, threads)
+    losses = measure_losses(model, layers, [*formats.values()], slices, quantizer, imatrix, threads, reporter)
     chosen = choose_methods(sizes, losses, budget)
     options = with_values(options, **_describe_map(layers, [[*formats][method] for method in chosen]))
     uniform = ", ".join(f"{name} {loss:.2g}" for name, loss in zip(formats, losses.sum(axis=0), strict=True))

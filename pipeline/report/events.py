@@ -34,7 +34,7 @@ class HashedEvent(BaseEvent, tag="hashed"):
 
 
 class BeginEvent(BaseEvent, tag="begin"):
-    """Work starts."""
+    """Work starts: on the units, and before it, with `--method-map auto`, on measuring a sample of the weights."""
 
     total_bytes: Annotated[Nbytes, Meta(description="bytes of input")]
     done_bytes: Annotated[Nbytes, Meta(description="bytes of input that belong to finished units")]

@@ -61,12 +61,15 @@ def read_ahead(
     yield from (item for item, _ in prefetched)
 
 
-def release_expert(model: MoeModel, layer: int, item: LinearId, reporter: Reporter) -> None:
-    """Release an expert's mapped pages and report progress, once its last projection has been converted."""
+def release_expert(model: MoeModel, layer: int, item: LinearId, reporter: Reporter, *, is_kept: bool = False) -> None:
+    """Report progress and release an expert's mapped pages, once its last projection has been converted.
+
+    is_kept  do not release the pages
+    """
     expert, projection = item
     if projection == PROJECTIONS[-1]:
         tensors = model.expert_tensors(layer, expert)
-        for info in tensors:
+        for info in () if is_kept else tensors:
             model.source.release(info)
         reporter.advance(sum(t.nbytes for t in tensors))
 

@@ -80,7 +80,9 @@ class ExpertsWork(ExpertsToWrite):
         return ((expert, projection) for expert in experts for projection in self.slicing.projections)
 
     def finish_item(self, item: LinearId, reporter: Reporter) -> None:
-        release_expert(self.model, self.slicing.layer, item, reporter)
+        # Released after its error has been measured, so that a source behind a network sends it only once.
+        is_kept = item[0] == self.sampled_expert
+        release_expert(self.model, self.slicing.layer, item, reporter, is_kept=is_kept)
 
     def scratch_bytes(self) -> tuple[int, int]:
         widest = max(self.slicing.hidden, self.slicing.intermediate)

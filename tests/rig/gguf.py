@@ -1,5 +1,6 @@
 """Tiny GGUF files: written by gguf-py, or byte by byte if they shall be wrong; random blocks of all types of ggml."""
 
+import itertools
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import gguf
 import numpy as np
 import numpy.typing as npt
+
+from rig import floats
+from rig.safetensors import read_file
 
 U8 = npt.NDArray[np.uint8]
 Types = Sequence[Sequence[str]]  # for each layer, the types of gate, up and down
@@ -85,6 +89,30 @@ def model(
             stored = blocks(kind, experts * n, k, seed + 3 * layer + number)
             tensors[f"blk.{layer}.ffn_{projection}_exps.weight"] = (kind, stored.reshape(experts, n, -1))
     return tensors
+
+
+def quantize_example(example: Path) -> tuple[dict[str, tuple[str, U8]], dict[str, Any]]:
+    """Return the tensors and the metadata of the bundled model's experts: Q8_0, and Q4_0 for down of the last layer."""
+    stored, tensors = read_file(example / "model.safetensors"), {}
+    for layer, projection in itertools.product(range(2), ("gate", "up", "down")):
+        kind = "Q4_0" if (layer, projection) == (1, "down") else "Q8_0"
+        names = [f"model.layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight" for expert in range(8)]
+        stacked = np.stack([floats.from_bits(stored[name].bits) for name in names]).astype(np.float32)
+        blocks = gguf.quants.quantize(stacked, gguf.GGMLQuantizationType[kind])
+        tensors[f"blk.{layer}.ffn_{projection}_exps.weight"] = (kind, blocks)
+    sizes = {"embedding_length": 256, "expert_count": 8, "expert_used_count": 2}
+    return tensors, model_metadata(2, **sizes, feed_forward_length=512, expert_feed_forward_length=256)
+
+
+def split(tensors: Mapping[str, Any], metadata: Mapping[str, Any], count: int) -> list[list[Any]]:
+    """Return name, metadata and tensors of each of several files, as gguf-split distributes a model."""
+    files: list[list[Any]] = []
+    for number in range(count):
+        about = {"split.no": number, "split.count": count, "split.tensors.count": len(tensors)}
+        shared = {} if number else dict(metadata)
+        name = f"m-{number + 1:05d}-of-{count:05d}.gguf"
+        files.append([name, shared | about, dict([*tensors.items()][number::count])])
+    return files
 
 
 NUMBERS = {"B": 0, "I": 4, "i": 5, "f": 6, "?": 7, "Q": 10}

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from operator import attrgetter
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.errors import REMEDY, InputError, UnsupportedError, bad_file, bad_tensor, unreadable_file
@@ -30,6 +31,7 @@ from ktconvert.native_quant.arrays import Array
 
 MAX_HEADER = 100_000_000  # the limit of the reference implementation, in bytes
 MAX_RANK = 64
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 MAX_NAME = 1000  # real names are much shorter, and messages quote names in full
 
 # Bits per element of every dtype of the format.
@@ -43,6 +45,8 @@ DTYPE_BITS = {
     **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
 }
 ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+METADATA = "__metadata__"
+METADATA_FIRST = f'{{"{METADATA}":'
 INTEGERS = {"BOOL": "u1", "I64": "<i8"}
 
 
@@ -90,17 +94,7 @@ def parse_header(
     raw: bytes, data_size: int, data_start: int, where: str, file: str = ""
 ) -> tuple[tuple[TensorInfo, ...], dict[str, str]]:
     """Return the entries (in file order) and metadata of a header's JSON, checked against the bytes that follow it."""
-    try:
-        text = raw.decode("utf-8")
-        if not text.startswith("{"):
-            raise ValueError("it does not begin with '{'")
-        tree = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
-    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise bad_file(where, f"header is not valid JSON ({_short(e)})") from None
-    metadata = tree.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise bad_file(where, "__metadata__ in the header must map strings to strings")
-    entries = [_parse_entry(name, value, data_start, where, file) for name, value in tree.items()]
+    entries, metadata = _parse_usual(raw, data_start, file) or _parse_any(raw, data_start, where, file)
     entries.sort(key=attrgetter("start", "nbytes"))
     at = data_start
     for entry in entries:
@@ -112,6 +106,66 @@ def parse_header(
         problem = "truncated" if at > data_start + data_size else "longer than its header states"
         raise bad_file(where, f"{problem} ({data_size} bytes of weights, {at - data_start} in the header)")
     return tuple(entries), metadata
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+    dtype: str
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_RANK)]
+    data_offsets: tuple[Size, Size]
+
+
+_ENTRIES = msgspec.json.Decoder(dict[str, _Entry])
+
+
+def _parse_usual(raw: bytes, data_start: int, file: str) -> tuple[list[TensorInfo], dict[str, str]] | None:
+    """Return the entries and metadata of a correct header as most programs write it, in a third of _parse_any's time.
+
+    Returns None for any other header.
+    """
+    try:
+        text = raw.decode("utf-8")
+        metadata: dict[str, str] = {}
+        if text.startswith(METADATA_FIRST):
+            metadata, end = _METADATA.raw_decode(text, len(METADATA_FIRST))
+            if not text.startswith(',"', end):
+                return None
+            text = "{" + text[end + 1 :]
+        if not text.startswith('{"'):
+            return None
+        found = _ENTRIES.decode(text)
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+    # msgspec keeps the last of several equal keys. Without escapes, each key is a quoted word of the text.
+    if "\\" in text or any(text.count(f'"{key}"') != len(found) for key in ENTRY_KEYS) or METADATA in found:
+        return None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        return None
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # tensors share equal objects
+    entries = []
+    for name, entry in found.items():
+        key, (start, stop) = (entry.dtype, entry.shape), entry.data_offsets
+        if key not in kinds:
+            kinds[key] = *key, DTYPE_BITS.get(entry.dtype, -1) * math.prod(entry.shape)
+        dtype, shape, bits = kinds[key]
+        if bits != (stop - start) * 8 or dtype not in DTYPE_BITS or len(name) > MAX_NAME:
+            return None
+        entries.append(TensorInfo(name, dtype, shape, stop - start, file, data_start + start))
+    return entries, metadata
+
+
+def _parse_any(raw: bytes, data_start: int, where: str, file: str) -> tuple[list[TensorInfo], dict[str, str]]:
+    """Return the entries and metadata of a header. Raises InputError that names what is wrong."""
+    try:
+        text = raw.decode("utf-8")
+        if not text.startswith("{"):
+            raise ValueError("it does not begin with '{'")
+        tree = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise bad_file(where, f"header is not valid JSON ({_short(e)})") from None
+    metadata = tree.pop(METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise bad_file(where, f"{METADATA} in the header must map strings to strings")
+    return [_parse_entry(name, value, data_start, where, file) for name, value in tree.items()], metadata
 
 
 def _parse_entry(name: str, value: Any, data_start: int, where: str, file: str) -> TensorInfo:
@@ -167,6 +221,9 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+_METADATA = json.JSONDecoder(object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
 
 
 def _short(e: BaseException) -> str:
@@ -247,10 +304,10 @@ def read_index(path: Path) -> tuple[dict[str, str], int | None]:
         data = path.read_bytes()
         if data.startswith(LFS_MAGIC):
             raise bad_file(path, "a Git LFS pointer, not the index", LFS_REMEDY)
-        tree = json.loads(data.decode("utf-8"))
+        tree = msgspec.json.decode(data)
     except OSError as e:
         raise unreadable_file(path, e) from None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, msgspec.MsgspecError):
         raise bad_file(path, "not valid JSON") from None
     weight_map = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
