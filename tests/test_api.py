@@ -197,6 +197,12 @@ def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -
         ktconvert.plan("cpu", input="model", output="out", **wrong)
 
 
+def test_convert_refuses_a_dry_run(tmp_path: Path, example: Path) -> None:
+    with pytest.raises(UsageError, match="call plan\\(\\)"):
+        ktconvert.convert("cpu", input=example, output=tmp_path / "out", dry_run=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_several_methods_and_sizes_are_lists_and_texts(tmp_path: Path, example: Path) -> None:
     methods: tuple[Literal["int8", "int4"], ...] = ("int8", "int4")
     plans = ktconvert.plan("cpu", input=example, output=tmp_path, quant_method=methods, max_memory="5GB")

@@ -62,7 +62,7 @@ def _is_readable(tensor: torch.Tensor) -> bool:
     )
 
 
-class GrowingLayer(cache_utils.DynamicLayer):
+class GrowingLayer(cache_utils.DynamicLayer):  # type: ignore[no-untyped-call]  # of its base's __init_subclass__
     """A layer's cache that writes new tokens behind the others, where transformers' own copies all of them."""
 
     _buffers: tuple[torch.Tensor, torch.Tensor] | None = None  # keys and values are the first tokens of these
@@ -77,24 +77,26 @@ class GrowingLayer(cache_utils.DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         before = self.get_seq_length()
         after = before + key_states.shape[-2]
-        if self._buffers is None or not self._fits(after):
+        if self._buffers is None or not self._fits(self._buffers, after):
+            old = self.keys, self.values
             self._buffers = self._make_buffer(key_states, after), self._make_buffer(value_states, after)
-            for buffer, old in zip(self._buffers, (self.keys, self.values), strict=True):
-                if before:
-                    buffer[..., :before, :] = old
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[..., before:after, :] = new
-        self.keys, self.values = (buffer[..., :after, :] for buffer in self._buffers)
-        return self.keys, self.values
+            for buffer, states in zip(self._buffers, old, strict=True):
+                if before and states is not None:
+                    buffer[..., :before, :] = states
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., before:after, :] = states
+        keys, values = (buffer[..., :after, :] for buffer in self._buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
-    def _fits(self, tokens: int) -> bool:
+    def _fits(self, buffers: tuple[torch.Tensor, torch.Tensor], tokens: int) -> bool:
         """Return whether the tokens fit, and the cache was not replaced by that of other sequences."""
-        assert self._buffers is not None
         return all(
-            buffer.shape[-2] >= tokens
+            states is not None
+            and buffer.shape[-2] >= tokens
             and buffer.shape[:2] == states.shape[:2]
             and buffer.data_ptr() == states.data_ptr()
-            for buffer, states in zip(self._buffers, (self.keys, self.values), strict=True)
+            for buffer, states in zip(buffers, (self.keys, self.values), strict=True)
         )
 
     @staticmethod

@@ -206,6 +206,8 @@ def convert(
     from ktconvert.pipeline.plans import commands
     from ktconvert.pipeline.report.progress import Reporter
 
+    if options.get("dry_run"):
+        raise UsageError("dry_run: convert() writes files; call plan() with the other options.")
     plans: list[Plan] = plan(command, **options)  # type: ignore[call-overload]  # any command and options
     first_options = plans[0].options
     reporting = first_options.reporting
@@ -222,7 +224,7 @@ def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> R
 
     output   path of the output
     options  the options of its --help: against, quant_method, numa, full ...
-    Returns a report. `sentence` is None if no check failed, else the first problem and its remedy; `problems` lists all
+    Returns a report, which is true if no check failed (`ok`). `sentence` is None then, else the first problem and its remedy; `problems` lists all
     problems, `checks` the result of each check, `notes` remarks.
     Raises KTConvertError for unknown options and values, and if the path holds no output.
     """

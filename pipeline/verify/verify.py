@@ -57,6 +57,14 @@ class Report:
     page_data: PageData | None = field(default=None, repr=False)
 
     @property
+    def ok(self) -> bool:
+        """Whether no check failed; so is the truth value of a report."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    @property
     def problems(self) -> list[str]:
         return [problem for check in self.checks for problem in check.problems]
 

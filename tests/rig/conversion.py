@@ -173,8 +173,7 @@ AT_START = ("LD_", "PYTHON", "OMP_", "KTCONVERT_ISA", "DASK_")
 def _find_changed_variables(env: Mapping[str, str]) -> dict[str, str] | None:
     """Return the variables that differ from those of the servers; None if a forked process cannot have them."""
     servers, wanted = (
-        {name: value for name, value in variables.items() if name not in OWN}
-        for variables in (ENVIRONMENT, os.environ)
+        {name: value for name, value in variables.items() if name not in OWN} for variables in (ENVIRONMENT, os.environ)
     )
     wanted |= env
     changed = dict(wanted.items() - servers.items())
