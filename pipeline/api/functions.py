@@ -224,8 +224,8 @@ def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> R
 
     output   path of the output
     options  the options of its --help: against, quant_method, numa, full ...
-    Returns a report, which is true if no check failed (`ok`). `sentence` is None then, else the first problem and its remedy; `problems` lists all
-    problems, `checks` the result of each check, `notes` remarks.
+    Returns a report, which is true if no check failed (`ok`). `sentence` is None then, else the first problem and its
+    remedy; `problems` lists all problems, `checks` the result of each check, `notes` remarks.
     Raises KTConvertError for unknown options and values, and if the path holds no output.
     """
     from ktconvert.pipeline.report.progress import Reporter

@@ -58,7 +58,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed; so is the truth value of a report."""
+        """True if no check failed; then the report itself is true."""
         return not self.problems
 
     def __bool__(self) -> bool:
