@@ -65,7 +65,7 @@ def test_loading_without_ktconvert_fails(outputs: dict[str, Path]) -> None:
     assert configs.NO_FILE in without_ktconvert
     message = "{0}: holds only routed experts; load the checkpoint that it was converted from, with these experts: "
     message += "from_pretrained(ORIGINAL, quantization_config=KTConvertConfig(cpu_weights='{0}'))"
-    assert experts_only == f"UnsupportedError {message.format(outputs['experts only'])}"
+    assert experts_only == f"UnsupportedError {message.format(outputs['experts only'])}."
     with pytest.raises(UnsupportedError, match=re.escape(message.format(outputs["loose"]))):
         transformers.AutoModelForCausalLM.from_pretrained(outputs["loose"])
 

@@ -244,8 +244,12 @@ def test_weights_without_a_quantization_config_are_decoded(paths: Outputs, tmp_p
     model = copy_model(paths("modelopt NVFP4"), tmp_path / "model")
     stored.configure(model, quantization_config=None, dtype=None)
     (model / "hf_quant_config.json").write_text("{}")
-    assert text_of(model) == text_of(paths("modelopt NVFP4"))
-    assert load(model)[0].dtype in (torch.bfloat16, torch.float32)
+    assert text_of(model)
+    loaded, declared = (load(path)[0] for path in (model, paths("modelopt NVFP4")))
+    assert loaded.dtype in (torch.bfloat16, torch.float32)
+    with torch.inference_mode():
+        rows, expected = (each.bfloat16()(torch.arange(3, 40)[None]).logits for each in (loaded, declared))
+    torch.testing.assert_close(rows, expected)
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"

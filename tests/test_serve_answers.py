@@ -53,11 +53,20 @@ def chat(client: Any) -> Any:
     return ask
 
 
-def raw_logprobs(server: RunningServer, text: str) -> Any:
-    """Return the model's log probabilities after each token of a text, and its ids."""
+def raw_logprobs(server: RunningServer, text: str, prompt: int | None = None) -> Any:
+    """Return the model's log probabilities after each token of a text, and its ids.
+
+    prompt  number of tokens that the model reads together, before it reads each other one alone; None: all
+    """
     ids = server.scheduler.processor(text, return_tensors="pt")["input_ids"]
+    rows, cache = [], None
     with torch.inference_mode():
-        return server.scheduler.model(input_ids=ids).logits[0].float().log_softmax(-1), ids[0].tolist()
+        for part in (ids[:, :prompt], *ids[:, ids.shape[1] if prompt is None else prompt :].split(1, dim=1)):
+            if part.shape[1]:
+                out = server.scheduler.model(input_ids=part, past_key_values=cache, use_cache=True)
+                cache = out.past_key_values
+                rows.append(out.logits[0])
+    return torch.cat(rows).float().log_softmax(-1), ids[0].tolist()
 
 
 def test_chats_have_the_log_probabilities_of_the_model(server, chat):
@@ -68,7 +77,7 @@ def test_chats_have_the_log_probabilities_of_the_model(server, chat):
     assert len(content) == ANSWER
     assert "".join(entry.token for entry in content) == choice.message.content
     prompt = raw_logprobs(server, "import os\n")[1]
-    rows, ids = raw_logprobs(server, "import os\n" + choice.message.content)
+    rows, ids = raw_logprobs(server, "import os\n" + choice.message.content, len(prompt))
     assert ids[: len(prompt)] == prompt
     for row, token, entry in zip(rows[len(prompt) - 1 :], ids[len(prompt) :], content, strict=False):
         assert entry.logprob == pytest.approx(float(row[token]), abs=0.05)

@@ -79,7 +79,7 @@ def test_an_older_version_is_rejected_before_its_import(command, cli, example, t
     (tmp_path / "transformers.py").write_text("raise SystemExit('transformers was imported')\n")
     name, *options = command
     result = cli(name, example, *options, code=1, env={"PYTHONPATH": str(tmp_path)})
-    assert (result.stdout, result.stderr) == ("", f"ktconvert: {TOO_OLD}\n")
+    assert (result.stdout, result.stderr) == ("", f"ktconvert: {TOO_OLD}.\n")
 
 
 def test_a_newer_version_causes_a_warning(cli, tmp_path):
@@ -88,7 +88,7 @@ def test_a_newer_version_causes_a_warning(cli, tmp_path):
     result = cli("run", nowhere, "--prompt", "x", code=5, env={"PYTHONPATH": str(tmp_path / "path")})
     warning, error = result.stderr.splitlines()
     assert warning.startswith(f"warning: transformers 10.0 is newer than the tested versions, {TESTED}; if ")
-    assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id"
+    assert error == f"ktconvert: {nowhere}: no such directory; give a model's directory or its hub id."
 
 
 def test_python_imports_check_the_version(tmp_path, monkeypatch):
