@@ -26,10 +26,11 @@ from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Op
 from ktconvert.pipeline.options.option_groups import Reporting
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
+from rig import conversion
 
 ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = ROOT / "pipeline" / "options" / "arguments.py"
-COMMAND_LINE_ONLY = {"executor", "executor_timeout"}  # Python passes an Executor
+COMMAND_LINE_ONLY = {"executor", "executor_timeout", "dry_run"}  # Python passes an Executor, and plan is a dry run
 # Options of verify that its function has not: it returns the report, and the output is its first argument
 PRINTING = {"output", "report", "run", *(each.name for each in option_fields(Reporting))}
 HEAD = '''"""Types of the keyword arguments of ktconvert.plan, ktconvert.convert and ktconvert.verify.
@@ -114,8 +115,12 @@ def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> N
     (plan,) = ktconvert.plan("cpu", input=example, output=output, quant_method="int8")
     assert repr(plan).startswith(f"Plan(options=CpuOptions(input={str(example)!r}, output={output!r}, quant_method=")
     ktconvert.convert("cpu", input=example, output=output, quant_method="int8")
-    for printed in (plan, plan.stages[0], plan.units[0], ktconvert.verify(output, against=example)):
+    report = ktconvert.verify(output, against=example)
+    for printed in (plan, plan.stages[0], plan.units[0], report):
         assert len(repr(printed)) < 1500
+    assert report and report.ok
+    conversion.flip_bit(next(output.glob("*.safetensors")), -5)
+    assert not ktconvert.verify(output, full=True)
 
 
 def test_progress_is_called_and_nothing_is_printed(
@@ -189,7 +194,7 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ({"max_memory": "lots"}, "max_memory: 'lots' is not a size like 5GB or 500MiB"),
         ({"max_memory": 5.5}, "max_memory: 5.5 is not a size like 5GB or 500MiB"),
         ({"threads": "many"}, "threads: 'many' is not a whole number"),
-        ({"dry_run": "yes"}, "dry_run: 'yes' is not a bool"),
+        ({"overwrite": "yes"}, "overwrite: 'yes' is not a bool"),
     ],
 )
 def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -> None:
@@ -198,8 +203,8 @@ def test_wrong_values_raise_what_is_legal(wrong: dict[str, Any], message: str) -
 
 
 def test_convert_refuses_a_dry_run(tmp_path: Path, example: Path) -> None:
-    with pytest.raises(UsageError, match="call plan\\(\\)"):
-        ktconvert.convert("cpu", input=example, output=tmp_path / "out", dry_run=True)
+    with pytest.raises(UsageError, match="unknown option dry_run"):
+        ktconvert.convert("cpu", input=example, output=tmp_path / "out", dry_run=True)  # type: ignore[call-overload]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_type_hints, o
 
 from ktconvert.layouts.errors import UsageError
 from ktconvert.pipeline.options import arguments as types_of_arguments
-from ktconvert.pipeline.options.arguments import VerifyArguments
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Options, convert_options, option_fields, with_values
 from ktconvert.pipeline.options.queries import VerifyOptions
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
         MergeAdapterArguments,
         MergeArguments,
         ResplitArguments,
+        VerifyArguments,
     )
     from ktconvert.pipeline.verify.verify import Report
 
@@ -71,7 +71,7 @@ def _list_option_parameters(settings: Mapping[str, type[Options]]) -> Iterator[i
     types: dict[str, list[Any]] = defaultdict(list)
     defaults: dict[str, dict[str, Any]] = defaultdict(dict)
     for command, cls in settings.items():
-        hints = get_type_hints(getattr(types_of_arguments, f"{cls.__name__.removesuffix('Options')}Arguments"))
+        hints = _find_argument_types(cls)
         for option_field in option_fields(cls):
             if option_field.name in hints:
                 types[option_field.name].append(hints[option_field.name])
@@ -82,6 +82,11 @@ def _list_option_parameters(settings: Mapping[str, type[Options]]) -> Iterator[i
         default = first if all(other == first for other in by_command.values()) else known or first
         annotation = functools.reduce(operator.or_, types[name])
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _find_argument_types(cls: type[Options]) -> dict[str, Any]:
+    """Return the types of a command's keyword arguments by their names."""
+    return get_type_hints(getattr(types_of_arguments, f"{cls.__name__.removesuffix('Options')}Arguments"))
 
 
 @overload
@@ -115,7 +120,8 @@ def plan(command: str, /, **options: Any) -> list[Plan]:
 
     if command not in CONVERSION_OPTIONS:
         raise UsageError(f"unknown command {command!r}; choose one of {', '.join(CONVERSION_OPTIONS)}.")
-    return commands.make_plans(commands.make_options(command, **options))
+    cls = CONVERSION_OPTIONS[command]
+    return commands.make_plans(convert_options(cls, options, _find_argument_types(cls)))
 
 
 @overload
@@ -206,8 +212,6 @@ def convert(
     from ktconvert.pipeline.plans import commands
     from ktconvert.pipeline.report.progress import Reporter
 
-    if options.get("dry_run"):
-        raise UsageError("dry_run: convert() writes files; call plan() with the other options.")
     plans: list[Plan] = plan(command, **options)  # type: ignore[call-overload]  # any command and options
     first_options = plans[0].options
     reporting = first_options.reporting
@@ -231,6 +235,6 @@ def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> R
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
-    names = ("output", *VerifyArguments.__annotations__)
+    names = ("output", *_find_argument_types(VerifyOptions))
     settings = convert_options(VerifyOptions, {"output": output, **options}, names)
     return verify_output(with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1))

@@ -315,6 +315,8 @@ def run_plans(
     threads  threads of each worker, if there are workers; None for the number of the backend
     """
     require_compatible(plans, workers, share)
+    if reporter.json_events:  # the last event is `finished`
+        _report_serving(plans, reporter)
     overwrite = plans[0].options.existing.overwrite
     with open_backend(workers.executor, reporter.warn, workers.executor_timeout) as backend:
         if backend.executor is not None:
@@ -340,7 +342,7 @@ def run_plans(
         options = plan.options
         paths = {"output": shlex.quote(str(options.output)), "input": shlex.quote(options.input)}
         reporter.say(f"next: {NEXT[options.command].format(**paths)}")
-    if has_worked:
+    if has_worked and not reporter.json_events:
         _report_serving(plans, reporter)
 
 

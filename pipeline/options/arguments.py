@@ -18,7 +18,6 @@ class CommonArguments(TypedDict, total=False):
 
     input: Required[str | PathLike[str]]
     output: Required[str | PathLike[str]]
-    dry_run: bool
     verify_inputs: bool
     threads: int | None
     max_memory: int | str | None

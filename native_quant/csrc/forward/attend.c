@@ -92,12 +92,12 @@ int ktq_attend(ktq_pool *pool, const ktq_attention *call) {
     if (call->value_size < 1 || call->value_size % KTQ_ROW_MULTIPLE) return KTQ_ESHAPE;
     int error = kt_pool_enter(pool);
     if (error) return error;
-    const int64_t blocks = (call->queries + KT_SPAN_QUERIES - 1) / KT_SPAN_QUERIES;
+    const int64_t blocks = kt_ceil_divide(call->queries, KT_SPAN_QUERIES);
     attention job = {.call = call,
                      .kernels = kt_current(),
-                     .spans = (call->keys + KT_SPAN - 1) / KT_SPAN,
+                     .spans = kt_ceil_divide(call->keys, KT_SPAN),
                      .blocks = blocks,
-                     .together = (call->queries + blocks - 1) / blocks};
+                     .together = kt_ceil_divide(call->queries, blocks)};
     kt_arena needed = {0};
     allocate(&job, &needed);
     kt_arena memory = {.base = kt_pool_memory(pool, needed.used, 0)};

@@ -1,19 +1,19 @@
 /* Products of rows of int8 weights with activations. Some rows at a time: their reads overlap. */
 #include "bf16.h"
+#include "rows_together.h"
 
 /* Multiplies `rows` rows from `first` on with all m tokens. rows, m: constants. */
 __attribute__((always_inline)) TARGET static inline void
 multiply_int8_rows(int rows, int m, const kt_int8_row_products *job, int64_t first) {
-    enum { VECTORS = KT_SUM_LANES / LANES, MOST = 8 };
     const int64_t k = job->k, groups = k / KTQ_ROW_MULTIPLE;
     const int8_t *codes = job->codes + first * k;
     const uint8_t *scales = job->scales + 2 * first * groups;
-    floats sum[MOST][VECTORS], scale[MOST];
+    floats sum[MOST_SUMS][SUM_VECTORS], scale[MOST_SUMS];
     for (int i = 0; i < rows * m; i++)
-        for (int v = 0; v < VECTORS; v++) sum[i][v] = setzero_ps();
+        for (int v = 0; v < SUM_VECTORS; v++) sum[i][v] = setzero_ps();
     for (int64_t g = 0; g < groups; g++) {
         for (int r = 0; r < rows; r++) scale[r] = set1_ps(kt_from_bf16(kt_load16(scales + 2 * (r * groups + g))));
-        for (int v = 0; v < VECTORS; v++) {
+        for (int v = 0; v < SUM_VECTORS; v++) {
             const int64_t column = g * KTQ_ROW_MULTIPLE + 2 * v * LANES;
             for (int r = 0; r < rows; r++) {
                 const int8_t *place = codes + r * k + column;
@@ -26,27 +26,9 @@ multiply_int8_rows(int rows, int m, const kt_int8_row_products *job, int64_t fir
             }
         }
     }
-    for (int i = 0; i < rows * m; i++) {
-        float lanes[KT_SUM_LANES];
-        for (int v = 0; v < VECTORS; v++) storeu_ps(lanes + v * LANES, sum[i][v]);
-        job->out[first * m + i] = kt_add_lanes(lanes);
-    }
+    write_products(rows * m, sum, job->out + first * m);
 }
-
-#define MULTIPLY_ALL(together, tokens)                                                                           \
-    do {                                                                                                         \
-        int64_t row = 0;                                                                                         \
-        for (; row + (together) <= job->rows; row += (together)) multiply_int8_rows(together, tokens, job, row); \
-        for (; row < job->rows; row++) multiply_int8_rows(1, tokens, job, row);                                  \
-    } while (0)
 
 TARGET void KERNEL_OF(int8_row_products)(const kt_int8_row_products *job) {
-    switch (job->m) {
-        case 1: MULTIPLY_ALL(4, 1); break;
-        case 2: MULTIPLY_ALL(2, 2); break;
-        case 3: MULTIPLY_ALL(REGISTERS / 16, 3); break;
-        default: MULTIPLY_ALL(REGISTERS / 16, KTQ_ROW_TOKENS);
-    }
+    MULTIPLY_ROWS(multiply_int8_rows);
 }
-
-#undef MULTIPLY_ALL

@@ -1,17 +1,17 @@
 /* Products of rows of BF16 weights with activations. Some rows at a time: their reads overlap. */
 #include "bf16_template.h"
+#include "rows_together.h"
 
 /* Multiplies `rows` rows from `first` on with all m tokens. rows, m: constants. */
 __attribute__((always_inline)) TARGET static inline void multiply_rows(int rows, int m, const kt_row_products *job,
                                                                        int64_t first) {
-    enum { VECTORS = KT_SUM_LANES / LANES, MOST = 8 };
     const int64_t row_bytes = 2 * job->k;
     const uint8_t *weight = job->weight + first * row_bytes, *x = (const uint8_t *)job->x;
-    floats sum[MOST][VECTORS];
+    floats sum[MOST_SUMS][SUM_VECTORS];
     for (int i = 0; i < rows * m; i++)
-        for (int v = 0; v < VECTORS; v++) sum[i][v] = setzero_ps();
+        for (int v = 0; v < SUM_VECTORS; v++) sum[i][v] = setzero_ps();
     for (int64_t at = 0; at < row_bytes; at += 4 * KT_SUM_LANES)
-        for (int v = 0; v < VECTORS; v++) {
+        for (int v = 0; v < SUM_VECTORS; v++) {
             const int64_t place = at + v * VECTOR_BYTES;
             floats even[KTQ_ROW_TOKENS], odd[KTQ_ROW_TOKENS];
             for (int t = 0; t < m; t++) {
@@ -29,27 +29,9 @@ __attribute__((always_inline)) TARGET static inline void multiply_rows(int rows,
                 }
             }
         }
-    for (int i = 0; i < rows * m; i++) {
-        float lanes[KT_SUM_LANES];
-        for (int v = 0; v < VECTORS; v++) storeu_ps(lanes + v * LANES, sum[i][v]);
-        job->out[first * m + i] = kt_add_lanes(lanes);
-    }
+    write_products(rows * m, sum, job->out + first * m);
 }
-
-#define MULTIPLY_ALL(together, tokens)                                                                      \
-    do {                                                                                                    \
-        int64_t row = 0;                                                                                    \
-        for (; row + (together) <= job->rows; row += (together)) multiply_rows(together, tokens, job, row); \
-        for (; row < job->rows; row++) multiply_rows(1, tokens, job, row);                                  \
-    } while (0)
 
 TARGET void KERNEL_OF(row_products)(const kt_row_products *job) {
-    switch (job->m) {
-        case 1: MULTIPLY_ALL(4, 1); break;
-        case 2: MULTIPLY_ALL(2, 2); break;
-        case 3: MULTIPLY_ALL(REGISTERS / 16, 3); break;
-        default: MULTIPLY_ALL(REGISTERS / 16, KTQ_ROW_TOKENS);
-    }
+    MULTIPLY_ROWS(multiply_rows);
 }
-
-#undef MULTIPLY_ALL
