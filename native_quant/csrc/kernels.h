@@ -373,8 +373,10 @@ typedef void kt_subtract_least_fn(int64_t m, int64_t groups, const float *least,
 /* Sums of products of m rows of BF16 activations with the 32 rows of each panel, over all k columns:
    c[s * c_pitch + t * 32 + r]. The order of additions does not depend on m, `panels` or their order.
    sums[t * k / KT_SUM_COLUMNS + g]: sum of row t's activations in group g, for panels with least values; else NULL.
-   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64. */
+   c: on a boundary of 64 bytes. scratch: KT_GEMM_SCRATCH bytes on a boundary of 64.
+   int8: 1: products of integers below 8 bits round activations to 8 bits. */
 typedef struct {
+    int int8;
     int64_t m, k;
     const uint16_t *a;
     int64_t a_pitch;

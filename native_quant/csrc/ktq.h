@@ -341,6 +341,7 @@ typedef struct {
    (which may be NULL). add: 1 to add the sum to the contents of out (rounded once, at the end), 0 to overwrite it. */
 typedef struct {
     int exact; /* 1: round where kt-kernel rounds; 0: round less. AMXINT4 and AMXINT8 only */
+    int int8;  /* 1: weights that are integers of 4 to 6 bits are multiplied with activations of 8 bits */
     int64_t tokens, topk;
     const uint16_t *hidden;
     const int64_t *ids;

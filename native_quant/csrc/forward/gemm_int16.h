@@ -1,8 +1,9 @@
-/* Products of integers: activations of 14 bits and a sign (numerics.md, section 5b), exact in int32.
+/* Products of integers: activations of 14 bits and a sign, or of 8 bits (numerics.md, section 5b), exact in int32.
  *
  * - many tokens: codes become chunks of int16, for the loops of gemm_bf16_steps.h
  * - few tokens: codes are decoded in registers (gemm_int16_few.c). Codes of 4 to 6 bits become bytes, activations two
- *   bytes each, 128 * h + l: instructions that multiply bytes add up the products with h and those with l. */
+ *   bytes each, 128 * h + l: instructions that multiply bytes add up the products with h and those with l
+ * - activations of 8 bits: as for few tokens, with one byte each */
 #ifndef KT_GEMM_INT16_H
 #define KT_GEMM_INT16_H
 
@@ -23,7 +24,7 @@ typedef struct {
 
 /* KT_SUM_COLUMNS activations of a token.
      a      with codes of 8 bits: int16. With fewer: for each 8 columns, h of columns 0 4 1 5 and their l, then h of
-            columns 2 6 3 7 and their l; h is -128..127, l -63..64
+            columns 2 6 3 7 and their l; h is -128..127, l -63..64. Activations of 8 bits: without l
      start  -offset * (sum of the activations), where the sum of products begins; with factors: of the first and of the
             last 16 columns
      unit   their unit */
@@ -59,13 +60,29 @@ typedef struct {
         *const *bits_8;
 } kt_int16_few;
 
-/* Runs a job whose activations fit into the scratch memory. */
+/* Runs a job whose panels have the same integers. */
 void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few);
 
 /* Of a panel with factors: those of KT_SUM_COLUMNS columns, [2][32], from the address of its scales. */
 static inline const int8_t *kt_factors_at(const uint8_t *scales, int64_t column) {
     scales += column / KTQ_K_COLUMNS * KTQ_Q6_K_SCALE_BYTES * KT_PANEL_ROWS + 2 * KT_PANEL_ROWS;
     return (const int8_t *)scales + column % KTQ_K_COLUMNS / 16 * KT_PANEL_ROWS;
+}
+
+/* Whether a job rounds activations to 8 bits. Its panels have the same codes. */
+static inline int kt_has_int8(const kt_bf16_gemm *job) {
+    return job->int8 && job->panel->bits < 8;
+}
+
+/* Returns the unit of 8 bits of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is not
+ * finite. */
+static inline float kt_int8_unit(uint32_t most) {
+    return most >= KT_BF16_INFINITY ? kt_float(KT_BF16_NAN << 16) : kt_float(most << 16) * (1 / 127.0f);
+}
+
+/* Returns 1 / unit; 0 if unit is 0 or NaN. */
+static inline float kt_int8_reciprocal(float unit) {
+    return unit > 0 ? 1 / unit : 0;
 }
 
 /* Returns the unit of activations with the largest magnitude `most` (BF16 bits without sign); NaN if it is not

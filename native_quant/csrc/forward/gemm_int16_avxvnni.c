@@ -22,7 +22,11 @@ TARGET static inline ints add_quads(ints part, ints weights, ints a) {
     return KT_DPBUSD256(part, weights, a);
 }
 
-TARGET static inline ints widen(ints high, ints low) {
+TARGET static inline ints widen(ints part) {
+    return part;
+}
+
+TARGET static inline ints join(ints high, ints low) {
     return add_epi32(slli_epi32(high, 7), low);
 }
 

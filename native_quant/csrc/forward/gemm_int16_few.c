@@ -5,6 +5,7 @@
 
 enum {
     SCALES = KT_CHUNK_SUMS * KT_PANEL_ROWS, /* least values are read for KT_CHUNK_COLUMNS columns */
+    FEW_TOKENS = 64,                        /* tokens whose activations fit into the scratch memory */
     CAPACITY = (KT_GEMM_SCRATCH - SCALES * (int)sizeof(float)) / (int)sizeof(kt_int16_columns),
 };
 
@@ -85,8 +86,20 @@ static void multiply_columns(const kt_bf16_gemm *job, const kt_int16_few *few, s
     }
 }
 
-void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few) {
+/* Runs a job with at most FEW_TOKENS tokens. */
+static void multiply_tokens(const kt_bf16_gemm *job, const kt_int16_few *few) {
     const int64_t at_once = CAPACITY / job->m / KT_CHUNK_SUMS * KT_CHUNK_COLUMNS;
     for (int64_t first = 0; first < job->k; first += at_once)
         multiply_columns(job, few, (space *)job->scratch, first, minimum(job->k - first, at_once));
+}
+
+void kt_multiply_few_integers(const kt_bf16_gemm *job, const kt_int16_few *few) {
+    for (int64_t first = 0; first < job->m; first += FEW_TOKENS) {
+        kt_bf16_gemm part = *job;
+        part.m = minimum(job->m - first, FEW_TOKENS);
+        part.a += first * job->a_pitch;
+        part.c += first * KT_PANEL_ROWS;
+        if (part.sums) part.sums += first * job->k / KT_SUM_COLUMNS;
+        multiply_tokens(&part, few);
+    }
 }

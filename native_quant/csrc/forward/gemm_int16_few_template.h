@@ -6,7 +6,8 @@
  *     FEW_UNIT                    columns of a unit with codes of up to 5 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
  *     add_quads(part, w, a)       adds to `part` the products of unsigned with signed bytes, four for each int32
- *     widen(high, low)            128 * high + low of two such parts, as int32
+ *     widen(part)                 such a part as int32
+ *     join(high, low)             128 * high + low of two such parts, as int32
  *     PART_LINES(bits)            lines of two quads whose products a part may hold */
 #include "upper_bits.h"
 
@@ -36,14 +37,14 @@ INLINE ints broadcast(const uint8_t *four) {
     return set1_epi32(word);
 }
 
-/* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of codes of 4 to 6 bits. factors: signed bytes for
-   each 16 columns and row, with 6 bits. */
-INLINE void multiply_quads(int bits, int kind, ints values, int tokens, const uint8_t *const *half,
+/* Sums of the products of KT_SUM_COLUMNS columns of TOGETHER vectors of codes of 4 to 6 bits with activations of
+   `planes` bytes. factors: signed bytes for each 16 columns and row, with 6 bits. */
+INLINE void multiply_quads(int planes, int bits, int kind, ints values, int tokens, const uint8_t *const *half,
                            const int8_t *const *factors, const kt_int16_columns *a, int64_t pitch,
                            ints (*sum)[TOGETHER]) {
     const int lines = bits == 6 ? 2 : 4, most = PART_LINES(kind == VALUES ? 5 : bits); /* values: at most 31 */
     const int step = most < lines ? most : lines;
-    ints part[FEW_BLOCK][TOGETHER][2], group[FEW_BLOCK][TOGETHER];
+    ints part[BLOCK][TOGETHER][2], group[BLOCK][TOGETHER];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; v++) {
 #pragma GCC unroll 2
@@ -51,11 +52,11 @@ INLINE void multiply_quads(int bits, int kind, ints values, int tokens, const ui
             ints quads[TOGETHER];
 #pragma GCC unroll 2
             for (int x = 0; x < TOGETHER; x++) quads[x] = get_quads(bits, kind, values, high, half[x], v);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
-                for (int plane = 0; plane < 2; plane++) {
-                    const ints four = broadcast(a[t * pitch].a + v * 16 + high * 8 + plane * 4);
+                for (int plane = 0; plane < planes; plane++) {
+                    const ints four = broadcast(a[t * pitch].a + ((v * 2 + high) * planes + plane) * 4);
 #pragma GCC unroll 2
                     for (int x = 0; x < TOGETHER; x++) {
                         ints before = v % step || high ? part[t][x][plane] : setzero_si();
@@ -64,12 +65,13 @@ INLINE void multiply_quads(int bits, int kind, ints values, int tokens, const ui
                 }
         }
         if ((v + 1) % step) continue;
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
             for (int x = 0; x < TOGETHER; x++) {
                 ints before = v / step * step % lines ? group[t][x] : set1_epi32(a[t * pitch].start[v / lines]);
-                group[t][x] = add_epi32(before, widen(part[t][x][0], part[t][x][1]));
+                const ints *of_planes = part[t][x];
+                group[t][x] = add_epi32(before, planes == 1 ? widen(of_planes[0]) : join(of_planes[0], of_planes[1]));
                 if ((v + 1) % lines) continue;
                 ints products = group[t][x];
                 if (bits == 6) {
@@ -103,14 +105,14 @@ INLINE void multiply_pairs(int tokens, const uint8_t *const *half, const kt_int1
     }
 }
 
-INLINE void few_block(int bits, int kind, int tokens, const kt_int16_block *work) {
+INLINE void few_block(int planes, int bits, int kind, int tokens, const kt_int16_block *work) {
     const ints values = kind == VALUES ? load_repeated(work->values) : setzero_si();
     const int64_t half_bytes = 64 * bits, line_bytes = bits == 8 ? 32 : 64; /* a line: of the rows of a half */
     for (int64_t j = 0; j < work->columns; j += KT_SUM_COLUMNS)
         for (int pass = 0; pass < PASSES; pass++) {
             const uint8_t *codes = work->codes + j * (KT_PANEL_ROWS * bits / 8) + pass * half_bytes, *half[TOGETHER];
             const int8_t *factors[TOGETHER];
-            ints sum[FEW_BLOCK][TOGETHER];
+            ints sum[BLOCK][TOGETHER];
             const kt_int16_columns *a = work->a + j / KT_SUM_COLUMNS;
             for (int i = 0; i < 2 * bits / PASSES; i++) fetch_to_l2(codes + FEW_AHEAD + i * 64);
             for (int x = 0; x < TOGETHER; x++) {
@@ -120,8 +122,8 @@ INLINE void few_block(int bits, int kind, int tokens, const kt_int16_block *work
                 factors[x] = bits == 6 ? kt_factors_at(work->scales, work->first + j) + row : NULL;
             }
             if (bits == 8) multiply_pairs(tokens, half, a, work->pitch, sum);
-            else multiply_quads(bits, kind, values, tokens, half, factors, a, work->pitch, sum);
-#pragma GCC unroll 6
+            else multiply_quads(planes, bits, kind, values, tokens, half, factors, a, work->pitch, sum);
+#pragma GCC unroll 12
             for (int t = 0; t < tokens; t++)
 #pragma GCC unroll 2
                 for (int x = 0; x < TOGETHER; x++) {
@@ -136,28 +138,46 @@ INLINE void few_block(int bits, int kind, int tokens, const kt_int16_block *work
 #define DEFINE_BLOCKS(NAME)                                                                                            \
     FEW_BLOCKS(DEFINE_##NAME)                                                                                          \
     static kt_int16_block_fn *const NAME[FEW_BLOCK] = {FEW_BLOCKS(ADDRESS_##NAME)};
-#define DEFINE_BLOCK(NAME, N, BITS, KIND)                                                                              \
+#define DEFINE_INT8_BLOCKS(NAME)                                                                                       \
+    BLOCKS(DEFINE_int8_##NAME)                                                                                         \
+    static kt_int16_block_fn *const int8_##NAME[BLOCK] = {BLOCKS(ADDRESS_int8_##NAME)};
+#define DEFINE_BLOCK(NAME, N, PLANES, BITS, KIND)                                                                      \
     TARGET static void NAME##_##N(const kt_int16_block *work) {                                                        \
-        few_block(BITS, KIND, N, work);                                                                                \
+        few_block(PLANES, BITS, KIND, N, work);                                                                        \
     }
-#define DEFINE_signed_4(N) DEFINE_BLOCK(signed_4, N, 4, SIGNED)
-#define DEFINE_unsigned_4(N) DEFINE_BLOCK(unsigned_4, N, 4, UNSIGNED)
-#define DEFINE_values_4(N) DEFINE_BLOCK(values_4, N, 4, VALUES)
-#define DEFINE_bits_5(N) DEFINE_BLOCK(bits_5, N, 5, UNSIGNED)
-#define DEFINE_bits_6(N) DEFINE_BLOCK(bits_6, N, 6, UNSIGNED)
-#define DEFINE_bits_8(N) DEFINE_BLOCK(bits_8, N, 8, UNSIGNED)
+#define DEFINE_signed_4(N) DEFINE_BLOCK(signed_4, N, 2, 4, SIGNED)
+#define DEFINE_unsigned_4(N) DEFINE_BLOCK(unsigned_4, N, 2, 4, UNSIGNED)
+#define DEFINE_values_4(N) DEFINE_BLOCK(values_4, N, 2, 4, VALUES)
+#define DEFINE_bits_5(N) DEFINE_BLOCK(bits_5, N, 2, 5, UNSIGNED)
+#define DEFINE_bits_6(N) DEFINE_BLOCK(bits_6, N, 2, 6, UNSIGNED)
+#define DEFINE_bits_8(N) DEFINE_BLOCK(bits_8, N, 2, 8, UNSIGNED)
+#define DEFINE_int8_signed_4(N) DEFINE_BLOCK(int8_signed_4, N, 1, 4, SIGNED)
+#define DEFINE_int8_unsigned_4(N) DEFINE_BLOCK(int8_unsigned_4, N, 1, 4, UNSIGNED)
+#define DEFINE_int8_values_4(N) DEFINE_BLOCK(int8_values_4, N, 1, 4, VALUES)
+#define DEFINE_int8_bits_5(N) DEFINE_BLOCK(int8_bits_5, N, 1, 5, UNSIGNED)
+#define DEFINE_int8_bits_6(N) DEFINE_BLOCK(int8_bits_6, N, 1, 6, UNSIGNED)
 #define ADDRESS_signed_4(N) signed_4_##N,
 #define ADDRESS_unsigned_4(N) unsigned_4_##N,
 #define ADDRESS_values_4(N) values_4_##N,
 #define ADDRESS_bits_5(N) bits_5_##N,
 #define ADDRESS_bits_6(N) bits_6_##N,
 #define ADDRESS_bits_8(N) bits_8_##N,
+#define ADDRESS_int8_signed_4(N) int8_signed_4_##N,
+#define ADDRESS_int8_unsigned_4(N) int8_unsigned_4_##N,
+#define ADDRESS_int8_values_4(N) int8_values_4_##N,
+#define ADDRESS_int8_bits_5(N) int8_bits_5_##N,
+#define ADDRESS_int8_bits_6(N) int8_bits_6_##N,
 DEFINE_BLOCKS(signed_4)
 DEFINE_BLOCKS(unsigned_4)
 DEFINE_BLOCKS(values_4)
 DEFINE_BLOCKS(bits_5)
 DEFINE_BLOCKS(bits_6)
 DEFINE_BLOCKS(bits_8)
+DEFINE_INT8_BLOCKS(signed_4)
+DEFINE_INT8_BLOCKS(unsigned_4)
+DEFINE_INT8_BLOCKS(values_4)
+DEFINE_INT8_BLOCKS(bits_5)
+DEFINE_INT8_BLOCKS(bits_6)
 
 /* The bytes of kt_int16_columns. */
 INLINE ints split(ints x) {
@@ -166,8 +186,15 @@ INLINE ints split(ints x) {
     return shuffle_epi8(or_si(and_si(high, set1_epi16(0xff)), slli_epi16(low, 8)), load_repeated(order));
 }
 
+/* -offset times the sums of 16 columns each. */
+INLINE void begin_sums(const kt_bf16_panel *panel, const int32_t *sum, int32_t *start) {
+    start[0] = -panel->integers->offset * (panel->integers->has_factors ? sum[0] : sum[0] + sum[1]);
+    start[1] = -panel->integers->offset * sum[1];
+}
+
+static const int16_t ones[48] = {[16] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; /* 16 after 16 zeros */
+
 TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
-    static const int16_t ones[48] = {[16] = 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}; /* 16 after 16 zeros */
     for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, a += KT_SUM_COLUMNS, out++) {
         out->unit = find_unit(a);
         const floats reciprocal = set1_ps(kt_int16_reciprocal(out->unit));
@@ -178,14 +205,35 @@ TARGET static void convert(const kt_bf16_panel *panel, const uint16_t *a, int64_
             for (int h = 0; panel->integers->offset && h < AT_ONCE; h += 16)
                 sum[(i + h) / 16] = reduce_add_epi32(madd_epi16(x, loadu_si(ones + 16 - h)));
         }
-        out->start[0] = -panel->integers->offset * (panel->integers->has_factors ? sum[0] : sum[0] + sum[1]);
-        out->start[1] = -panel->integers->offset * sum[1];
+        begin_sums(panel, sum, out->start);
+    }
+}
+
+/* The same with activations of 8 bits. */
+TARGET static void convert_int8(const kt_bf16_panel *panel, const uint16_t *a, int64_t columns, kt_int16_columns *out) {
+    static const uint8_t order[16] = {0, 8, 2, 10, 4, 12, 6, 14, 0, 8, 2, 10, 4, 12, 6, 14};
+    for (int64_t j = 0; j < columns; j += KT_SUM_COLUMNS, a += KT_SUM_COLUMNS, out++) {
+        out->unit = kt_int8_unit(find_most(a));
+        const floats reciprocal = set1_ps(kt_int8_reciprocal(out->unit));
+        int32_t sum[2] = {0, 0};
+        for (int i = 0; i < KT_SUM_COLUMNS; i += AT_ONCE) {
+            const ints x = to_int16(a + i, reciprocal);
+            uint8_t twice[VECTOR_BYTES];
+            storeu_si(twice, shuffle_epi8(x, load_repeated(order)));
+            for (int c = 0; c < AT_ONCE; c += 8) memcpy(out->a + i + c, twice + 2 * c, 8);
+            for (int h = 0; panel->integers->offset && h < AT_ONCE; h += 16)
+                sum[(i + h) / 16] = reduce_add_epi32(madd_epi16(x, loadu_si(ones + 16 - h)));
+        }
+        begin_sums(panel, sum, out->start);
     }
 }
 
 static const kt_int16_few few = {FEW_BLOCK, FEW_UNIT, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8};
+static const kt_int16_few int8 = {BLOCK,       FEW_UNIT,    convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4,
+                                  int8_bits_5, int8_bits_6, NULL};
 
 void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {
-    if (job->m <= FEW(job->panel->bits)) kt_multiply_few_integers(job, &few);
+    if (kt_has_int8(job)) kt_multiply_few_integers(job, &int8);
+    else if (job->m <= FEW(job->panel->bits)) kt_multiply_few_integers(job, &few);
     else kt_gemm_bf16_in_steps(job, &steps);
 }

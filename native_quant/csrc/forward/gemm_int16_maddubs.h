@@ -15,6 +15,10 @@ TARGET static inline ints add_quads(ints part, ints weights, ints a) {
     return part;
 }
 
-TARGET static inline ints widen(ints high, ints low) {
-    return add_epi32(madd_epi16(high, set1_epi16(128)), madd_epi16(low, set1_epi16(1)));
+TARGET static inline ints widen(ints part) {
+    return madd_epi16(part, set1_epi16(1));
+}
+
+TARGET static inline ints join(ints high, ints low) {
+    return add_epi32(madd_epi16(high, set1_epi16(128)), widen(low));
 }

@@ -3,14 +3,15 @@
 
 #include "gemm_int16.h"
 
-/* KT_SUM_COLUMNS activations as integers; returns their unit. */
-static float round_to_units(const uint16_t *a, int32_t *out) {
+/* KT_SUM_COLUMNS activations as integers, of 8 bits if int8 is 1; returns their unit. */
+static float round_to_units(int int8, const uint16_t *a, int32_t *out) {
     uint32_t most = 0;
     for (int j = 0; j < KT_SUM_COLUMNS; j++) {
         uint32_t magnitude = a[j] & KT_BF16_MAGNITUDE;
         if (magnitude > most) most = magnitude;
     }
-    float unit = kt_int16_unit(most), reciprocal = kt_int16_reciprocal(unit);
+    float unit = int8 ? kt_int8_unit(most) : kt_int16_unit(most);
+    float reciprocal = int8 ? kt_int8_reciprocal(unit) : kt_int16_reciprocal(unit);
     for (int j = 0; j < KT_SUM_COLUMNS; j++) out[j] = reciprocal ? (int32_t)lrintf(kt_from_bf16(a[j]) * reciprocal) : 0;
     return unit;
 }
@@ -34,7 +35,7 @@ void kt_gemm_int16_scalar(const kt_bf16_gemm *job) {
             panel->integers->chunk(job->kernels, panel, first, KT_SUM_COLUMNS, (uint16_t *)job->scratch);
             panel->scale(job->kernels, panel, first, KT_SUM_COLUMNS, scale);
             for (int64_t t = 0; t < job->m; t++) {
-                float unit = round_to_units(job->a + t * job->a_pitch + first, a);
+                float unit = round_to_units(kt_has_int8(job), job->a + t * job->a_pitch + first, a);
                 for (int64_t r = 0; r < KT_PANEL_ROWS; r++) {
                     float sum = (float)sum_of_products(a, (const int16_t *)job->scratch, r) * unit;
                     c[t * KT_PANEL_ROWS + r] = fmaf(scale[r], sum, c[t * KT_PANEL_ROWS + r]);

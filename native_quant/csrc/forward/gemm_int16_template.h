@@ -72,13 +72,17 @@ __attribute__((always_inline)) TARGET static inline void block(int tokens, const
 
 #include "gemm_bf16_blocks.h"
 
-/* The unit of KT_SUM_COLUMNS activations. */
-TARGET static inline float find_unit(const uint16_t *a) {
+/* The largest magnitude of KT_SUM_COLUMNS activations. */
+TARGET static inline uint32_t find_most(const uint16_t *a) {
     const ints magnitude = set1_epi16(KT_BF16_MAGNITUDE);
     ints most = and_si(loadu_si(a), magnitude);
     for (int i = AT_ONCE; i < KT_SUM_COLUMNS; i += AT_ONCE)
         most = max_epu16(most, and_si(loadu_si(a + i), magnitude));
-    return kt_int16_unit(reduce_max_epu16(most));
+    return reduce_max_epu16(most);
+}
+
+TARGET static inline float find_unit(const uint16_t *a) {
+    return kt_int16_unit(find_most(a));
 }
 
 /* Rounds LANES activations to units. */

@@ -52,7 +52,8 @@ static void multiply(const kt_pass *pass, int64_t m, int64_t k, const uint16_t *
     const int64_t step = differ ? 1 : panels;
     for (int64_t s = 0; s < panels; s += step) {
         kt_bf16_gemm_fn *gemm = panel[s].integers ? pass->kernels->gemm_int16 : pass->kernels->gemm_bf16;
-        gemm(&(kt_bf16_gemm){.m = m,
+        gemm(&(kt_bf16_gemm){.int8 = pass->call->int8,
+                             .m = m,
                              .k = k,
                              .a = a,
                              .a_pitch = k,
