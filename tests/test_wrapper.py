@@ -1,4 +1,4 @@
-"""KTMoEWrapper on a CPU: kt-kernel's signature, bits as of Experts, deferred experts, and refused calls."""
+"""KTMoEWrapper on a CPU: kt-kernel's signature, bits as of KTExperts, deferred experts, and refused calls."""
 
 import inspect
 import os
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from ktconvert.layouts.errors import KTConvertError
-from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
+from ktconvert.native_quant import KTExperts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from rig import isas, programs
 from rig.wrappers import EXPERTS, HIDDEN, TOPK, clear_state, equal_bits, load, make, make_inputs  # noqa: F401
 
@@ -40,7 +40,7 @@ def stacked(example: Path) -> list[Stacked]:
     return [(stack(layer, "gate"), stack(layer, "up"), stack(layer, "down")) for layer in (0, 1)]
 
 
-def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def by_experts(experts: KTExperts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     out = experts.forward(hidden.view(torch.uint16).numpy(), ids.numpy(), weights.numpy())
     return torch.from_numpy(out).view(torch.bfloat16)
 
@@ -75,7 +75,7 @@ def test_forward_gives_the_bits_of_experts(packed_example, method, parts):
     path, name = packed_example(method, parts), f"AMX{method.upper()}"
     for layer in (0, 1):
         wrapper = load(path, layer_idx=layer, method=name, threadpool_count=parts)
-        experts = Experts.load(path, layer)
+        experts = KTExperts.load(path, layer)
         for tokens in (0, 1, 40):
             batch = make_inputs(tokens)
             expected = by_experts(experts, *batch)
@@ -185,7 +185,7 @@ class Plain:
     """
 
     def __init__(self, path: Path, layers: int) -> None:
-        self.experts = [Experts.load(path, layer, exact=True) for layer in range(layers)]
+        self.experts = [KTExperts.load(path, layer, exact=True) for layer in range(layers)]
         self.left: list[Any] = [None] * layers
 
     def sums(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
@@ -449,14 +449,14 @@ def test_kt_quant_finds_its_script_beside_kt_kernel(tmp_path):
     arguments = ["--input-path", model, "--input-type", "fp8", "--output", tmp_path / "out", "--quant-method", "int8"]
     arguments += ["--cpuinfer-threads", 1, "--threadpool-count", 1]
     programs.python_output(script, *arguments)
-    assert Experts.load(tmp_path / "out", 1, method="AMXINT8").num_experts == 8
+    assert KTExperts.load(tmp_path / "out", 1, method="AMXINT8").num_experts == 8
 
 
 def test_names_are_imported_at_first_use():
     """The import does not replace the real kt_kernel."""
     result = python(
         "import sys, types, ktconvert.native_quant as nq\n"
-        "nq.Experts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
+        "nq.KTExperts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
         "try: nq.Nothing\n"
         "except AttributeError as error: print(error)\n"

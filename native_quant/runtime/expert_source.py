@@ -25,7 +25,7 @@ CONSTANT_NAMES = f"{', '.join(CONSTANTS[:-1])} and {CONSTANTS[-1]}"
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a caller for a layer's experts; the fields are arguments of Experts.load. None: any value.
+    """Requirements of a caller for a layer's experts; the fields are arguments of KTExperts.load. None: any value.
 
     function  what the experts compute, for files that do not record it; otherwise each constant must agree or be 0
     skip      experts that are loaded only when a forward needs them

@@ -42,7 +42,7 @@ class OutputNorm(NamedTuple):
     epsilon: float
 
 
-class Experts:
+class KTExperts:
     """The routed experts of a layer, which compute the weighted sum of each token's experts.
 
     For x = hidden[t], out[t] = sum over j of weights[t, j] * down(f(gate x, up x)), with the matrices gate, up and down
@@ -111,7 +111,7 @@ class Experts:
         situ_linear_beta: float = 0.0,
         transposed: bool | None = False,
         skip: Skip = None,
-    ) -> Experts:
+    ) -> KTExperts:
         """Load one layer of a converted directory, ours or kt-kernel's, or of a checkpoint in a native format.
 
         method, num_experts, hidden, intermediate
@@ -173,7 +173,7 @@ class Experts:
         exact: bool = False,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
-    ) -> Experts:
+    ) -> KTExperts:
         """Quantize experts on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
 
         gate      None if experts have no gate, which `function` must say
@@ -314,23 +314,23 @@ class Experts:
         """Release the weights: no new forward can start. The last job that uses them frees them."""
         self._memory = self._missing = None
 
-    def __copy__(self) -> Experts:
+    def __copy__(self) -> KTExperts:
         """Return experts that share the read-only weights and threads, and are closed separately."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> KTExperts:
         return self.__copy__()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"the experts of layer {self.layer} of {self.source or 'a model in memory'} cannot be pickled (pickle, "
             "torch.save, spawned processes): their weights are memory of this process; save the path of their "
-            "directory, and load them with Experts.load, or the model with from_pretrained"
+            "directory, and load them with KTExperts.load, or the model with from_pretrained"
         )
 
-    def __enter__(self) -> Experts:
+    def __enter__(self) -> KTExperts:
         return self
 
     def __exit__(self, *error: object) -> None:

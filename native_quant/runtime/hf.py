@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.config import QUANT_METHOD
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
-from ktconvert.native_quant.runtime.experts import Experts, open_experts
+from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule, RoutedExperts, find_experts
@@ -43,7 +43,7 @@ class KTConvertConfig(QuantizationConfigMixin):
                       that is loaded
     exact             use kt-kernel's rounding, bit for bit
     threads           number of threads for the experts; None: the physical cores that this process may use
-    memory            as for Experts.load
+    memory            as for KTExperts.load
     gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
                       or a safetensors file with a tensor of this name
     num_gpu_experts   instead of a mask: the first num_gpu_experts experts of each layer
@@ -92,7 +92,7 @@ class KTConvertQuantizer(HfQuantizer):
     ) -> Any:
         """Replace the experts, and let transformers silently skip the checkpoint's tensors of these modules.
 
-        Raises UnsupportedError if the experts cannot be replaced, and errors of Experts.load, masks_by_layer and
+        Raises UnsupportedError if the experts cannot be replaced, and errors of KTExperts.load, masks_by_layer and
         HotWeights.
         """
         settings = self.quantization_config
@@ -172,7 +172,7 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _load_experts(
         self, root: Path, model_class: str, modules: list[ExpertModule], hot: Mapping[int, Mask]
-    ) -> dict[int, Experts]:
+    ) -> dict[int, KTExperts]:
         """Load the experts of every layer that are not hot, before the model is changed. hot: layer -> mask."""
         settings = self.quantization_config
         source = open_experts(root)
@@ -183,12 +183,12 @@ class KTConvertQuantizer(HfQuantizer):
             raise UnsupportedError(
                 f"{root}: has no experts of layer {layers}, but {model_class} has; convert all layers"
             )
-        loaded: dict[int, Experts] = {}
+        loaded: dict[int, KTExperts] = {}
         options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
             sizes |= {"intermediate": module.intermediate}
-            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options, skip=hot.get(module.layer))
+            loaded[module.layer] = KTExperts.load(root, module.layer, **sizes, **options, skip=hot.get(module.layer))
         return loaded
 
     def is_serializable(self) -> bool:
@@ -303,7 +303,7 @@ def _load_stored_tensors(model: Any, state_dict: Any, checkpoint_files: Any, loa
 _loading.PreTrainedModel._load_pretrained_model = staticmethod(_load_stored_tensors)
 
 
-def _make_first_attribute(module: torch.nn.Module, experts: Experts) -> None:
+def _make_first_attribute(module: torch.nn.Module, experts: KTExperts) -> None:
     """Make experts the first attribute of a module, so that pickle raises their error before it reaches hooks."""
     if FIRST_ATTRIBUTE not in vars(module):
         attributes = dict(vars(module))

@@ -31,7 +31,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from ktconvert.native_quant.runtime import streams
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, BufferCache, Buffers
 
@@ -183,7 +183,7 @@ class WrappedLayer:
     mask  bool [E] on the CPU, experts to skip, read at each forward
     """
 
-    experts: Experts
+    experts: KTExperts
     member: ModelMember
     mask: torch.Tensor
 

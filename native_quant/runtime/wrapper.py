@@ -19,7 +19,7 @@ from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
-from ktconvert.native_quant.runtime.experts import Experts, make_function
+from ktconvert.native_quant.runtime.experts import KTExperts, make_function
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -62,14 +62,14 @@ class KTMoEWrapper:
                       see layer_forwards.py
     method            a row of methods.METHODS; rows without an encoding only read checkpoints
     swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
-                      constants of the activation, as for Experts.load. 0: what weight_path records, as sglang-kt also
+                      constants of the activation, as for KTExperts.load. 0: what weight_path records, as sglang-kt also
                       passes 0 for a model with a limit
     mode              "inference", or "sft" to create an SftMoEWrapper (sft.py)
     Inference accepts and ignores chunked_prefill_size, the arguments for training, and cold_only_cpu_experts, by which
     forks ask not to load the experts of the GPU, as load_weights never does.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
-    rejects files with a different threadpool_count; `memory` is that of Experts.load.
+    rejects files with a different threadpool_count; `memory` is that of KTExperts.load.
 
     Raises ValueError for an invalid mode, method or size, NotImplementedError for an unsupported method of kt-kernel.
     """
@@ -134,7 +134,7 @@ class KTMoEWrapper:
         self.situ_beta, self.situ_linear_beta = float(situ_beta), float(situ_linear_beta)
         self._mask = _copy_mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self._pool = _get_pool(cpuinfer_threads, threadpool_count, numa_nodes)
-        self.moe: Experts | None = None  # kt-kernel's name for the object that computes
+        self.moe: KTExperts | None = None  # kt-kernel's name for the object that computes
         self._cpu: CpuForward | None = None
         self._stream: StreamForward | None = None
         self._member = ModelMember(self.weight_path, layer_idx)
@@ -161,7 +161,7 @@ class KTMoEWrapper:
         if self.cpu_save:
             remedy = "leave it out to load weights, or run `ktconvert cpu` to convert a checkpoint"
             raise ValueError(f"cpu_save=True is only for load_weights_from_tensors; {remedy}")
-        experts = Experts.load(
+        experts = KTExperts.load(
             self.weight_path,
             self.layer_idx,
             method=self.method,
@@ -205,7 +205,7 @@ class KTMoEWrapper:
             for name, bias in zip(PROJECTIONS, (gate_bias, up_bias, down_bias), strict=True)
             if bias is not None
         }
-        experts = Experts.from_bf16(
+        experts = KTExperts.from_bf16(
             *weights.to_bf16_bits(shapes, gate_proj, up_proj, down_proj),
             biases=biases,
             method=self.method,
@@ -222,7 +222,7 @@ class KTMoEWrapper:
         order = None if physical_to_logical_map is None else np.asarray(physical_to_logical_map.cpu(), np.int64)
         return {"pool": self._pool, "exact": self.exact, "order": order}
 
-    def _install(self, experts: Experts) -> None:
+    def _install(self, experts: KTExperts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask)
         self._cpu = CpuForward(layer)
         self._stream = StreamForward(layer)
@@ -257,7 +257,7 @@ class KTMoEWrapper:
         assert now is not None
         return now, later
 
-    def _require_loaded(self) -> Experts:
+    def _require_loaded(self) -> KTExperts:
         """Return the experts. Raises RuntimeError before weights are loaded."""
         if self.moe is None:
             raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")

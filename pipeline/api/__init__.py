@@ -60,28 +60,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ktconvert.functions import convert, plan, verify
     from ktconvert.layouts.errors import KTConvertError
-    from ktconvert.native_quant import Experts as KTExperts
-    from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
+    from ktconvert.native_quant import KTConvertConfig, KTExperts, KTMoEWrapper
     from ktconvert.pipeline import __version__
 
 __all__ = ["KTConvertConfig", "KTConvertError", "KTExperts", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
 
 _MODULES = {
-    "KTConvertConfig": ("native_quant", "KTConvertConfig"),
-    "KTConvertError": ("layouts.errors", "KTConvertError"),
-    "KTExperts": ("native_quant", "Experts"),
-    "KTMoEWrapper": ("native_quant", "KTMoEWrapper"),
-    "__version__": ("pipeline", "__version__"),
-    "convert": ("functions", "convert"),
-    "plan": ("functions", "plan"),
-    "verify": ("functions", "verify"),
+    "KTConvertConfig": "native_quant",
+    "KTConvertError": "layouts.errors",
+    "KTExperts": "native_quant",
+    "KTMoEWrapper": "native_quant",
+    "__version__": "pipeline",
+    "convert": "functions",
+    "plan": "functions",
+    "verify": "functions",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        module, attribute = _MODULES[name]
-        return getattr(importlib.import_module(f"ktconvert.{module}"), attribute)
+        return getattr(importlib.import_module(f"ktconvert.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -67,7 +67,7 @@ class ModelChoice:
 
     cpu_weights       an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
     threads           number of threads; None for the physical cores that this process may use
-    memory            memory of converted experts, as for Experts.load
+    memory            memory of converted experts, as for KTExperts.load
     non_experts       weights of the linears outside the experts: STORED or INT8
     adapter           directory of a LoRA adapter to compute with
     gpu_experts_mask  mask of the hot experts, which come from the model itself, as in KTConvertConfig
