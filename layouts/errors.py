@@ -56,6 +56,10 @@ class KTConvertError(Exception):
         return other
 
 
+class MissingPackageError(KTConvertError, ImportError):
+    """An optional package that is not installed; the message has the command that installs it."""
+
+
 class UsageError(KTConvertError, exit_code=2):
     """Options that cannot be understood or do not go together."""
 

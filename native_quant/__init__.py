@@ -36,15 +36,14 @@ __all__ = [*_MODULES, *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KTConvertConfig":  # before transformers is imported: an older one lacks what it subclasses
-        from ktconvert.native_quant.runtime import transformers_version
-
-        transformers_version.check_version(functools.partial(warnings.warn, stacklevel=3))
     if name in _FUNCTIONS:
         from ktconvert.native_quant.runtime import install
 
         return getattr(install, _FUNCTIONS[name])()
     if name in _MODULES:
+        from ktconvert.native_quant.runtime.required_packages import require_packages_of
+
+        require_packages_of(name, functools.partial(warnings.warn, stacklevel=4))
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

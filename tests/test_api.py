@@ -9,6 +9,7 @@ import doctest
 import importlib.metadata
 import importlib.resources
 import inspect
+import os
 import pydoc
 import re
 import subprocess
@@ -20,13 +21,15 @@ from typing import Any, Literal, get_args, get_overloads
 import pytest
 
 import ktconvert
-from ktconvert.layouts.errors import UsageError
+from ktconvert.layouts.errors import MissingPackageError, UsageError
+from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
 from ktconvert.pipeline.options.option_groups import Reporting
 from ktconvert.pipeline.options.queries import VerifyOptions
 from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
 from rig import conversion
+from rig.absent import hide_package
 
 ROOT = Path(__file__).resolve().parents[1]
 ARGUMENTS = ROOT / "pipeline" / "options" / "arguments.py"
@@ -161,6 +164,17 @@ def test_every_name_is_documented() -> None:
     assert ktconvert.__all__ == dir(ktconvert)
     for name in set(ktconvert.__all__) - {"__version__"}:
         assert getattr(ktconvert, name).__doc__, name
+
+
+@pytest.mark.parametrize(("name", "extra"), [("KTMoEWrapper", "torch"), ("KTConvertConfig", "run")])
+def test_without_torch_its_classes_raise_the_command_that_installs_it(name: str, extra: str, tmp_path: Path) -> None:
+    """Everything else works, also help()."""
+    program = f"import ktconvert, pydoc\npydoc.render_doc(ktconvert)\nktconvert.KTExperts\nfrom ktconvert import {name}"
+    environment = os.environ | hide_package("torch", tmp_path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    message = f"ktconvert.{name} needs torch, not installed here: `{install_command(extra)}`."
+    assert done.stderr.splitlines()[-1] == f"ktconvert.layouts.errors.MissingPackageError: {message}"
+    assert issubclass(MissingPackageError, ImportError)
 
 
 def test_every_class_has_the_same_capitals() -> None:

@@ -84,4 +84,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*__all__]
+    from ktconvert.native_quant.runtime.required_packages import has_packages_of
+
+    return [name for name in __all__ if has_packages_of(name)]  # help() imports all of them
