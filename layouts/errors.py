@@ -64,6 +64,10 @@ class UsageError(KTConvertError, exit_code=2):
     """Options that cannot be understood or do not go together."""
 
 
+class ArgumentError(UsageError, ValueError):
+    """An argument of a Python call that has the wrong type, dtype, shape or value."""
+
+
 class UnsupportedError(KTConvertError, exit_code=3):
     """A model, method or NUMA count that cannot be represented; the message names the legal choices."""
 

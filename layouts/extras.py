@@ -16,11 +16,10 @@ PACKAGE = "ktconvert"
 
 
 def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
-    """Raise MissingPackageError, which names the command that installs the extra, if `feature` lacks one of the packages."""
+    """Raise MissingPackageError, with the command that installs the extra, if `feature` lacks one of the packages."""
     if missing := find_missing(packages):
-        raise MissingPackageError(
-            f"{feature} needs {', '.join(missing)}, not installed here: `{install_command(extra)}`"
-        )
+        problem = f"{feature} needs {', '.join(missing)}, not installed here"
+        raise MissingPackageError(f"{problem}: `{install_command(extra)}`")
 
 
 def find_missing(packages: Sequence[str]) -> list[str]:

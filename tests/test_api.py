@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args, get_overloads
 import pytest
 
 import ktconvert
-from ktconvert.layouts.errors import MissingPackageError, UsageError
+from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UsageError
 from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
 from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
@@ -175,6 +175,26 @@ def test_without_torch_its_classes_raise_the_command_that_installs_it(name: str,
     message = f"ktconvert.{name} needs torch, not installed here: `{install_command(extra)}`."
     assert done.stderr.splitlines()[-1] == f"ktconvert.layouts.errors.MissingPackageError: {message}"
     assert issubclass(MissingPackageError, ImportError)
+
+
+WRONG_FIELDS: list[dict[str, Any]] = [
+    *({"threads": value} for value in (-1, 0, "4", 2.0, True, 10**6)),
+    *({"exact": value} for value in ("yes", 1)),
+    *({"memory": value} for value in ("fast", None)),
+    *({name: value} for name in ("cpu_weights", "gpu_experts") for value in (3, "")),
+    *({"num_gpu_experts": value} for value in (-1, "3")),
+    *({"gpu_experts_mask": value} for value in (3, [True], [], [[1, 0]], [[True], [True, False]])),
+    {"quant_method": "int8"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_FIELDS, ids=str)
+def test_the_config_refuses_wrong_values_of_each_field(wrong: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    (name,) = wrong
+    selected = {"num_gpu_experts": 1} if name == "gpu_experts" else {}
+    with pytest.raises(ArgumentError, match=f"^{name} must be .*, not .*\\.$"):
+        ktconvert.KTConvertConfig(**wrong, **selected)
 
 
 def test_every_class_has_the_same_capitals() -> None:

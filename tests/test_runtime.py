@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from safetensors import safe_open
 
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
@@ -211,13 +211,39 @@ def test_inconsistent_arrays_are_rejected(make):
     experts, x, ids, weights = make()
     shapes = (x[:, :-64], ids, weights), (x[:-1], ids, weights), (x, ids[:, :1], weights)
     dtypes = (x.view(np.int16), ids, weights), (x, ids.astype(np.int32), weights), (x, ids, weights.astype(np.float64))
-    for wrong in (*shapes, *dtypes, (x[:, ::-1], ids, weights), (x, np.asfortranarray(ids), weights)):
-        with pytest.raises(ValueError, match=r"must (have|be)"):
+    swapped = x.astype(x.dtype.newbyteorder())
+    others = ([[1, 2]], ids, weights), (x, None, weights), (swapped, ids, weights), (x[0], ids, weights)
+    strided = (x[:, ::-1], ids, weights), (x, np.asfortranarray(ids), weights)
+    names = r"^(hidden|ids|weights) must be (a NumPy array \w+ \[.*, not |contiguous)"
+    for wrong in (*shapes, *dtypes, *others, *strided):
+        with pytest.raises(ArgumentError, match=names):
             experts.forward(*wrong)
-    with pytest.raises(ValueError, match="skip"):
-        experts.forward(x, ids, weights, skip=np.zeros(7, bool))
-    with pytest.raises(ValueError, match="order"):
-        KTExperts(experts.packed, order=np.arange(7))
+    read_only = np.empty_like(x)
+    read_only.flags.writeable = False
+    for name, value in (("skip", np.zeros(7, bool)), ("skip", np.zeros(8)), ("out", [0]), ("out", read_only)):
+        with pytest.raises(ArgumentError, match=f"^{name} must be "):
+            experts.forward(x, ids, weights, **{name: value})
+    for order in (np.arange(7), list(range(8)), np.arange(8.0)):
+        with pytest.raises(ArgumentError, match=r"^order .*must name each of 8 experts once"):
+            KTExperts(experts.packed, order=order)
+    with pytest.raises(ArgumentError, match=r"^use KTExperts\.load\(path, layer\), or KTExperts\.from_bf16"):
+        KTExperts("model-int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", [{"layer": "0"}, {"layer": -1}, {"parts": 0}, {"memory": "fast"}, {"hidden": 1.5}])
+def test_wrong_arguments_of_load_are_named(changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"^{next(iter(changed))} must be "):
+        KTExperts.load(**{"path": tmp_path, "layer": 0, **changed})
+    with pytest.raises(ArgumentError, match=r"^path must be a path, not None"):
+        KTExperts.load(None, 0)  # type: ignore[arg-type]
+
+
+def test_printed_experts_show_method_and_sizes(make) -> None:
+    experts, *_ = make()
+    sizes = f"num_experts=8, hidden={experts.hidden}, intermediate={experts.intermediate}, parts={experts.parts}"
+    assert repr(experts) == f"KTExperts(path=None, layer=0, method={experts.method!r}, {sizes})"
+    experts.close()
+    assert repr(experts).endswith(", closed)")
 
 
 def test_the_maximum_of_slices_and_experts_per_token_computes(make):
@@ -235,7 +261,7 @@ def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     with pytest.raises(UnsupportedError, match="layer 0 has 65 NUMA slices, and this runtime adds up 64 at most"):
         experts(65)
     one, x, ids, shares = make(tokens=1)
-    with pytest.raises(ValueError, match="4097 experts per token exceed the limit of 4096"):
+    with pytest.raises(ValueError, match="experts per token must be a whole number from 1 to 4096, not 4097"):
         one.forward(x, np.zeros((1, 4097), np.int64), np.zeros((1, 4097), np.float32))
 
 

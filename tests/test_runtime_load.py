@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.native_quant.runtime.converted_experts import open_converted
 from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.weights import run_parallel
@@ -192,7 +192,7 @@ def test_directories_without_weights_are_rejected(tmp_path):
 def test_invalid_weights_are_rejected(random_experts):
     layer = random_experts(2, 256, 128)
     arrays = [layer[name] for name in ("gate", "up", "down")]
-    with pytest.raises(KeyError):
+    with pytest.raises(ArgumentError, match=r"method must be one of 'AMXINT4', .* not 'AMXINT2'"):
         KTExperts.from_bf16(*arrays, method="AMXINT2")
     with pytest.raises(UnsupportedError, match="multiple of 128"):
         KTExperts.from_bf16(*arrays, parts=2)

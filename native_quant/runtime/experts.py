@@ -6,6 +6,7 @@ BF16 values are uint16 arrays of their bits. Equations: docs/explanation/numeric
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +16,27 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.arguments import (
+    describe,
+    require_array,
+    require_integer,
+    require_one_of,
+    require_path,
+)
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource, Requirements, Skip, resolve_order
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
+BF16_BITS = "the bits of BF16 numbers"
 _warned: set[tuple[str, int, int]] = set()
 
 
@@ -61,6 +70,9 @@ class KTExperts:
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> None:
+        if not isinstance(packed, weights.LayerWeights):
+            raise ArgumentError("use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)")
+        require_one_of("exact", exact, (False, True))
         kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA
         slicing = packed.slicing
         self.method = packed.method
@@ -133,9 +145,17 @@ class KTExperts:
                     first needs it, or by load_missing, and then stays loaded
         Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
         """
-        if memory not in MEMORY:
-            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, not '{memory}'")
-        path = Path(path)
+        path = Path(require_path("path", path))
+        require_one_of("memory", memory, MEMORY)
+        layer = require_integer("layer", layer, 0)
+        for name, size in (
+            ("num_experts", num_experts),
+            ("hidden", hidden),
+            ("intermediate", intermediate),
+            ("parts", parts),
+        ):
+            if size is not None:
+                require_integer(name, size, 1)
         pool = pool or get_shared_pool()
         function = make_function(swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta)
         sizes = method, num_experts, hidden, intermediate, parts
@@ -182,6 +202,8 @@ class KTExperts:
         Raises KeyError for an unknown method, ValueError for inconsistent arrays, NonFinite for Inf or NaN,
         UnsupportedError for sizes that the method does not support.
         """
+        require_one_of("method", method, METHODS)
+        parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
         pool = pool or get_shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool, biases=biases)
         return cls(packed, pool=pool, exact=exact, order=order, function=function)
@@ -219,12 +241,12 @@ class KTExperts:
         Raises ValueError for inconsistent arrays or a missing norm, for the first such id, and after close(),
         MemoryError, ResourceError if a forked process cannot start threads, InputError if a mapped file cannot be read.
         """
-        out = np.empty(hidden.shape, np.uint16) if out is None else out
-        call = self._check_call(hidden, ids, weights, skip, out, strict_ids)
+        call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
-            if norm.factors.shape != (self.hidden,) or not 0 < norm.epsilon < float("inf"):
-                raise ValueError(f"norm must have {self.hidden} factors and an epsilon above 0")
-            call.norm = ffi.cast("float *", _address("norm", norm.factors, np.float32))
+            require_array("norm.factors", norm.factors, ("float32",), (self.hidden,))
+            if not 0 < norm.epsilon < float("inf"):
+                raise ArgumentError(f"norm.epsilon must be a number above 0, not {describe(norm.epsilon)}")
+            call.norm = ffi.cast("float *", _address(norm.factors))
             call.norm_epsilon = norm.epsilon
         self.forward_call(call)
         return out
@@ -234,7 +256,8 @@ class KTExperts:
     ) -> Job:
         """Start a forward in the background, after all earlier jobs of the same pool."""
         arrays = hidden, ids, weights, skip, out
-        job = self.make_job(self._check_call(*arrays, strict_ids), arrays)
+        call, _ = self._check_call(*arrays, strict_ids)
+        job = self.make_job(call, arrays)
         job.submit()
         return job
 
@@ -250,10 +273,9 @@ class KTExperts:
     def make_call(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """Return a call by addresses (skip: 0 for none) of checked arrays.
 
-        Raises ValueError for too many experts per token.
+        Raises ArgumentError for no expert per token, and for too many.
         """
-        if topk > lib.KTQ_MAX_TOPK:
-            raise ValueError(f"{topk} experts per token exceed the limit of {lib.KTQ_MAX_TOPK}")
+        require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
@@ -314,6 +336,13 @@ class KTExperts:
         """Release the weights: no new forward can start. The last job that uses them frees them."""
         self._memory = self._missing = None
 
+    def __repr__(self) -> str:
+        """Return path, method and sizes."""
+        names = ("layer", "method", "num_experts", "hidden", "intermediate", "parts")
+        values = {"path": self.source and str(self.source), **{name: getattr(self, name) for name in names}}
+        state = "" if self._memory else ", closed"
+        return f"KTExperts({', '.join(f'{name}={value!r}' for name, value in values.items())}{state})"
+
     def __copy__(self) -> KTExperts:
         """Return experts that share the read-only weights and threads, and are closed separately."""
         copied = object.__new__(type(self))
@@ -347,35 +376,34 @@ class KTExperts:
         packed.check_reads()
         del memory
 
-    def _check_call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16, strict_ids: bool) -> Any:
-        """Check the arrays of a forward and return a call. Raises ValueError."""
-        if hidden.ndim != 2 or hidden.shape[1] != self.hidden:
-            raise ValueError(f"hidden must have shape (tokens, {self.hidden}), not {hidden.shape}")
+    def _check_call(
+        self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16 | None, strict_ids: bool
+    ) -> tuple[Any, U16]:
+        """Check the arrays of a forward; return a call and its output, by default a new array. Raises ArgumentError."""
+        require_array("hidden", hidden, ("uint16",), ("tokens", self.hidden), BF16_BITS)
         tokens = len(hidden)
-        if ids.ndim != 2 or len(ids) != tokens or not ids.shape[1]:
-            raise ValueError(f"ids must have shape ({tokens}, experts per token), not {ids.shape}")
-        if weights.shape != ids.shape:
-            raise ValueError(f"weights must have the shape of ids, {ids.shape}, not {weights.shape}")
-        if out.shape != hidden.shape:
-            raise ValueError(f"out must have the shape of hidden, {hidden.shape}, not {out.shape}")
-        if skip is not None and skip.shape != (self.num_experts,):
-            raise ValueError(f"skip must have shape ({self.num_experts},), not {skip.shape}")
-        addresses = (
-            _address("hidden", hidden, np.uint16),
-            _address("ids", ids, np.int64),
-            _address("weights", weights, np.float32),
-            0 if skip is None else _address("skip", skip.view(np.uint8), np.uint8),
-            _address("out", out, np.uint16, writable=True),
-        )
+        require_array("ids", ids, ("int64",), (tokens, "experts per token"))
+        require_array("weights", weights, ("float32",), ids.shape, "the shape of ids")
+        if skip is not None:
+            require_array("skip", skip, ("bool", "uint8"), (self.num_experts,))
+        if out is None:
+            out = np.empty_like(hidden)
+        require_array("out", out, ("uint16",), hidden.shape, "the shape of hidden")
+        if not out.flags.writeable:
+            raise ArgumentError("out must be writable")
         if strict_ids and (invalid := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
             token, column = invalid[0].tolist()
             problem = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
-            raise ValueError(f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}")
+            raise ArgumentError(
+                f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}"
+            )
         if self.packed.missing:
             unused = np.ones(self.num_experts, np.bool_)
             unused[ids[(ids >= 0) & (ids < self.num_experts)]] = False
             self.load_missing(unused if skip is None else unused | (skip != 0))
-        return self.make_call(tokens, ids.shape[1], *addresses)
+        marks = 0 if skip is None else _address(skip)
+        addresses = _address(hidden), _address(ids), _address(weights), marks, _address(out)
+        return self.make_call(tokens, ids.shape[1], *addresses), out
 
 
 class MissingExperts:
@@ -452,12 +480,12 @@ def make_function(
     """
     constants = dict(zip(CONSTANTS, (swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta), strict=True))
     for name, value in constants.items():
-        if not 0.0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+        if not isinstance(value, numbers.Real) or not 0 <= value < float("inf"):
+            raise ArgumentError(f"{name} must be a finite number of at least 0, not {describe(value)}")
     if (situ_linear_beta and not situ_beta) or (situ_beta and (swiglu_limit or swiglu_alpha)):
         given = ", ".join(f"{name}={value:g}" for name, value in constants.items() if value)
         rule = "give situ_beta with or without situ_linear_beta, or swiglu_limit with or without swiglu_alpha"
-        raise ValueError(f"{given} belong to no activation; {rule}")
+        raise ArgumentError(f"{given} belong to no activation; {rule}")
     if situ_beta:
         return ExpertFunction("softcap", alpha=situ_beta, beta=situ_linear_beta)
     if not swiglu_limit and not swiglu_alpha:
@@ -500,10 +528,5 @@ def _report_slice_count(path: str, have: int, required: int, strict: bool) -> No
         warnings.warn(message, stacklevel=3)
 
 
-def _address(name: str, array: Array, dtype: type[np.generic], writable: bool = False) -> int:
-    if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
-        actual = f"{array.dtype} with strides {array.strides}"
-        raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")
-    if writable and not array.flags.writeable:
-        raise ValueError(f"{name} must be writable")
+def _address(array: Array) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))

@@ -24,7 +24,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.config import QUANT_METHOD
+from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
+from ktconvert.native_quant.runtime.arguments import require_integer, require_one_of, require_path
+from ktconvert.native_quant.runtime.converted_experts import MEMORY
 from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
@@ -49,7 +52,7 @@ class KTConvertConfig(QuantizationConfigMixin):
     num_gpu_experts   instead of a mask: the first num_gpu_experts experts of each layer
     gpu_experts       the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that is
                       loaded
-    Raises UsageError for conflicting options.
+    Raises ArgumentError for invalid values, UsageError for conflicting ones. from_pretrained checks the files.
     """
 
     def __init__(
@@ -63,18 +66,22 @@ class KTConvertConfig(QuantizationConfigMixin):
         num_gpu_experts: int | None = None,
         quant_method: str = NAME,
     ) -> None:
+        require_one_of("quant_method", quant_method, (NAME, QUANT_METHOD))
+        require_one_of("exact", exact, (False, True))
+        require_one_of("memory", memory, MEMORY)
         hot_experts.check_choice(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
             remedy = "select experts with gpu_experts_mask or num_gpu_experts"
             raise UsageError(f"gpu_experts is set, but no experts are selected; {remedy}")
         self.quant_method = quant_method  # type: ignore[assignment]
-        self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
-        self.exact, self.threads, self.memory = exact, threads, memory
-        self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
-        # A JSON value, since transformers writes configs as JSON.
-        mask: Any = gpu_experts_mask.tolist() if isinstance(gpu_experts_mask, torch.Tensor) else gpu_experts_mask
-        self.gpu_experts_mask: Any = os.fspath(mask) if isinstance(mask, os.PathLike) else mask
-        self.num_gpu_experts = num_gpu_experts
+        self.exact, self.memory = exact, memory
+        # JSON values, since transformers writes configs as JSON.
+        self.threads = None if threads is None else require_integer("threads", threads, 1, lib.KTQ_POOL_THREADS)
+        self.cpu_weights = None if cpu_weights is None else require_path("cpu_weights", cpu_weights)
+        self.gpu_experts = None if gpu_experts is None else require_path("gpu_experts", gpu_experts)
+        self.gpu_experts_mask = None if gpu_experts_mask is None else hot_experts.parse_mask(gpu_experts_mask)
+        count = num_gpu_experts
+        self.num_gpu_experts = None if count is None else require_integer("num_gpu_experts", count, 0)
 
 
 @register_quantizer(NAME)

@@ -14,10 +14,12 @@ import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import function_by_config
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
+from ktconvert.native_quant.runtime.arguments import describe, require_integer
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
 from ktconvert.native_quant.runtime.experts import KTExperts, make_function
 from ktconvert.native_quant.runtime.layer_forwards import (
@@ -25,6 +27,7 @@ from ktconvert.native_quant.runtime.layer_forwards import (
     ModelMember,
     StreamForward,
     WrappedLayer,
+    is_on_gpu,
     split_immediate,
 )
 from ktconvert.native_quant.runtime.methods import METHODS
@@ -71,7 +74,7 @@ class KTMoEWrapper:
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
     rejects files with a different threadpool_count; `memory` is that of KTExperts.load.
 
-    Raises ValueError for an invalid mode, method or size, NotImplementedError for an unsupported method of kt-kernel.
+    Raises ArgumentError for invalid arguments, NotImplementedError for an unsupported method of kt-kernel.
     """
 
     exact: ClassVar[bool] = False
@@ -140,6 +143,13 @@ class KTMoEWrapper:
         self._member = ModelMember(self.weight_path, layer_idx)
         self._writes: list[Job] = []
 
+    def __repr__(self) -> str:
+        """Return path, method and sizes."""
+        names = ("layer_idx", "method", "weight_path", "num_experts", "num_experts_per_tok")
+        names += ("hidden_size", "moe_intermediate_size", "threadpool_count")
+        state = "" if self.moe else ", no weights loaded"
+        return f"KTMoEWrapper({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}{state})"
+
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
         """The skipped experts, bool [num_experts] on the CPU. It may be modified and assigned."""
@@ -160,7 +170,7 @@ class KTMoEWrapper:
         """
         if self.cpu_save:
             remedy = "leave it out to load weights, or run `ktconvert cpu` to convert a checkpoint"
-            raise ValueError(f"cpu_save=True is only for load_weights_from_tensors; {remedy}")
+            raise ArgumentError(f"cpu_save=True is only for load_weights_from_tensors; {remedy}")
         experts = KTExperts.load(
             self.weight_path,
             self.layer_idx,
@@ -219,7 +229,9 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _load_options(self, physical_to_logical_map: torch.Tensor | None) -> dict[str, Any]:
-        order = None if physical_to_logical_map is None else np.asarray(physical_to_logical_map.cpu(), np.int64)
+        order: Any = physical_to_logical_map
+        if isinstance(order, torch.Tensor):
+            order = np.asarray(order.cpu(), np.int64)
         return {"pool": self._pool, "exact": self.exact, "order": order}
 
     def _install(self, experts: KTExperts) -> None:
@@ -242,7 +254,7 @@ class KTMoEWrapper:
     def _split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split ids [T, k], int64, into those to compute now and those to defer to the next layer (None: none).
 
-        Raises ValueError if select_deferred_experts returns tensors of a different shape.
+        Raises ArgumentError if select_deferred_experts returns tensors of a different shape.
         """
         deferred = self.max_deferred_experts_per_token or 0
         if deferred < 1:
@@ -251,7 +263,7 @@ class KTMoEWrapper:
         for part in parts:
             if part is not None and part.shape != ids.shape:
                 rule = f"must return two tensors of the shape of expert_ids, {tuple(ids.shape)}"
-                raise ValueError(f"select_deferred_experts {rule}, not {tuple(part.shape)}")
+                raise ArgumentError(f"select_deferred_experts {rule}, not {tuple(part.shape)}")
         # Deferred ids are read later, when the caller may have changed its own.
         now, later = (None if part is None else part.to(ids, copy=part is ids).contiguous() for part in parts)
         assert now is not None
@@ -272,7 +284,7 @@ class KTMoEWrapper:
         gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's current one) orders the
         work if hidden_states is on a GPU.
         """
-        if self._cpu is None or hidden_states.is_cuda:
+        if self._cpu is None or is_on_gpu(hidden_states):
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
             return self.sync_forward(hidden_states, cuda_stream)
         return self._cpu.forward(hidden_states, topk_ids, topk_weights, self._split)
@@ -283,7 +295,7 @@ class KTMoEWrapper:
         """Start a forward and return. The arguments are copied first (on the stream), so they may be modified."""
         self._require_loaded()
         assert self._cpu is not None and self._stream is not None
-        if hidden_states.is_cuda:
+        if is_on_gpu(hidden_states):
             self._stream.submit(hidden_states, topk_ids, topk_weights, self._split, cuda_stream)
         else:
             self._cpu.submit(hidden_states, topk_ids, topk_weights, self._split)
@@ -295,7 +307,9 @@ class KTMoEWrapper:
         """
         if self._cpu is None or self._stream is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
-        return self._stream.sync(hidden_states, cuda_stream) if hidden_states.is_cuda else self._cpu.sync(hidden_states)
+        if is_on_gpu(hidden_states):
+            return self._stream.sync(hidden_states, cuda_stream)
+        return self._cpu.sync(hidden_states)
 
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
@@ -364,11 +378,10 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     methods.check_method(arguments["mode"], arguments["method"])
     make_function(**{name: arguments[name] for name in CONSTANTS})
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
-    sizes = [arguments[name] for name in positive]
-    if min(sizes) < 1 or arguments["num_experts_per_tok"] > arguments["num_experts"]:
-        numbers = f"{', '.join(positive[:-1])} and {positive[-1]}"
-        rule = "must be positive and num_experts_per_tok at most num_experts"
-        raise ValueError(f"{numbers} {rule}, not {', '.join(map(str, sizes))}")
+    require_integer("layer_idx", arguments["layer_idx"], 0)
+    for name in positive:
+        require_integer(name, arguments[name], 1)
+    require_integer("num_experts_per_tok", arguments["num_experts_per_tok"], 1, arguments["num_experts"])
 
 
 def _make_sft_wrapper(arguments: Mapping[str, Any]) -> SftMoEWrapper:
@@ -384,12 +397,10 @@ def _copy_mask(mask: torch.Tensor | None, experts: int, num_gpu_experts: int) ->
     """Return a copy of the mask, bool [experts] on the CPU, which C reads at each forward and callers may modify."""
     copy = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
     if mask is _OMITTED:
-        if not isinstance(num_gpu_experts, int) or not 0 <= num_gpu_experts <= experts:
-            raise ValueError(f"num_gpu_experts must be 0 to {experts}, the number of experts, not {num_gpu_experts}")
-        copy[:num_gpu_experts] = True
+        copy[: require_integer("num_gpu_experts", num_gpu_experts, 0, experts)] = True
     elif mask is not None:
-        if tuple(mask.shape) != (experts,):
-            raise ValueError(f"gpu_experts_mask must have shape ({experts},), not {tuple(mask.shape)}")
+        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (experts,):
+            raise ArgumentError(f"gpu_experts_mask must be a bool tensor [{experts}], not {describe(mask)}")
         copy.copy_(mask)
     return copy
 
@@ -397,5 +408,5 @@ def _copy_mask(mask: torch.Tensor | None, experts: int, num_gpu_experts: int) ->
 def _get_pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
     nodes = machine.numa_nodes()[:count] if numa_nodes is None else parse_nodes(numa_nodes)
     if numa_nodes is not None and len(nodes) != count:
-        raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
+        raise ArgumentError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
     return get_shared_pool(threads, nodes)
