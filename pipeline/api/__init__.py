@@ -52,16 +52,7 @@ KTConvertConfig loads converted experts into a model of transformers:
 torch.Size([1, 3])
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ktconvert.functions import convert, plan, verify
-    from ktconvert.layouts.errors import KTConvertError
-    from ktconvert.native_quant import KTConvertConfig, KTExperts, KTMoEWrapper
-    from ktconvert.pipeline import __version__
+from importlib import import_module as _import_module
 
 __all__ = ["KTConvertConfig", "KTConvertError", "KTExperts", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
 
@@ -77,13 +68,12 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
-        return getattr(importlib.import_module(f"ktconvert.{_MODULES[name]}"), name)
+        return getattr(_import_module(f"ktconvert.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    from ktconvert.native_quant.runtime.required_packages import has_packages_of
-
+    has_packages_of = _import_module("ktconvert.native_quant.runtime.required_packages").has_packages_of
     return [name for name in __all__ if has_packages_of(name)]  # help() imports all of them
