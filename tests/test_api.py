@@ -153,6 +153,34 @@ def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert failed == 0 and tried > 10
 
 
+def test_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    """Each snippet of docs/how-to/use-from-python.md has its imports, and runs in a clone of the repository."""
+    pytest.importorskip("transformers")
+    (tmp_path / "examples").symlink_to(example.parent)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "how-to" / "use-from-python.md").read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for snippet in snippets:
+        exec(snippet, {})
+    assert len(snippets) > 4
+
+
+def test_documented_attributes_of_results_exist(tmp_path: Path, example: Path) -> None:
+    (plan,) = ktconvert.plan("cpu", example, tmp_path / "int8", quant_method="int8")
+    ktconvert.convert("cpu", example, tmp_path / "int8", quant_method="int8")
+    report = ktconvert.verify(tmp_path / "int8", against=example)
+    results = {"plan": plan, "unit of a plan": plan.units[0], "report": report, "check of a report": report.checks[0]}
+    results["entry of `errors`"] = report.errors[0]
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    tables = {
+        table[0]: table[1] for table in re.findall(r"^\| (.+) \| type \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    }
+    assert tables.keys() == results.keys()
+    for title, result in results.items():
+        names = re.findall(r"^\| `(\w+)` \|", tables[title], re.MULTILINE)
+        assert names and all(hasattr(result, name) for name in names), title
+
+
 def test_every_name_is_documented() -> None:
     assert ktconvert.__all__ == sorted(ktconvert.__all__)
     assert ktconvert.__all__ == dir(ktconvert)

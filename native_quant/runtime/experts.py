@@ -52,13 +52,28 @@ class OutputNorm(NamedTuple):
 
 
 class KTExperts:
-    """The routed experts of a layer, which compute the weighted sum of each token's experts.
+    """The routed experts of a layer, which compute the weighted sum of each token's experts with NumPy arrays.
 
     For x = hidden[t], out[t] = sum over j of weights[t, j] * down(f(gate x, up x)), with the matrices gate, up and down
-    of expert ids[t, j], and f the activation of an ExpertFunction.
+    of expert ids[t, j]. In most models, f(g, u) = silu(g) * u.
 
-    Create experts with load() or from_bf16(). They can be used from many threads; forwards on one pool run one after
-    the other.
+    >>> experts = KTExperts.load("model-int8", layer=0)
+    >>> out = experts.forward(hidden, ids, weights)
+
+    Create experts with load() or from_bf16(). They can be used from many threads; forwards on one pool of threads run
+    one after the other. In shapes, E is the number of experts, H the hidden size, I the intermediate size of an expert,
+    T the number of tokens, and k the number of experts per token. BF16 numbers are uint16 arrays of their bits; for a
+    BF16 tensor of torch, these are tensor.view(torch.uint16).numpy().
+
+    method        method of the weights, such as "AMXINT8"
+    layer         number of the layer
+    num_experts, hidden, intermediate
+                  E, H and I
+    parts         number of NUMA slices
+    source        absolute path of the weights; None if they are not from files
+    nbytes        bytes of the loaded weights
+    Only these attributes, and load, from_bf16, forward and close, are public. The other methods serve KTMoEWrapper and
+    KTConvertConfig, and may change.
     """
 
     def __init__(
@@ -126,6 +141,8 @@ class KTExperts:
     ) -> KTExperts:
         """Load one layer of a converted directory, ours or kt-kernel's, or of a checkpoint in a native format.
 
+        path        the directory, or a GGUF file
+        layer       number of the layer, from 0
         method, num_experts, hidden, intermediate
                     expected values; it is an error if the files differ
         parts       number of NUMA slices. A converted directory has a fixed number; a different one costs speed, which
@@ -135,6 +152,8 @@ class KTExperts:
                     "map": the files' pages, shared between processes, on arbitrary nodes, 8 to 12 % slower
                     "auto": copy if all layers, without skipped experts, fit into the available memory, else map
                     A checkpoint is always copied
+        pool        threads that compute; None: one thread for each physical core that this process may use
+        exact       whether to round as kt-kernel, bit for bit
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
                     constants of kt-kernel for files that do not record what the experts compute (make_function); if
@@ -143,7 +162,8 @@ class KTExperts:
                     checkpoint has no such files, and gradients use its weights
         skip        [E]: experts that are not loaded, as something else computes them. Each is loaded when a forward
                     first needs it, or by load_missing, and then stays loaded
-        Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
+        Raises ArgumentError for an invalid argument; UnsupportedError, InputError or VerificationError with a message
+        that names the file and the remedy.
         """
         path = Path(require_path("path", path))
         require_one_of("memory", memory, MEMORY)
@@ -194,13 +214,18 @@ class KTExperts:
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> KTExperts:
-        """Quantize experts on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
+        """Quantize experts in memory.
 
-        gate      None if experts have no gate, which `function` must say
-        biases    "gate", "up" and "down" -> [E, I], for down [E, H], as `function` must say; None if there are none
+        gate, up  uint16 [E, I, H], BF16 bits; gate is None if experts have no gate, which `function` must say
+        down      uint16 [E, H, I], BF16 bits
+        biases    "gate", "up" and "down" -> float32 [E, I], for down [E, H], as `function` must say; None: no biases
+        method    method of the weights, such as "AMXINT8"
+        parts     number of NUMA slices
+        function  what the experts compute; by default down(silu(gate x) * up x)
+        layer     number of the layer, for messages; pool, exact, order: as for load
 
-        Raises KeyError for an unknown method, ValueError for inconsistent arrays, NonFinite for Inf or NaN,
-        UnsupportedError for sizes that the method does not support.
+        Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
+        that the method does not support.
         """
         require_one_of("method", method, METHODS)
         parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
@@ -233,13 +258,19 @@ class KTExperts:
         strict_ids: bool = False,
         norm: OutputNorm | None = None,
     ) -> U16:
-        """Compute out [T, H], BF16 bits, from hidden [T, H], BF16 bits, ids [T, k] and weights [T, k].
+        """Return the weighted sum of each token's experts, uint16 [T, H], BF16 bits.
 
-        Ids outside 0 .. E-1 and ids that are marked in skip [E] add nothing; a token with only such ids gives zeros.
-        strict_ids: ids outside 0 .. E-1 are errors.
-        norm: the norm of each expert's output, which functions with output_norm need.
-        Raises ValueError for inconsistent arrays or a missing norm, for the first such id, and after close(),
-        MemoryError, ResourceError if a forked process cannot start threads, InputError if a mapped file cannot be read.
+        hidden      uint16 [T, H], BF16 bits
+        ids         int64 [T, k]: the experts of each token. Ids outside 0 .. E-1 add nothing; a token with only such
+                    ids gives zeros
+        weights     float32 [T, k]: the factor of each expert
+        skip        bool or uint8 [E]: marked experts add nothing
+        out         uint16 [T, H]: array for the result; None: a new one
+        strict_ids  whether ids outside 0 .. E-1 are errors
+        norm        the norm of each expert's output, if the experts need one
+        All arrays must be contiguous. Raises ArgumentError for any other array, and for the first wrong id if
+        strict_ids; ValueError for a missing norm, and after close(); MemoryError; ResourceError if a forked process
+        cannot start threads; InputError if a mapped file cannot be read.
         """
         call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:

@@ -40,18 +40,22 @@ from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, Sto
 
 @register_quantization_config(NAME)
 class KTConvertConfig(QuantizationConfigMixin):
-    """Source and computation of the routed experts.
+    """Source and computation of the routed experts of a model, for from_pretrained of transformers.
+
+    >>> config = KTConvertConfig(cpu_weights="model-int8")
+    >>> model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
 
     cpu_weights       converted weights, or a checkpoint whose experts are computed without conversion; None: the model
                       that is loaded
     exact             use kt-kernel's rounding, bit for bit
     threads           number of threads for the experts; None: the physical cores that this process may use
-    memory            as for KTExperts.load
+    memory            "copy": a copy in memory; "map": the pages of the files; "auto": copy if it fits into memory
     gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
                       or a safetensors file with a tensor of this name
     num_gpu_experts   instead of a mask: the first num_gpu_experts experts of each layer
     gpu_experts       the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that is
                       loaded
+    quant_method      the name under which transformers finds this class
     Raises ArgumentError for invalid values, UsageError for conflicting ones. from_pretrained checks the files.
     """
 

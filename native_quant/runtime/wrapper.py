@@ -53,6 +53,19 @@ _REQUIRED: Any = _Default.REQUIRED
 class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
+    >>> experts = KTMoEWrapper(
+    ...     layer_idx=0, num_experts=8, num_experts_per_tok=2, hidden_size=256, moe_intermediate_size=256,
+    ...     gpu_experts_mask=None, cpuinfer_threads=4, threadpool_count=1, weight_path="model-int8",
+    ...     chunked_prefill_size=512, method="AMXINT8",
+    ... )
+    >>> experts.load_weights()
+    >>> out = experts.forward(hidden_states, topk_ids, topk_weights)
+
+    In the signature, `required` stands for an argument without a default.
+
+    layer_idx         number of the layer, from 0
+    num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
+                      sizes of the layer: experts, experts per token, columns of the hidden states, rows of gate and up
     gpu_experts_mask  bool [num_experts]: experts that the GPU computes, and this class skips. None: skip no expert.
                       Omitted: skip the first num_gpu_experts, as in kt-kernel before 0.6
     cpuinfer_threads  number of threads; wrappers with the same number and nodes share them
@@ -62,12 +75,12 @@ class KTMoEWrapper:
     weight_path       converted weights, or a checkpoint that the method reads; with cpu_save the directory to write
     cpu_save          whether load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token
-                      see layer_forwards.py
-    method            a row of methods.METHODS; rows without an encoding only read checkpoints
+                      number of experts per token whose result the next layer adds; None: 0
+    method            a method of docs/reference/methods.md, such as "AMXINT8"
     swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
                       constants of the activation, as for KTExperts.load. 0: what weight_path records, as sglang-kt also
                       passes 0 for a model with a limit
-    mode              "inference", or "sft" to create an SftMoEWrapper (sft.py)
+    mode              "inference", or "sft" for the class that trains
     Inference accepts and ignores chunked_prefill_size, the arguments for training, and cold_only_cpu_experts, by which
     forks ask not to load the experts of the GPU, as load_weights never does.
 
@@ -166,7 +179,9 @@ class KTMoEWrapper:
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
 
-        Raises ktconvert.layouts.errors.*, with file and remedy, if the files do not match the arguments.
+        physical_to_logical_map_cpu  integers [num_experts]; None: each expert has its own number
+
+        Raises KTConvertError, with file and remedy, if the files do not match the arguments.
         """
         if self.cpu_save:
             remedy = "leave it out to load weights, or run `ktconvert cpu` to convert a checkpoint"
@@ -202,7 +217,8 @@ class KTMoEWrapper:
 
         Expert p computes with expert map[p] of the tensors; files have the tensors' order (kt-kernel 0.7.2 fills its
         buffers by map[p]). A config.json in weight_path tells what the experts compute. Raises NotImplementedError for
-        a method whose weights exist only in checkpoints, as kt-kernel does, and errors of Requirements.choose_function.
+        a method whose weights exist only in checkpoints, as kt-kernel does, ArgumentError for wrong shapes, and
+        UnsupportedError if config.json contradicts the arguments.
 
         kt-kernel has no biases, [E, I], for down [E, H], and no experts without a gate: gate_proj None.
         """
@@ -280,9 +296,13 @@ class KTMoEWrapper:
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts: a new tensor of hidden_states' shape, dtype and device.
 
-        hidden_states [..., hidden_size]; topk_ids, topk_weights [..., k]. Ids outside 0 .. num_experts-1 or in
-        gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's current one) orders the
-        work if hidden_states is on a GPU.
+        hidden_states  floating-point [..., hidden_size], on the CPU or a GPU; rounded to BF16
+        topk_ids       integers [..., k]: the experts of each token. Ids outside 0 .. num_experts-1 or in
+                       gpu_experts_mask add nothing
+        topk_weights   floating-point [..., k]: the factor of each expert
+        cuda_stream    number of the stream that orders the work, or a torch stream, if hidden_states is on a GPU;
+                       None: torch's current one
+        Raises ArgumentError for other tensors, and RuntimeError before weights are loaded.
         """
         if self._cpu is None or is_on_gpu(hidden_states):
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
@@ -314,7 +334,7 @@ class KTMoEWrapper:
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split expert_ids into (immediate, deferred), each with -1 for experts of the other (layer_forwards.py).
+        """Split expert_ids into (immediate, deferred), each with -1 for experts of the other.
 
         A program may assign a function with the same arguments and results to a wrapper.
         """
@@ -351,7 +371,7 @@ class KTMoEWrapper:
         """Start to write an expert's weights, cut for gpu_tp_count ranks, for SGLang's prefill on GPUs, and return.
 
         Pointers: an address for each rank, of memory that must live until sync_write_weight_scale_to_buffer has
-        returned (gpu_buffers.py). Raises errors of gpu_buffers.write, and RuntimeError before weights are loaded.
+        returned. Raises ValueError for invalid arguments, and RuntimeError before weights are loaded.
         """
         experts = self._require_loaded()
         buffers = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
