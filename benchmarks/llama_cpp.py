@@ -32,7 +32,7 @@ import numpy as np
 from blocks import random_blocks
 
 from ktconvert.native_quant.matrix import GGML
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 
 SHAPE = mixtures.SHAPES["qwen3"]
@@ -62,7 +62,7 @@ def main() -> None:
             models = [Path(folder) / f"{name}-{experts}.gguf" for experts in ("experts", "tiny")]
             for path in models:
                 write_model(path, name, experts=path == models[0])
-            layers = [Experts.load(models[0], layer, memory="copy", pool=pool) for layer in range(LAYERS)]
+            layers = [KTExperts.load(models[0], layer, memory="copy", pool=pool) for layer in range(LAYERS)]
             for tokens in options.tokens:
                 batch = mixtures.make_batch(Path(folder), SHAPE, tokens, "balanced").folder
                 inputs = [np.load(batch / f"{what}.npy") for what in ("hidden", "ids", "weights")]
@@ -103,7 +103,7 @@ def run_llama_bench(program: Path, model: Path, tokens: int, threads: int, *more
     return min(row["samples_ns"]) / 1e9 / (STEPS if tokens == 1 else 1)
 
 
-def time_layers(layers: list[Experts], inputs: list[Any]) -> float:
+def time_layers(layers: list[KTExperts], inputs: list[Any]) -> float:
     """Return the seconds of a layer: the median of calls for a quarter of a second, or of three calls."""
     out = np.empty_like(inputs[0][0])
     walls: list[float] = []

@@ -31,7 +31,7 @@ import mixtures
 import numpy as np
 
 from ktconvert.native_quant.runtime.converted_experts import open_converted
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -80,7 +80,7 @@ def write_weights(scratch: Path, layers: int) -> Path:
     """Write the converted layers and return their directory."""
     mixtures.write_source(scratch, SHAPE)
     tensors = [np.load(scratch / f"{name}.npy") for name in mixtures.PROJECTIONS]
-    with Experts.from_bf16(*tensors) as experts:
+    with KTExperts.from_bf16(*tensors) as experts:
         experts.save(scratch / "loose")
     mixtures.merge_layers(scratch / "loose", scratch / "int4", layers)
     shutil.rmtree(scratch / "loose")
@@ -127,9 +127,9 @@ def decode(path: str, limit: int, requested: bool, tokens: int, threads: int) ->
         forget_pages(file)
     with limit_memory(limit):
         pool = Pool(threads)
-        layers = [Experts.load(path, layer, memory="map", pool=pool) for layer in open_converted(Path(path)).layers]
+        layers = [KTExperts.load(path, layer, memory="map", pool=pool) for layer in open_converted(Path(path)).layers]
         if not requested:
-            layers = [Experts(replace(layer.packed, read_ahead=False), pool=pool) for layer in layers]
+            layers = [KTExperts(replace(layer.packed, read_ahead=False), pool=pool) for layer in layers]
         rng = np.random.default_rng(0)
         hidden = (rng.standard_normal((1, SHAPE.hidden), np.float32).view(np.uint32) >> 16).astype(np.uint16)
         weights = np.full((1, mixtures.TOPK), 1 / mixtures.TOPK, np.float32)

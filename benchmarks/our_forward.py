@@ -17,7 +17,7 @@ from state import LIBRARY, Detector
 from turns import serve, tasks, time_calls, touch_memory
 
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 
 
@@ -30,7 +30,7 @@ class Ours:
         self.pool = Pool(threads)
         self.helpers = [task for task in tasks() if task not in earlier]
         self.detector: Detector | None = None
-        self.layers: list[Experts] = []
+        self.layers: list[KTExperts] = []
         self.inputs: tuple[Any, Any, Any] = (None, None, None)
         self.out: Any = None
         self.ceilings: Ceilings | None = None
@@ -41,7 +41,7 @@ class Ours:
 
     def quantize(self, source: str, method: str, out: str) -> None:
         """Write the loose files of layer 0."""
-        with Experts.from_bf16(*_source(source), method=method, pool=self.pool) as experts:
+        with KTExperts.from_bf16(*_source(source), method=method, pool=self.pool) as experts:
             experts.save(out)
 
     def load_source(self, source: str, method: str, scratch: str) -> dict[str, float]:
@@ -49,7 +49,7 @@ class Ours:
         tensors = _source(source)
         touch_memory(2 * sum(tensor.nbytes for tensor in tensors))
         start, cpu = time.perf_counter(), time.process_time()
-        with Experts.from_bf16(*tensors, method=method, pool=self.pool) as experts:
+        with KTExperts.from_bf16(*tensors, method=method, pool=self.pool) as experts:
             wall, cpu = time.perf_counter() - start, time.process_time() - cpu
             experts.save(scratch)
         return {"unsaved": wall, "unsaved_cpu": cpu, "saved": time.perf_counter() - start}
@@ -59,7 +59,7 @@ class Ours:
         self.detector = Detector(self.scratch / LIBRARY, self.helpers, caller_computes=True)
         options: dict[str, Any] = {"method": method, "memory": memory, "pool": self.pool}
         self.layers = [
-            Experts.load(
+            KTExperts.load(
                 folder,
                 layer,
                 num_experts=shape["experts"],
@@ -106,7 +106,7 @@ class Ours:
         """Return the INT8 operations per second of this machine."""
         return self._ceilings().operations()
 
-    def _forward(self, experts: Experts, variant: int) -> None:
+    def _forward(self, experts: KTExperts, variant: int) -> None:
         hidden, ids, weights = self.inputs
         v = variant % len(hidden)
         experts.forward(hidden[v], ids[v], weights[v], out=self.out)

@@ -56,8 +56,16 @@ class KTConvertError(Exception):
         return other
 
 
+class MissingPackageError(KTConvertError, ImportError):
+    """An optional package that is not installed; the message has the command that installs it."""
+
+
 class UsageError(KTConvertError, exit_code=2):
     """Options that cannot be understood or do not go together."""
+
+
+class ArgumentError(UsageError, ValueError):
+    """An argument of a Python call that has the wrong type, dtype, shape or value."""
 
 
 class UnsupportedError(KTConvertError, exit_code=3):

@@ -10,15 +10,21 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ktconvert.layouts.errors import KTConvertError
+from ktconvert.layouts.errors import MissingPackageError
 
 PACKAGE = "ktconvert"
 
 
 def require_packages(feature: str, packages: Sequence[str], extra: str) -> None:
-    """Raise KTConvertError, which names the command that installs the extra, if `feature` lacks one of the packages."""
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise KTConvertError(f"{feature} needs {', '.join(missing)}, not installed here: `{install_command(extra)}`")
+    """Raise MissingPackageError, with the command that installs the extra, if `feature` lacks one of the packages."""
+    if missing := find_missing(packages):
+        problem = f"{feature} needs {', '.join(missing)}, not installed here"
+        raise MissingPackageError(f"{problem}: `{install_command(extra)}`")
+
+
+def find_missing(packages: Sequence[str]) -> list[str]:
+    """Return the packages that are not installed."""
+    return [name for name in packages if find_spec(name) is None]
 
 
 def install_command(extra: str) -> str:

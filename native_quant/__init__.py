@@ -1,7 +1,7 @@
 """The fast part of ktconvert: C kernels that convert weights, and the runtime that computes with converted experts.
 
 KTMoEWrapper replaces kt_kernel's class of that name, KTConvertConfig is passed to transformers' from_pretrained, and
-both are built on Experts. Names are imported on first use: Experts needs only NumPy, KTMoEWrapper needs torch,
+both are built on KTExperts. Names are imported on first use: KTExperts needs only NumPy, KTMoEWrapper needs torch,
 KTConvertConfig transformers.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ktconvert.native_quant import machine  # noqa: F401  looks at the CPUs before torch binds the thread
 
 if TYPE_CHECKING:
-    from ktconvert.native_quant.runtime.experts import Experts as Experts
+    from ktconvert.native_quant.runtime.experts import KTExperts as KTExperts
     from ktconvert.native_quant.runtime.hf import KTConvertConfig as KTConvertConfig
     from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks as generate_gpu_experts_masks
     from ktconvert.native_quant.runtime.install import install_as_kt_kernel as install_as_kt_kernel
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     __cpu_variant__: str
 
 _MODULES = {
-    "Experts": "experts",
+    "KTExperts": "experts",
     "KTConvertConfig": "hf",
     "KTMoEWrapper": "wrapper",
     "generate_gpu_experts_masks": "install",
@@ -36,15 +36,14 @@ __all__ = [*_MODULES, *_FUNCTIONS]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "KTConvertConfig":  # before transformers is imported: an older one lacks what it subclasses
-        from ktconvert.native_quant.runtime import transformers_version
-
-        transformers_version.check_version(functools.partial(warnings.warn, stacklevel=3))
     if name in _FUNCTIONS:
         from ktconvert.native_quant.runtime import install
 
         return getattr(install, _FUNCTIONS[name])()
     if name in _MODULES:
+        from ktconvert.native_quant.runtime.required_packages import require_packages_of
+
+        require_packages_of(name, functools.partial(warnings.warn, stacklevel=4))
         return getattr(importlib.import_module(f"ktconvert.native_quant.runtime.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -12,7 +12,7 @@ import pytest
 import ktconvert.native_quant
 from ktconvert.layouts.checkpoints.expert_function import ACTIVATIONS, ExpertFunction
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
+from ktconvert.native_quant.runtime.experts import KTExperts, OutputNorm
 from ktconvert.native_quant.runtime.hot_experts import compute_activation
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import isas
@@ -152,14 +152,14 @@ def test_outputs_are_normalized_before_they_are_weighted(method: str, parts: int
     for threads in (1, 3):
         pool = Pool(threads, numa_nodes=[0])
         settings: Any = {"method": method, "parts": parts, "function": function, "pool": pool}
-        with Experts.from_bf16(gate, up, down, **settings) as experts:
+        with KTExperts.from_bf16(gate, up, down, **settings) as experts:
             results.append(experts.forward(hidden, ids, weights, norm=norm))
             ones = np.ones((33, 1), np.float32)
             each = [from_bits(experts.forward(hidden, ids[:, [j]], ones, norm=norm)) for j in range(3)]
             with pytest.raises(ValueError, match="norm of their output; give forward the norm"):
                 experts.forward(hidden, ids, weights)
     np.testing.assert_array_equal(*results)
-    plain = Experts.from_bf16(gate, up, down, method=method, parts=parts)
+    plain = KTExperts.from_bf16(gate, up, down, method=method, parts=parts)
     expected = np.zeros((33, 128))
     for j in range(3):
         z = from_bits(plain.forward(hidden, ids[:, [j]], ones)) * norm.factors

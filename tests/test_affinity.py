@@ -40,7 +40,7 @@ def print_cpus(threads, *more):
 TWO_NODES = """
 import numpy as np
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 for function in (machine.numa_nodes, machine.node_cpus, machine.core_cpus):
     function.__defaults__ = (Path(sys.argv[1]), None)
@@ -48,7 +48,7 @@ rng = np.random.default_rng(0)
 bf16 = lambda *shape: (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 layer = bf16(8, 256, 256), bf16(8, 256, 256), bf16(8, 256, 256)
 call = bf16(16, 256), rng.integers(0, 8, (16, 4)), rng.random((16, 4), np.float32)
-expected = Experts.from_bf16(*layer, parts=2, pool=Pool(1)).forward(*call)
+expected = KTExperts.from_bf16(*layer, parts=2, pool=Pool(1)).forward(*call)
 """
 
 
@@ -168,7 +168,7 @@ def test_more_threads_than_cores_stay_on_their_node(tmp_path: Path) -> None:
 def test_caller_runs_on_its_node_during_a_forward(two_nodes: Path) -> None:
     """The caller gets its own CPUs back afterwards. If it is bound to a CPU of a different node, it stays there."""
     script = f"""
-experts = Experts.from_bf16(*layer, parts=2, pool=Pool(2))
+experts = KTExperts.from_bf16(*layer, parts=2, pool=Pool(2))
 seen, going, looks = set(), True, 0
 def watch():
     global looks
@@ -205,7 +205,7 @@ print(json.dumps([({SECOND},) in seen_unbound, sorted(seen_bound), cpus_of(0)]))
 def test_moved_threads_return_between_forwards(two_nodes: Path) -> None:
     script = f"""
 workers = new_threads(lambda: Pool([1, 2]))
-experts = Experts.from_bf16(*layer, parts=2, pool=pool)
+experts = KTExperts.from_bf16(*layer, parts=2, pool=pool)
 begin = [cpus_of(thread) for thread in workers]
 shown = [begin]
 for allowed in ("{FIRST},{SECOND}", "{SECOND}", "{FIRST},{SECOND}"):
@@ -231,7 +231,7 @@ import ctypes, signal
 libc = ctypes.CDLL(None)
 libc.signal.argtypes = ctypes.c_int, ctypes.c_void_p
 worker = int(new_threads(lambda: Pool([2, 1]))[-1])
-experts = Experts.from_bf16(*layer, parts=2, pool=pool)
+experts = KTExperts.from_bf16(*layer, parts=2, pool=pool)
 def caught():
     text = Path(f"/proc/self/task/{worker}/status").read_text()
     blocked = next(line.split()[1] for line in text.splitlines() if line.startswith("SigBlk"))

@@ -1,113 +1,110 @@
 """Tests of the public names of `import ktconvert`. Each example of its docstring runs.
 
-`python tests/test_api.py` writes the generated types of keyword arguments, pipeline/options/arguments.py.
+`python tests/test_api.py` writes the generated types of the public names, pipeline/api/__init__.pyi.
 """
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib.metadata
 import importlib.resources
 import inspect
+import json
+import os
 import pydoc
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_overloads
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
 import ktconvert
-from ktconvert.layouts.errors import UsageError
+from ktconvert.functions import list_parameters
+from ktconvert.layouts.errors import ArgumentError, MissingPackageError, UsageError
+from ktconvert.layouts.extras import install_command
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
-from ktconvert.pipeline.options.declare import REQUIRED, Option, OptionField, Options, option_fields
-from ktconvert.pipeline.options.option_groups import Reporting
 from ktconvert.pipeline.options.queries import VerifyOptions
-from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
 from rig import conversion
+from rig.absent import hide_package
 
 ROOT = Path(__file__).resolve().parents[1]
-ARGUMENTS = ROOT / "pipeline" / "options" / "arguments.py"
-COMMAND_LINE_ONLY = {"executor", "executor_timeout", "dry_run"}  # Python passes an Executor, and plan is a dry run
-# Options of verify that its function has not: it returns the report, and the output is its first argument
-PRINTING = {"output", "report", "run", *(each.name for each in option_fields(Reporting))}
-HEAD = '''"""Types of the keyword arguments of ktconvert.plan, ktconvert.convert and ktconvert.verify.
+STUB = ROOT / "pipeline" / "api" / "__init__.pyi"
+HEAD = '''"""Types of the public names, for editors and type checkers.
 
 Written by `python tests/test_api.py` from the declarations of the options; do not edit.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from os import PathLike
-from typing import Literal, Required, TypeAlias, TypedDict, TypeVar
+from pathlib import Path
+from typing import Literal, overload
 
-Word = TypeVar("Word")
-OneOrSeveral: TypeAlias = Word | Sequence[Word]  # several words make several outputs
+from ktconvert.layouts.errors import KTConvertError as KTConvertError
+from ktconvert.native_quant.runtime.experts import KTExperts as KTExperts
+from ktconvert.native_quant.runtime.hf import KTConvertConfig as KTConvertConfig
+from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper as KTMoEWrapper
+from ktconvert.pipeline import __version__ as __version__
+from ktconvert.pipeline.engine.plan import Plan
+from ktconvert.pipeline.verify.verify import Report
+
 '''
+RUNNING = (
+    "executor: Executor | None = None",
+    "progress: Callable[[int, int], object] | None = None",
+)
 
 
-def argument_type(option_field: OptionField) -> str:
-    """Return the annotation of an option's keyword argument."""
-    if words := getattr(option_field.click_type, "choices", ()):
-        return write_choice(option_field, words)
-    if option_field.value_type is Path or isinstance(option_field.click_type, PathOrHubId):
-        text = "str | PathLike[str]"
-    elif option_field.value_type is tuple:
-        text = f"Sequence[{get_args(option_field.annotation)[0].__name__}]"
-    else:
-        text = option_field.value_type.__name__
-    text += " | str" if isinstance(option_field.click_type, Size) else ""
-    text += " | None" if option_field.default is None else ""
-    return f"Required[{text}]" if option_field.default is REQUIRED else text
+def write_type(annotation: Any) -> str:
+    """Return the source of a type. Python's own functions write it differently in each version."""
+    arguments = get_args(annotation)
+    if isinstance(annotation, UnionType) or get_origin(annotation) is Union:
+        return " | ".join(map(write_type, arguments))
+    if get_origin(annotation) is Literal:
+        return f"Literal[{', '.join(map(json.dumps, arguments))}]"
+    if arguments:
+        return f"{get_origin(annotation).__name__}[{', '.join(map(write_type, arguments))}]"
+    return "None" if annotation is NoneType else str(annotation.__name__)
 
 
-def write_choice(option_field: OptionField, words: Sequence[str]) -> str:
-    """Return the annotation of a choice, as ruff formats it."""
-    items = [f'"{word}"' if option_field.value_type is str else word for word in words]
-    items += ["None"] if option_field.default is None else []
-    text = f"Literal[{', '.join(items)}]"
-    if len(text) > 100:
-        text = "\n".join(["Literal[", *(f"        {item}," for item in items), "    ]"])
-    return f"OneOrSeveral[{text}]" if isinstance(option_field.click_type, ChoiceList) else text
+def write_parameter(parameter: inspect.Parameter) -> str:
+    """Return the source of a parameter."""
+    text = f"{parameter.name}: {write_type(parameter.annotation)}"
+    if parameter.default is parameter.empty:
+        return text
+    return f"{text} = {json.dumps(parameter.default) if isinstance(parameter.default, str) else parameter.default}"
 
 
-def list_arguments(cls: type[Options], excluded: Collection[str] = COMMAND_LINE_ONLY) -> list[str]:
-    """Return the line of a TypedDict for each option of a command."""
-    return [
-        f"    {option_field.name}: {argument_type(option_field)}\n"
-        for option_field in option_fields(cls)
-        if isinstance(option_field.declaration, Option) and option_field.name not in excluded
-    ]
+def write_function(name: str, command: str, result: str, own: Sequence[str], options: Sequence[str]) -> str:
+    """Return the overload of a function for a command."""
+    title = (inspect.getdoc(getattr(ktconvert, name)) or "").splitlines()[0].replace("COMMAND", command)
+    words = [f'command: Literal["{command}"]', "/", *options[:2], "*", *own, *options[2:]]
+    lines = "".join(f"    {word},\n" for word in words)
+    return f'@overload\ndef {name}(\n{lines}) -> {result}:\n    """{title}"""\n'
 
 
-def write_arguments() -> str:
-    """Return the text of pipeline/options/arguments.py: a TypedDict for each command, and one for what all have."""
-    by_command = {command: list_arguments(cls) for command, cls in CONVERSION_OPTIONS.items()}
-    first, *others = by_command.values()
-    common = [line for line in first if all(line in lines for lines in others)]
-
-    def write_class(name: str, base: str, title: str, lines: list[str]) -> str:
-        return f'\n\nclass {name}({base}, total=False):\n    """{title}"""\n\n{"".join(lines)}'
-
-    text = HEAD + write_class("CommonArguments", "TypedDict", "Options of every command.", common)
-    for command, lines in by_command.items():
-        name = f"{CONVERSION_OPTIONS[command].__name__.removesuffix('Options')}Arguments"
-        own = [line for line in lines if line not in common]
-        text += write_class(name, "CommonArguments", f"Options of `ktconvert {command}`.", own)
-    checks = list_arguments(VerifyOptions, COMMAND_LINE_ONLY | PRINTING)
-    return text + write_class("VerifyArguments", "TypedDict", "Options of `ktconvert verify`.", checks)
+def write_stub() -> str:
+    """Return the text of pipeline/api/__init__.pyi."""
+    text = HEAD
+    for name, result, own in (("plan", "list[Plan]", ()), ("convert", "list[Path]", RUNNING)):
+        for command, cls in CONVERSION_OPTIONS.items():
+            options = [write_parameter(each) for each in list_parameters(cls).values()]
+            text += write_function(name, command, result, own, options) + "\n"
+    options = [write_parameter(each) for each in list_parameters(VerifyOptions).values()]
+    lines = "".join(f"    {word},\n" for word in (*options[:2], "*", *options[2:]))
+    title = (inspect.getdoc(ktconvert.verify) or "").splitlines()[0]
+    return text + f'def verify(\n{lines}) -> Report:\n    """{title}"""\n'
 
 
-def test_types_of_keyword_arguments_follow_from_the_options() -> None:
-    assert ARGUMENTS.read_text() == write_arguments(), "run `python tests/test_api.py`"
-    hints = get_overloads(ktconvert.plan), get_overloads(ktconvert.convert)
-    for overloads in hints:
-        assert [str(inspect.signature(each).parameters["command"].annotation) for each in overloads] == [
-            f"Literal[{command!r}]" for command in CONVERSION_OPTIONS
-        ]
+def test_the_stub_follows_from_the_options() -> None:
+    assert ast.dump(ast.parse(STUB.read_text())) == ast.dump(ast.parse(write_stub())), "run `python tests/test_api.py`"
+    imported = re.findall(r"import \w+ as (\w+)", STUB.read_text())
+    assert sorted([*imported, "plan", "convert", "verify"]) == ktconvert.__all__
 
 
 def test_plans_and_reports_print_a_few_lines(tmp_path: Path, example: Path) -> None:
@@ -139,7 +136,7 @@ def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     calls = ('ktconvert.convert("cpu", input="model", output="out", {})', 'ktconvert.verify("out", {})')
     options = ('quant_method="int8"', 'quant_methd="int8"', 'quant_method="int9"')
-    several = 'ktconvert.plan("cpu", input="model", output="out", quant_method=["int4", "int8"], max_memory="5GB")'
+    several = 'ktconvert.plan("cpu", "model", "out", quant_method=["int4", "int8"], max_memory="5GB")'
     program.write_text("\n".join(["import ktconvert", several, *(call.format(o) for o in options for call in calls)]))
     mypy = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", ROOT / ".mypy_cache", program]
     done = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT)
@@ -156,11 +153,70 @@ def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert failed == 0 and tried > 10
 
 
+def test_snippets_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
+    """Each snippet of docs/how-to/use-from-python.md has its imports, and runs in a clone of the repository."""
+    pytest.importorskip("transformers")
+    (tmp_path / "examples").symlink_to(example.parent)
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "how-to" / "use-from-python.md").read_text()
+    snippets = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    for snippet in snippets:
+        exec(snippet, {})
+    assert len(snippets) > 4
+
+
+def test_documented_attributes_of_results_exist(tmp_path: Path, example: Path) -> None:
+    (plan,) = ktconvert.plan("cpu", example, tmp_path / "int8", quant_method="int8")
+    ktconvert.convert("cpu", example, tmp_path / "int8", quant_method="int8")
+    report = ktconvert.verify(tmp_path / "int8", against=example)
+    results = {"plan": plan, "unit of a plan": plan.units[0], "report": report, "check of a report": report.checks[0]}
+    results["entry of `errors`"] = report.errors[0]
+    page = (ROOT / "docs" / "reference" / "python.md").read_text()
+    tables = {
+        table[0]: table[1] for table in re.findall(r"^\| (.+) \| type \|.*\n\|---.*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    }
+    assert tables.keys() == results.keys()
+    for title, result in results.items():
+        names = re.findall(r"^\| `(\w+)` \|", tables[title], re.MULTILINE)
+        assert names and all(hasattr(result, name) for name in names), title
+
+
 def test_every_name_is_documented() -> None:
     assert ktconvert.__all__ == sorted(ktconvert.__all__)
     assert ktconvert.__all__ == dir(ktconvert)
     for name in set(ktconvert.__all__) - {"__version__"}:
         assert getattr(ktconvert, name).__doc__, name
+
+
+@pytest.mark.parametrize(("name", "extra"), [("KTMoEWrapper", "torch"), ("KTConvertConfig", "run")])
+def test_without_torch_its_classes_raise_the_command_that_installs_it(name: str, extra: str, tmp_path: Path) -> None:
+    """Everything else works, also help()."""
+    program = f"import ktconvert, pydoc\npydoc.render_doc(ktconvert)\nktconvert.KTExperts\nfrom ktconvert import {name}"
+    environment = os.environ | hide_package("torch", tmp_path)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    message = f"ktconvert.{name} needs torch, not installed here: `{install_command(extra)}`."
+    assert done.stderr.splitlines()[-1] == f"ktconvert.layouts.errors.MissingPackageError: {message}"
+    assert issubclass(MissingPackageError, ImportError)
+
+
+WRONG_FIELDS: list[dict[str, Any]] = [
+    *({"threads": value} for value in (-1, 0, "4", 2.0, True, 10**6)),
+    *({"exact": value} for value in ("yes", 1)),
+    *({"memory": value} for value in ("fast", None)),
+    *({name: value} for name in ("cpu_weights", "gpu_experts") for value in (3, "")),
+    *({"num_gpu_experts": value} for value in (-1, "3")),
+    *({"gpu_experts_mask": value} for value in (3, [True], [], [[1, 0]], [[True], [True, False]])),
+    {"quant_method": "int8"},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_FIELDS, ids=str)
+def test_the_config_refuses_wrong_values_of_each_field(wrong: dict[str, Any]) -> None:
+    pytest.importorskip("transformers")
+    (name,) = wrong
+    selected = {"num_gpu_experts": 1} if name == "gpu_experts" else {}
+    with pytest.raises(ArgumentError, match=f"^{name} must be .*, not .*\\.$"):
+        ktconvert.KTConvertConfig(**wrong, **selected)
 
 
 def test_every_class_has_the_same_capitals() -> None:
@@ -169,8 +225,12 @@ def test_every_class_has_the_same_capitals() -> None:
 
 
 def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="unknown command 'convert'; choose one of cpu, "):
-        ktconvert.plan("convert")
+    with pytest.raises(UsageError, match="unknown command 'model'; begin with one of 'cpu', "):
+        ktconvert.plan("model", "out")  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="unknown option model; give input and output"):
+        ktconvert.convert("cpu", model="model")  # type: ignore[call-overload]
+    with pytest.raises(UsageError, match="unknown option bits; `ktconvert cpu --help-all` lists the options"):
+        ktconvert.convert("cpu", "model", "out", bits=8)  # type: ignore[call-overload]
     with pytest.raises(UsageError, match=r"unknown option ouput; did you mean output\?"):
         ktconvert.plan("cpu", input="model", ouput="out")
     with pytest.raises(UsageError, match=r"unknown option quant_methd; did you mean quant_method\?"):
@@ -179,10 +239,9 @@ def test_wrong_names_raise_a_clear_message(tmp_path: Path) -> None:
         ktconvert.verify(tmp_path, quant_method="int3")  # type: ignore[typeddict-item]
     with pytest.raises(UsageError, match="unknown option report"):  # it returns the report
         ktconvert.verify(tmp_path, report="page.html")  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match=r"convert: name the arguments after the first, as in output='out'"):
-        ktconvert.convert("model", "out")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match=r"verify: name the arguments after the first, as in against='model'"):
-        ktconvert.verify("out", "model")  # type: ignore[call-arg]
+    for wrong in ({"executor": 3}, {"progress": 3}):
+        with pytest.raises(UsageError, match=f"{next(iter(wrong))} must be a .*, not 3"):
+            ktconvert.convert("cpu", "model", "out", **wrong)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         ktconvert.nothing  # noqa: B018
 
@@ -223,12 +282,13 @@ def test_signatures_have_the_options_of_the_commands() -> None:
     """A default that differs between the commands is a dictionary."""
     for function, own in ((ktconvert.plan, {"command"}), (ktconvert.convert, {"command", "executor", "progress"})):
         parameters = inspect.signature(function).parameters
-        options = {line.split(":")[0].strip() for cls in CONVERSION_OPTIONS.values() for line in list_arguments(cls)}
-        assert parameters.keys() == own | options
+        options = {name for cls in CONVERSION_OPTIONS.values() for name in list_parameters(cls)}
+        assert parameters.keys() == own | options and list(parameters)[:3] == ["command", "input", "output"]
         assert parameters["quant_method"].default == {"cpu": "int4", "gpu": "GPTQ"}
         assert parameters["input"].default is inspect.Parameter.empty and parameters["overwrite"].default is False
         assert {"int4", "GPTQ"} <= {*re.findall(r"'(\w+)'", str(parameters["quant_method"].annotation))}
-    assert inspect.signature(ktconvert.verify).parameters.keys() >= {"output", "against", "full"}
+    parameters = inspect.signature(ktconvert.verify).parameters
+    assert list(parameters)[:2] == ["output", "against"] and "full" in parameters and "report" not in parameters
     assert "quant_method:" in pydoc.render_doc(ktconvert.convert, renderer=pydoc.plaintext)
 
 
@@ -245,4 +305,5 @@ def test_version_is_the_same_everywhere() -> None:
 
 
 if __name__ == "__main__":
-    ARGUMENTS.write_text(write_arguments())
+    STUB.write_text(write_stub())
+    subprocess.run([sys.executable, "-m", "ruff", "format", STUB], check=True)

@@ -18,7 +18,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.runtime import benchmark
 from ktconvert.native_quant.runtime.benchmark import STREAMS, read_memory
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.bench import bench, find_experts_per_token
 
@@ -134,7 +134,7 @@ def test_routing_uses_every_expert_and_no_expert_twice_per_token(topk: int, expe
 def test_each_timed_forward_has_a_different_routing(
     random_experts: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    experts = Experts.from_bf16(**random_experts(16, 128, 128), pool=get_shared_pool(2))
+    experts = KTExperts.from_bf16(**random_experts(16, 128, 128), pool=get_shared_pool(2))
     seen: list[bytes] = []
     forward = experts.forward
 

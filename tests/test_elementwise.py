@@ -8,7 +8,7 @@ import pytest
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
@@ -86,7 +86,7 @@ def test_instruction_sets_give_the_same_bits_as_scalar_kernels(
 ) -> None:
     *sizes, tokens, topk = shape
     call = rows(tokens, sizes[1], 1), *routes(tokens, topk, 2)
-    layers = [Experts(layer(*sizes), exact=exact, pool=pool) for pool in pools]
+    layers = [KTExperts(layer(*sizes), exact=exact, pool=pool) for pool in pools]
     with isas.use("scalar"):
         expected = layers[0].forward(*call)
     for isa in kernels.available_isas()[1:]:

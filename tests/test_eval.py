@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from ktconvert.layouts.errors import VerificationError
 from ktconvert.layouts.files import publish
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.pipeline.cli import group
 from ktconvert.pipeline.cli.eval import eval as command
 from ktconvert.pipeline.options.model_options import EvalOptions
@@ -160,14 +160,14 @@ def test_a_model_has_no_error_against_itself(example: Path, text: Path, converte
 def test_eval_fails_for_predictions_that_are_not_finite(
     example: Path, text: Path, converted: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = Experts.forward
+    forward = KTExperts.forward
 
-    def return_nan(self: Experts, *arguments: Any, **rest: Any) -> Any:
+    def return_nan(self: KTExperts, *arguments: Any, **rest: Any) -> Any:
         out = forward(self, *arguments, **rest)
         out[5:6] = 0x7FC0  # loading computes two other tokens
         return out
 
-    monkeypatch.setattr(Experts, "forward", return_nan)
+    monkeypatch.setattr(KTExperts, "forward", return_nan)
     code, message = error_of(example, converted["int8"], text)
     assert code == VerificationError.exit_code and "not finite" in message
 

@@ -19,7 +19,7 @@ from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.matrix import decode
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.training import Lora
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -177,7 +177,7 @@ def distance(layer: Layer, path: Path, number: int = 0) -> float:
     ids = np.array([rng.permutation(EXPERTS)[:TOPK] for _ in bits])
     weights = rng.random(ids.shape, np.float32)
     expected = layer.compute(from_bits(bits), ids, weights.astype(np.float64))
-    with Experts.load(path, number) as experts:
+    with KTExperts.load(path, number) as experts:
         assert experts.function == layer.function
         actual = from_bits(experts.forward(bits, ids, weights))
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
@@ -457,7 +457,7 @@ def test_damaged_biases_are_refused(damage: Callable[[Any], None], message: str,
     with pytest.raises(InputError, match=message):
         raise error
     with pytest.raises(InputError, match=message):
-        Experts.load(source, 0)
+        KTExperts.load(source, 0)
 
 
 def test_damaged_biases_of_outputs_are_found(tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ def test_damaged_biases_of_outputs_are_found(tmp_path: Path) -> None:
 
     edit_file(shard, damage)
     with pytest.raises(InputError, match=r"expert 1, up_proj, NUMA slice 0, bias: the bias of row 319 is inf"):
-        Experts.load(out, 0)
+        KTExperts.load(out, 0)
 
     def remove(tensors: Any) -> None:
         for key in [key for key in tensors if key.endswith(".bias")]:
@@ -480,7 +480,7 @@ def test_damaged_biases_of_outputs_are_found(tmp_path: Path) -> None:
 
     edit_file(shard, remove)
     with pytest.raises(KTConvertError, match=r"lack biases, but must compute .* with biases"):
-        Experts.load(out, 0)
+        KTExperts.load(out, 0)
 
 
 # --- with transformers ----------------------------------------------------------------------------

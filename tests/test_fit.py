@@ -15,7 +15,7 @@ from ktconvert.layouts.checkpoints.attention import LayerCache, find_caches
 from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.pipeline.fit.estimate import (
     KTCONVERT,
     PREFERENCES,
@@ -113,10 +113,10 @@ GROWTH = """
 import sys
 from pathlib import Path
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime.experts import Experts, open_experts
+from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
 open_experts(Path(sys.argv[1])).require_computable()
 before = machine.rss()
-experts = Experts.load(Path(sys.argv[1]), int(sys.argv[2]), memory="copy")
+experts = KTExperts.load(Path(sys.argv[1]), int(sys.argv[2]), memory="copy")
 print(machine.rss() - before)
 """
 
@@ -137,7 +137,7 @@ def test_memory_of_experts_is_that_of_the_runtime(tmp_path, name, count, method)
         weights = tmp_path / "out"
         command = ("cpu", "-i", tmp_path / "model", "-o", weights, "--quant-method", method, "--threadpool-count", "1")
         assert conversion.ktconvert(*command).returncode == 0
-    with Experts.load(weights, shape.dense, memory="copy") as experts:
+    with KTExperts.load(weights, shape.dense, memory="copy") as experts:
         assert experts.nbytes == count * form.expert[0]
     arguments = [sys.executable, "-c", GROWTH, str(weights), str(shape.dense)]
     grown = int(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout)
@@ -337,7 +337,7 @@ def test_a_gguf_fits_as_it_is_with_the_cache_of_its_metadata(tmp_path):
     stored = next(choice for choice in document["choices"] if choice["quant_method"] is None)
     assert stored["method"] == "LLAMAFILE" and stored["fits"] and stored["disk"] == 0
     assert stored["ram_parts"]["cache"] == 2 * 1000 * 2 * 2 * 64 * 2
-    with Experts.load(path, 0, memory="copy") as experts:
+    with KTExperts.load(path, 0, memory="copy") as experts:
         assert stored["ram_parts"]["experts"] == 2 * experts.nbytes
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ktconvert.layouts.encodings.fp4 import dequantize
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from rig import conversion
 from rig.floats import from_bits, to_bits
 from rig.gguf import write as write_gguf
@@ -168,7 +168,7 @@ def test_published_tensors_compute_the_formula(name: str, tmp_path: Path) -> Non
             options = ("--quant-method", method, "--threadpool-count", 1, "-q")
             done = conversion.run_in_process("cpu", "-i", tmp_path / "model", "-o", path, *options)
             assert done.exception is None, done.exception
-        with Experts.load(path, LAYER) as experts:
+        with KTExperts.load(path, LAYER) as experts:
             actual = from_bits(experts.forward(rows, ids, weights))
         error = float(np.linalg.norm(actual - expected) / size)
         print(f"{name}, {method}: {error:.4f}")
@@ -198,7 +198,7 @@ def test_grovemoe_is_the_sum_of_its_two_stacks(container: str, tmp_path: Path) -
     for path, bound in ((model, 0.005), (tmp_path / "int8", 0.03)):
         results = []
         for layer, numbers in ((LAYER, ids), (2 * LAYER + 1, ids // 2)):
-            with Experts.load(path, layer) as experts:
+            with KTExperts.load(path, layer) as experts:
                 results.append(from_bits(experts.forward(rows, numbers, weights)).astype(np.float64))
         for actual, each in zip(results, expected, strict=True):
             assert np.linalg.norm(actual - each) < bound * np.linalg.norm(each)

@@ -14,7 +14,7 @@ import pytest
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
@@ -56,7 +56,7 @@ class Case:
 
     def run(self, rows: Any = slice(None), **options: Any) -> npt.NDArray[np.uint16]:
         call = (np.ascontiguousarray(x[rows]) for x in (self.hidden, self.ids, self.weights))
-        return Experts(self.layer_weights, **options).forward(*call)
+        return KTExperts(self.layer_weights, **options).forward(*call)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def output(request: pytest.FixtureRequest, packed_example: Any) -> Path:
 
 def test_saving_as_loose_files_is_refused(random_experts: Any, tmp_path: Path) -> None:
     for name in FORMATS:
-        experts = Experts.from_bf16(**random_experts(2, 256, 128), method=name)
+        experts = KTExperts.from_bf16(**random_experts(2, 256, 128), method=name)
         with pytest.raises(UnsupportedError, match=f"{name} has no loose files"):
             experts.save(tmp_path / "layers")
     assert not list(tmp_path.iterdir())
@@ -137,7 +137,7 @@ def test_wrong_metadata_of_an_output_is_rejected(output: Path, tmp_path: Path) -
         copy = shutil.copytree(output, tmp_path / change.__name__)
         edit_header(min(copy.glob("*.safetensors")), change)
         with pytest.raises(InputError, match=r"expert 2, gate_proj, NUMA slice 1, codes is .*, must be "):
-            Experts.load(copy, 0)
+            KTExperts.load(copy, 0)
 
 
 BAD_SCALES = [
@@ -156,5 +156,5 @@ def test_invalid_scales_are_rejected(name: str, bad: bytes, problem: str, tmp_pa
         file.write(bad)
     for memory in ("map", "copy"):
         with pytest.raises(InputError, match=f"expert 5, down_proj, NUMA slice 0, scales: {problem};"):
-            Experts.load(tmp_path / "out", 0, memory=memory)
-    Experts.load(tmp_path / "out", 1)
+            KTExperts.load(tmp_path / "out", 0, memory=memory)
+    KTExperts.load(tmp_path / "out", 1)

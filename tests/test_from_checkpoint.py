@@ -13,7 +13,7 @@ from ktconvert.layouts.checkpoints.recognition import recognize
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import decode
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import encodings, floats, native
 from rig.files import rewrite
@@ -36,7 +36,7 @@ def pool() -> Pool:
     return Pool(2)
 
 
-def forward(experts: Experts, layer: Native) -> Any:
+def forward(experts: KTExperts, layer: Native) -> Any:
     return experts.forward(layer.hidden, layer.ids, layer.weights)
 
 
@@ -44,7 +44,7 @@ def forward(experts: Experts, layer: Native) -> Any:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_at_least_as_close_to_float64_as_kt_kernel(golden: tuple[Native, Path], parts: int, pool: Pool) -> None:
     layer, path = golden
-    with Experts.load(path, 0, method=layer.method, parts=parts, pool=pool) as experts:
+    with KTExperts.load(path, 0, method=layer.method, parts=parts, pool=pool) as experts:
         out = forward(experts, layer)
     assert experts.parts == parts and experts.method == layer.method
     assert distance(out, layer.truth) < min(NEAR_FLOAT64, distance(layer.kt_kernel, layer.truth))
@@ -53,7 +53,7 @@ def test_at_least_as_close_to_float64_as_kt_kernel(golden: tuple[Native, Path], 
 def test_memory_is_close_to_the_size_of_the_file(golden: tuple[Native, Path]) -> None:
     layer, path = golden
     stored = sum(len(tensor.data) for name, tensor in layer.tensors.items() if not name.endswith("weight_shape"))
-    assert stored <= Experts.load(path, 0).nbytes <= 1.04 * stored  # scales of GPTQ become float32
+    assert stored <= KTExperts.load(path, 0).nbytes <= 1.04 * stored  # scales of GPTQ become float32
 
 
 def forward_in_float64(layer: Native, path: Path, limit: float, alpha: float) -> Any:
@@ -91,10 +91,10 @@ def test_limited_and_scaled_activations_are_computed(
     path = layer.write(tmp_path, tensors)
     hidden = floats.to_bits(floats.from_bits(layer.hidden) * 8)
     layer = replace(layer, hidden=hidden)
-    experts = Experts.load(path, 0, parts=2, pool=pool, swiglu_limit=limit, swiglu_alpha=alpha)
+    experts = KTExperts.load(path, 0, parts=2, pool=pool, swiglu_limit=limit, swiglu_alpha=alpha)
     expected = forward_in_float64(layer, path, limit, alpha)
     assert distance(forward(experts, layer), expected) < NEAR_FLOAT64
-    assert distance(forward(Experts.load(path, 0, pool=pool), layer), expected) > 10 * NEAR_FLOAT64
+    assert distance(forward(KTExperts.load(path, 0, pool=pool), layer), expected) > 10 * NEAR_FLOAT64
 
 
 UNSUPPORTED_ACTIVATIONS = [
@@ -106,7 +106,7 @@ UNSUPPORTED_ACTIVATIONS = [
 @pytest.mark.parametrize(("name", "swiglu", "message"), UNSUPPORTED_ACTIVATIONS)
 def test_unsupported_activations_are_rejected(name: str, swiglu: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
-        Experts.load(native.read(name).write(tmp_path), 0, **swiglu)
+        KTExperts.load(native.read(name).write(tmp_path), 0, **swiglu)
 
 
 def nvfp4(folder: Path) -> tuple[Native, Path]:
@@ -127,7 +127,7 @@ def nvfp4(folder: Path) -> tuple[Native, Path]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_nvfp4_is_close_to_float64(parts: int, pool: Pool, tmp_path: Path) -> None:
     layer, path = nvfp4(tmp_path)
-    experts = Experts.load(path, 0, method="NVFP4", parts=parts, pool=pool)
+    experts = KTExperts.load(path, 0, method="NVFP4", parts=parts, pool=pool)
     assert experts.parts == parts and distance(forward(experts, layer), layer.truth) < NEAR_FLOAT64
 
 
@@ -149,7 +149,7 @@ def test_arguments_that_contradict_the_checkpoint_are_rejected(
 ) -> None:
     path = native.read("BF16_default").write(tmp_path)
     with pytest.raises(UnsupportedError, match=message):
-        Experts.load(path, **{"layer": 0} | options)
+        KTExperts.load(path, **{"layer": 0} | options)
 
 
 def halve(tensor: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ def test_damaged_tensors_are_rejected(
     changed = {n: change(t) if n.endswith(f"1.{ending}") else t for n, t in layer.tensors.items()}
     path = layer.write(tmp_path, {n: t for n, t in changed.items() if t is not None})
     with pytest.raises(InputError, match=message) as raised:
-        Experts.load(path, 0)
+        KTExperts.load(path, 0)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
@@ -212,7 +212,7 @@ def test_a_weight_scale_that_causes_infinity_is_rejected(tmp_path: Path) -> None
     changes = {f"{key}_scale": ones, f"{key}_scale_2": large}
     layer.write(tmp_path, {name: t._replace(data=changes.get(name, t.data)) for name, t in tensors.items()})
     with pytest.raises(InputError, match=f"'{key}': row 1 .* contains a number that is not finite; download it again"):
-        Experts.load(tmp_path, 0)
+        KTExperts.load(tmp_path, 0)
 
 
 OTHER_COMPUTATIONS = [
@@ -232,7 +232,7 @@ def test_experts_with_a_different_computation_are_rejected(
     layer = native.read("BF16_default")
     with pytest.raises(UnsupportedError, match=message):
         path = layer.write(tmp_path, layer.tensors, num_hidden_layers=1, model_type=family, **config)
-        Experts.load(path, 0, swiglu_limit=0.5)
+        KTExperts.load(path, 0, swiglu_limit=0.5)
 
 
 NO_METHOD = {
@@ -250,10 +250,10 @@ def test_unsupported_weights_are_described_and_rejected(kind: str, tmp_path: Pat
     path, _ = encodings.write(kind, tmp_path / "model")
     message = re.escape(f"layer 0 are {NO_METHOD[kind]}, which no method of this runtime computes")
     with pytest.raises(UnsupportedError, match=message):
-        Experts.load(path, 0)
+        KTExperts.load(path, 0)
     if kind.startswith("E8M0"):
         with pytest.raises(UnsupportedError, match=f"{message}, and neither does MXFP8; convert"):
-            Experts.load(path, 0, method="MXFP8")
+            KTExperts.load(path, 0, method="MXFP8")
 
 
 def write_gptq(folder: Path, group: int, **config: Any) -> tuple[Path, Any]:
@@ -268,9 +268,9 @@ def write_gptq(folder: Path, group: int, **config: Any) -> tuple[Path, Any]:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_every_gptq_group_size_is_computed(group: int, config: dict[str, Any], tmp_path: Path) -> None:
     path, values = write_gptq(tmp_path / "a", group, **config)
-    experts = Experts.load(path, 0, method="GPTQ_INT4")
+    experts = KTExperts.load(path, 0, method="GPTQ_INT4")
     assert experts.method == "GPTQ_INT4"
-    assert_same_forward(experts, Experts.load(encodings.write_plain(tmp_path / "b", values), 0))
+    assert_same_forward(experts, KTExperts.load(encodings.write_plain(tmp_path / "b", values), 0))
 
 
 BAD_GPTQ = [
@@ -294,7 +294,7 @@ def test_gptq_tensors_that_contradict_the_config_are_rejected(
     tensors = read_file(file)
     write_file(file, tensors | {name: change(tensors[name])})
     with pytest.raises(KTConvertError, match=message) as raised:
-        Experts.load(path, 0)
+        KTExperts.load(path, 0)
     assert "\n" not in str(raised.value) and str(tmp_path) in str(raised.value)
 
 
@@ -306,12 +306,12 @@ STORED["ct NVFP4"] = "NVFP4"
 def test_other_encodings_of_the_same_numbers_give_the_same_result(kind: str, tmp_path: Path) -> None:
     """The reference is a BF16 checkpoint with the same values."""
     path, values = encodings.write(kind, tmp_path / "a")
-    experts = Experts.load(path, 0)
+    experts = KTExperts.load(path, 0)
     assert experts.method == STORED[kind]
-    assert_same_forward(experts, Experts.load(encodings.write_plain(tmp_path / "b", values), 0))
+    assert_same_forward(experts, KTExperts.load(encodings.write_plain(tmp_path / "b", values), 0))
 
 
-def assert_same_forward(experts: Experts, exact: Experts) -> None:
+def assert_same_forward(experts: KTExperts, exact: KTExperts) -> None:
     """Require the forward of BF16 weights, except that each weight may be rounded."""
     assert exact.method == "BF16"
     hidden = floats.activations(5, experts.hidden)
@@ -323,12 +323,12 @@ def test_a_rewritten_file_is_read_again(tmp_path: Path) -> None:
     layer = native.read("BF16_default")
     path = layer.write(tmp_path)
     with pytest.raises(UnsupportedError, match="has no experts in layer 1"):
-        Experts.load(path, 1)
+        KTExperts.load(path, 1)
     moved = rename_tensors(layer.tensors, lambda name: name.replace("layers.0", "layers.1"))
     again = layer.write(tmp_path / "b", moved) / "model.safetensors"
     rewrite(path / "model.safetensors", again.read_bytes())
-    expected = forward(Experts.load(tmp_path / "b", 1), layer)
-    np.testing.assert_array_equal(forward(Experts.load(path, 1), layer), expected)
+    expected = forward(KTExperts.load(tmp_path / "b", 1), layer)
+    np.testing.assert_array_equal(forward(KTExperts.load(path, 1), layer), expected)
 
 
 def test_result_is_at_least_as_close_as_that_of_kt_kernel(tmp_path: Path, peer_python: str) -> None:
@@ -348,7 +348,7 @@ def test_result_is_at_least_as_close_as_that_of_kt_kernel(tmp_path: Path, peer_p
             layer = replace(layer, truth=forward_in_float64(layer, path, limit, alpha))
         tensors = {"hidden": ("BF16", layer.hidden), "ids": ("I64", layer.ids), "weights": ("F32", layer.weights)}
         inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
-        experts = Experts.load(path, 0, method=method, swiglu_limit=limit, swiglu_alpha=alpha)
+        experts = KTExperts.load(path, 0, method=method, swiglu_limit=limit, swiglu_alpha=alpha)
         sizes = {"experts": 2, "topk": 2, "hidden": experts.hidden, "width": experts.intermediate}
         options = {"path": str(path), "method": method, "limit": limit, "alpha": alpha, "inputs": str(inputs)}
         runs[key], cases[key] = sizes | options, (layer.truth, forward(experts, layer))

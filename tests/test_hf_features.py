@@ -19,7 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from ktconvert.native_quant import Experts, KTConvertConfig, KTMoEWrapper  # noqa: E402
+from ktconvert.native_quant import KTConvertConfig, KTExperts, KTMoEWrapper  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 from rig import conversion, hf  # noqa: E402
 
@@ -182,17 +182,17 @@ def test_a_recorded_program_rejects_a_different_directory(weights: Path, tmp_pat
         for name in (one, other):
             (tmp_path / name).unlink(missing_ok=True)
             (tmp_path / name).symlink_to(weights)
-        module = RoutedExperts(0, Experts.load(tmp_path / one, 0))
+        module = RoutedExperts(0, KTExperts.load(tmp_path / one, 0))
         arguments = torch.ones(1, module.experts.hidden), torch.tensor([[0, 5]]), torch.ones(1, 2)
         expected = module(*arguments)
         with torch.no_grad():
             program = torch.export.export(module, arguments, strict=False).module()
         del module
         gc.collect()
-        kept = RoutedExperts(0, Experts.load(tmp_path / other, 0))
+        kept = RoutedExperts(0, KTExperts.load(tmp_path / other, 0))
         with pytest.raises(RuntimeError, match="no experts are loaded as 'layer 0 of "):
             program(*arguments)
-        kept = RoutedExperts(0, Experts.load(tmp_path / one, 0))
+        kept = RoutedExperts(0, KTExperts.load(tmp_path / one, 0))
         assert torch.equal(program(*arguments), expected)
         del kept
 
@@ -269,7 +269,7 @@ def test_save_pretrained_and_dequantize_name_the_remedy(model: Any, weights: Pat
 
 
 def test_ids_of_no_expert_are_skipped_or_rejected(weights: Path) -> None:
-    experts = Experts.load(weights, 1)
+    experts = KTExperts.load(weights, 1)
     hidden = np.random.default_rng(0).integers(0, 1 << 14, (4, experts.hidden)).astype(np.uint16)
     valid_ids, scores = np.array([[0, 1], [2, 7], [3, 4], [5, 6]]), np.full((4, 2), 0.5, np.float32)
     expected = experts.forward(hidden, valid_ids, scores)

@@ -10,13 +10,13 @@ SLOW_LAYER = """
 import gc, os, threading, time
 import numpy as np
 from ktconvert.layouts.errors import ResourceError
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 
 rng = np.random.default_rng(0)
 bf16 = lambda *shape: (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 pool = Pool(3)
-experts = Experts.from_bf16(bf16(8, 256, 512), bf16(8, 256, 512), bf16(8, 512, 256), method="AMXINT8", pool=pool)
+experts = KTExperts.from_bf16(bf16(8, 256, 512), bf16(8, 256, 512), bf16(8, 512, 256), method="AMXINT8", pool=pool)
 call = bf16(4000, 512), rng.integers(0, 8, (4000, 4)), rng.random((4000, 4), np.float32)
 small = tuple(array[:64].copy() for array in call)
 expected, small_expected = experts.forward(*call), experts.forward(*small)
@@ -175,7 +175,7 @@ def test_ids_that_change_during_a_job_do_no_harm(tmp_path):
     """
     script = """
 tokens, ids, weights = bf16(10_000, 512), np.full((10_000, 1), -1), np.ones((10_000, 1), np.float32)
-experts = Experts(experts.packed, pool=Pool(2))  # a new pool, which has no memory yet
+experts = KTExperts(experts.packed, pool=Pool(2))  # a new pool, which has no memory yet
 os.environ["IDS"] = str(ids.ctypes.data)
 assert not experts.forward(tokens, ids, weights).any()
 assert not ids.any()

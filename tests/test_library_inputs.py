@@ -17,7 +17,7 @@ from ktconvert.layouts.encodings import Weight
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import encodings, floats
 from rig.conversion import run_in_process
@@ -332,7 +332,7 @@ def test_the_runtime_computes_stacks_as_single_weights(transposed: bool, tmp_pat
     rng = np.random.default_rng(5)
     ids = np.stack([rng.permutation(E) for _ in range(3)]).astype(np.int64)
     inputs = floats.activations(3, H), ids, rng.random((3, E)).astype(np.float32)
-    with Experts.load(folder, 0, method="NVFP4", parts=1, pool=Pool(1)) as experts:
+    with KTExperts.load(folder, 0, method="NVFP4", parts=1, pool=Pool(1)) as experts:
         out = floats.from_bits(experts.forward(*inputs))
     truth = floats.forward(lambda e, p: floats.from_bits(values[e, p]), *inputs, 0, 0)
     assert np.linalg.norm(out - truth) < 4e-3 * np.linalg.norm(truth)

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import GGML, Matrix
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.pipeline.cli.eval import eval as evaluate
@@ -64,7 +64,7 @@ def write_model(path: Path, types: tuple[str, ...], **changed: Any) -> dict[str,
     return tensors
 
 
-def forward(experts: Experts, layer: Native) -> Any:
+def forward(experts: KTExperts, layer: Native) -> Any:
     """Run the forward on a layer's input."""
     return experts.forward(layer.hidden, layer.ids, layer.weights)
 
@@ -73,7 +73,7 @@ def forward(experts: Experts, layer: Native) -> Any:
 @pytest.mark.parametrize("types", MIXES, ids="-".join)
 def test_results_are_close_to_float64(types, pool, tmp_path):
     layer = make_layer(write_model(tmp_path / "m.gguf", types))
-    in_one_slice, in_two_slices = (Experts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 2))
+    in_one_slice, in_two_slices = (KTExperts.load(tmp_path / "m.gguf", 0, parts=parts, pool=pool) for parts in (1, 2))
     assert in_one_slice.method == "LLAMAFILE" and in_two_slices.parts == 2
     tolerance = NEAR_FLOAT64_F16 if types == HALVES else NEAR_FLOAT64
     assert max(distance(forward(experts, layer), layer.truth) for experts in (in_one_slice, in_two_slices)) < tolerance
@@ -85,7 +85,7 @@ def test_results_are_closer_to_float64_than_kt_kernel(kind, pool):
     stored = read_file(GOLDEN / f"gguf_{kind}.safetensors")
     inputs = [stored[f"in.{what}"].bits for what in ("hidden", "topk_ids", "topk_weights")]
     truth, theirs = (stored[f"out.{what}"].bits for what in ("float64_reference", "kt_t1"))
-    out = Experts.load(GOLDEN / f"gguf_{kind}.gguf", 0, pool=pool).forward(*inputs)
+    out = KTExperts.load(GOLDEN / f"gguf_{kind}.gguf", 0, pool=pool).forward(*inputs)
     assert distance(out, truth) < distance(theirs, truth) / 4
 
 
@@ -130,7 +130,7 @@ def test_largest_products_do_not_overflow(isa, kind, fill, activation):
 def test_other_tensor_names_give_the_same_results(names, pool, tmp_path):
     types = ("Q4_K", "Q4_K", "Q6_K")
     tensors = write_model(tmp_path / "m.gguf", types)
-    expected = forward(Experts.load(tmp_path / "m.gguf", 0, pool=pool), layer := make_layer(tensors))
+    expected = forward(KTExperts.load(tmp_path / "m.gguf", 0, pool=pool), layer := make_layer(tensors))
     parts = {part: tensors.pop(f"blk.0.ffn_{part}_exps.weight") for part in ("gate", "up", "down")}
     if names == "separate experts":
         for part, (kind, stacked) in parts.items():
@@ -140,14 +140,14 @@ def test_other_tensor_names_give_the_same_results(names, pool, tmp_path):
         tensors |= {"blk.0.ffn_gate_up_exps.weight": ("Q4_K", both), "blk.0.ffn_down_exps.weight": parts["down"]}
     path = gguf.write(tmp_path / "other" / "m.gguf", tensors, make_metadata())
     for place in (path, path.parent):  # or its folder, as kt-kernel accepts it
-        np.testing.assert_array_equal(forward(Experts.load(place, 0, pool=pool), layer), expected)
+        np.testing.assert_array_equal(forward(KTExperts.load(place, 0, pool=pool), layer), expected)
 
 
 def test_memory_is_close_to_the_size_of_the_file(tmp_path):
     for kind in TYPES:
         tensors = write_model(tmp_path / f"{kind}.gguf", (kind,) * 3)
         stored = sum(x.nbytes for name, (_, x) in tensors.items() if "_exps" in name)
-        assert stored <= Experts.load(tmp_path / f"{kind}.gguf", 0).nbytes <= 1.06 * stored
+        assert stored <= KTExperts.load(tmp_path / f"{kind}.gguf", 0).nbytes <= 1.06 * stored
 
 
 @pytest.mark.parametrize("kind", ["IQ4_XS", "Q3_K", "Q5_0", "F32"])
@@ -155,17 +155,17 @@ def test_other_types_are_rejected_by_name(kind, tmp_path):
     write_model(tmp_path / "m.gguf", ("Q4_K", "Q4_K", kind))
     message = f"m.gguf: the experts of layer 0 are Q4_K and {kind}, which no method of this runtime computes; convert"
     with pytest.raises(UnsupportedError, match=message):
-        Experts.load(tmp_path / "m.gguf", 0)
+        KTExperts.load(tmp_path / "m.gguf", 0)
 
 
 @pytest.mark.parametrize(("width", "unit"), [(768, 256), (384, 128)])
 def test_slices_are_multiples_of_the_unit(width, unit, tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "I", width)
     write_model(tmp_path / "m.gguf", ("Q4_0",) * 3)
-    assert Experts.load(tmp_path / "m.gguf", 0, parts=2).packed.slicing.widths == (2 * unit, unit)
+    assert KTExperts.load(tmp_path / "m.gguf", 0, parts=2).packed.slicing.widths == (2 * unit, unit)
     message = rf"size {width} has 3 units of {unit} columns\. Legal numbers .*: 1, 2, 3\."
     with pytest.raises(UnsupportedError, match=message):
-        Experts.load(tmp_path / "m.gguf", 0, parts=4)
+        KTExperts.load(tmp_path / "m.gguf", 0, parts=4)
 
 
 @pytest.mark.parametrize("kind", [*BLOCKS, "MXFP4", "BF16", "F16"])
@@ -178,7 +178,7 @@ def test_non_finite_scales_are_rejected(kind, tmp_path):
     write_model(tmp_path / "m.gguf", types, **{"blk.0.ffn_down_exps.weight": (kind, stored)})
     message = "m.gguf: tensor 'blk.0.ffn_down_exps.weight': row 5 of NUMA slice 0 of expert 1 contains a number"
     with pytest.raises(InputError, match=message):
-        Experts.load(tmp_path / "m.gguf", 0)
+        KTExperts.load(tmp_path / "m.gguf", 0)
 
 
 def test_run_and_eval_compute_gguf_experts(example, tmp_path):
@@ -211,7 +211,7 @@ def test_results_are_at_least_as_close_as_kt_kernel(parts, tmp_path, peer_python
         inputs = write_file(tmp_path / f"{key}.safetensors", tensors)
         sizes = {"experts": E, "topk": 2, "hidden": H, "width": I, "parts": parts, "inputs": str(inputs)}
         runs[key] = {"path": str(path), "method": "LLAMAFILE", "limit": limit} | sizes
-        cases[key] = layer.truth, forward(Experts.load(path, 0, parts=parts, swiglu_limit=limit), layer)
+        cases[key] = layer.truth, forward(KTExperts.load(path, 0, parts=parts, swiglu_limit=limit), layer)
     theirs = native.run_kt_kernel(peer_python, runs, tmp_path)
     for key, (truth, ours) in cases.items():
         assert distance(ours, truth) <= distance(theirs[key].bits, truth) < 2.0**-4, key

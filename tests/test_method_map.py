@@ -14,7 +14,7 @@ import pytest
 from click.testing import Result
 
 from ktconvert.layouts.errors import UnsupportedError
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from rig import calibrated, conversion
 from rig.files import edit_json
 from rig.golden import FOLDER
@@ -169,7 +169,7 @@ def test_gptq_compensates_each_layer_in_its_method(
     stored, rounded = (read_folder(path) for path in (out, packed_example("int4", 2, *map_options("1=int8"))))
     codes = [name for name in rounded if name.endswith(".codes")]
     assert {name[:6] for name in codes if stored[name].data != rounded[name].data} == {"blk.0.", "blk.1."}
-    assert [Experts.load(out, layer).method for layer in (0, 1)] == ["AMXINT4", "AMXINT8"]
+    assert [KTExperts.load(out, layer).method for layer in (0, 1)] == ["AMXINT4", "AMXINT8"]
 
 
 def damage_shard(layer: int, **changed: str) -> Callable[[Path], None]:
@@ -226,7 +226,7 @@ def test_layer_computes_the_same_as_in_an_output_of_its_method(layer, mix, singl
     hidden = conversion.bf16(rng, 3, conversion.HIDDEN)
     outs = []
     for folder in (mix, single_outputs[METHODS[layer]]):
-        with Experts.load(folder, layer) as experts:
+        with KTExperts.load(folder, layer) as experts:
             assert experts.method == NAMES[METHODS[layer]]
             outs.append(experts.forward(hidden, ids, weights))
     assert np.any(outs[0]) and np.array_equal(*outs)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ktconvert.layouts.errors import InputError
-from ktconvert.native_quant import Experts, KTMoEWrapper
+from ktconvert.native_quant import KTExperts, KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi
 from ktconvert.native_quant.runtime import streams
 from rig import gguf
@@ -54,7 +54,7 @@ def find_form(packed_example: Callable[..., Path], tmp_path_factory: pytest.Temp
     return find
 
 
-def compute(experts: Experts, batch: Batch, skip: Any = None) -> Any:
+def compute(experts: KTExperts, batch: Batch, skip: Any = None) -> Any:
     hidden, ids, weights = batch
     return experts.forward(hidden.view(torch.uint16).numpy(), ids.numpy(), weights.numpy(), skip=skip)
 
@@ -72,7 +72,7 @@ def count_resident_pages(data: Any) -> int:
     return sum(state & 1 for state in states)
 
 
-def find_resident_experts(experts: Experts) -> set[int]:
+def find_resident_experts(experts: KTExperts) -> set[int]:
     """Return the file's experts of which some page is in memory."""
     arrays = experts.packed.arrays.items()
     return {numa_slice.expert for numa_slice, stored in arrays if any(map(count_resident_pages, stored))}
@@ -81,8 +81,8 @@ def find_resident_experts(experts: Experts) -> set[int]:
 @pytest.mark.parametrize("form", FORMS)
 def test_skipped_experts_take_no_memory_until_they_are_needed(form, find_form):
     path = find_form(form)
-    complete = Experts.load(path, 0, memory="copy")
-    experts = Experts.load(path, 0, memory="copy", skip=GPU)
+    complete = KTExperts.load(path, 0, memory="copy")
+    experts = KTExperts.load(path, 0, memory="copy", skip=GPU)
     assert find_resident_experts(complete) == set(range(EXPERTS))
     assert find_resident_experts(experts) == {0, 3, 4}
     assert experts.nbytes * EXPERTS == complete.nbytes * 3
@@ -99,16 +99,16 @@ def test_skipped_experts_take_no_memory_until_they_are_needed(form, find_form):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_all_experts_may_be_skipped(packed_example, parts):
     path = packed_example("int4", parts)
-    experts = Experts.load(path, 1, memory="copy", skip=np.ones(EXPERTS, bool))
+    experts = KTExperts.load(path, 1, memory="copy", skip=np.ones(EXPERTS, bool))
     assert experts.nbytes == 0 and not find_resident_experts(experts)
     batch = make_inputs(3)
     assert not compute(experts, batch, np.ones(EXPERTS, bool)).any()
-    np.testing.assert_array_equal(compute(experts, batch), compute(Experts.load(path, 1), batch))
+    np.testing.assert_array_equal(compute(experts, batch), compute(KTExperts.load(path, 1), batch))
 
 
 def test_mapped_experts_are_loaded_when_they_are_needed(packed_example):
     path = packed_example("fp8", 1)
-    experts, complete = Experts.load(path, 0, memory="map", skip=GPU), Experts.load(path, 0, memory="copy")
+    experts, complete = KTExperts.load(path, 0, memory="map", skip=GPU), KTExperts.load(path, 0, memory="copy")
     batch = make_inputs(5)
     np.testing.assert_array_equal(compute(experts, batch), compute(complete, batch))
 
@@ -117,25 +117,25 @@ def test_mapped_experts_are_loaded_when_they_are_needed(packed_example):
 def test_requested_pages_change_no_result(packed_example, method):
     """Weights that exceed the memory are requested before they are computed."""
     path, batch = packed_example(method, 1), make_inputs(9)
-    mapped = Experts.load(path, 0, memory="map")
+    mapped = KTExperts.load(path, 0, memory="map")
     assert not mapped.packed.read_ahead
-    requested = Experts(replace(mapped.packed, read_ahead=True))
+    requested = KTExperts(replace(mapped.packed, read_ahead=True))
     np.testing.assert_array_equal(compute(requested, batch), compute(mapped, batch))
 
 
 def test_a_map_of_experts_decides_which_ones_are_loaded(packed_example):
     """An expert of the file is missing if the expert that computes with it is skipped."""
     path, order = packed_example("int8", 1), np.array([3, 1, 0, 7, 6, 5, 2, 4])
-    experts = Experts.load(path, 0, memory="copy", order=order, skip=GPU)
+    experts = KTExperts.load(path, 0, memory="copy", order=order, skip=GPU)
     assert find_resident_experts(experts) == {3, 7, 6}
     batch = make_inputs(20)
-    np.testing.assert_array_equal(compute(experts, batch), compute(Experts.load(path, 0, order=order), batch))
-    with pytest.raises(ValueError, match=r"skip must have shape \(8,\), not \(7,\)"):
-        Experts.load(path, 0, skip=GPU[1:])
+    np.testing.assert_array_equal(compute(experts, batch), compute(KTExperts.load(path, 0, order=order), batch))
+    with pytest.raises(ValueError, match=r"skip must be a NumPy array bool or uint8 \[8\], not bool \[7\]"):
+        KTExperts.load(path, 0, skip=GPU[1:])
 
 
 def test_closed_experts_free_their_memory_at_once(packed_example):
-    experts = Experts.load(packed_example("int4", 1), 0, memory="copy", skip=GPU)
+    experts = KTExperts.load(packed_example("int4", 1), 0, memory="copy", skip=GPU)
     packed = weakref.ref(experts.packed)
     gc.disable()
     try:
@@ -245,7 +245,7 @@ def test_files_that_changed_are_not_read(packed_example, tmp_path, change, monke
 def test_a_forward_reports_that_a_file_changed_when_only_c_noticed(packed_example, tmp_path):
     """A job is submitted again after its ids have changed, which only C sees."""
     shutil.copytree(packed_example("int8", 1), tmp_path / "out")
-    experts = Experts.load(tmp_path / "out", 0, memory="copy", skip=GPU)
+    experts = KTExperts.load(tmp_path / "out", 0, memory="copy", skip=GPU)
     hidden, ids, weights = (
         x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy() for x in make_inputs(1)
     )

@@ -18,7 +18,7 @@ from ktconvert.layouts.errors import InputError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant import matrix as matrix_kinds
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from rig import conversion, floats, isas, reference
 from rig.files import rewrite
 from rig.safetensors import bits_of, read_folder
@@ -119,7 +119,7 @@ def outputs(request: pytest.FixtureRequest, source: Path, cli: Any) -> tuple[str
     return request.param.upper(), loose, merged
 
 
-def forward(experts: Experts) -> Any:
+def forward(experts: KTExperts) -> Any:
     """Run a forward on fixed inputs."""
     rng = np.random.default_rng(1)
     hidden = floats.to_bits(rng.standard_normal((5, 256)))
@@ -155,13 +155,13 @@ def test_results_follow_from_the_codes(source, outputs):
         np.stack([weights[f"model.layers.0.mlp.experts.{e}.{p}_proj.weight"].view(np.uint16) for e in range(2)])
         for p in ("gate", "up", "down")
     ]
-    expected = Experts.from_bf16(*linears, method=method, parts=2)
+    expected = KTExperts.from_bf16(*linears, method=method, parts=2)
     for folder in (loose, merged):
         for memory in ("copy", "map"):
-            loaded = Experts.load(folder, 0, memory=memory)
+            loaded = KTExperts.load(folder, 0, memory=memory)
             assert loaded.method == method
             np.testing.assert_array_equal(forward(loaded), forward(expected))
-    amxs = Experts.from_bf16(*linears, method=method.removeprefix("MOE_").join(("AMX", "")), parts=2)
+    amxs = KTExperts.from_bf16(*linears, method=method.removeprefix("MOE_").join(("AMX", "")), parts=2)
     difference = floats.from_bits(forward(amxs)) - floats.from_bits(forward(expected))
     assert 0 < np.linalg.norm(difference) < 0.2 * np.linalg.norm(floats.from_bits(forward(expected)))
     with pytest.raises(UnsupportedError, match=f"{method} has no loose files"):
@@ -183,12 +183,12 @@ def test_outputs_without_a_manifest_are_not_computed(outputs, tmp_path, cli):
         shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("manifest.json"))
         assert json.loads(cli("inspect", bare, "--json").stdout)["method"] == method
         with pytest.raises(UnsupportedError, match=f"{method}, which this runtime cannot compute"):
-            Experts.load(bare, 0)
+            KTExperts.load(bare, 0)
         cli("resplit", bare, tmp_path / "new", "--threadpool-count", 1, code=3)
     cli("merge", "-i", tmp_path / "0", "-o", tmp_path / "merged")
     assert read_folder(tmp_path / "merged") == read_folder(tmp_path / "1")
     with pytest.raises(UnsupportedError, match=f"{method}, which this runtime cannot compute"):
-        Experts.load(tmp_path / "merged", 0)
+        KTExperts.load(tmp_path / "merged", 0)
 
 
 def test_an_invalid_code_is_reported_with_its_position(outputs, tmp_path):
@@ -197,7 +197,7 @@ def test_an_invalid_code_is_reported_with_its_position(outputs, tmp_path):
     file = next((tmp_path / "loose" / "_layer_0" / "_numa_1").glob(f"{method}_up_1_*_quant_.kt"))
     rewrite(file, file.read_bytes()[:-1] + b"\x88"[: method == "MOE_INT4"] + b"\x80"[method == "MOE_INT4" :])
     with pytest.raises(InputError, match=f"{file.name}: layer 0, expert 1, up_proj, NUMA slice 1, weight: the code at"):
-        Experts.load(tmp_path / "loose", 0)
+        KTExperts.load(tmp_path / "loose", 0)
 
 
 @pytest.mark.parametrize("method", METHODS)

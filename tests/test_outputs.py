@@ -26,7 +26,7 @@ from ktconvert.layouts.outputs.opening import is_output, open_output
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.sources.source import open_checkpoint
 from ktconvert.native_quant.matrix import Matrix
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.quantizers import packed
 from rig import conversion, encodings, floats, reference
 from rig import gguf as ggml
@@ -367,7 +367,7 @@ def test_the_runtime_computes_with_outputs(method, source, outputs, tmp_path):
     """The results have the same bits as with these experts packed in memory."""
     model, out = recognize(open_checkpoint(source)), outputs(method, *KT)[0]
     stacks = (np.stack([reference.decode(model.linear(1, e, p)) for e in range(2)]) for p in PROJECTIONS)
-    expected, ours = Experts.from_bf16(*stacks, method=method.upper()), Experts.load(out, 1, parts=1)
+    expected, ours = KTExperts.from_bf16(*stacks, method=method.upper()), KTExperts.load(out, 1, parts=1)
     assert ours.method == method.upper()
     call = floats.activations(3, 256), np.tile(np.arange(2), (3, 1)), np.full((3, 2), 0.5, np.float32)
     np.testing.assert_array_equal(ours.forward(*call), expected.forward(*call))
@@ -381,7 +381,7 @@ def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, 
 
     def check_refusal(error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
-            Experts.load(out, 0)
+            KTExperts.load(out, 0)
 
     for name, value, message in (
         ("method", other, f"manifest.json: has method {other}, but the weights .*; convert it ag"),
@@ -392,7 +392,7 @@ def test_the_runtime_refuses_contradicting_and_damaged_outputs(method, outputs, 
         rewrite(out / "manifest.json", json.dumps(document))
         check_refusal(UnsupportedError, message)
     rewrite(out / "manifest.json", manifest_text)
-    assert Experts.load(out, 0).method == method.upper()
+    assert KTExperts.load(out, 0).method == method.upper()
     for name, value in (("method", other), ("num_experts", "9"), ("hidden_size", "64")):
         edit_header(shard, lambda header, entry={name: value}: header["__metadata__"].update(entry))
         check_refusal(UnsupportedError, rf"{shard.name}: its header has {name} {value}, .*; convert it again")

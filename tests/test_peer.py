@@ -21,7 +21,7 @@ from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant import kernels
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.wrapper import KTMoEWrapper
 from rig import floats, hf, native, programs
 from rig.golden import FOLDER
@@ -259,7 +259,7 @@ def test_one_directory_serves_cpu_and_gpu(tmp_path, peer_python):
     save_file(inputs, tmp_path / "inputs.safetensors")
     expected = compute_in_float64(out, inputs)
     theirs = floats.from_bits(run_peer_forward(peer_python, tmp_path, 1, 1, "RAWINT4", out))
-    experts = Experts.load(out, 1, parts=1)
+    experts = KTExperts.load(out, 1, parts=1)
     assert experts.method == "RAWINT4"
     ours = experts.forward(bits(inputs["hidden"]), inputs["ids"].numpy(), inputs["weights"].numpy())
     their_error, our_error = (
@@ -370,7 +370,7 @@ def test_kt_commands_and_training_run_under_our_name(beside_us):
 def test_kt_quant_converts_and_kt_run_starts_sglang_with_our_wrapper(tmp_path, beside_us):
     out = tmp_path / "out"
     assert programs.python_output(KT, "quant", MODEL, "-m", "int8", "-o", out, "--numa-nodes", 1, "-y", **beside_us)
-    assert Experts.load(out, 1, method="AMXINT8", parts=1).num_experts == EXPERTS
+    assert KTExperts.load(out, 1, method="AMXINT8", parts=1).num_experts == EXPERTS
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "__init__.py").write_text("__version__ = '0.7.2'")
     (tmp_path / "sglang" / "launch_server.py").write_text(

@@ -52,15 +52,15 @@ PROGRAM = """
 import json, sys, warnings
 import numpy as np
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 machine.memory_nodes = lambda root=None: (0, 1)
 path, pool = sys.argv[1], Pool(2, numa_nodes=[machine.numa_nodes()[0]])
 bits = [np.full(shape, 0x3C80, np.uint16) for shape in ((2, 128, 128), (2, 128, 128), (2, 128, 128))]
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    layers = [Experts.load(path, 0, memory="copy", pool=pool), Experts.load(path, 1, memory="copy", pool=pool)]
-    layers.append(Experts.from_bf16(*bits, method="AMXINT8", parts=2, pool=pool))
+    layers = [KTExperts.load(path, 0, memory="copy", pool=pool), KTExperts.load(path, 1, memory="copy", pool=pool)]
+    layers.append(KTExperts.from_bf16(*bits, method="AMXINT8", parts=2, pool=pool))
 policies = {int(line.split()[0], 16): line.split()[1] for line in open("/proc/self/numa_maps")}
 used = []
 for layer in layers:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ktconvert.native_quant import machine
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 from rig import shims
 from rig.pools import make_grouped_pool
@@ -42,7 +42,7 @@ def test_invalid_nodes_are_rejected(nodes):
 
 def test_wrappers_with_different_pools_coexist(layer, call):
     pools = [Pool(1), Pool(3), make_grouped_pool(4, 2)]
-    experts = [Experts.from_bf16(*layer, method="AMXINT8", pool=pool) for pool in pools]
+    experts = [KTExperts.from_bf16(*layer, method="AMXINT8", pool=pool) for pool in pools]
     expected = experts[0].forward(*call)
     wrong: list[int] = []
 
@@ -63,7 +63,7 @@ def test_wrappers_with_different_pools_coexist(layer, call):
 
 
 def test_background_jobs_run_in_order_and_again(layer, call):
-    experts = Experts.from_bf16(*layer, method="AMXINT4", pool=Pool(2))
+    experts = KTExperts.from_bf16(*layer, method="AMXINT4", pool=Pool(2))
     x, ids, weights = call
     outs = [np.zeros_like(x) for _ in range(8)]
     jobs = [experts.submit(x, np.roll(ids, number, 0).copy(), weights, out=out) for number, out in enumerate(outs)]
@@ -98,11 +98,11 @@ def test_a_truncated_mapped_file_is_an_error_of_the_forward(packed_example, tmp_
     shard = out / "model-00001-of-00002.safetensors"
     script = f"""
 import os, sys, numpy as np, torch
-from ktconvert.native_quant import Experts
+from ktconvert.native_quant import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.training import compute_with_lora as trained
 pool = Pool(4)
-experts, other = (Experts.load({str(out)!r}, layer, memory="map", pool=pool) for layer in (0, 1))
+experts, other = (KTExperts.load({str(out)!r}, layer, memory="map", pool=pool) for layer in (0, 1))
 call = np.full((64, 256), 0x3F80, np.uint16), np.tile(np.arange(8), (64, 1)), np.ones((64, 8), np.float32)
 want = other.forward(*call)
 hidden, ids, weights = torch.ones(64, 256, requires_grad=True), torch.from_numpy(call[1]), torch.ones(64, 8)
@@ -116,7 +116,7 @@ for use in (
     lambda: trained(experts, hidden, ids, weights),
     lambda: loss.backward(),
     lambda: experts.save({str(tmp_path / "saved")!r}),
-    lambda: Experts.load({str(out)!r}, 0, memory="map", pool=pool),
+    lambda: KTExperts.load({str(out)!r}, 0, memory="map", pool=pool),
 ):
     try:
         use()
@@ -125,7 +125,7 @@ for use in (
 assert np.array_equal(other.forward(*call), want)
 del experts, loss
 open({str(shard)!r}, "wb").write(whole)
-assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
+assert KTExperts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any()
 """
     result = run_python(script)
     assert (result.returncode, result.stderr) == (0, "")
@@ -136,7 +136,7 @@ assert Experts.load({str(out)!r}, 0, memory="map", pool=pool).forward(*call).any
 
 
 def test_idle_threads_sleep(layer, call):
-    experts = Experts.from_bf16(*layer, method="AMXINT8", pool=Pool(4))
+    experts = KTExperts.from_bf16(*layer, method="AMXINT8", pool=Pool(4))
     experts.forward(*call)
 
     def running() -> int:

@@ -86,13 +86,13 @@ SAVE = """
 import sys
 from pathlib import Path
 import numpy as np
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 
 root = Path(sys.argv[1])
 for value in (0x3F80, 0x4000):
     weight = np.full((2, 64, 64), value, np.uint16)
-    Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "saved")
-Experts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
+    KTExperts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "saved")
+KTExperts.from_bf16(weight, weight, weight, method="AMXINT8").save(root / "fresh")
 """
 
 

@@ -36,7 +36,7 @@ pytest.importorskip("compressed_tensors", reason="what packed models are compare
 
 from safetensors.numpy import save_file  # noqa: E402
 
-from ktconvert.native_quant import Experts, KTConvertConfig  # noqa: E402
+from ktconvert.native_quant import KTConvertConfig, KTExperts  # noqa: E402
 from ktconvert.native_quant.runtime import hot_experts  # noqa: E402
 from ktconvert.native_quant.runtime.hf_modules import RoutedExperts  # noqa: E402
 from ktconvert.native_quant.runtime.hot_experts import HotWeights  # noqa: E402
@@ -105,8 +105,8 @@ def bits(tensor: Any) -> Any:
 
 
 def compute_separately(case: Case, module: Any, hidden: Any, ids: Any, weights: Any) -> Any:
-    """Compute each expert of each token alone: hot experts in float32, cold ones by Experts with one expert."""
-    cold = Experts.load(case.cold, module.layer)
+    """Compute each expert of each token alone: hot experts in float32, cold ones by KTExperts with one expert."""
+    cold = KTExperts.load(case.cold, module.layer)
     out = torch.zeros(hidden.shape)
     for token, row in enumerate(hidden):
         for expert, weight in zip(ids[token].tolist(), weights[token].float(), strict=True):
@@ -331,7 +331,7 @@ def test_contradicting_options_are_rejected(trained_model, options, kind, why):
 def test_config_options_are_checked(trained_model):
     with pytest.raises(UsageError, match="select experts with gpu_experts_mask or num_gpu_experts"):
         KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts=trained_model["w4"])
-    with pytest.raises(UsageError, match="-1 experts cannot be hot"):
+    with pytest.raises(UsageError, match="num_gpu_experts must be a whole number of at least 0, not -1"):
         KTConvertConfig(cpu_weights=trained_model["int8"], num_gpu_experts=-1)
     config = KTConvertConfig(cpu_weights=trained_model["int8"], gpu_experts_mask=torch.tensor([[True, False]]))
     again = KTConvertConfig.from_dict(json.loads(config.to_json_string()))

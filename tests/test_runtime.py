@@ -10,11 +10,11 @@ import numpy.typing as npt
 import pytest
 from safetensors import safe_open
 
-from ktconvert.layouts.errors import UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.layouts.tensors import PROJECTIONS
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS as ROWS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
@@ -38,8 +38,8 @@ class Golden:
     weights: npt.NDArray[np.float32]
     out: npt.NDArray[np.uint16]
 
-    def experts(self, **options: Any) -> Experts:
-        return Experts(self.packed, **options)
+    def experts(self, **options: Any) -> KTExperts:
+        return KTExperts(self.packed, **options)
 
     def call(self, **options: Any) -> npt.NDArray[np.uint16]:
         return self.experts(**options).forward(self.hidden, self.ids, self.weights)
@@ -71,7 +71,7 @@ def pools() -> list[Pool]:
     return [Pool(1), Pool(2), Pool(7), make_grouped_pool(2, 2), make_grouped_pool(5, 2)]
 
 
-Make = Callable[..., tuple[Experts, npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.float32]]]
+Make = Callable[..., tuple[KTExperts, npt.NDArray[np.uint16], npt.NDArray[np.int64], npt.NDArray[np.float32]]]
 
 
 @pytest.fixture(scope="session")
@@ -85,7 +85,7 @@ def make(random_experts: Any) -> Make:
         x = floats.to_bits(rng.standard_normal((tokens, hidden)))
         ids = np.stack([rng.permutation(experts)[:topk] for _ in range(tokens)]).astype(np.int64)
         weights = rng.random((tokens, topk)).astype(np.float32)
-        return Experts.from_bf16(**layer, method=method, **options), x, ids, weights
+        return KTExperts.from_bf16(**layer, method=method, **options), x, ids, weights
 
     return construct
 
@@ -124,7 +124,7 @@ def test_weights_determine_the_rows_with_remainder(weights, limit, random_expert
     layer = random_experts(2, hidden, width)
     layer["up"][:, ::64] += 0x180  # 8 times as large: outliers
     layer["down"][1] = 0  # the output is the first expert's
-    experts = Experts.from_bf16(**layer, method="AMXINT8")
+    experts = KTExperts.from_bf16(**layer, method="AMXINT8")
     x = np.random.default_rng(3).integers(-8, 9, (tokens, hidden))
     x[:, 0] = 127  # codes are the values themselves
     states = floats.to_bits(x)
@@ -156,7 +156,7 @@ def test_every_instruction_set_and_pool_gives_the_same_bits(method, tokens, exac
         expected = experts.forward(*call)
     for name in isas.each():
         for pool in pools:
-            other = Experts(experts.packed, exact=exact, pool=pool)
+            other = KTExperts(experts.packed, exact=exact, pool=pool)
             np.testing.assert_array_equal(other.forward(*call), expected, err_msg=name)
 
 
@@ -171,12 +171,12 @@ def test_incomplete_token_blocks_compute(method, isa, random_experts):
     x = floats.to_bits(rng.standard_normal((tokens, 128)))
     ids = np.where(np.arange(tokens) % 9, 0, 1)[:, None]  # 622 for the first
     weights = np.ones((tokens, 1), np.float32)
-    with Experts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method) as experts:
+    with KTExperts.from_bf16(layer["gate"], layer["up"], layer["down"], method=method) as experts:
         together = experts.forward(x, ids, weights)
         for t in range(0, tokens, 50):
             few = slice(t, t + 50)
             np.testing.assert_array_equal(experts.forward(x[few], ids[few], weights[few]), together[few])
-        rounded = Experts(experts.packed, exact=True).forward(x, ids, weights)
+        rounded = KTExperts(experts.packed, exact=True).forward(x, ids, weights)
         truth = reference(experts.packed, x[:100], ids[:100], weights[:100])
     assert distance(together[:100], truth) < 0.8 * distance(rounded[:100], truth)  # remainders were added
 
@@ -211,22 +211,48 @@ def test_inconsistent_arrays_are_rejected(make):
     experts, x, ids, weights = make()
     shapes = (x[:, :-64], ids, weights), (x[:-1], ids, weights), (x, ids[:, :1], weights)
     dtypes = (x.view(np.int16), ids, weights), (x, ids.astype(np.int32), weights), (x, ids, weights.astype(np.float64))
-    for wrong in (*shapes, *dtypes, (x[:, ::-1], ids, weights), (x, np.asfortranarray(ids), weights)):
-        with pytest.raises(ValueError, match=r"must (have|be)"):
+    swapped = x.astype(x.dtype.newbyteorder())
+    others = ([[1, 2]], ids, weights), (x, None, weights), (swapped, ids, weights), (x[0], ids, weights)
+    strided = (x[:, ::-1], ids, weights), (x, np.asfortranarray(ids), weights)
+    names = r"^(hidden|ids|weights) must be (a NumPy array \w+ \[.*, not |contiguous)"
+    for wrong in (*shapes, *dtypes, *others, *strided):
+        with pytest.raises(ArgumentError, match=names):
             experts.forward(*wrong)
-    with pytest.raises(ValueError, match="skip"):
-        experts.forward(x, ids, weights, skip=np.zeros(7, bool))
-    with pytest.raises(ValueError, match="order"):
-        Experts(experts.packed, order=np.arange(7))
+    read_only = np.empty_like(x)
+    read_only.flags.writeable = False
+    for name, value in (("skip", np.zeros(7, bool)), ("skip", np.zeros(8)), ("out", [0]), ("out", read_only)):
+        with pytest.raises(ArgumentError, match=f"^{name} must be "):
+            experts.forward(x, ids, weights, **{name: value})
+    for order in (np.arange(7), list(range(8)), np.arange(8.0)):
+        with pytest.raises(ArgumentError, match=r"^order .*must name each of 8 experts once"):
+            KTExperts(experts.packed, order=order)
+    with pytest.raises(ArgumentError, match=r"^use KTExperts\.load\(path, layer\), or KTExperts\.from_bf16"):
+        KTExperts("model-int8")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("changed", [{"layer": "0"}, {"layer": -1}, {"parts": 0}, {"memory": "fast"}, {"hidden": 1.5}])
+def test_wrong_arguments_of_load_are_named(changed: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"^{next(iter(changed))} must be "):
+        KTExperts.load(**{"path": tmp_path, "layer": 0, **changed})
+    with pytest.raises(ArgumentError, match=r"^path must be a path, not None"):
+        KTExperts.load(None, 0)  # type: ignore[arg-type]
+
+
+def test_printed_experts_show_method_and_sizes(make) -> None:
+    experts, *_ = make()
+    sizes = f"num_experts=8, hidden={experts.hidden}, intermediate={experts.intermediate}, parts={experts.parts}"
+    assert repr(experts) == f"KTExperts(path=None, layer=0, method={experts.method!r}, {sizes})"
+    experts.close()
+    assert repr(experts).endswith(", closed)")
 
 
 def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     rng = np.random.default_rng(3)
 
-    def experts(parts: int, groups: int = 1) -> Experts:
+    def experts(parts: int, groups: int = 1) -> KTExperts:
         sizes = (1, 32 * parts, 32), (1, 32 * parts, 32), (1, 32, 32 * parts)
         weights = (rng.integers(0x3C00, 0x3D00, size).astype(np.uint16) for size in sizes)
-        return Experts.from_bf16(*weights, method="BF16", parts=parts, pool=make_grouped_pool(2, groups))
+        return KTExperts.from_bf16(*weights, method="BF16", parts=parts, pool=make_grouped_pool(2, groups))
 
     x, ids = np.full((3, 32), 0x3F80, np.uint16), np.zeros((3, 4096), np.int64)
     shares = np.full(ids.shape, 1 / 4096, np.float32)
@@ -235,7 +261,7 @@ def test_the_maximum_of_slices_and_experts_per_token_computes(make):
     with pytest.raises(UnsupportedError, match="layer 0 has 65 NUMA slices, and this runtime adds up 64 at most"):
         experts(65)
     one, x, ids, shares = make(tokens=1)
-    with pytest.raises(ValueError, match="4097 experts per token exceed the limit of 4096"):
+    with pytest.raises(ValueError, match="experts per token must be a whole number from 1 to 4096, not 4097"):
         one.forward(x, np.zeros((1, 4097), np.int64), np.zeros((1, 4097), np.float32))
 
 

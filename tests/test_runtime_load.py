@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.native_quant.runtime.converted_experts import open_converted
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.weights import run_parallel
 from rig.files import rewrite
 from rig.safetensors import edit_header
@@ -47,7 +47,7 @@ def call() -> tuple[Any, ...]:
 @pytest.mark.parametrize("method", ["int4", "int8"])
 def test_every_form_and_memory_mode_gives_the_same_results(method, outputs, call):
     results = [
-        Experts.load(outputs[method, form], 1, memory=memory).forward(*call)
+        KTExperts.load(outputs[method, form], 1, memory=memory).forward(*call)
         for form in ("merged", "loose")
         for memory in ("auto", "map", "copy")
     ]
@@ -58,14 +58,14 @@ def test_every_form_and_memory_mode_gives_the_same_results(method, outputs, call
 def test_loaded_experts_have_their_properties(outputs):
     assert open_converted(outputs["int4", "merged"]).layers == open_converted(outputs["int8", "loose"]).layers == [0, 1]
     sizes = {"num_experts": 8, "hidden": 256, "intermediate": 256}
-    with Experts.load(outputs["int8", "loose"], 0, method="AMXINT8", **sizes) as experts:
+    with KTExperts.load(outputs["int8", "loose"], 0, method="AMXINT8", **sizes) as experts:
         assert (experts.method, experts.layer, experts.num_experts, experts.parts) == ("AMXINT8", 0, 8, 2)
         assert (experts.hidden, experts.intermediate) == (256, 256)
         assert experts.nbytes == 8 * 3 * 256 * 256 + 8 * 4 * (256 + 256 + 2 * 256)
 
 
 def test_a_saved_layer_equals_the_loose_layer(outputs, tmp_path, read_tree):
-    experts = Experts.load(outputs["int4", "merged"], 1)
+    experts = KTExperts.load(outputs["int4", "merged"], 1)
     experts.save(tmp_path)
     experts.save(tmp_path)  # again: takes the old one's place
     assert read_tree(tmp_path / "_layer_1") == read_tree(outputs["int4", "loose"] / "_layer_1")
@@ -74,13 +74,13 @@ def test_a_saved_layer_equals_the_loose_layer(outputs, tmp_path, read_tree):
 
 def test_a_different_number_of_slices_is_reported_once(outputs, damaged):
     with pytest.warns(UserWarning, match="made for 2 NUMA slices, run with 1"):
-        Experts.load(damaged, 0, parts=1)
+        KTExperts.load(damaged, 0, parts=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Experts.load(damaged, 1, parts=1)
-        Experts.load(damaged, 1, parts=2)
+        KTExperts.load(damaged, 1, parts=1)
+        KTExperts.load(damaged, 1, parts=2)
     with pytest.raises(UnsupportedError, match="--numa 1"):
-        Experts.load(damaged, 0, parts=1, strict=True)
+        KTExperts.load(damaged, 0, parts=1, strict=True)
 
 
 WRONG = [
@@ -95,7 +95,7 @@ WRONG = [
 @pytest.mark.parametrize(("wrong", "sentence"), WRONG)
 def test_experts_of_a_different_model_are_rejected(wrong, sentence, outputs):
     with pytest.raises(UnsupportedError, match=sentence):
-        Experts.load(outputs["int4", "merged"], **{"layer": 0, **wrong})
+        KTExperts.load(outputs["int4", "merged"], **{"layer": 0, **wrong})
 
 
 def shard_of(folder: Path) -> Path:
@@ -151,15 +151,15 @@ def test_damage_is_reported_with_a_message(harm, form, sentence, outputs, tmp_pa
     (out / "manifest.json").unlink()
     harm(out)
     with pytest.raises(InputError, match=sentence):
-        Experts.load(out, 0)
-    Experts.load(out, 1)
+        KTExperts.load(out, 0)
+    KTExperts.load(out, 1)
 
 
 @pytest.mark.parametrize(("name", "value"), [("method", "AMXINT8"), ("num_experts", "9")])
 def test_contradictory_headers_are_rejected(name, value, damaged):
     edit_header(shard_of(damaged), lambda header: header["__metadata__"].update({name: value}))
     with pytest.raises(UnsupportedError, match=f"{name} {value}"):
-        Experts.load(damaged, 0)
+        KTExperts.load(damaged, 0)
 
 
 def test_unreadable_records_of_loose_files_are_rejected(outputs, tmp_path):
@@ -168,39 +168,39 @@ def test_unreadable_records_of_loose_files_are_rejected(outputs, tmp_path):
     about["model"]["functions"] = {"0": {"activation": "unheard_of"}}
     (tmp_path / "out" / "manifest.json").write_text(json.dumps(about))
     with pytest.raises(InputError, match="the record of what experts compute cannot be read"):
-        Experts.load(tmp_path / "out", 0)
+        KTExperts.load(tmp_path / "out", 0)
 
 
 def test_a_shard_rewritten_in_place_is_read_again(damaged):
     """After a layer was loaded from it: its header is not the one that was read then."""
-    loaded = Experts.load(damaged, 0)
+    loaded = KTExperts.load(damaged, 0)
     shard = shard_of(damaged)
     before = shard.read_bytes()
     edit_header(shard, lambda header: header["__metadata__"].update(num_experts="9"))
     with pytest.raises(UnsupportedError, match="num_experts 9"):
-        Experts.load(damaged, 0)
+        KTExperts.load(damaged, 0)
     rewrite(shard, before)
-    assert Experts.load(damaged, 0).nbytes == loaded.nbytes
+    assert KTExperts.load(damaged, 0).nbytes == loaded.nbytes
 
 
 def test_directories_without_weights_are_rejected(tmp_path):
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(UnsupportedError, match=str(path)):
-            Experts.load(path, 0)
+            KTExperts.load(path, 0)
 
 
 def test_invalid_weights_are_rejected(random_experts):
     layer = random_experts(2, 256, 128)
     arrays = [layer[name] for name in ("gate", "up", "down")]
-    with pytest.raises(KeyError):
-        Experts.from_bf16(*arrays, method="AMXINT2")
+    with pytest.raises(ArgumentError, match=r"method must be one of 'AMXINT4', .* not 'AMXINT2'"):
+        KTExperts.from_bf16(*arrays, method="AMXINT2")
     with pytest.raises(UnsupportedError, match="multiple of 128"):
-        Experts.from_bf16(*arrays, parts=2)
+        KTExperts.from_bf16(*arrays, parts=2)
     with pytest.raises(ValueError, match=r"\[E, I, H\]"):
-        Experts.from_bf16(arrays[0], arrays[2], arrays[1])
+        KTExperts.from_bf16(arrays[0], arrays[2], arrays[1])
     arrays[1][1, 5, 9] = 0x7F80
     with pytest.raises(ValueError, match="row 5, column 9"):
-        Experts.from_bf16(*arrays)
+        KTExperts.from_bf16(*arrays)
 
 
 @pytest.mark.parametrize("fails", [3, 1])

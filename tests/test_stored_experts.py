@@ -17,7 +17,7 @@ from click.testing import CliRunner, Result
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import InputError, KTConvertError, UnsupportedError, UsageError
 from ktconvert.native_quant.runtime import smoke
-from ktconvert.native_quant.runtime.experts import Experts, open_experts
+from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.bench import bench
 from ktconvert.pipeline.cli.eval import eval as evaluate
@@ -157,7 +157,7 @@ def test_outputs_in_native_formats_count_as_checkpoints(method, models, tmp_path
     if method == "fp8":
         ours, same = (loaded(models["BF16"], cpu_weights=path) for path in (out, models["FP8"]))
         assert torch.equal(logits(ours), logits(same))
-    experts = Experts.load(out, 0, parts=2, method=method.upper())
+    experts = KTExperts.load(out, 0, parts=2, method=method.upper())
     assert (experts.method, experts.parts) == (method.upper(), 2)
     report = json.loads(call(verify, out, "--run", "--json").stdout)
     assert report["ok"] and {"hashes", "run"} <= {check["name"] for check in report["checks"]}
@@ -186,7 +186,7 @@ def test_damage_is_reported_with_a_message(break_, kind, why, models, example, t
     """Every command reports it, and nothing is computed."""
     model = stored.model(example, tmp_path / "model", "BF16")
     break_(model)
-    monkeypatch.setattr(Experts, "forward", None)
+    monkeypatch.setattr(KTExperts, "forward", None)
     prompt, text = ("--prompt", "x"), ("--text", example.parent / "heldout.txt")
     commands: list[tuple[Any, ...]] = [
         *(
@@ -235,14 +235,14 @@ def test_layers_may_have_different_limits(tmp_path, cli):
     outs: list[list[Any]] = []
     for path in (model, tmp_path / "numa", tmp_path / "kt"):
         assert tuple(open_experts(path).function(n).limit for n in range(3)) == limits
-        experts = [Experts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
+        experts = [KTExperts.load(path, n, parts=2, swiglu_limit=limit) for n, limit in enumerate(limits)]
         outs.append([one.forward(layer.hidden, layer.ids, layer.weights) for one in experts])
         for n in range(3):
             assert not smoke.smoke(path, n, 2, get_shared_pool(2)).problems
             with pytest.raises(UnsupportedError, match="swiglu_limit"):
-                Experts.load(path, n, parts=2, swiglu_limit=0.125)
+                KTExperts.load(path, n, parts=2, swiglu_limit=0.125)
         with pytest.raises(UnsupportedError, match="swiglu_limit"):
-            Experts.load(path, 1, swiglu_limit=0.25)
+            KTExperts.load(path, 1, swiglu_limit=0.25)
     np.testing.assert_array_equal(outs[0], outs[1])
     np.testing.assert_array_equal(outs[0], outs[2])
     assert (outs[0][0] != outs[0][1]).any() and (outs[0][1] != outs[0][2]).any()

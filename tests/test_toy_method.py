@@ -20,7 +20,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs import FORMATS
 from ktconvert.native_quant import KTMoEWrapper
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS, Method
 from ktconvert.native_quant.runtime.stored_slices import StoredSlice, write_fp8_codes
 from ktconvert.pipeline.cli.bench import bench
@@ -72,8 +72,8 @@ def layers(tmp_path: Path) -> tuple[native.Native, Path, Path]:
 @pytest.mark.parametrize("parts", [1, 2])
 def test_the_toy_method_computes(parts, toy, layers):
     layer, rows, whole = layers
-    expected = Experts.load(rows, 0, parts=parts).forward(layer.hidden, layer.ids, layer.weights)
-    experts = Experts.load(whole, 0, parts=parts)
+    expected = KTExperts.load(rows, 0, parts=parts).forward(layer.hidden, layer.ids, layer.weights)
+    experts = KTExperts.load(whole, 0, parts=parts)
     assert experts.method == toy.name
     np.testing.assert_array_equal(experts.forward(layer.hidden, layer.ids, layer.weights), expected)
 
@@ -87,7 +87,7 @@ def test_commands_know_the_toy_method(toy, layers):
 def test_unsupported_settings_are_rejected(toy, layers):
     _, rows, whole = layers
     with pytest.raises(UnsupportedError, match="which method FP8_PERCHANNEL computes, not FP8_PERTENSOR"):
-        Experts.load(rows, 0, method=toy.name)
+        KTExperts.load(rows, 0, method=toy.name)
     wrapper = KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(whole), 512, method=toy.name)
     with pytest.raises(NotImplementedError, match="is read from checkpoints only"):
         wrapper.load_weights_from_tensors(*[torch.zeros((2, 256, 256))] * 3)
@@ -95,7 +95,7 @@ def test_unsupported_settings_are_rejected(toy, layers):
 
 def test_weights_without_a_row_are_rejected(layers):
     with pytest.raises(UnsupportedError, match="a scale for each 256 x 256, which no method of this runtime computes"):
-        Experts.load(layers[2], 0)
+        KTExperts.load(layers[2], 0)
     with pytest.raises(ValueError, match="unknown method 'FP8_PERTENSOR'"):
         KTMoEWrapper(0, 2, 2, 256, 256, None, 2, 1, str(layers[2]), 512, method=TOY.name)
 
@@ -104,7 +104,7 @@ def test_a_row_that_contradicts_c_is_rejected(monkeypatch, layers):
     """Before C reads past the end of an array."""
     monkeypatch.setitem(METHODS, TOY.name, replace(TOY, number=lib.KTQ_FORMAT_BF16))
     with pytest.raises(ValueError, match=r"a slice \[256, 256\] of FP8_PERTENSOR has 131072 bytes, not 66560"):
-        Experts.load(layers[2], 0)
+        KTExperts.load(layers[2], 0)
 
 
 def test_every_format_number_of_c_has_a_row():

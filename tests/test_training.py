@@ -14,7 +14,7 @@ from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.layouts.outputs.slices import Slicing
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant.matrix import BF16, Matrix
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.training import Gradients, Lora, TrainingPass, compute_with_lora
@@ -29,7 +29,7 @@ BOUNDS = {"BF16": 8e-3, "MXFP4": 8e-3, "FP8": 8e-3, "RAWINT4": 8e-3, "AMXINT8": 
 
 
 @functools.cache
-def experts(method: str, parts: int = 1, threads: int = 2, function: ExpertFunction = PLAIN) -> Experts:
+def experts(method: str, parts: int = 1, threads: int = 2, function: ExpertFunction = PLAIN) -> KTExperts:
     rng = np.random.default_rng(0)
     shapes = {"gate": (E, WIDTH, H), "up": (E, WIDTH, H), "down": (E, H, WIDTH)}
     linears = {
@@ -43,7 +43,7 @@ def experts(method: str, parts: int = 1, threads: int = 2, function: ExpertFunct
         biases = dict(zip(shapes, draw_biases(), strict=True))
         cut = {s: s.cut_bias(biases[s.projection].float().numpy()[s.expert]) for s in packed.arrays}
         packed = replace(packed, biases=cut)
-    return Experts(packed, pool=Pool(threads), function=function)
+    return KTExperts(packed, pool=Pool(threads), function=function)
 
 
 def draw_biases() -> Biases:
@@ -339,7 +339,7 @@ def test_unsupported_gradients_are_rejected() -> None:
     bits = [
         f32_to_bf16(rng.standard_normal(shape, np.float32)) for shape in ((E, WIDTH, H), (E, WIDTH, H), (E, H, WIDTH))
     ]
-    weighted = Experts.from_bf16(*bits, method="MXFP4", function=ExpertFunction(weights_on="input"))
+    weighted = KTExperts.from_bf16(*bits, method="MXFP4", function=ExpertFunction(weights_on="input"))
     with pytest.raises(
         UnsupportedError, match=r"gradients are unsupported for experts in .* routing weights on their input"
     ):

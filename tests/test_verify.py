@@ -24,7 +24,7 @@ from ktconvert.layouts.outputs.measuring import measure_output
 from ktconvert.layouts.outputs.opening import open_output
 from ktconvert.layouts.outputs.slices import SliceId
 from ktconvert.native_quant.runtime import smoke
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
 from ktconvert.pipeline.cli.conversion import cpu
 from ktconvert.pipeline.options.queries import VerifyOptions
@@ -476,9 +476,9 @@ def test_run_refuses_methods_that_only_kt_kernel_computes(copy, cli):
 
 @pytest.mark.parametrize("wrong", ["expert", "panel", "token", "nan"])
 def test_wrong_runtime_is_found(wrong, conversions, monkeypatch):
-    forward = Experts.forward
+    forward = KTExperts.forward
 
-    def broken(self: Experts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
+    def broken(self: KTExperts, hidden: Any, ids: Any, weights: Any, **rest: Any) -> Any:
         if wrong == "expert":
             ids = np.where(ids == 4, 1, ids)
         out = forward(self, hidden, np.ascontiguousarray(ids), weights, **rest)
@@ -490,7 +490,7 @@ def test_wrong_runtime_is_found(wrong, conversions, monkeypatch):
             out[1, 1] = 0x7FC0
         return out
 
-    monkeypatch.setattr(Experts, "forward", broken)
+    monkeypatch.setattr(KTExperts, "forward", broken)
     problems = smoke.smoke(conversions["int8-merged"], 0, 3, get_shared_pool(1)).problems
     words = {"expert": "expert 4", "panel": "panel 2 of 32", "token": "token 2, 3 experts", "nan": "not finite"}[wrong]
     assert any(words in problem for problem in problems), problems

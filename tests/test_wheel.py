@@ -42,8 +42,8 @@ ktconvert.plan(3)
 FORWARD = """
 import sys
 import numpy as np
-from ktconvert.native_quant import Experts, kernels
-experts = Experts.load(sys.argv[1], layer=0)
+from ktconvert.native_quant import KTExperts, kernels
+experts = KTExperts.load(sys.argv[1], layer=0)
 hidden = np.full((3, experts.hidden), 0x3F80, np.uint16)
 ids, weights = np.zeros((3, 2), np.int64) + [0, 1], np.full((3, 2), 0.5, np.float32)
 print(kernels.isa(), experts.forward(hidden, ids, weights).tobytes().hex())

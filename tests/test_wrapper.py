@@ -1,4 +1,4 @@
-"""KTMoEWrapper on a CPU: kt-kernel's signature, bits as of Experts, deferred experts, and refused calls."""
+"""KTMoEWrapper on a CPU: kt-kernel's signature, bits as of KTExperts, deferred experts, and refused calls."""
 
 import inspect
 import os
@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from ktconvert.layouts.errors import KTConvertError
-from ktconvert.native_quant import Experts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
+from ktconvert.layouts.errors import ArgumentError, KTConvertError
+from ktconvert.native_quant import KTExperts, KTMoEWrapper, generate_gpu_experts_masks, kernels, machine
 from rig import isas, programs
 from rig.wrappers import EXPERTS, HIDDEN, TOPK, clear_state, equal_bits, load, make, make_inputs  # noqa: F401
 
@@ -40,7 +40,7 @@ def stacked(example: Path) -> list[Stacked]:
     return [(stack(layer, "gate"), stack(layer, "up"), stack(layer, "down")) for layer in (0, 1)]
 
 
-def by_experts(experts: Experts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def by_experts(experts: KTExperts, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     out = experts.forward(hidden.view(torch.uint16).numpy(), ids.numpy(), weights.numpy())
     return torch.from_numpy(out).view(torch.bfloat16)
 
@@ -65,7 +65,7 @@ def test_only_the_mask_may_be_omitted(packed_example):
     with pytest.raises(TypeError, match="also requires cpuinfer_threads, weight_path"):
         KTMoEWrapper(**given)
     for number in (-1, 9, None):
-        with pytest.raises(ValueError, match=f"num_gpu_experts must be 0 to 8, the number of experts, not {number}"):
+        with pytest.raises(ValueError, match=f"num_gpu_experts must be a whole number from 0 to 8, not {number}"):
             KTMoEWrapper(**given, **threads, num_gpu_experts=number)
 
 
@@ -75,7 +75,7 @@ def test_forward_gives_the_bits_of_experts(packed_example, method, parts):
     path, name = packed_example(method, parts), f"AMX{method.upper()}"
     for layer in (0, 1):
         wrapper = load(path, layer_idx=layer, method=name, threadpool_count=parts)
-        experts = Experts.load(path, layer)
+        experts = KTExperts.load(path, layer)
         for tokens in (0, 1, 40):
             batch = make_inputs(tokens)
             expected = by_experts(experts, *batch)
@@ -125,7 +125,7 @@ def test_masked_experts_add_nothing_even_after_a_change_of_the_mask(packed_examp
     masked.gpu_experts_mask = mask  # a copy
     mask[:] = False
     assert masked.num_gpu_experts == 2 and equal_bits(masked.forward(hidden, ids, weights), without)
-    with pytest.raises(ValueError, match=r"gpu_experts_mask must have shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"gpu_experts_mask must be a bool tensor \[8\], not Tensor"):
         masked.gpu_experts_mask = torch.zeros(3)
     masked.gpu_experts_mask = None
     assert equal_bits(masked.forward(hidden, ids, weights), all_of_them)
@@ -168,12 +168,12 @@ def test_physical_experts_use_their_logical_experts(tmp_path, packed_example, st
     assert equal_bits(online.forward(hidden, ids, weights), expected)
     assert equal_bits(load(tmp_path).forward(hidden, order[ids], weights), expected)  # files hold logical experts
     for wrong, problem in (
-        (torch.arange(EXPERTS - 1), r"has shape \(7,\)"),
-        (order.view(2, 4), r"has shape \(2, 4\)"),
-        (torch.tensor([0, 1, 2, 3, 4, 5, 6, 2]), "names 2 2 times"),
-        (order + 1, "names 8"),
+        (torch.arange(EXPERTS - 1), r"\[7\]"),
+        (order.view(2, 4), r"\[2, 4\]"),
+        (torch.tensor([0, 1, 2, 3, 4, 5, 6, 2]), "but names 2 2 times"),
+        (order + 1, "but names 8"),
     ):
-        with pytest.raises(ValueError, match=f"must name each of 8 experts once, but {problem}"):
+        with pytest.raises(ValueError, match=f"must name each of 8 experts once, .*{problem}"):
             mapped.load_weights(wrong)
 
 
@@ -185,7 +185,7 @@ class Plain:
     """
 
     def __init__(self, path: Path, layers: int) -> None:
-        self.experts = [Experts.load(path, layer, exact=True) for layer in range(layers)]
+        self.experts = [KTExperts.load(path, layer, exact=True) for layer in range(layers)]
         self.left: list[Any] = [None] * layers
 
     def sums(self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> Any:
@@ -322,11 +322,14 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"method": "SYCL_GPTQ_INT4"}, NotImplementedError, NOT_YET),
     ({"swiglu_limit": -1.0}, ValueError, "swiglu_limit must be a finite number of at least 0, not -1.0"),
     ({"swiglu_alpha": float("nan")}, ValueError, "swiglu_alpha must be a finite number of at least 0, not nan"),
-    *(({size: value}, ValueError, "must be positive") for size, value in (("num_experts", 0), ("hidden_size", -1))),
-    ({"num_experts_per_tok": 9}, ValueError, "at most num_experts"),
+    *(
+        ({size: value}, ArgumentError, "must be a whole number of at least 1")
+        for size, value in (("num_experts", 0), ("hidden_size", -1))
+    ),
+    ({"num_experts_per_tok": 9}, ArgumentError, "must be a whole number from 1 to 8, not 9"),
     ({"numa_nodes": machine.numa_nodes()[:1], "threadpool_count": 2}, ValueError, "numa_nodes must name 2 nodes"),
     ({"numa_nodes": [0, 0], "threadpool_count": 2}, ValueError, NODES + r"\[0, 0\]"),
-    ({"gpu_experts_mask": torch.zeros(3)}, ValueError, r"gpu_experts_mask must have shape \(8,\)"),
+    ({"gpu_experts_mask": torch.zeros(3)}, ValueError, r"gpu_experts_mask must be a bool tensor \[8\], not Tensor"),
     ({"situ_linear_beta": 25.0}, ValueError, "situ_linear_beta=25 belong to no activation"),
     ({"situ_beta": 4.0, "swiglu_limit": 7.0}, ValueError, "swiglu_limit=7, situ_beta=4 belong to no activation"),
 ]
@@ -336,6 +339,13 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_impossible_arguments_are_rejected(changed, error, sentence):
     with pytest.raises(error, match=sentence):
         make(**changed)
+
+
+def test_a_printed_wrapper_shows_path_and_sizes(packed_example):
+    path = packed_example("int8", 1)
+    sizes = "num_experts=8, num_experts_per_tok=2, hidden_size=256, moe_intermediate_size=256, threadpool_count=1"
+    printed = f"KTMoEWrapper(layer_idx=0, method='AMXINT8', weight_path='{path}', {sizes}"
+    assert repr(make(path)) == f"{printed}, no weights loaded)" and repr(load(path)) == f"{printed})"
 
 
 def test_threadpool_count_selects_nodes_of_the_process(monkeypatch):
@@ -355,10 +365,14 @@ def test_calls_out_of_order_or_of_wrong_shape_are_rejected(packed_example, stack
     with pytest.raises(RuntimeError, match="without a submit_forward"):
         wrapper.sync_forward(hidden)
     few = (hidden[:, :128], ids, weights), (hidden[:3], ids, weights), (hidden, ids, weights[:, :1])
-    for wrong in (*few, (hidden[0], ids[0], weights[0])):
-        with pytest.raises(ValueError, match="hidden_states must be"):
+    types = ([[1, 2]], ids, weights), (hidden.long(), ids, weights), (hidden, ids.float(), weights), (hidden, ids, None)
+    devices = (hidden.to("meta"), ids, weights), (hidden, ids.to("meta"), weights), (hidden, ids, weights.to("meta"))
+    for wrong in (*few, (hidden[0], ids[0], weights[0]), *types, *devices):
+        with pytest.raises(ValueError, match=r"(hidden_states|topk_ids|topk_weights) must be a tensor of"):
             wrapper.forward(*wrong)
-    with pytest.raises(ValueError, match="gate_proj must have shape"):
+        with pytest.raises(ArgumentError):
+            wrapper.submit_forward(*wrong)
+    with pytest.raises(ValueError, match="gate_proj must be a tensor"):
         empty.load_weights_from_tensors(stacked[0][0][:4], *stacked[0][1:], torch.arange(8))
     with pytest.raises(ValueError, match="cpu_save=True is only for"):
         make(cpu_save=True).load_weights(torch.arange(8))
@@ -449,14 +463,14 @@ def test_kt_quant_finds_its_script_beside_kt_kernel(tmp_path):
     arguments = ["--input-path", model, "--input-type", "fp8", "--output", tmp_path / "out", "--quant-method", "int8"]
     arguments += ["--cpuinfer-threads", 1, "--threadpool-count", 1]
     programs.python_output(script, *arguments)
-    assert Experts.load(tmp_path / "out", 1, method="AMXINT8").num_experts == 8
+    assert KTExperts.load(tmp_path / "out", 1, method="AMXINT8").num_experts == 8
 
 
 def test_names_are_imported_at_first_use():
     """The import does not replace the real kt_kernel."""
     result = python(
         "import sys, types, ktconvert.native_quant as nq\n"
-        "nq.Experts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
+        "nq.KTExperts, nq.__version__, nq.__cpu_variant__, dir(nq)\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])\n"
         "try: nq.Nothing\n"
         "except AttributeError as error: print(error)\n"

@@ -17,7 +17,7 @@ from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import I64, U16, Array
 from ktconvert.native_quant.instruction_sets import raise_error
 from ktconvert.native_quant.machine import unbind_thread
-from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
+from ktconvert.native_quant.runtime.experts import KTExperts, OutputNorm
 
 # Numbers of sections of an array that one thread can read in parallel. More are no faster; which number is fastest
 # depends on the machine.
@@ -141,7 +141,7 @@ def every_expert(topk: int, experts: int) -> I64:
     return np.arange(tokens * topk, dtype=np.int64).reshape(tokens, topk) % experts
 
 
-def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
+def time_forward(experts: KTExperts, tokens: int, topk: int, *, seed: int = 0) -> Timing:
     """Time forwards of a layer for about a second, with new random routing each time so that weights are not cached."""
     rng = np.random.default_rng(seed)
     hidden = random_bf16(rng, tokens, experts.hidden)
@@ -161,13 +161,13 @@ def time_forward(experts: Experts, tokens: int, topk: int, *, seed: int = 0) -> 
     return Timing(tokens, len(times), float(np.median(times)), min(times), mean, nbytes)
 
 
-def warm_up(experts: Experts, topk: int) -> None:
+def warm_up(experts: KTExperts, topk: int) -> None:
     """Compute every expert once, so that mapped weights are in memory and the pool's threads have started."""
     ids = every_expert(topk, experts.num_experts)
     hidden = random_bf16(np.random.default_rng(0), len(ids), experts.hidden)
     experts.forward(hidden, ids, np.full(ids.shape, 1 / topk, np.float32), norm=_make_norm(experts))
 
 
-def _make_norm(experts: Experts) -> OutputNorm | None:
+def _make_norm(experts: KTExperts) -> OutputNorm | None:
     """Return a norm for experts that need one: the model has it, not their files."""
     return OutputNorm(np.ones(experts.hidden, np.float32), 1e-6) if experts.function.output_norm else None

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.native_quant.arrays import F32, I64, U8, Bool
+from ktconvert.native_quant.runtime.arguments import describe, require_array
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.native_quant.runtime.weights import LayerWeights
 
@@ -25,7 +28,7 @@ CONSTANT_NAMES = f"{', '.join(CONSTANTS[:-1])} and {CONSTANTS[-1]}"
 
 @dataclass(frozen=True)
 class Requirements:
-    """Requirements of a caller for a layer's experts; the fields are arguments of Experts.load. None: any value.
+    """Requirements of a caller for a layer's experts; the fields are arguments of KTExperts.load. None: any value.
 
     function  what the experts compute, for files that do not record it; otherwise each constant must agree or be 0
     skip      experts that are loaded only when a forward needs them
@@ -64,13 +67,12 @@ class Requirements:
     def find_missing(self, experts: int) -> set[int]:
         """Return the file's experts that need not be loaded now: each expert that computes with them is skipped.
 
-        Raises ValueError for a skip or an order of another length.
+        Raises ArgumentError for a skip or an order of another length.
         """
         order = resolve_order(self.order, experts)
         if self.skip is None:
             return set()
-        if self.skip.shape != (experts,):
-            raise ValueError(f"skip must have shape ({experts},), not {self.skip.shape}")
+        require_array("skip", self.skip, ("bool", "uint8"), (experts,))
         needed = {expert for expert, skipped in zip(order, self.skip.tolist(), strict=True) if not skipped}
         return set(range(experts)) - needed
 
@@ -147,18 +149,18 @@ class ExpertSource(ABC):
 def resolve_order(order: I64 | None, experts: int) -> list[int]:
     """Return the file's expert for each expert; None: the file's order.
 
-    Raises ValueError unless the order names each expert once.
+    Raises ArgumentError unless the order names each expert once.
     """
     if order is None:
         return list(range(experts))
     rule = f"order (physical_to_logical_map_cpu) must name each of {experts} experts once"
-    if order.shape != (experts,):
-        raise ValueError(f"{rule}, but has shape {order.shape}")
+    if not isinstance(order, np.ndarray) or order.dtype != np.int64 or order.shape != (experts,):
+        raise ArgumentError(f"{rule}, in a NumPy array int64 [{experts}], not {describe(order)}")
     numbers: list[int] = order.tolist()
     if sorted(numbers) != list(range(experts)):
         wrong = next(number for number in numbers if not 0 <= number < experts or numbers.count(number) > 1)
         problem = f"{wrong} {numbers.count(wrong)} times" if 0 <= wrong < experts else str(wrong)
-        raise ValueError(f"{rule}, but names {problem}")
+        raise ArgumentError(f"{rule}, but names {problem}")
     return numbers
 
 

@@ -6,6 +6,7 @@ BF16 values are uint16 arrays of their bits. Equations: docs/explanation/numeric
 from __future__ import annotations
 
 import functools
+import numbers
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,19 +16,27 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, loose
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.arrays import F32, I64, U16, Array
 from ktconvert.native_quant.runtime import weights
+from ktconvert.native_quant.runtime.arguments import (
+    describe,
+    require_array,
+    require_integer,
+    require_one_of,
+    require_path,
+)
 from ktconvert.native_quant.runtime.checkpoint_experts import is_checkpoint, open_checkpoint_experts
 from ktconvert.native_quant.runtime.converted_experts import MEMORY, open_converted
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, ExpertSource, Requirements, Skip, resolve_order
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
+BF16_BITS = "the bits of BF16 numbers"
 _warned: set[tuple[str, int, int]] = set()
 
 
@@ -42,14 +51,29 @@ class OutputNorm(NamedTuple):
     epsilon: float
 
 
-class Experts:
-    """The routed experts of a layer, which compute the weighted sum of each token's experts.
+class KTExperts:
+    """The routed experts of a layer, which compute the weighted sum of each token's experts with NumPy arrays.
 
     For x = hidden[t], out[t] = sum over j of weights[t, j] * down(f(gate x, up x)), with the matrices gate, up and down
-    of expert ids[t, j], and f the activation of an ExpertFunction.
+    of expert ids[t, j]. In most models, f(g, u) = silu(g) * u.
 
-    Create experts with load() or from_bf16(). They can be used from many threads; forwards on one pool run one after
-    the other.
+    >>> experts = KTExperts.load("model-int8", layer=0)
+    >>> out = experts.forward(hidden, ids, weights)
+
+    Create experts with load() or from_bf16(). They can be used from many threads; forwards on one pool of threads run
+    one after the other. In shapes, E is the number of experts, H the hidden size, I the intermediate size of an expert,
+    T the number of tokens, and k the number of experts per token. BF16 numbers are uint16 arrays of their bits; for a
+    BF16 tensor of torch, these are tensor.view(torch.uint16).numpy().
+
+    method        method of the weights, such as "AMXINT8"
+    layer         number of the layer
+    num_experts, hidden, intermediate
+                  E, H and I
+    parts         number of NUMA slices
+    source        absolute path of the weights; None if they are not from files
+    nbytes        bytes of the loaded weights
+    Only these attributes, and load, from_bf16, forward and close, are public. The other methods serve KTMoEWrapper and
+    KTConvertConfig, and may change.
     """
 
     def __init__(
@@ -61,6 +85,9 @@ class Experts:
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> None:
+        if not isinstance(packed, weights.LayerWeights):
+            raise ArgumentError("use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)")
+        require_one_of("exact", exact, (False, True))
         kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA
         slicing = packed.slicing
         self.method = packed.method
@@ -111,9 +138,11 @@ class Experts:
         situ_linear_beta: float = 0.0,
         transposed: bool | None = False,
         skip: Skip = None,
-    ) -> Experts:
+    ) -> KTExperts:
         """Load one layer of a converted directory, ours or kt-kernel's, or of a checkpoint in a native format.
 
+        path        the directory, or a GGUF file
+        layer       number of the layer, from 0
         method, num_experts, hidden, intermediate
                     expected values; it is an error if the files differ
         parts       number of NUMA slices. A converted directory has a fixed number; a different one costs speed, which
@@ -123,6 +152,8 @@ class Experts:
                     "map": the files' pages, shared between processes, on arbitrary nodes, 8 to 12 % slower
                     "auto": copy if all layers, without skipped experts, fit into the available memory, else map
                     A checkpoint is always copied
+        pool        threads that compute; None: one thread for each physical core that this process may use
+        exact       whether to round as kt-kernel, bit for bit
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
                     constants of kt-kernel for files that do not record what the experts compute (make_function); if
@@ -131,11 +162,20 @@ class Experts:
                     checkpoint has no such files, and gradients use its weights
         skip        [E]: experts that are not loaded, as something else computes them. Each is loaded when a forward
                     first needs it, or by load_missing, and then stays loaded
-        Raises UnsupportedError, InputError or VerificationError with a message that names the file and the remedy.
+        Raises ArgumentError for an invalid argument; UnsupportedError, InputError or VerificationError with a message
+        that names the file and the remedy.
         """
-        if memory not in MEMORY:
-            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, not '{memory}'")
-        path = Path(path)
+        path = Path(require_path("path", path))
+        require_one_of("memory", memory, MEMORY)
+        layer = require_integer("layer", layer, 0)
+        for name, size in (
+            ("num_experts", num_experts),
+            ("hidden", hidden),
+            ("intermediate", intermediate),
+            ("parts", parts),
+        ):
+            if size is not None:
+                require_integer(name, size, 1)
         pool = pool or get_shared_pool()
         function = make_function(swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta)
         sizes = method, num_experts, hidden, intermediate, parts
@@ -173,15 +213,22 @@ class Experts:
         exact: bool = False,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
-    ) -> Experts:
-        """Quantize experts on the spot from BF16 bits: gate and up [E, I, H], down [E, H, I].
+    ) -> KTExperts:
+        """Quantize experts in memory.
 
-        gate      None if experts have no gate, which `function` must say
-        biases    "gate", "up" and "down" -> [E, I], for down [E, H], as `function` must say; None if there are none
+        gate, up  uint16 [E, I, H], BF16 bits; gate is None if experts have no gate, which `function` must say
+        down      uint16 [E, H, I], BF16 bits
+        biases    "gate", "up" and "down" -> float32 [E, I], for down [E, H], as `function` must say; None: no biases
+        method    method of the weights, such as "AMXINT8"
+        parts     number of NUMA slices
+        function  what the experts compute; by default down(silu(gate x) * up x)
+        layer     number of the layer, for messages; pool, exact, order: as for load
 
-        Raises KeyError for an unknown method, ValueError for inconsistent arrays, NonFinite for Inf or NaN,
-        UnsupportedError for sizes that the method does not support.
+        Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
+        that the method does not support.
         """
+        require_one_of("method", method, METHODS)
+        parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
         pool = pool or get_shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool, biases=biases)
         return cls(packed, pool=pool, exact=exact, order=order, function=function)
@@ -211,20 +258,26 @@ class Experts:
         strict_ids: bool = False,
         norm: OutputNorm | None = None,
     ) -> U16:
-        """Compute out [T, H], BF16 bits, from hidden [T, H], BF16 bits, ids [T, k] and weights [T, k].
+        """Return the weighted sum of each token's experts, uint16 [T, H], BF16 bits.
 
-        Ids outside 0 .. E-1 and ids that are marked in skip [E] add nothing; a token with only such ids gives zeros.
-        strict_ids: ids outside 0 .. E-1 are errors.
-        norm: the norm of each expert's output, which functions with output_norm need.
-        Raises ValueError for inconsistent arrays or a missing norm, for the first such id, and after close(),
-        MemoryError, ResourceError if a forked process cannot start threads, InputError if a mapped file cannot be read.
+        hidden      uint16 [T, H], BF16 bits
+        ids         int64 [T, k]: the experts of each token. Ids outside 0 .. E-1 add nothing; a token with only such
+                    ids gives zeros
+        weights     float32 [T, k]: the factor of each expert
+        skip        bool or uint8 [E]: marked experts add nothing
+        out         uint16 [T, H]: array for the result; None: a new one
+        strict_ids  whether ids outside 0 .. E-1 are errors
+        norm        the norm of each expert's output, if the experts need one
+        All arrays must be contiguous. Raises ArgumentError for any other array, and for the first wrong id if
+        strict_ids; ValueError for a missing norm, and after close(); MemoryError; ResourceError if a forked process
+        cannot start threads; InputError if a mapped file cannot be read.
         """
-        out = np.empty(hidden.shape, np.uint16) if out is None else out
-        call = self._check_call(hidden, ids, weights, skip, out, strict_ids)
+        call, out = self._check_call(hidden, ids, weights, skip, out, strict_ids)
         if norm is not None:
-            if norm.factors.shape != (self.hidden,) or not 0 < norm.epsilon < float("inf"):
-                raise ValueError(f"norm must have {self.hidden} factors and an epsilon above 0")
-            call.norm = ffi.cast("float *", _address("norm", norm.factors, np.float32))
+            require_array("norm.factors", norm.factors, ("float32",), (self.hidden,))
+            if not 0 < norm.epsilon < float("inf"):
+                raise ArgumentError(f"norm.epsilon must be a number above 0, not {describe(norm.epsilon)}")
+            call.norm = ffi.cast("float *", _address(norm.factors))
             call.norm_epsilon = norm.epsilon
         self.forward_call(call)
         return out
@@ -234,7 +287,8 @@ class Experts:
     ) -> Job:
         """Start a forward in the background, after all earlier jobs of the same pool."""
         arrays = hidden, ids, weights, skip, out
-        job = self.make_job(self._check_call(*arrays, strict_ids), arrays)
+        call, _ = self._check_call(*arrays, strict_ids)
+        job = self.make_job(call, arrays)
         job.submit()
         return job
 
@@ -250,10 +304,9 @@ class Experts:
     def make_call(self, tokens: int, topk: int, hidden: int, ids: int, weights: int, skip: int, out: int) -> Any:
         """Return a call by addresses (skip: 0 for none) of checked arrays.
 
-        Raises ValueError for too many experts per token.
+        Raises ArgumentError for no expert per token, and for too many.
         """
-        if topk > lib.KTQ_MAX_TOPK:
-            raise ValueError(f"{topk} experts per token exceed the limit of {lib.KTQ_MAX_TOPK}")
+        require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
         return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
@@ -314,23 +367,30 @@ class Experts:
         """Release the weights: no new forward can start. The last job that uses them frees them."""
         self._memory = self._missing = None
 
-    def __copy__(self) -> Experts:
+    def __repr__(self) -> str:
+        """Return path, method and sizes."""
+        names = ("layer", "method", "num_experts", "hidden", "intermediate", "parts")
+        values = {"path": self.source and str(self.source), **{name: getattr(self, name) for name in names}}
+        state = "" if self._memory else ", closed"
+        return f"KTExperts({', '.join(f'{name}={value!r}' for name, value in values.items())}{state})"
+
+    def __copy__(self) -> KTExperts:
         """Return experts that share the read-only weights and threads, and are closed separately."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Experts:
+    def __deepcopy__(self, memo: dict[int, Any]) -> KTExperts:
         return self.__copy__()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             f"the experts of layer {self.layer} of {self.source or 'a model in memory'} cannot be pickled (pickle, "
             "torch.save, spawned processes): their weights are memory of this process; save the path of their "
-            "directory, and load them with Experts.load, or the model with from_pretrained"
+            "directory, and load them with KTExperts.load, or the model with from_pretrained"
         )
 
-    def __enter__(self) -> Experts:
+    def __enter__(self) -> KTExperts:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -347,35 +407,34 @@ class Experts:
         packed.check_reads()
         del memory
 
-    def _check_call(self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16, strict_ids: bool) -> Any:
-        """Check the arrays of a forward and return a call. Raises ValueError."""
-        if hidden.ndim != 2 or hidden.shape[1] != self.hidden:
-            raise ValueError(f"hidden must have shape (tokens, {self.hidden}), not {hidden.shape}")
+    def _check_call(
+        self, hidden: U16, ids: I64, weights: F32, skip: Skip, out: U16 | None, strict_ids: bool
+    ) -> tuple[Any, U16]:
+        """Check the arrays of a forward; return a call and its output, by default a new array. Raises ArgumentError."""
+        require_array("hidden", hidden, ("uint16",), ("tokens", self.hidden), BF16_BITS)
         tokens = len(hidden)
-        if ids.ndim != 2 or len(ids) != tokens or not ids.shape[1]:
-            raise ValueError(f"ids must have shape ({tokens}, experts per token), not {ids.shape}")
-        if weights.shape != ids.shape:
-            raise ValueError(f"weights must have the shape of ids, {ids.shape}, not {weights.shape}")
-        if out.shape != hidden.shape:
-            raise ValueError(f"out must have the shape of hidden, {hidden.shape}, not {out.shape}")
-        if skip is not None and skip.shape != (self.num_experts,):
-            raise ValueError(f"skip must have shape ({self.num_experts},), not {skip.shape}")
-        addresses = (
-            _address("hidden", hidden, np.uint16),
-            _address("ids", ids, np.int64),
-            _address("weights", weights, np.float32),
-            0 if skip is None else _address("skip", skip.view(np.uint8), np.uint8),
-            _address("out", out, np.uint16, writable=True),
-        )
+        require_array("ids", ids, ("int64",), (tokens, "experts per token"))
+        require_array("weights", weights, ("float32",), ids.shape, "the shape of ids")
+        if skip is not None:
+            require_array("skip", skip, ("bool", "uint8"), (self.num_experts,))
+        if out is None:
+            out = np.empty_like(hidden)
+        require_array("out", out, ("uint16",), hidden.shape, "the shape of hidden")
+        if not out.flags.writeable:
+            raise ArgumentError("out must be writable")
         if strict_ids and (invalid := np.argwhere((ids < 0) | (ids >= self.num_experts))).size:
             token, column = invalid[0].tolist()
             problem = f"is {ids[token, column]}, but layer {self.layer} has experts 0 to {self.num_experts - 1}"
-            raise ValueError(f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}")
+            raise ArgumentError(
+                f"ids[{token}, {column}] {problem}; without strict_ids it adds nothing to token {token}"
+            )
         if self.packed.missing:
             unused = np.ones(self.num_experts, np.bool_)
             unused[ids[(ids >= 0) & (ids < self.num_experts)]] = False
             self.load_missing(unused if skip is None else unused | (skip != 0))
-        return self.make_call(tokens, ids.shape[1], *addresses)
+        marks = 0 if skip is None else _address(skip)
+        addresses = _address(hidden), _address(ids), _address(weights), marks, _address(out)
+        return self.make_call(tokens, ids.shape[1], *addresses), out
 
 
 class MissingExperts:
@@ -452,12 +511,12 @@ def make_function(
     """
     constants = dict(zip(CONSTANTS, (swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta), strict=True))
     for name, value in constants.items():
-        if not 0.0 <= value < float("inf"):
-            raise ValueError(f"{name} must be a finite number of at least 0, not {value}")
+        if not isinstance(value, numbers.Real) or not 0 <= value < float("inf"):
+            raise ArgumentError(f"{name} must be a finite number of at least 0, not {describe(value)}")
     if (situ_linear_beta and not situ_beta) or (situ_beta and (swiglu_limit or swiglu_alpha)):
         given = ", ".join(f"{name}={value:g}" for name, value in constants.items() if value)
         rule = "give situ_beta with or without situ_linear_beta, or swiglu_limit with or without swiglu_alpha"
-        raise ValueError(f"{given} belong to no activation; {rule}")
+        raise ArgumentError(f"{given} belong to no activation; {rule}")
     if situ_beta:
         return ExpertFunction("softcap", alpha=situ_beta, beta=situ_linear_beta)
     if not swiglu_limit and not swiglu_alpha:
@@ -500,10 +559,5 @@ def _report_slice_count(path: str, have: int, required: int, strict: bool) -> No
         warnings.warn(message, stacklevel=3)
 
 
-def _address(name: str, array: Array, dtype: type[np.generic], writable: bool = False) -> int:
-    if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
-        actual = f"{array.dtype} with strides {array.strides}"
-        raise ValueError(f"{name} must be a contiguous array of {np.dtype(dtype)}, not {actual}")
-    if writable and not array.flags.writeable:
-        raise ValueError(f"{name} must be writable")
+def _address(array: Array) -> int:
     return int(ffi.cast("uintptr_t", ffi.from_buffer(array)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from ktconvert.layouts.outputs.slices import NumaSlice
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.methods import METHODS, RowLayout
 from ktconvert.native_quant.runtime.pool import Job, check_error
 from ktconvert.quantizers import panels
@@ -20,7 +20,7 @@ BUFFERS = ("w13_weight", "w13_scale", "w2_weight", "w2_scale")
 Addresses = Sequence[Sequence[int]]  # addresses of each rank's memory, for each of BUFFERS
 
 
-def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
+def write(experts: KTExperts, expert: int, ranks: int, buffers: Addresses) -> Job:
     """Start to write an expert's weights, after all earlier jobs of its pool, and return the job.
 
     An expert that is not loaded is read from its file for this job only. Raises NotImplementedError for a method whose
@@ -63,7 +63,7 @@ def write(experts: Experts, expert: int, ranks: int, buffers: Addresses) -> Job:
 
 
 def _make_rectangles(
-    numa_slice: NumaSlice, layout: RowLayout, source: int, targets: Sequence[int], experts: Experts
+    numa_slice: NumaSlice, layout: RowLayout, source: int, targets: Sequence[int], experts: KTExperts
 ) -> Iterator[tuple[Any, ...]]:
     """Yield a ktq_rectangle for each rank that gets some of a slice's tensor.
 

@@ -24,8 +24,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ktconvert.layouts.errors import UnsupportedError, UsageError
 from ktconvert.layouts.sources.config import QUANT_METHOD
+from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
-from ktconvert.native_quant.runtime.experts import Experts, open_experts
+from ktconvert.native_quant.runtime.arguments import require_integer, require_one_of, require_path
+from ktconvert.native_quant.runtime.converted_experts import MEMORY
+from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule, RoutedExperts, find_experts
@@ -37,19 +40,23 @@ from ktconvert.native_quant.runtime.stored_tensors import ACTIVATION_SCALES, Sto
 
 @register_quantization_config(NAME)
 class KTConvertConfig(QuantizationConfigMixin):
-    """Source and computation of the routed experts.
+    """Source and computation of the routed experts of a model, for from_pretrained of transformers.
+
+    >>> config = KTConvertConfig(cpu_weights="model-int8")
+    >>> model = AutoModelForCausalLM.from_pretrained("model", quantization_config=config)
 
     cpu_weights       converted weights, or a checkpoint whose experts are computed without conversion; None: the model
                       that is loaded
     exact             use kt-kernel's rounding, bit for bit
     threads           number of threads for the experts; None: the physical cores that this process may use
-    memory            as for Experts.load
+    memory            "copy": a copy in memory; "map": the pages of the files; "auto": copy if it fits into memory
     gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
                       or a safetensors file with a tensor of this name
     num_gpu_experts   instead of a mask: the first num_gpu_experts experts of each layer
     gpu_experts       the checkpoint with these experts, packed or not: a directory or a hub id; None: the model that is
                       loaded
-    Raises UsageError for conflicting options.
+    quant_method      the name under which transformers finds this class
+    Raises ArgumentError for invalid values, UsageError for conflicting ones. from_pretrained checks the files.
     """
 
     def __init__(
@@ -63,18 +70,22 @@ class KTConvertConfig(QuantizationConfigMixin):
         num_gpu_experts: int | None = None,
         quant_method: str = NAME,
     ) -> None:
+        require_one_of("quant_method", quant_method, (NAME, QUANT_METHOD))
+        require_one_of("exact", exact, (False, True))
+        require_one_of("memory", memory, MEMORY)
         hot_experts.check_choice(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
             remedy = "select experts with gpu_experts_mask or num_gpu_experts"
             raise UsageError(f"gpu_experts is set, but no experts are selected; {remedy}")
         self.quant_method = quant_method  # type: ignore[assignment]
-        self.cpu_weights = None if cpu_weights is None else os.fspath(cpu_weights)
-        self.exact, self.threads, self.memory = exact, threads, memory
-        self.gpu_experts = None if gpu_experts is None else os.fspath(gpu_experts)
-        # A JSON value, since transformers writes configs as JSON.
-        mask: Any = gpu_experts_mask.tolist() if isinstance(gpu_experts_mask, torch.Tensor) else gpu_experts_mask
-        self.gpu_experts_mask: Any = os.fspath(mask) if isinstance(mask, os.PathLike) else mask
-        self.num_gpu_experts = num_gpu_experts
+        self.exact, self.memory = exact, memory
+        # JSON values, since transformers writes configs as JSON.
+        self.threads = None if threads is None else require_integer("threads", threads, 1, lib.KTQ_POOL_THREADS)
+        self.cpu_weights = None if cpu_weights is None else require_path("cpu_weights", cpu_weights)
+        self.gpu_experts = None if gpu_experts is None else require_path("gpu_experts", gpu_experts)
+        self.gpu_experts_mask = None if gpu_experts_mask is None else hot_experts.parse_mask(gpu_experts_mask)
+        count = num_gpu_experts
+        self.num_gpu_experts = None if count is None else require_integer("num_gpu_experts", count, 0)
 
 
 @register_quantizer(NAME)
@@ -92,7 +103,7 @@ class KTConvertQuantizer(HfQuantizer):
     ) -> Any:
         """Replace the experts, and let transformers silently skip the checkpoint's tensors of these modules.
 
-        Raises UnsupportedError if the experts cannot be replaced, and errors of Experts.load, masks_by_layer and
+        Raises UnsupportedError if the experts cannot be replaced, and errors of KTExperts.load, masks_by_layer and
         HotWeights.
         """
         settings = self.quantization_config
@@ -172,7 +183,7 @@ class KTConvertQuantizer(HfQuantizer):
 
     def _load_experts(
         self, root: Path, model_class: str, modules: list[ExpertModule], hot: Mapping[int, Mask]
-    ) -> dict[int, Experts]:
+    ) -> dict[int, KTExperts]:
         """Load the experts of every layer that are not hot, before the model is changed. hot: layer -> mask."""
         settings = self.quantization_config
         source = open_experts(root)
@@ -183,12 +194,12 @@ class KTConvertQuantizer(HfQuantizer):
             raise UnsupportedError(
                 f"{root}: has no experts of layer {layers}, but {model_class} has; convert all layers"
             )
-        loaded: dict[int, Experts] = {}
+        loaded: dict[int, KTExperts] = {}
         options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
         for module in modules:
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
             sizes |= {"intermediate": module.intermediate}
-            loaded[module.layer] = Experts.load(root, module.layer, **sizes, **options, skip=hot.get(module.layer))
+            loaded[module.layer] = KTExperts.load(root, module.layer, **sizes, **options, skip=hot.get(module.layer))
         return loaded
 
     def is_serializable(self) -> bool:
@@ -303,7 +314,7 @@ def _load_stored_tensors(model: Any, state_dict: Any, checkpoint_files: Any, loa
 _loading.PreTrainedModel._load_pretrained_model = staticmethod(_load_stored_tensors)
 
 
-def _make_first_attribute(module: torch.nn.Module, experts: Experts) -> None:
+def _make_first_attribute(module: torch.nn.Module, experts: KTExperts) -> None:
     """Make experts the first attribute of a module, so that pickle raises their error before it reaches hooks."""
     if FIRST_ATTRIBUTE not in vars(module):
         attributes = dict(vars(module))

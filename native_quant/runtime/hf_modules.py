@@ -17,7 +17,7 @@ from ktconvert.layouts.checkpoints.archs import PREFIXES
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant.runtime import adapters, training
-from ktconvert.native_quant.runtime.experts import Experts, OutputNorm
+from ktconvert.native_quant.runtime.experts import KTExperts, OutputNorm
 from ktconvert.native_quant.runtime.hot_experts import HotExperts
 from ktconvert.native_quant.runtime.training import CPU, TrainingPass
 
@@ -47,7 +47,7 @@ class RoutedExperts(torch.nn.Module):
     def __init__(
         self,
         layer: int,
-        experts: Experts,
+        experts: KTExperts,
         zero_ids: bool = False,
         hot: HotExperts | None = None,
         norm: torch.nn.Module | None = None,
@@ -233,7 +233,7 @@ def _sizes(module: torch.nn.Module) -> tuple[int, int, int]:
 
 
 def _differs_in_activation(module: Any, function: ExpertFunction) -> bool:
-    """Return whether a module's activation differs from that of Experts with these settings.
+    """Return whether a module's activation differs from that of KTExperts with these settings.
 
     Compares results for samples, some of them large because of limits.
     """

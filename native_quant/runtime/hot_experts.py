@@ -5,18 +5,21 @@ Masks choose them. Their weights are read one linear at a time, packed integers 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
 from ktconvert.layouts.checkpoints.moe_model import MoeModel
 from ktconvert.layouts.checkpoints.recognition import recognize
-from ktconvert.layouts.errors import InputError, ResourceError, UnsupportedError, UsageError
+from ktconvert.layouts.errors import ArgumentError, InputError, ResourceError, UnsupportedError, UsageError
 from ktconvert.layouts.extras import require_packages
+from ktconvert.layouts.files import documents
 from ktconvert.layouts.files.publish import MARK
 from ktconvert.layouts.files.shards import plan_shard
 from ktconvert.layouts.sources.containers.safetensors import read_matrix
@@ -26,6 +29,7 @@ from ktconvert.native_quant import kernels, machine
 from ktconvert.native_quant.arrays import F32, F64, I64, Array, Bool
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import INT4, INT8
+from ktconvert.native_quant.runtime.arguments import describe, require_path
 from ktconvert.native_quant.runtime.install import generate_gpu_experts_masks
 from ktconvert.quantizers.packed import read_signed_codes
 
@@ -43,11 +47,28 @@ MAX_SCALE = 2.0**120  # a larger scale could give a weight that BF16 cannot hold
 
 
 def check_choice(mask: object, count: int | None) -> None:
-    """Raise UsageError for a mask together with a count, and for a count below 0."""
+    """Raise UsageError for a mask together with a count."""
     if mask is not None and count is not None:
         raise UsageError("a mask of experts and a number of experts exclude each other; give one of them")
-    if count is not None and count < 0:
-        raise UsageError(f"{count} experts cannot be hot; give a number from 0 to the experts of a layer")
+
+
+def parse_mask(mask: Any) -> str | list[list[bool]]:
+    """Return a mask as a JSON value: the path of a file, or lists. mask: one of these, or a tensor or array.
+
+    Raises ArgumentError for any other value.
+    """
+    if isinstance(mask, str | os.PathLike):
+        return require_path(MASK_NAME, mask)
+    table: Any = mask.tolist() if hasattr(mask, "tolist") else mask
+    try:
+        documents.as_type(table, list[list[bool]])
+    except msgspec.ValidationError:
+        is_table = False
+    else:
+        is_table = len({len(row) for row in table}) == 1
+    if not is_table:
+        raise ArgumentError(f"{MASK_NAME} must be bool [decoder layers, experts], or a file, not {describe(mask)}")
+    return table  # type: ignore[no-any-return]
 
 
 def read_mask(path: Path) -> Mask:

@@ -24,18 +24,22 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.native_quant.runtime import streams
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.arguments import Shape, describe, fits_shape
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Job, Pool
 from ktconvert.native_quant.runtime.streams import DEPTH, SUBMIT, WAIT, BufferCache, Buffers
 
 CPU = torch.device("cpu")
+INTEGERS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+FLOATS = frozenset((torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 # Splits ids [T, k] by their weights [T, k] into those to compute immediately and those to defer (None: none).
@@ -183,7 +187,7 @@ class WrappedLayer:
     mask  bool [E] on the CPU, experts to skip, read at each forward
     """
 
-    experts: Experts
+    experts: KTExperts
     member: ModelMember
     mask: torch.Tensor
 
@@ -260,7 +264,7 @@ class CpuForward:
         self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return inputs for C: BF16 [T, H], int64 [T, k], float32 [T, k], contiguous on the CPU; copies if needed."""
-        check_shapes(self._layer, hidden, ids, weights)
+        check_inputs(self._layer, hidden, ids, weights)
         if hidden.dim() != 2:
             hidden, ids, weights = (tensor.reshape(-1, tensor.shape[-1]) for tensor in (hidden, ids, weights))
         if hidden.dtype is not torch.bfloat16 or not hidden.is_contiguous():
@@ -281,15 +285,30 @@ class CpuForward:
         layer.member.store_deferred(DeferredExperts(job, layer.experts.pool, out, CPU))
 
 
-def check_shapes(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
-    """Raise ValueError for inconsistent shapes."""
-    shape = hidden.shape
-    pairs = ids.shape
-    if shape[-1] != layer.experts.hidden or pairs != weights.shape or pairs[:-1] != shape[:-1] or len(shape) < 2:
-        raise ValueError(
-            f"hidden_states must be [tokens, {layer.experts.hidden}], topk_ids and topk_weights [tokens, k]; these are "
-            f"{tuple(shape)}, {tuple(pairs)} and {tuple(weights.shape)}"
-        )
+def is_on_gpu(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.is_cuda
+
+
+def check_inputs(layer: WrappedLayer, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """Raise ArgumentError for anything but tensors of matching shapes, of these kinds of dtypes, on a CPU or GPU."""
+    size = layer.experts.hidden
+    is_matrix = isinstance(hidden, torch.Tensor) and hidden.dim() > 1
+    _require_tensor("hidden_states", hidden, FLOATS, (*(hidden.shape[:-1] if is_matrix else ("tokens",)), size))
+    _require_tensor("topk_ids", ids, INTEGERS, (*hidden.shape[:-1], "experts per token"))
+    _require_tensor("topk_weights", weights, FLOATS, tuple(ids.shape))
+
+
+def _require_tensor(name: str, tensor: torch.Tensor, dtypes: Collection[torch.dtype], shape: Shape) -> None:
+    """Raise ArgumentError unless this is a tensor of one of the dtypes; shape: as for require_array."""
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or not (tensor.is_cpu or tensor.is_cuda)
+        or tensor.dtype not in dtypes
+        or not fits_shape(tensor, shape)
+    ):
+        kind = "floating-point numbers" if dtypes is FLOATS else "integers"
+        needed = f"{kind} [{', '.join(map(str, shape))}] on the CPU or a GPU"
+        raise ArgumentError(f"{name} must be a tensor of {needed}, not {describe(tensor)}")
 
 
 def _match_input(out: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -337,7 +356,7 @@ class StreamForward:
         layer = self._layer
         own_set = self._set
         next_set = (self._set + 1) % DEPTH
-        check_shapes(layer, hidden, ids, weights)
+        check_inputs(layer, hidden, ids, weights)
         layer.experts.packed.check_reads()  # raises errors of earlier forwards without a wait
         layer.load_missing()
         tokens = hidden.shape[:-1].numel()

@@ -13,6 +13,7 @@ from ktconvert.layouts.checkpoints.archs import GGUF_STYLES, Fused
 from ktconvert.layouts.checkpoints.shapes import MoeLayer
 from ktconvert.layouts.encodings import Weight, amx, fp4, fp8, plain
 from ktconvert.layouts.encodings.encoding import Encoding
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.layouts.tensors import TensorInfo
 from ktconvert.native_quant import kernels
 from ktconvert.native_quant._ktq import lib
@@ -349,12 +350,12 @@ SFT_WEIGHTS = {
 
 
 def check_method(mode: str, method: str) -> None:
-    """Raise ValueError for arguments that kt-kernel rejects, too, NotImplementedError for those that only we reject."""
+    """Raise ArgumentError for arguments that kt-kernel also rejects, NotImplementedError if only we reject them."""
     if mode not in ("inference", "sft"):
-        raise ValueError(f"unknown mode {mode!r}; choose 'inference' or 'sft'.")
+        raise ArgumentError(f"unknown mode {mode!r}; choose 'inference' or 'sft'.")
     names = (*METHODS, *UNSUPPORTED) if mode == "inference" else SFT_METHODS
     if method not in names:
-        raise ValueError(f"unknown method {method!r} for mode {mode!r}; choose one of {', '.join(sorted(names))}.")
+        raise ArgumentError(f"unknown method {method!r} for mode {mode!r}; choose one of {', '.join(sorted(names))}.")
     if mode == "sft":
         if method not in SFT_WEIGHTS:
             problem = f"method={method!r} is a name in kt-kernel's list that kt-kernel cannot construct"

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
-from ktconvert.layouts.errors import ResourceError
+from ktconvert.layouts.errors import ArgumentError, ResourceError
 from ktconvert.native_quant import machine
 from ktconvert.native_quant._ktq import ffi, lib
 from ktconvert.native_quant.instruction_sets import raise_error
@@ -27,7 +27,7 @@ class Pool:
     threads     total number, divided by the nodes' cores, or one number for each node. Default: the physical cores that
                 this process may use.
     numa_nodes  the nodes, one group of threads each. Default: every node with CPUs that this process may use.
-    Raises ValueError for inconsistent counts and nodes, ResourceError if the system starts no more threads.
+    Raises ArgumentError for inconsistent counts and nodes, ResourceError if the system starts no more threads.
     """
 
     # An attribute of the class because at exit globals of the module may be cleared before the last pools are freed.
@@ -67,7 +67,7 @@ class Pool:
 def parse_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
     """Return the numbers of NUMA nodes as integers.
 
-    Raises ValueError for duplicates, and for nodes without CPUs that this process may use.
+    Raises ArgumentError for duplicates, and for nodes without CPUs that this process may use.
     """
     usable = machine.numa_nodes()
     try:
@@ -76,7 +76,7 @@ def parse_nodes(nodes: Sequence[int]) -> tuple[int, ...]:
         numbers = ()
     if not numbers or not set(numbers) <= set(usable) or len(set(numbers)) < len(numbers):
         allowed = f"distinct NUMA nodes with CPUs that this process may use, from {list(usable)}"
-        raise ValueError(f"numa_nodes must be {allowed}, not {nodes!r}")
+        raise ArgumentError(f"numa_nodes must be {allowed}, not {nodes!r}")
     return numbers
 
 
@@ -89,7 +89,7 @@ def assign_cpus(
     """Return the CPUs of each thread, by groups: one group per node, or fewer if there are fewer threads.
 
     A thread gets a core of its node for itself. If the node has more threads than cores, or is the only node, each
-    thread gets all CPUs of the node. cpus, cores: results of machine.node_cpus and core_cpus. Raises ValueError for
+    thread gets all CPUs of the node. cpus, cores: results of machine.node_cpus and core_cpus. Raises ArgumentError for
     counts out of range.
     """
     if isinstance(threads, int):
@@ -97,11 +97,11 @@ def assign_cpus(
     else:
         counts = list(threads)
         if len(counts) != len(nodes):
-            raise ValueError(f"{len(counts)} counts of threads for {len(nodes)} NUMA nodes")
+            raise ArgumentError(f"{len(counts)} counts of threads for {len(nodes)} NUMA nodes")
     if sum(counts) > lib.KTQ_POOL_THREADS:
-        raise ValueError(f"{sum(counts)} threads exceed the limit of a pool, {lib.KTQ_POOL_THREADS}")
+        raise ArgumentError(f"{sum(counts)} threads exceed the limit of a pool, {lib.KTQ_POOL_THREADS}")
     if not counts or min(counts) < 1:
-        raise ValueError(f"a pool needs at least one NUMA node and a thread for each, not {len(nodes)} and {threads}")
+        raise ArgumentError(f"a pool needs a NUMA node, and a thread for each node, not {len(nodes)} and {threads}")
     all_cpus = frozenset[int]().union(*cpus.values())
     groups = []
     for node, count in zip(nodes, counts, strict=False):

@@ -21,7 +21,7 @@ from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant.arrays import Bytes
 from ktconvert.native_quant.matrix import BF16, INT4, Matrix
 from ktconvert.native_quant.runtime import streams, weights
-from ktconvert.native_quant.runtime.experts import Experts, make_function
+from ktconvert.native_quant.runtime.experts import KTExperts, make_function
 from ktconvert.native_quant.runtime.kt_sft import LayerReference
 from ktconvert.native_quant.runtime.methods import METHODS, SFT_WEIGHTS, SKIP_LORA
 from ktconvert.native_quant.runtime.pool import Pool
@@ -159,7 +159,7 @@ class SftMoEWrapper:
         self.swiglu_limit, self.swiglu_alpha = float(swiglu_limit), float(swiglu_alpha)
         self.share_backward_bb: bool | None = None
         self.share_cache_pool = True  # an attribute of kt-kernel; it has no effect here
-        self.moe: Experts | None = None
+        self.moe: KTExperts | None = None
         self._pool = pool
         self._mask = mask
         self._weights_method = METHODS[SFT_WEIGHTS[method]]
@@ -177,7 +177,7 @@ class SftMoEWrapper:
         self._load(LayerReference(Path(self.weight_path), self.layer_idx), physical_to_logical_map_cpu)
 
     def _load(self, stored: LayerReference, physical_to_logical_map_cpu: torch.Tensor | None) -> None:
-        experts = Experts.load(
+        experts = KTExperts.load(
             *stored,
             method=self._weights_method.name,
             num_experts=self.num_experts,
@@ -478,9 +478,9 @@ class SftMoEWrapper:
     def _install_packed(self, packed: weights.LayerWeights, physical_to_logical_map: torch.Tensor | None) -> None:
         function = make_function(self.swiglu_limit, self.swiglu_alpha) or PLAIN
         order = _order(physical_to_logical_map)
-        self._install(Experts(packed, pool=self._pool, order=order, function=function))
+        self._install(KTExperts(packed, pool=self._pool, order=order, function=function))
 
-    def _install(self, experts: Experts) -> None:
+    def _install(self, experts: KTExperts) -> None:
         self.moe = experts
         self._saved = None
 

@@ -22,7 +22,7 @@ from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.runtime import weights
 from ktconvert.native_quant.runtime.benchmark import every_expert, random_bf16
 from ktconvert.native_quant.runtime.expert_source import Requirements
-from ktconvert.native_quant.runtime.experts import Experts, open_experts
+from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
 from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Pool
 from ktconvert.quantizers.reference import bf16_to_f32
@@ -75,7 +75,7 @@ def smoke(path: Path, layer: int, topk: int, pool: Pool) -> Smoke:
         modes = {"exact": True, "default": False}
         bound = BOUND
     for mode, exact in modes.items():
-        with Experts(packed, pool=pool, exact=exact, function=function) as experts:
+        with KTExperts(packed, pool=pool, exact=exact, function=function) as experts:
             single, grouped = (_forward(experts, hidden, ids) for ids in (single_ids, grouped_ids))
         context = f"layer {layer}, {mode} mode"
         bad = np.flatnonzero(~np.isfinite(single).all(axis=(0, 2)))
@@ -133,7 +133,7 @@ def reference(
     return out
 
 
-def _forward(experts: Experts, hidden: U16, ids: I64) -> F32:
+def _forward(experts: KTExperts, hidden: U16, ids: I64) -> F32:
     """Compute every hidden state with every row of ids and equal weights: [n, len(ids), H]."""
     rows = np.ascontiguousarray(np.repeat(hidden, len(ids), axis=0))
     tiled = np.ascontiguousarray(np.tile(ids, (len(hidden), 1)))

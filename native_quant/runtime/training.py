@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ktconvert.layouts.errors import UnsupportedError
 from ktconvert.native_quant._ktq import ffi, lib
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 
 CPU = torch.device("cpu")
 
@@ -65,7 +65,7 @@ class Gradients(NamedTuple):
 
 
 def compute_with_lora(
-    experts: Experts,
+    experts: KTExperts,
     hidden: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
@@ -94,7 +94,7 @@ class TrainingPass:
     skip  bool [E], experts that add nothing
     """
 
-    experts: Experts
+    experts: KTExperts
     hidden: torch.Tensor
     ids: torch.Tensor
     weights: torch.Tensor
@@ -107,7 +107,7 @@ class TrainingPass:
     @classmethod
     def create(
         cls,
-        experts: Experts,
+        experts: KTExperts,
         hidden: torch.Tensor,
         ids: torch.Tensor,
         weights: torch.Tensor,
@@ -225,7 +225,7 @@ class _LoraFunction(torch.autograd.Function):
         return None, result.hidden.to(device, dtype), result.weights.to(weights_device, weights_dtype), *on_devices
 
 
-def check_lora(experts: Experts, lora: Lora) -> None:
+def check_lora(experts: KTExperts, lora: Lora) -> None:
     """Raise ValueError if the tensors of LoRA do not match the experts."""
     if (len(lora.tensors) == len(lora)) != experts.function.gated:
         has, have = ("lacks", "have one") if experts.function.gated else ("has", "have none")
@@ -247,7 +247,7 @@ def check_lora(experts: Experts, lora: Lora) -> None:
             raise ValueError(f"LoRA of layer {experts.layer}: {problem}")
 
 
-def require_trainable(experts: Experts) -> None:
+def require_trainable(experts: KTExperts) -> None:
     """Raise UnsupportedError for experts whose computation has no gradient in this runtime."""
     if not experts.trainable:
         raise UnsupportedError(

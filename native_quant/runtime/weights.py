@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ktconvert.layouts.errors import InputError, UnsupportedError
+from ktconvert.layouts.errors import ArgumentError, InputError, UnsupportedError
 from ktconvert.layouts.files import publish
 from ktconvert.layouts.outputs import FORMATS, Format
 from ktconvert.layouts.outputs.format import require_legal
@@ -28,6 +28,7 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.arrays import F32, U16, Array, Bytes
 from ktconvert.native_quant.machine import unbind_thread
 from ktconvert.native_quant.matrix import BF16, Matrix
+from ktconvert.native_quant.runtime.arguments import describe, require_array
 from ktconvert.native_quant.runtime.methods import Method
 from ktconvert.native_quant.runtime.pool import Pool
 
@@ -144,14 +145,15 @@ def projection_shapes(experts: int, hidden: int, intermediate: int) -> list[Shap
 def to_bf16_bits(shapes: Iterable[Shape], *tensors: Any) -> list[Any]:
     """Round torch tensors gate (None stays None), up and down to BF16 and return their bits.
 
-    Raises ValueError for other shapes.
+    Raises ArgumentError for other shapes.
     """
     import torch
 
     bits: list[Any] = []
     for name, shape, tensor in zip(PROJECTIONS, shapes, tensors, strict=True):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name}_proj must have shape {shape}, not {tuple(tensor.shape)}")
+        is_given = tensor is not None or name != "gate"
+        if is_given and not (isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shape):
+            raise ArgumentError(f"{name}_proj must be a tensor {list(shape)}, not {describe(tensor)}")
         rounded = None if tensor is None else tensor.detach().to("cpu", torch.bfloat16).contiguous()
         bits.append(None if rounded is None else rounded.view(torch.uint16).numpy())
     return bits
@@ -181,17 +183,19 @@ def pack(
     """
     encoding = method.encoding
     if encoding is None:
-        raise ValueError(f"BF16 numbers cannot be packed into {method.name}; load a checkpoint of this method")
-    arrays = {name: array for name, array in zip(PROJECTIONS, (gate, up, down), strict=True) if array is not None}
+        raise ArgumentError(f"BF16 numbers cannot be packed into {method.name}; load a checkpoint of this method")
+    arrays = dict[str, Any](zip(PROJECTIONS, (gate, up, down), strict=True))
+    if gate is None:
+        del arrays["gate"]
     for name, array in arrays.items():
-        if array.dtype != np.uint16 or array.ndim != 3:
-            actual = f"{array.dtype} {array.shape}"
-            raise ValueError(f"{name} must be uint16 (BF16 bits) with three dimensions, not {actual}")
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint16 or array.ndim != 3:
+            needed = "a NumPy array uint16 (the bits of BF16 numbers) with three dimensions"
+            raise ArgumentError(f"{name} must be {needed}, not {describe(array)}")
     experts, i, h = up.shape
-    needed = dict(zip(PROJECTIONS, projection_shapes(experts, h, i), strict=True))
-    if not experts or any(array.shape != needed[name] for name, array in arrays.items()):
-        shapes = " and ".join(str(array.shape) for array in arrays.values())
-        raise ValueError(f"gate and up must be [E, I, H] and down [E, H, I], not {shapes}")
+    shapes = dict(zip(PROJECTIONS, projection_shapes(experts, h, i), strict=True))
+    if not experts or any(array.shape != shapes[name] for name, array in arrays.items()):
+        given = " and ".join(str(list(array.shape)) for array in arrays.values())
+        raise ArgumentError(f"gate and up must be [E, I, H] and down [E, H, I], not {given}")
     linears = {name: [Matrix(expert, BF16) for expert in array] for name, array in arrays.items()}
     slicing = Slicing(layer, h, i, numa, transposed, gated=gate is not None)
     packed = pack_linears(method, slicing, linears, encoding.quantize, pool)
@@ -202,13 +206,15 @@ def pack(
 
 
 def _require_biases(biases: Mapping[str, F32], shapes: Mapping[str, Shape]) -> None:
-    """Raise ValueError unless each linear, [E, n, k], has a bias, finite float32 [E, n], and there are no others."""
+    """Raise ArgumentError unless each linear, [E, n, k], has a bias, finite float32 [E, n], and there are no others."""
+    if not isinstance(biases, Mapping):
+        raise ArgumentError(f"biases must be a dictionary with {', '.join(shapes)}, not {describe(biases)}")
     if biases.keys() != shapes.keys():
-        raise ValueError(f"biases must be those of {', '.join(shapes)}, not of {', '.join(biases)}")
+        raise ArgumentError(f"biases must be those of {', '.join(shapes)}, not of {', '.join(biases)}")
     for name, bias in biases.items():
-        if bias.dtype != np.float32 or bias.shape != shapes[name][:2] or not np.isfinite(bias).all():
-            problem = f"not {bias.dtype} {bias.shape}" if np.isfinite(bias).all() else "and has one that is not"
-            raise ValueError(f"the bias of {name} must be finite float32 numbers {shapes[name][:2]}, {problem}")
+        require_array(f"the bias of {name}", bias, ("float32",), shapes[name][:2])
+        if not np.isfinite(bias).all():
+            raise ArgumentError(f"the bias of {name} must be finite, and has a number that is not")
 
 
 def cut_biases(slicing: Slicing, experts: int, read_bias: Callable[[int, str], F32 | None]) -> dict[NumaSlice, F32]:

@@ -14,17 +14,20 @@ import torch
 
 from ktconvert.layouts.checkpoints.expert_function import ExpertFunction
 from ktconvert.layouts.checkpoints.recognition import function_by_config
+from ktconvert.layouts.errors import ArgumentError
 from ktconvert.layouts.sources.source import read_config
 from ktconvert.layouts.tensors import PROJECTIONS
 from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
+from ktconvert.native_quant.runtime.arguments import describe, require_integer
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
-from ktconvert.native_quant.runtime.experts import Experts, make_function
+from ktconvert.native_quant.runtime.experts import KTExperts, make_function
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
     StreamForward,
     WrappedLayer,
+    is_on_gpu,
     split_immediate,
 )
 from ktconvert.native_quant.runtime.methods import METHODS
@@ -50,6 +53,19 @@ _REQUIRED: Any = _Default.REQUIRED
 class KTMoEWrapper:
     """The routed experts of one layer on the CPU. Arguments, methods and their meaning are those of kt-kernel 0.7.2.
 
+    >>> experts = KTMoEWrapper(
+    ...     layer_idx=0, num_experts=8, num_experts_per_tok=2, hidden_size=256, moe_intermediate_size=256,
+    ...     gpu_experts_mask=None, cpuinfer_threads=4, threadpool_count=1, weight_path="model-int8",
+    ...     chunked_prefill_size=512, method="AMXINT8",
+    ... )
+    >>> experts.load_weights()
+    >>> out = experts.forward(hidden_states, topk_ids, topk_weights)
+
+    In the signature, `required` stands for an argument without a default.
+
+    layer_idx         number of the layer, from 0
+    num_experts, num_experts_per_tok, hidden_size, moe_intermediate_size
+                      sizes of the layer: experts, experts per token, columns of the hidden states, rows of gate and up
     gpu_experts_mask  bool [num_experts]: experts that the GPU computes, and this class skips. None: skip no expert.
                       Omitted: skip the first num_gpu_experts, as in kt-kernel before 0.6
     cpuinfer_threads  number of threads; wrappers with the same number and nodes share them
@@ -59,19 +75,19 @@ class KTMoEWrapper:
     weight_path       converted weights, or a checkpoint that the method reads; with cpu_save the directory to write
     cpu_save          whether load_weights_from_tensors also writes kt-kernel's loose .kt files
     max_deferred_experts_per_token
-                      see layer_forwards.py
-    method            a row of methods.METHODS; rows without an encoding only read checkpoints
+                      number of experts per token whose result the next layer adds; None: 0
+    method            a method of docs/reference/methods.md, such as "AMXINT8"
     swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
-                      constants of the activation, as for Experts.load. 0: what weight_path records, as sglang-kt also
+                      constants of the activation, as for KTExperts.load. 0: what weight_path records, as sglang-kt also
                       passes 0 for a model with a limit
-    mode              "inference", or "sft" to create an SftMoEWrapper (sft.py)
+    mode              "inference", or "sft" for the class that trains
     Inference accepts and ignores chunked_prefill_size, the arguments for training, and cold_only_cpu_experts, by which
     forks ask not to load the experts of the GPU, as load_weights never does.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
-    rejects files with a different threadpool_count; `memory` is that of Experts.load.
+    rejects files with a different threadpool_count; `memory` is that of KTExperts.load.
 
-    Raises ValueError for an invalid mode, method or size, NotImplementedError for an unsupported method of kt-kernel.
+    Raises ArgumentError for invalid arguments, NotImplementedError for an unsupported method of kt-kernel.
     """
 
     exact: ClassVar[bool] = False
@@ -134,11 +150,18 @@ class KTMoEWrapper:
         self.situ_beta, self.situ_linear_beta = float(situ_beta), float(situ_linear_beta)
         self._mask = _copy_mask(gpu_experts_mask, num_experts, num_gpu_experts)
         self._pool = _get_pool(cpuinfer_threads, threadpool_count, numa_nodes)
-        self.moe: Experts | None = None  # kt-kernel's name for the object that computes
+        self.moe: KTExperts | None = None  # kt-kernel's name for the object that computes
         self._cpu: CpuForward | None = None
         self._stream: StreamForward | None = None
         self._member = ModelMember(self.weight_path, layer_idx)
         self._writes: list[Job] = []
+
+    def __repr__(self) -> str:
+        """Return path, method and sizes."""
+        names = ("layer_idx", "method", "weight_path", "num_experts", "num_experts_per_tok")
+        names += ("hidden_size", "moe_intermediate_size", "threadpool_count")
+        state = "" if self.moe else ", no weights loaded"
+        return f"KTMoEWrapper({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}{state})"
 
     @property
     def gpu_experts_mask(self) -> torch.Tensor:
@@ -156,12 +179,14 @@ class KTMoEWrapper:
     def load_weights(self, physical_to_logical_map_cpu: torch.Tensor | None = None) -> None:
         """Load this layer from weight_path. Expert p computes with the file's expert map[p] (None: p).
 
-        Raises ktconvert.layouts.errors.*, with file and remedy, if the files do not match the arguments.
+        physical_to_logical_map_cpu  integers [num_experts]; None: each expert has its own number
+
+        Raises KTConvertError, with file and remedy, if the files do not match the arguments.
         """
         if self.cpu_save:
             remedy = "leave it out to load weights, or run `ktconvert cpu` to convert a checkpoint"
-            raise ValueError(f"cpu_save=True is only for load_weights_from_tensors; {remedy}")
-        experts = Experts.load(
+            raise ArgumentError(f"cpu_save=True is only for load_weights_from_tensors; {remedy}")
+        experts = KTExperts.load(
             self.weight_path,
             self.layer_idx,
             method=self.method,
@@ -192,7 +217,8 @@ class KTMoEWrapper:
 
         Expert p computes with expert map[p] of the tensors; files have the tensors' order (kt-kernel 0.7.2 fills its
         buffers by map[p]). A config.json in weight_path tells what the experts compute. Raises NotImplementedError for
-        a method whose weights exist only in checkpoints, as kt-kernel does, and errors of Requirements.choose_function.
+        a method whose weights exist only in checkpoints, as kt-kernel does, ArgumentError for wrong shapes, and
+        UnsupportedError if config.json contradicts the arguments.
 
         kt-kernel has no biases, [E, I], for down [E, H], and no experts without a gate: gate_proj None.
         """
@@ -205,7 +231,7 @@ class KTMoEWrapper:
             for name, bias in zip(PROJECTIONS, (gate_bias, up_bias, down_bias), strict=True)
             if bias is not None
         }
-        experts = Experts.from_bf16(
+        experts = KTExperts.from_bf16(
             *weights.to_bf16_bits(shapes, gate_proj, up_proj, down_proj),
             biases=biases,
             method=self.method,
@@ -219,10 +245,12 @@ class KTMoEWrapper:
         self._install(experts)
 
     def _load_options(self, physical_to_logical_map: torch.Tensor | None) -> dict[str, Any]:
-        order = None if physical_to_logical_map is None else np.asarray(physical_to_logical_map.cpu(), np.int64)
+        order: Any = physical_to_logical_map
+        if isinstance(order, torch.Tensor):
+            order = np.asarray(order.cpu(), np.int64)
         return {"pool": self._pool, "exact": self.exact, "order": order}
 
-    def _install(self, experts: Experts) -> None:
+    def _install(self, experts: KTExperts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask)
         self._cpu = CpuForward(layer)
         self._stream = StreamForward(layer)
@@ -242,7 +270,7 @@ class KTMoEWrapper:
     def _split(self, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Split ids [T, k], int64, into those to compute now and those to defer to the next layer (None: none).
 
-        Raises ValueError if select_deferred_experts returns tensors of a different shape.
+        Raises ArgumentError if select_deferred_experts returns tensors of a different shape.
         """
         deferred = self.max_deferred_experts_per_token or 0
         if deferred < 1:
@@ -251,13 +279,13 @@ class KTMoEWrapper:
         for part in parts:
             if part is not None and part.shape != ids.shape:
                 rule = f"must return two tensors of the shape of expert_ids, {tuple(ids.shape)}"
-                raise ValueError(f"select_deferred_experts {rule}, not {tuple(part.shape)}")
+                raise ArgumentError(f"select_deferred_experts {rule}, not {tuple(part.shape)}")
         # Deferred ids are read later, when the caller may have changed its own.
         now, later = (None if part is None else part.to(ids, copy=part is ids).contiguous() for part in parts)
         assert now is not None
         return now, later
 
-    def _require_loaded(self) -> Experts:
+    def _require_loaded(self) -> KTExperts:
         """Return the experts. Raises RuntimeError before weights are loaded."""
         if self.moe is None:
             raise RuntimeError(f"layer {self.layer_idx} has no weights: call load_weights or load_weights_from_tensors")
@@ -268,11 +296,15 @@ class KTMoEWrapper:
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts: a new tensor of hidden_states' shape, dtype and device.
 
-        hidden_states [..., hidden_size]; topk_ids, topk_weights [..., k]. Ids outside 0 .. num_experts-1 or in
-        gpu_experts_mask add nothing. cuda_stream (its number, a torch stream, or None: torch's current one) orders the
-        work if hidden_states is on a GPU.
+        hidden_states  floating-point [..., hidden_size], on the CPU or a GPU; rounded to BF16
+        topk_ids       integers [..., k]: the experts of each token. Ids outside 0 .. num_experts-1 or in
+                       gpu_experts_mask add nothing
+        topk_weights   floating-point [..., k]: the factor of each expert
+        cuda_stream    number of the stream that orders the work, or a torch stream, if hidden_states is on a GPU;
+                       None: torch's current one
+        Raises ArgumentError for other tensors, and RuntimeError before weights are loaded.
         """
-        if self._cpu is None or hidden_states.is_cuda:
+        if self._cpu is None or is_on_gpu(hidden_states):
             self.submit_forward(hidden_states, topk_ids, topk_weights, cuda_stream)
             return self.sync_forward(hidden_states, cuda_stream)
         return self._cpu.forward(hidden_states, topk_ids, topk_weights, self._split)
@@ -283,7 +315,7 @@ class KTMoEWrapper:
         """Start a forward and return. The arguments are copied first (on the stream), so they may be modified."""
         self._require_loaded()
         assert self._cpu is not None and self._stream is not None
-        if hidden_states.is_cuda:
+        if is_on_gpu(hidden_states):
             self._stream.submit(hidden_states, topk_ids, topk_weights, self._split, cuda_stream)
         else:
             self._cpu.submit(hidden_states, topk_ids, topk_weights, self._split)
@@ -295,12 +327,14 @@ class KTMoEWrapper:
         """
         if self._cpu is None or self._stream is None:
             raise RuntimeError(f"layer {self.layer_idx}: sync_forward without a submit_forward before it")
-        return self._stream.sync(hidden_states, cuda_stream) if hidden_states.is_cuda else self._cpu.sync(hidden_states)
+        if is_on_gpu(hidden_states):
+            return self._stream.sync(hidden_states, cuda_stream)
+        return self._cpu.sync(hidden_states)
 
     def select_deferred_experts(
         self, expert_ids: torch.Tensor, expert_scores: torch.Tensor, protected_k: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split expert_ids into (immediate, deferred), each with -1 for experts of the other (layer_forwards.py).
+        """Split expert_ids into (immediate, deferred), each with -1 for experts of the other.
 
         A program may assign a function with the same arguments and results to a wrapper.
         """
@@ -337,7 +371,7 @@ class KTMoEWrapper:
         """Start to write an expert's weights, cut for gpu_tp_count ranks, for SGLang's prefill on GPUs, and return.
 
         Pointers: an address for each rank, of memory that must live until sync_write_weight_scale_to_buffer has
-        returned (gpu_buffers.py). Raises errors of gpu_buffers.write, and RuntimeError before weights are loaded.
+        returned. Raises ValueError for invalid arguments, and RuntimeError before weights are loaded.
         """
         experts = self._require_loaded()
         buffers = (w13_weight_ptrs, w13_scale_ptrs, w2_weight_ptrs, w2_scale_ptrs)
@@ -364,11 +398,10 @@ def _check_arguments(arguments: Mapping[str, Any]) -> None:
     methods.check_method(arguments["mode"], arguments["method"])
     make_function(**{name: arguments[name] for name in CONSTANTS})
     positive = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", *names[:2])
-    sizes = [arguments[name] for name in positive]
-    if min(sizes) < 1 or arguments["num_experts_per_tok"] > arguments["num_experts"]:
-        numbers = f"{', '.join(positive[:-1])} and {positive[-1]}"
-        rule = "must be positive and num_experts_per_tok at most num_experts"
-        raise ValueError(f"{numbers} {rule}, not {', '.join(map(str, sizes))}")
+    require_integer("layer_idx", arguments["layer_idx"], 0)
+    for name in positive:
+        require_integer(name, arguments[name], 1)
+    require_integer("num_experts_per_tok", arguments["num_experts_per_tok"], 1, arguments["num_experts"])
 
 
 def _make_sft_wrapper(arguments: Mapping[str, Any]) -> SftMoEWrapper:
@@ -384,12 +417,10 @@ def _copy_mask(mask: torch.Tensor | None, experts: int, num_gpu_experts: int) ->
     """Return a copy of the mask, bool [experts] on the CPU, which C reads at each forward and callers may modify."""
     copy = torch.zeros(experts, dtype=torch.bool, device="cpu", pin_memory=torch.cuda.is_available())
     if mask is _OMITTED:
-        if not isinstance(num_gpu_experts, int) or not 0 <= num_gpu_experts <= experts:
-            raise ValueError(f"num_gpu_experts must be 0 to {experts}, the number of experts, not {num_gpu_experts}")
-        copy[:num_gpu_experts] = True
+        copy[: require_integer("num_gpu_experts", num_gpu_experts, 0, experts)] = True
     elif mask is not None:
-        if tuple(mask.shape) != (experts,):
-            raise ValueError(f"gpu_experts_mask must have shape ({experts},), not {tuple(mask.shape)}")
+        if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != (experts,):
+            raise ArgumentError(f"gpu_experts_mask must be a bool tensor [{experts}], not {describe(mask)}")
         copy.copy_(mask)
     return copy
 
@@ -397,5 +428,5 @@ def _copy_mask(mask: torch.Tensor | None, experts: int, num_gpu_experts: int) ->
 def _get_pool(threads: int, count: int, numa_nodes: Sequence[int] | None) -> Pool:
     nodes = machine.numa_nodes()[:count] if numa_nodes is None else parse_nodes(numa_nodes)
     if numa_nodes is not None and len(nodes) != count:
-        raise ValueError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
+        raise ArgumentError(f"numa_nodes must name {count} nodes (threadpool_count), not {len(nodes)}")
     return get_shared_pool(threads, nodes)

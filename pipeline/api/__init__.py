@@ -52,38 +52,28 @@ KTConvertConfig loads converted experts into a model of transformers:
 torch.Size([1, 3])
 """
 
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ktconvert.functions import convert, plan, verify
-    from ktconvert.layouts.errors import KTConvertError
-    from ktconvert.native_quant import Experts as KTExperts
-    from ktconvert.native_quant import KTConvertConfig, KTMoEWrapper
-    from ktconvert.pipeline import __version__
+from importlib import import_module as _import_module
 
 __all__ = ["KTConvertConfig", "KTConvertError", "KTExperts", "KTMoEWrapper", "__version__", "convert", "plan", "verify"]
 
 _MODULES = {
-    "KTConvertConfig": ("native_quant", "KTConvertConfig"),
-    "KTConvertError": ("layouts.errors", "KTConvertError"),
-    "KTExperts": ("native_quant", "Experts"),
-    "KTMoEWrapper": ("native_quant", "KTMoEWrapper"),
-    "__version__": ("pipeline", "__version__"),
-    "convert": ("functions", "convert"),
-    "plan": ("functions", "plan"),
-    "verify": ("functions", "verify"),
+    "KTConvertConfig": "native_quant",
+    "KTConvertError": "layouts.errors",
+    "KTExperts": "native_quant",
+    "KTMoEWrapper": "native_quant",
+    "__version__": "pipeline",
+    "convert": "functions",
+    "plan": "functions",
+    "verify": "functions",
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
-        module, attribute = _MODULES[name]
-        return getattr(importlib.import_module(f"ktconvert.{module}"), attribute)
+        return getattr(_import_module(f"ktconvert.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return [*__all__]
+    has_packages_of = _import_module("ktconvert.native_quant.runtime.required_packages").has_packages_of
+    return [name for name in __all__ if has_packages_of(name)]  # help() imports all of them

@@ -6,213 +6,158 @@ import functools
 import inspect
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, get_type_hints, overload
+from collections.abc import Callable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from ktconvert.layouts.errors import UsageError
-from ktconvert.pipeline.options import arguments as types_of_arguments
 from ktconvert.pipeline.options.conversion_options import CONVERSION_OPTIONS
-from ktconvert.pipeline.options.declare import REQUIRED, Options, convert_options, option_fields, with_values
+from ktconvert.pipeline.options.declare import (
+    REQUIRED,
+    Option,
+    OptionField,
+    Options,
+    convert_options,
+    option_fields,
+    with_values,
+)
+from ktconvert.pipeline.options.option_groups import Reporting
 from ktconvert.pipeline.options.queries import VerifyOptions
+from ktconvert.pipeline.options.types import ChoiceList, PathOrHubId, Size
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
-    from os import PathLike
-    from pathlib import Path
-    from typing import TypeAlias, Unpack
 
     from ktconvert.pipeline.engine.plan import Plan
-    from ktconvert.pipeline.options.arguments import (
-        CalibrateArguments,
-        CpuArguments,
-        DequantizeArguments,
-        FetchArguments,
-        GpuArguments,
-        MergeAdapterArguments,
-        MergeArguments,
-        ResplitArguments,
-        VerifyArguments,
-    )
     from ktconvert.pipeline.verify.verify import Report
 
-    Progress: TypeAlias = Callable[[int, int], object]
-
 Function = TypeVar("Function", bound=Callable[..., Any])
+StrPath = str | PathLike[str]
+# Python passes an Executor to `convert`, and `plan` is a dry run.
+COMMAND_LINE_ONLY = {"executor", "executor_timeout", "dry_run"}
+# `verify` returns its report, and prints nothing.
+PRINTING = {"report", "run", *(each.name for each in option_fields(Reporting))}
 
 
-def _describe_options(example: str, settings: Mapping[str, type[Options]]) -> Callable[[Function], Function]:
-    """Return a decorator that puts the options of commands into the function's signature, for help() and editors.
+def list_parameters(cls: type[Options]) -> dict[str, inspect.Parameter]:
+    """Return the arguments of the functions that are options of a command, by their names."""
+    excluded = COMMAND_LINE_ONLY | PRINTING if cls is VerifyOptions else COMMAND_LINE_ONLY
+    return {
+        each.name: inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if each.default is REQUIRED else each.default,
+            annotation=find_argument_type(each),
+        )
+        for each in option_fields(cls)
+        if isinstance(each.declaration, Option) and each.name not in excluded
+    }
 
-    The function refuses positional arguments after the first, and names one: `example`.
-    """
+
+def find_argument_type(option_field: OptionField) -> Any:
+    """Return the type of an option's argument."""
+    value_type = option_field.value_type
+    annotation: Any = value_type
+    if words := getattr(option_field.click_type, "choices", ()):
+        annotation = Literal[tuple(map(value_type if value_type is int else str, words))]
+        if isinstance(option_field.click_type, ChoiceList):
+            annotation |= Sequence[annotation]  # several words make several outputs
+    elif value_type is Path or isinstance(option_field.click_type, PathOrHubId):
+        annotation = StrPath
+    elif value_type is tuple:
+        annotation = Sequence[get_args(option_field.annotation)[0]]
+    if isinstance(option_field.click_type, Size):
+        annotation |= str
+    return annotation | None if option_field.default is None else annotation
+
+
+def _describe_options(settings: Mapping[str, type[Options]]) -> Callable[[Function], Function]:
+    """Return a decorator that puts the options of commands into the function's signature, for help() and editors."""
 
     def decorate(function: Function) -> Function:
-        @functools.wraps(function)
-        def call(*arguments: Any, **options: Any) -> Any:
-            if len(arguments) > 1:
-                remedy = f"name the arguments after the first, as in {example}={arguments[1]!r}"
-                raise TypeError(f"{function.__name__}: {remedy}")
-            return function(*arguments, **options)
-
         signature = inspect.signature(function)
+        options = _merge_parameters(settings)
         *parameters, _ = signature.parameters.values()
-        parameters += _list_option_parameters(settings)
-        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        return cast(Function, call)
+        for index, own in enumerate(parameters):
+            if option := options.pop(own.name, None):
+                parameters[index] = own.replace(default=option.default, annotation=option.annotation)
+        described = signature.replace(parameters=[*parameters, *options.values()])
+        function.__signature__ = described  # type: ignore[attr-defined]
+        return function
 
     return decorate
 
 
-def _list_option_parameters(settings: Mapping[str, type[Options]]) -> Iterator[inspect.Parameter]:
-    """Yield the options of commands as keyword arguments.
-
-    A default that differs between the commands is a dictionary: command -> default.
-    """
-    types: dict[str, list[Any]] = defaultdict(list)
-    defaults: dict[str, dict[str, Any]] = defaultdict(dict)
+def _merge_parameters(settings: Mapping[str, type[Options]]) -> dict[str, inspect.Parameter]:
+    """Return the arguments of several commands. A default that differs between them is a dictionary by command."""
+    same_name: dict[str, dict[str, inspect.Parameter]] = defaultdict(dict)
     for command, cls in settings.items():
-        hints = _find_argument_types(cls)
-        for option_field in option_fields(cls):
-            if option_field.name in hints:
-                types[option_field.name].append(hints[option_field.name])
-                defaults[option_field.name][command] = option_field.default
-    for name, by_command in defaults.items():
-        known = {command: default for command, default in by_command.items() if default is not REQUIRED}
-        first = next(iter(known.values()), inspect.Parameter.empty)
-        default = first if all(other == first for other in by_command.values()) else known or first
-        annotation = functools.reduce(operator.or_, types[name])
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, parameter in list_parameters(cls).items():
+            same_name[name][command] = parameter
+    merged = {}
+    for name, by_command in same_name.items():
+        first = next(iter(by_command.values()))
+        defaults = {command: each.default for command, each in by_command.items() if each.default is not each.empty}
+        is_same = all(each.default == first.default for each in by_command.values())
+        annotation = functools.reduce(operator.or_, (each.annotation for each in by_command.values()))
+        merged[name] = first.replace(default=first.default if is_same else defaults, annotation=annotation)
+    return merged
 
 
-def _find_argument_types(cls: type[Options]) -> dict[str, Any]:
-    """Return the types of a command's keyword arguments by their names."""
-    return get_type_hints(getattr(types_of_arguments, f"{cls.__name__.removesuffix('Options')}Arguments"))
-
-
-@overload
-def plan(command: Literal["cpu"], /, **options: Unpack[CpuArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["gpu"], /, **options: Unpack[GpuArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["calibrate"], /, **options: Unpack[CalibrateArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["dequantize"], /, **options: Unpack[DequantizeArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["fetch"], /, **options: Unpack[FetchArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["merge"], /, **options: Unpack[MergeArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["merge-adapter"], /, **options: Unpack[MergeAdapterArguments]) -> list[Plan]: ...
-@overload
-def plan(command: Literal["resplit"], /, **options: Unpack[ResplitArguments]) -> list[Plan]: ...
-@_describe_options("output", CONVERSION_OPTIONS)
-def plan(command: str, /, **options: Any) -> list[Plan]:
+@_describe_options(CONVERSION_OPTIONS)
+def plan(command: str, /, input: StrPath | None = None, output: StrPath | None = None, **options: Any) -> list[Plan]:
     """Plan what `ktconvert COMMAND` would write; read only headers, write nothing.
 
-    command  cpu, gpu, calibrate, dequantize, fetch, merge, merge-adapter or resplit
-    options  the options of its --help: input, output, quant_method ...; a default that differs between commands is a
-             dictionary in the signature
+    command  "cpu", "gpu", "calibrate", "dequantize", "fetch", "merge", "merge-adapter" or "resplit"
+    input    path or hub id of the checkpoint; required
+    output   path of the directory to write; required
+    options  the other options of `ktconvert COMMAND --help-all`, with underscores: quant_method, threads ...; a default
+             that differs between commands is a dictionary in the signature
     Returns a plan for each output: `facts` describe the output (method, sizes, layers), `notes` are remarks, `units`
     are the files of weights.
-    Raises KTConvertError for unknown options and values, and for an input that cannot be converted so.
+    Raises UsageError for unknown options and invalid values, and the KTConvertError of an input that cannot be
+    converted so.
     """
     from ktconvert.pipeline.plans import commands
 
-    if command not in CONVERSION_OPTIONS:
-        raise UsageError(f"unknown command {command!r}; choose one of {', '.join(CONVERSION_OPTIONS)}.")
+    if not isinstance(command, str) or command not in CONVERSION_OPTIONS:
+        choices = ", ".join(map(repr, CONVERSION_OPTIONS))
+        raise UsageError(f"unknown command {command!r}; begin with one of {choices}")
     cls = CONVERSION_OPTIONS[command]
-    return commands.make_plans(convert_options(cls, options, _find_argument_types(cls)))
+    paths = {name: path for name, path in (("input", input), ("output", output)) if path is not None}
+    return commands.make_plans(convert_options(cls, {**paths, **options}, list_parameters(cls)))
 
 
-@overload
+@_describe_options(CONVERSION_OPTIONS)
 def convert(
-    command: Literal["cpu"],
+    command: str,
     /,
+    input: StrPath | None = None,
+    output: StrPath | None = None,
     *,
     executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[CpuArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["gpu"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[GpuArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["calibrate"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[CalibrateArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["dequantize"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[DequantizeArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["fetch"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[FetchArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["merge"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[MergeArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["merge-adapter"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[MergeAdapterArguments],
-) -> list[Path]: ...
-@overload
-def convert(
-    command: Literal["resplit"],
-    /,
-    *,
-    executor: Executor | None = None,
-    progress: Progress | None = None,
-    **options: Unpack[ResplitArguments],
-) -> list[Path]: ...
-@_describe_options("output", CONVERSION_OPTIONS)
-def convert(
-    command: str, /, *, executor: Executor | None = None, progress: Progress | None = None, **options: Any
+    progress: Callable[[int, int], object] | None = None,
+    **options: Any,
 ) -> list[Path]:
     """Run `ktconvert COMMAND`: plan, make missing units, and publish each output in one step.
 
+    command, input, output, options
+              as for plan; only warnings are printed, with verbose=True also the progress
     executor  any concurrent.futures.Executor whose workers see input and output under the same paths; None: threads of
               this process
-    progress  is called with the bytes of input that are done, and all of them, from any thread
-    options   as for plan; only warnings are printed, with verbose=True also the progress
+    progress  function that is called with the bytes of input that are done, and all of them, from any thread
     Returns the directories of the outputs. Raises the errors of plan, and KTConvertError if the work fails; the same
     call then resumes it.
     """
     from ktconvert.pipeline.plans import commands
     from ktconvert.pipeline.report.progress import Reporter
 
-    plans: list[Plan] = plan(command, **options)  # type: ignore[call-overload]  # any command and options
+    if executor is not None and not hasattr(executor, "submit"):
+        raise UsageError(f"executor must be a concurrent.futures.Executor, not {executor!r}")
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress must be a function of two numbers of bytes, not {progress!r}")
+    plans = plan(command, input, output, **options)
     first_options = plans[0].options
     reporting = first_options.reporting
     reporter = Reporter(
@@ -222,19 +167,20 @@ def convert(
     return [output_plan.options.output for output_plan in plans]
 
 
-@_describe_options("against", {"verify": VerifyOptions})
-def verify(output: str | PathLike[str], **options: Unpack[VerifyArguments]) -> Report:
+@_describe_options({"verify": VerifyOptions})
+def verify(output: StrPath, against: StrPath | None = None, **options: Any) -> Report:
     """Check an output, as `ktconvert verify` does.
 
     output   path of the output
-    options  the options of its --help: against, quant_method, numa, full ...
+    against  the source checkpoint (a path or a hub id), or a different output, to compare with
+    options  the other options of `ktconvert verify --help-all`, with underscores: quant_method, numa, full ...
     Returns a report, which is true if no check failed (`ok`). `sentence` is None then, else the first problem and its
     remedy; `problems` lists all problems, `checks` the result of each check, `notes` remarks.
-    Raises KTConvertError for unknown options and values, and if the path holds no output.
+    Raises UsageError for unknown options and invalid values, and the KTConvertError of a path that holds no output.
     """
     from ktconvert.pipeline.report.progress import Reporter
     from ktconvert.pipeline.verify.verify import verify as verify_output
 
-    names = ("output", *_find_argument_types(VerifyOptions))
-    settings = convert_options(VerifyOptions, {"output": output, **options}, names)
+    given = {"output": output, "against": against, **options}
+    settings = convert_options(VerifyOptions, given, list_parameters(VerifyOptions))
     return verify_output(with_values(settings, arch_row=settings.arch.load_text()), Reporter(verbosity=-1))

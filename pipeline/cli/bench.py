@@ -51,7 +51,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     """Measure a layer; return a JSON object with sizes in bytes and times in seconds."""
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
-    from ktconvert.native_quant.runtime.experts import Experts, open_experts
+    from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
     from ktconvert.native_quant.runtime.methods import METHODS
     from ktconvert.native_quant.runtime.pool import get_shared_pool
     from ktconvert.pipeline.verify.inputs import require_finished
@@ -65,7 +65,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     layers = source.layers
     layer = layers[0] if layer is None else layer
     pool = get_shared_pool(threads)
-    with Experts.load(path, layer, pool=pool) as experts:
+    with KTExperts.load(path, layer, pool=pool) as experts:
         topk, topk_source = find_experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)
         memory = max(by_streams.values())

@@ -25,13 +25,13 @@ from ktconvert.native_quant.matrix import decode
 from ktconvert.native_quant.runtime import hot_experts
 from ktconvert.native_quant.runtime.experts import open_experts
 from ktconvert.native_quant.runtime.pool import get_shared_pool
+from ktconvert.native_quant.runtime.required_packages import RUN_PACKAGES
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
 from ktconvert.pipeline.options.model_options import INT8, STORED
 from ktconvert.quantizers.reference import bf16_to_f32
 
-RUN_PACKAGES = ("torch", "transformers", "accelerate")
 # extra -> packages that its commands need
 REQUIRED_PACKAGES = {
     "run": RUN_PACKAGES,
@@ -67,7 +67,7 @@ class ModelChoice:
 
     cpu_weights       an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
     threads           number of threads; None for the physical cores that this process may use
-    memory            memory of converted experts, as for Experts.load
+    memory            memory of converted experts, as for KTExperts.load
     non_experts       weights of the linears outside the experts: STORED or INT8
     adapter           directory of a LoRA adapter to compute with
     gpu_experts_mask  mask of the hot experts, which come from the model itself, as in KTConvertConfig

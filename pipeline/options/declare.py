@@ -374,12 +374,19 @@ def convert_options(cls: type[O], values: Mapping[str, Any], names: Collection[s
     names  the options that the caller may give, if not all
     """
     by_name = {each.name: each for each in option_fields(cls) if not names or each.name in names}
+    missing = [name for name, each in by_name.items() if each.default is REQUIRED and name not in values]
     if unknown := sorted({*values} - {*by_name}):
         flag = f"--{unknown[0].replace('_', '-')}"
         same = [name for name, each in by_name.items() if flag in _list_flags(each.declaration)]
         similar = same or difflib.get_close_matches(unknown[0], by_name, 1)
-        raise UsageError(f"unknown option {unknown[0]}" + (f"; did you mean {similar[0]}?" if similar else ""))
-    if missing := [name for name, each in by_name.items() if each.default is REQUIRED and name not in values]:
+        if similar:
+            remedy = f"did you mean {similar[0]}?"
+        elif missing:
+            remedy = f"give {' and '.join(missing)}"
+        else:
+            remedy = f"`ktconvert {cls.command} --help-all` lists the options"
+        raise UsageError(f"unknown option {unknown[0]}; {remedy}")
+    if missing:
         raise UsageError(f"option {missing[0]} is missing; give {missing[0]}=...")
     return build(cls, {name: convert_value(by_name[name], to_json_value(value)) for name, value in values.items()})
 

@@ -209,7 +209,7 @@ class UpOptions(Options):
     arch: ArchFile = ArchFile()
 
 
-class VerifyOptions(Options):
+class VerifyOptions(Options, command="verify"):
     """Options of `ktconvert verify`.
 
     arch_row  the text of --arch-file, for outputs whose manifest has none; workers need not see the file

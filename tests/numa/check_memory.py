@@ -8,7 +8,7 @@ from numa.processes import run, run_program
 
 # Two NUMA slices from a file and two that are packed here, with the default pool.
 LOAD_AND_PACK = """
-both = [Experts.load({model!r}, 0, memory="copy"), pack(2)]
+both = [KTExperts.load({model!r}, 0, memory="copy"), pack(2)]
 report(pages=[count_pages_of_slices(experts) for experts in both], nodes=both[0].pool.nodes)
 """
 
@@ -27,7 +27,7 @@ def test_each_slice_is_on_the_nodes_of_its_groups(variant, model):
     numbers = [1, 2, len(nodes)]
     report = run_program(
         f"""
-        all = [Experts.load({str(model)!r}, 0, memory="copy"), *(pack(parts) for parts in {numbers})]
+        all = [KTExperts.load({str(model)!r}, 0, memory="copy"), *(pack(parts) for parts in {numbers})]
         report(pages=[count_pages_of_slices(experts) for experts in all], nodes=all[0].pool.nodes)
         """
     )
@@ -66,7 +66,7 @@ def test_weights_that_exceed_a_node_use_another(model):
         f"""
         results = []
         for memory in ("copy", "map"):
-            layers = [Experts.load({str(model)!r}, layer, memory=memory) for layer in range(24)]
+            layers = [KTExperts.load({str(model)!r}, layer, memory=memory) for layer in range(24)]
             results.append(np.stack([layer.forward(*call(layer)) for layer in layers]))
             if memory == "copy":
                 pages = [count_pages_of_slices(layer) for layer in layers]
@@ -95,7 +95,7 @@ def test_pages_return_to_a_node_filled_by_the_page_cache(variant, model, hole):
         os.sched_setaffinity(0, {variant.cpus(0, 1)})
         meminfo = open("/sys/devices/system/node/node1/meminfo").read()
         free = int(meminfo.split("MemFree:")[1].split()[0])
-        layers = [Experts.load({str(model)!r}, layer, memory="copy") for layer in range(24)]
+        layers = [KTExperts.load({str(model)!r}, layer, memory="copy") for layer in range(24)]
         report(free=free, pages=[count_pages_of_slices(layer) for layer in layers])
         """
     )
@@ -110,7 +110,7 @@ def test_auto_counts_the_nodes_that_memory_is_bound_to(node, model):
     """The model fits node 0 but not node 1. Bound to node 1, it is mapped, and no process is killed."""
     report = run_program(
         f"""
-        layers = [Experts.load({str(model)!r}, layer) for layer in range(24)]
+        layers = [KTExperts.load({str(model)!r}, layer) for layer in range(24)]
         [layer.forward(*call(layer)) for layer in layers]
         maps = open("/proc/self/maps").read()
         report(is_mapped={str(model)!r} in maps)

@@ -43,7 +43,7 @@ def count_pages(arrays: Iterable[npt.NDArray[Any]]) -> dict[int, int]:
 
 
 def count_pages_of_slices(experts: Any) -> list[dict[int, int]]:
-    """Return count_pages of each NUMA slice of an Experts."""
+    """Return count_pages of each NUMA slice of a KTExperts."""
     arrays: list[list[npt.NDArray[Any]]] = [[] for _ in range(experts.parts)]
     for numa_slice, pair in experts.packed.arrays.items():
         arrays[numa_slice.node] += pair
@@ -93,7 +93,7 @@ def run(
 PRELUDE = """
 import json, os, sys, warnings
 import numpy as np
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.pool import Pool, get_shared_pool
 from pathlib import Path
 from numa.processes import *
@@ -101,7 +101,7 @@ rng = np.random.default_rng(0)
 def pack(parts, pool=None, layer=0, width=1024, hidden=1024, experts=4):
     shapes = (experts, width, hidden), (experts, width, hidden), (experts, hidden, width)
     bits = [rng.integers(0x3C00, 0x3D00, shape, np.uint16) for shape in shapes]
-    return Experts.from_bf16(*bits, method="AMXINT8", parts=parts, pool=pool, layer=layer)
+    return KTExperts.from_bf16(*bits, method="AMXINT8", parts=parts, pool=pool, layer=layer)
 def call(experts, tokens=8):
     rng = np.random.default_rng(1)
     x = (rng.standard_normal((tokens, experts.hidden)).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)

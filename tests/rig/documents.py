@@ -336,11 +336,11 @@ def read_output(root: Path) -> None:
 
 
 def load_output(root: Path) -> None:
-    from ktconvert.native_quant.runtime.experts import Experts
+    from ktconvert.native_quant.runtime.experts import KTExperts
 
     read_output(root)
     touch(root)  # it caches what it knows of a directory until the directory changes
-    Experts.load(root, 0).close()
+    KTExperts.load(root, 0).close()
 
 
 def read_packed(root: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ktconvert.layouts.checkpoints.expert_function import PLAIN, ExpertFunction
-from ktconvert.native_quant.runtime.experts import Experts
+from ktconvert.native_quant.runtime.experts import KTExperts
 from ktconvert.native_quant.runtime.hot_experts import compute_activation
 from ktconvert.native_quant.runtime.training import Gradients, Lora
 from ktconvert.quantizers.reference import f32_to_bf16
@@ -66,7 +66,7 @@ def differentiate(
     return out.detach(), Gradients(gradients[0], gradients[1], Lora.from_tensors(gradients[2:]) if lora else None)
 
 
-def decode(experts: Experts) -> Linears:
+def decode(experts: KTExperts) -> Linears:
     """Return the weights that experts compute with, in float64."""
     linears = [list(experts.packed.linears(expert)) for expert in range(experts.num_experts)]
     dims = [int(projection == "down") for projection in experts.packed.slicing.projections]

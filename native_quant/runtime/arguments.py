@@ -1,0 +1,66 @@
+"""Checks of the arguments of the public classes. They raise ArgumentError, which names the argument and its value."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from ktconvert.layouts.errors import ArgumentError
+
+Shape = tuple[int | str, ...]  # sizes, and names of dimensions that may have any size
+
+
+def require_integer(name: str, value: Any, lowest: int, highest: int | None = None) -> int:
+    """Return a whole number as an int. Raise ArgumentError for any other value, and for a number out of range."""
+    number = None if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__") else operator.index(value)
+    if number is None or number < lowest or (highest is not None and number > highest):
+        limits = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest}"
+        raise ArgumentError(f"{name} must be a whole number {limits}, not {describe(value)}")
+    return number
+
+
+def require_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
+    """Raise ArgumentError unless the value is one of the choices."""
+    if type(value) not in {type(choice) for choice in choices} or value not in choices:
+        raise ArgumentError(f"{name} must be one of {', '.join(map(repr, choices))}, not {describe(value)}")
+
+
+def require_path(name: str, value: Any) -> str:
+    """Return a path as a text. Raise ArgumentError for any other value."""
+    path = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(path, str) or not path:
+        raise ArgumentError(f"{name} must be a path, not {describe(value)}")
+    return path
+
+
+def require_array(name: str, value: Any, dtypes: tuple[str, ...], shape: Shape, meaning: str = "") -> None:
+    """Raise ArgumentError unless the value is a contiguous NumPy array of one of the dtypes and of this shape.
+
+    meaning  description of the values, for the message
+    """
+    is_array = isinstance(value, np.ndarray)
+    if not is_array or not any(value.dtype == dtype for dtype in dtypes) or not fits_shape(value, shape):
+        needed = f"{' or '.join(dtypes)} [{', '.join(map(str, shape))}]{meaning and f' ({meaning})'}"
+        raise ArgumentError(f"{name} must be a NumPy array {needed}, not {describe(value)}")
+    if not value.flags.c_contiguous or not value.flags.aligned:
+        raise ArgumentError(f"{name} must be contiguous and aligned; pass np.ascontiguousarray({name})")
+
+
+def fits_shape(value: Any, shape: Shape) -> bool:
+    """Return whether an array or tensor has this shape."""
+    return len(value.shape) == len(shape) and all(
+        size == actual or isinstance(size, str) for size, actual in zip(shape, value.shape, strict=True)
+    )
+
+
+def describe(value: Any) -> str:
+    """Return a short text that tells what was given for an argument: dtype and shape, a value, or a type."""
+    if (shape := getattr(value, "shape", None)) is not None and hasattr(value, "dtype"):
+        kind = "" if isinstance(value, np.ndarray) else f"{type(value).__name__} "
+        device = getattr(value, "device", "cpu")
+        return f"{kind}{value.dtype} {list(shape)}{'' if str(device) == 'cpu' else f' on {device}'}"
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
