@@ -32,7 +32,7 @@ import numpy as np
 from blocks import random_blocks
 
 from ktconvert.native_quant.matrix import GGML
-from ktconvert.native_quant.runtime.experts import KTExperts
+from ktconvert.native_quant.runtime.experts import ACTIVATIONS, BF16, KTExperts
 from ktconvert.native_quant.runtime.pool import Pool
 
 SHAPE = mixtures.SHAPES["qwen3"]
@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 1024])
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--activations", choices=ACTIVATIONS, default=BF16, help="as for `ktconvert run`")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", type=Path, help="where the temporary directory is created")
     options = parser.parse_args()
@@ -62,7 +63,10 @@ def main() -> None:
             models = [Path(folder) / f"{name}-{experts}.gguf" for experts in ("experts", "tiny")]
             for path in models:
                 write_model(path, name, experts=path == models[0])
-            layers = [KTExperts.load(models[0], layer, memory="copy", pool=pool) for layer in range(LAYERS)]
+            layers = [
+                KTExperts.load(models[0], layer, memory="copy", pool=pool, activations=options.activations)
+                for layer in range(LAYERS)
+            ]
             for tokens in options.tokens:
                 batch = mixtures.make_batch(Path(folder), SHAPE, tokens, "balanced").folder
                 inputs = [np.load(batch / f"{what}.npy") for what in ("hidden", "ids", "weights")]

@@ -65,15 +65,16 @@ def pools() -> list[Pool]:
 
 
 @pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("activations", ["bf16", "int8"])
 @pytest.mark.parametrize("name", (*FORMATS, "FP8_PERCHANNEL", "MXFP8", "NVFP4", "RAWINT4", "GPTQ_INT4"))
-def test_neither_threads_nor_the_batch_change_a_bit(name: str, pools: list[Pool]) -> None:
+def test_neither_threads_nor_the_batch_change_a_bit(name: str, activations: str, pools: list[Pool]) -> None:
     """Each expert has more than 32 tokens. Tokens are also computed alone and in a different order."""
     case = Case(name, hidden=256, width=256, experts=2, parts=2, tokens=41)
-    expected, order = case.run(pool=pools[0]), np.random.default_rng(1).permutation(41)
+    expected, order = case.run(pool=pools[0], activations=activations), np.random.default_rng(1).permutation(41)
     for pool in pools[1:]:
-        np.testing.assert_array_equal(case.run(pool=pool), expected)
+        np.testing.assert_array_equal(case.run(pool=pool, activations=activations), expected)
     for rows in (order, [0], [1], [40]):
-        np.testing.assert_array_equal(case.run(rows), expected[rows])
+        np.testing.assert_array_equal(case.run(rows, activations=activations), expected[rows])
 
 
 @pytest.mark.parametrize("name", FORMATS)

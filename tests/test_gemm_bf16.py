@@ -54,8 +54,17 @@ def sum_in_order(a: Any, weights: Any, columns: Iterable[int]) -> Any:
 
 
 def multiplication_form(isa: str, name: str) -> str:
-    """Return how an instruction set multiplies a format: BF16 in pairs or in tiles, or integers."""
+    """Return how an instruction set multiplies a format by default: BF16 in pairs or in tiles, or integers."""
     return "tiles" if isa == "amx" else "integers" if name in INTEGERS else "pairs"
+
+
+def round_to_int8(a: Any) -> tuple[Any, Any]:
+    """Return integers of 8 bits for each row and 32 activations, [m, k], and their units, [m, k/32]."""
+    a = flush_subnormals(a).astype(np.float32)
+    units = np.abs(a).reshape(len(a), -1, 32).max(axis=2) * np.float32(1 / 127)
+    units = np.where(units < 2.0**-126, 0, units)
+    reciprocals = np.divide(np.float32(1), units, where=units > 0, out=np.zeros_like(units))
+    return np.rint(a * np.repeat(reciprocals, 32, axis=1)).astype(np.float64), units.astype(np.float64)
 
 
 def integer_units(a: Any) -> Any:
@@ -76,7 +85,9 @@ def multiply_by_definition(name: str, activations: Any, weight: Weight, form: st
     k, in_tiles = a.shape[1], form == "tiles"
     step = min(128, SCALE_COLUMNS.get(name, 128)) if in_tiles else 32
     unit = integer_units(a)
-    if form == "integers":
+    if form == "int8":
+        a, unit = round_to_int8(a)
+    elif form == "integers":
         a = np.rint(flush_subnormals(a) / np.repeat(unit, 32, axis=1))
     total = np.zeros((len(a), len(weights)))
     for first in range(0, k, step):
@@ -85,9 +96,9 @@ def multiply_by_definition(name: str, activations: Any, weight: Weight, form: st
             for b in range(first, last, 32):
                 sums = (sum_in_order(a, weights, range(b + i, b + 32, 2)) for i in range(2))
                 group = flush_subnormals(group + flush_subnormals(sum(sums)))
-        elif form == "integers":
+        elif form in ("integers", "int8"):
             sums = a[:, first:last] @ weights[:, first:last].T
-            group = flush_subnormals(sums) * unit[:, first // 32, None]
+            group = flush_subnormals(flush_subnormals(sums) * unit[:, first // 32, None])
         else:
             group = sum_in_order(a, weights, (column for j in range(first, last, 2) for column in (j + 1, j)))
         total = flush_subnormals(scale[:, first // 32] * group + total)
@@ -99,8 +110,8 @@ def interleave(x: Any, y: Any) -> Any:
     return np.stack([z.reshape(len(z), -1, 128) for z in (x, y)], axis=2).reshape(len(x), -1)
 
 
-def multiply(name: str, activations: Any, weight: Weight) -> Any:
-    return gemm_bf16(name, activations, weight.codes, weight.scales, len(weight.numbers))
+def multiply(name: str, activations: Any, weight: Weight, int8: bool = False) -> Any:
+    return gemm_bf16(name, activations, weight.codes, weight.scales, len(weight.numbers), int8)
 
 
 def distance(x: Any, y: Any) -> float:
@@ -138,6 +149,19 @@ def test_sums_equal_the_definition(isa: str, name: str, n: int, k: int) -> None:
     for m in TOKENS if isa != "scalar" else (1, 13):
         np.testing.assert_array_equal(multiply(name, activations[:m], weight), all_tokens[:m])
         np.testing.assert_array_equal(multiply(name, activations[-m:], weight), all_tokens[-m:])
+
+
+@pytest.mark.parametrize(("name", "n", "k"), [case for case in CASES if case[0] in INTEGERS])
+def test_sums_with_activations_of_8_bits_equal_the_definition(isa: str, name: str, n: int, k: int) -> None:
+    """All instruction sets, with AMX too, give the same bits."""
+    weight, activations, expected = case(name, n, k, "int8")
+    assert 1e-4 < distance(expected, floats.from_bits(activations) @ weight.numbers.T) < 1e-2
+    for m in TOKENS if isa != "scalar" else (1, 13):
+        np.testing.assert_array_equal(multiply(name, activations[:m], weight, int8=True), expected[:m])
+    zeros = np.zeros_like(activations[:3])
+    zeros[1, 5] = 0x7F80
+    out = multiply(name, zeros, weight, int8=True)
+    assert not np.isfinite(out[1]).any() and not out[[0, 2]].any()
 
 
 @pytest.mark.parametrize("m", [1, 16, 19, 40])

@@ -37,6 +37,7 @@ from ktconvert.native_quant.runtime.methods import METHODS
 from ktconvert.native_quant.runtime.pool import Job, Pool, check_error, get_shared_pool
 
 BF16_BITS = "the bits of BF16 numbers"
+BF16, INT8 = ACTIVATIONS = "bf16", "int8"
 _warned: set[tuple[str, int, int]] = set()
 
 
@@ -82,12 +83,14 @@ class KTExperts:
         *,
         pool: Pool | None = None,
         exact: bool = False,
+        activations: str = BF16,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> None:
         if not isinstance(packed, weights.LayerWeights):
             raise ArgumentError("use KTExperts.load(path, layer), or KTExperts.from_bf16(gate, up, down)")
         require_one_of("exact", exact, (False, True))
+        require_one_of("activations", activations, ACTIVATIONS)
         kernels.isa()  # raises ValueError for a wrong KTCONVERT_ISA
         slicing = packed.slicing
         self.method = packed.method
@@ -99,6 +102,7 @@ class KTExperts:
         self.function = function
         self.pool = pool or get_shared_pool()
         self.exact = exact
+        self.activations = activations
         self.source: Path | None = None  # directory or file of the weights
         self.order = resolve_order(order, packed.experts)  # expert -> expert in the file
         missing = MissingExperts(packed, self.order)
@@ -131,6 +135,7 @@ class KTExperts:
         memory: str = "auto",
         pool: Pool | None = None,
         exact: bool = False,
+        activations: str = BF16,
         order: I64 | None = None,
         swiglu_limit: float = 0.0,
         swiglu_alpha: float = 0.0,
@@ -154,6 +159,8 @@ class KTExperts:
                     A checkpoint is always copied
         pool        threads that compute; None: one thread for each physical core that this process may use
         exact       whether to round as kt-kernel, bit for bit
+        activations "int8": activations that multiply integers of 4 to 6 bits (MXFP4, INT4 with groups, GGUF) are
+                    rounded to 8 bits in blocks of 32, which is faster; "bf16": they are not
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
                     constants of kt-kernel for files that do not record what the experts compute (make_function); if
@@ -194,7 +201,7 @@ class KTExperts:
                     f"the experts of layer {layer} {'have' if has else 'lack'} {name}, but must compute {computed}"
                 )
                 raise InputError(f"{path}: {problem}; convert the model again.")
-        loaded = cls(packed, pool=pool, exact=exact, order=order, function=computed)
+        loaded = cls(packed, pool=pool, exact=exact, activations=activations, order=order, function=computed)
         loaded.source = path.absolute()
         return loaded
 
@@ -211,6 +218,7 @@ class KTExperts:
         layer: int = 0,
         pool: Pool | None = None,
         exact: bool = False,
+        activations: str = BF16,
         order: I64 | None = None,
         function: ExpertFunction = PLAIN,
     ) -> KTExperts:
@@ -222,7 +230,7 @@ class KTExperts:
         method    method of the weights, such as "AMXINT8"
         parts     number of NUMA slices
         function  what the experts compute; by default down(silu(gate x) * up x)
-        layer     number of the layer, for messages; pool, exact, order: as for load
+        layer     number of the layer, for messages; pool, exact, activations, order: as for load
 
         Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
         that the method does not support.
@@ -231,7 +239,7 @@ class KTExperts:
         parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
         pool = pool or get_shared_pool()
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool, biases=biases)
-        return cls(packed, pool=pool, exact=exact, order=order, function=function)
+        return cls(packed, pool=pool, exact=exact, activations=activations, order=order, function=function)
 
     @property
     def nbytes(self) -> int:
@@ -309,7 +317,9 @@ class KTExperts:
         require_integer("the number of experts per token", topk, 1, lib.KTQ_MAX_TOPK)
         cast = ffi.cast
         inputs = cast("uint16_t *", hidden), cast("int64_t *", ids), cast("float *", weights), cast("uint8_t *", skip)
-        return ffi.new("ktq_call *", (self.exact, tokens, topk, *inputs, cast("uint16_t *", out)))
+        return ffi.new(
+            "ktq_call *", (self.exact, self.activations == INT8, tokens, topk, *inputs, cast("uint16_t *", out))
+        )
 
     def forward_call(self, call: Any) -> None:
         """Run a forward for a call of make_call(). Raises ValueError if these experts need a norm and it has none."""

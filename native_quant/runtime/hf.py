@@ -28,7 +28,7 @@ from ktconvert.native_quant._ktq import lib
 from ktconvert.native_quant.runtime import adapters, hf_non_experts, hot_experts
 from ktconvert.native_quant.runtime.arguments import require_integer, require_one_of, require_path
 from ktconvert.native_quant.runtime.converted_experts import MEMORY
-from ktconvert.native_quant.runtime.experts import KTExperts, open_experts
+from ktconvert.native_quant.runtime.experts import ACTIVATIONS, BF16, KTExperts, open_experts
 from ktconvert.native_quant.runtime.few_tokens import accelerate_linears
 from ktconvert.native_quant.runtime.hf_blocks import replace_blocks
 from ktconvert.native_quant.runtime.hf_modules import IMAGES, NORM, ExpertModule, RoutedExperts, find_experts
@@ -48,6 +48,7 @@ class KTConvertConfig(QuantizationConfigMixin):
     cpu_weights       converted weights, or a checkpoint whose experts are computed without conversion; None: the model
                       that is loaded
     exact             use kt-kernel's rounding, bit for bit
+    activations       as for KTExperts.load
     threads           number of threads for the experts; None: the physical cores that this process may use
     memory            "copy": a copy in memory; "map": the pages of the files; "auto": copy if it fits into memory
     gpu_experts_mask  experts that torch computes, on the GPU if there is one: a bool tensor [decoder layers, experts],
@@ -63,6 +64,7 @@ class KTConvertConfig(QuantizationConfigMixin):
         self,
         cpu_weights: str | os.PathLike[str] | None = None,
         exact: bool = False,
+        activations: str = BF16,
         threads: int | None = None,
         memory: str = "auto",
         gpu_experts: str | os.PathLike[str] | None = None,
@@ -72,13 +74,14 @@ class KTConvertConfig(QuantizationConfigMixin):
     ) -> None:
         require_one_of("quant_method", quant_method, (NAME, QUANT_METHOD))
         require_one_of("exact", exact, (False, True))
+        require_one_of("activations", activations, ACTIVATIONS)
         require_one_of("memory", memory, MEMORY)
         hot_experts.check_choice(gpu_experts_mask, num_gpu_experts)
         if gpu_experts is not None and gpu_experts_mask is None and num_gpu_experts is None:
             remedy = "select experts with gpu_experts_mask or num_gpu_experts"
             raise UsageError(f"gpu_experts is set, but no experts are selected; {remedy}")
         self.quant_method = quant_method  # type: ignore[assignment]
-        self.exact, self.memory = exact, memory
+        self.exact, self.activations, self.memory = exact, activations, memory
         # JSON values, since transformers writes configs as JSON.
         self.threads = None if threads is None else require_integer("threads", threads, 1, lib.KTQ_POOL_THREADS)
         self.cpu_weights = None if cpu_weights is None else require_path("cpu_weights", cpu_weights)
@@ -195,7 +198,8 @@ class KTConvertQuantizer(HfQuantizer):
                 f"{root}: has no experts of layer {layers}, but {model_class} has; convert all layers"
             )
         loaded: dict[int, KTExperts] = {}
-        options: Any = {"memory": settings.memory, "pool": get_shared_pool(settings.threads), "exact": settings.exact}
+        options: Any = {name: getattr(settings, name) for name in ("exact", "activations", "memory")}
+        options["pool"] = get_shared_pool(settings.threads)
         for module in modules:
             sizes: Any = {"num_experts": module.num_experts, "hidden": module.hidden}
             sizes |= {"intermediate": module.intermediate}
@@ -223,7 +227,7 @@ class KTConvertQuantizer(HfQuantizer):
 
 FIRST_ATTRIBUTE = "_some_experts"  # attribute of modules that contain converted experts (_make_first_attribute)
 # Settings of the computation that do not depend on the directory of the experts: fields of KTConvertConfig.
-OPTIONS = ("exact", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
+OPTIONS = ("exact", "activations", "threads", "memory", "gpu_experts", "gpu_experts_mask", "num_gpu_experts")
 
 
 @register_quantization_config(QUANT_METHOD)

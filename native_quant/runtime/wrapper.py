@@ -21,7 +21,7 @@ from ktconvert.native_quant import machine
 from ktconvert.native_quant.runtime import gpu_buffers, methods, weights
 from ktconvert.native_quant.runtime.arguments import describe, require_integer
 from ktconvert.native_quant.runtime.expert_source import CONSTANTS, Requirements
-from ktconvert.native_quant.runtime.experts import KTExperts, make_function
+from ktconvert.native_quant.runtime.experts import BF16, KTExperts, make_function
 from ktconvert.native_quant.runtime.layer_forwards import (
     CpuForward,
     ModelMember,
@@ -85,12 +85,13 @@ class KTMoEWrapper:
     forks ask not to load the experts of the GPU, as load_weights never does.
 
     Class attributes that kt-kernel does not have: `exact` = True rounds as kt-kernel, bit for bit; `strict` = True
-    rejects files with a different threadpool_count; `memory` is that of KTExperts.load.
+    rejects files with a different threadpool_count; `activations` and `memory` are those of KTExperts.load.
 
     Raises ArgumentError for invalid arguments, NotImplementedError for an unsupported method of kt-kernel.
     """
 
     exact: ClassVar[bool] = False
+    activations: ClassVar[str] = BF16
     strict: ClassVar[bool] = False
     memory: ClassVar[str] = "auto"
 
@@ -248,7 +249,7 @@ class KTMoEWrapper:
         order: Any = physical_to_logical_map
         if isinstance(order, torch.Tensor):
             order = np.asarray(order.cpu(), np.int64)
-        return {"pool": self._pool, "exact": self.exact, "order": order}
+        return {"pool": self._pool, "exact": self.exact, "activations": self.activations, "order": order}
 
     def _install(self, experts: KTExperts) -> None:
         layer = WrappedLayer(experts, self._member, self._mask)

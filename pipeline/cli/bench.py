@@ -13,6 +13,7 @@ from ktconvert.layouts.sources.config import find_experts_per_token
 from ktconvert.layouts.tensors import format_ranges
 from ktconvert.pipeline.cli import preconditions
 from ktconvert.pipeline.cli.command import command
+from ktconvert.pipeline.options.option_groups import BF16, INT8
 from ktconvert.pipeline.options.queries import BenchOptions
 from ktconvert.pipeline.report.progress import Reporter
 from ktconvert.pipeline.report.text import format_table, plural, size
@@ -36,7 +37,7 @@ def bench(options: BenchOptions) -> None:
     preconditions.check_plot(options.plot)
     preconditions.check_kernels("the command again")
     threads = preconditions.limit_optional_threads(options.threads, Reporter().note)
-    document = measure_layer(options.output, options.layer, options.tokens, threads)
+    document = measure_layer(options.output, options.layer, options.tokens, threads, options.activations)
     if options.plot is not None:
         plot_bench(options.plot, document)
     if options.as_json:
@@ -47,7 +48,9 @@ def bench(options: BenchOptions) -> None:
         click.echo(f"note: {note}")
 
 
-def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None) -> dict[str, Any]:
+def measure_layer(
+    path: Path, layer: int | None, tokens: tuple[int, ...], threads: int | None, activations: str = BF16
+) -> dict[str, Any]:
     """Measure a layer; return a JSON object with sizes in bytes and times in seconds."""
     from ktconvert.native_quant import kernels
     from ktconvert.native_quant.runtime import benchmark
@@ -65,7 +68,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
     layers = source.layers
     layer = layers[0] if layer is None else layer
     pool = get_shared_pool(threads)
-    with KTExperts.load(path, layer, pool=pool) as experts:
+    with KTExperts.load(path, layer, pool=pool, activations=activations) as experts:
         topk, topk_source = find_experts_per_token(config, experts.layer, experts.num_experts)
         by_streams = benchmark.read_bandwidth(pool.threads)
         memory = max(by_streams.values())
@@ -85,7 +88,7 @@ def measure_layer(path: Path, layer: int | None, tokens: tuple[int, ...], thread
             "layer": experts.layer,
             "layers": layers,
             "method": experts.method,
-            "activations": METHODS[experts.method].activations,
+            "activations": INT8 if activations == INT8 else METHODS[experts.method].activations,
             "weights": experts.packed.description,
             "numa": experts.parts,
             "experts": experts.num_experts,

@@ -29,7 +29,8 @@ from ktconvert.native_quant.runtime.required_packages import RUN_PACKAGES
 from ktconvert.native_quant.runtime.stored_tensors import find_stored_tensors
 from ktconvert.pipeline.models import pretrained
 from ktconvert.pipeline.models.adapter_loading import load_adapter
-from ktconvert.pipeline.options.model_options import INT8, STORED
+from ktconvert.pipeline.options.model_options import STORED
+from ktconvert.pipeline.options.option_groups import BF16, INT8
 from ktconvert.quantizers.reference import bf16_to_f32
 
 # extra -> packages that its commands need
@@ -68,6 +69,7 @@ class ModelChoice:
     cpu_weights       an output of `ktconvert cpu`, or a checkpoint; None: transformers computes the experts
     threads           number of threads; None for the physical cores that this process may use
     memory            memory of converted experts, as for KTExperts.load
+    activations       of converted experts, as for KTExperts.load
     non_experts       weights of the linears outside the experts: STORED or INT8
     adapter           directory of a LoRA adapter to compute with
     gpu_experts_mask  mask of the hot experts, which come from the model itself, as in KTConvertConfig
@@ -81,6 +83,7 @@ class ModelChoice:
     threads: int | None = None
     memory: str = "auto"
     non_experts: str = STORED
+    activations: str = BF16
     exact: bool = False
     gpu_experts_mask: Path | None = None
     num_gpu_experts: int | None = None
@@ -159,6 +162,7 @@ class ModelChoice:
         return KTConvertConfig(
             cpu_weights=self.cpu_weights.expanduser().absolute(),
             exact=self.exact,
+            activations=self.activations,
             memory=self.memory,
             threads=self.threads,
             gpu_experts=self.find_directory() if self.has_hot_experts else None,
@@ -195,7 +199,12 @@ def prepare_config(choice: ModelChoice) -> Any:
     if choice.is_converted:
         import ktconvert.native_quant.runtime.hf  # noqa: F401  # registers the quantization that config.json names
 
-        settings = {"exact": choice.exact, "threads": choice.threads, "memory": choice.memory}
+        settings = {
+            "exact": choice.exact,
+            "activations": choice.activations,
+            "threads": choice.threads,
+            "memory": choice.memory,
+        }
         config.quantization_config = {**model_quantization, **settings}
         return config
     if choice.cpu_weights is None:

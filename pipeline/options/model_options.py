@@ -17,8 +17,11 @@ from ktconvert.pipeline.options.declare import (
     tuning_option,
 )
 from ktconvert.pipeline.options.option_groups import (
+    ACTIVATIONS,
     AS_JSON,
+    BF16,
     DATASET,
+    INT8,
     MODEL,
     PLOT,
     PORT,
@@ -38,7 +41,7 @@ from ktconvert.pipeline.options.types import FilePath, FiniteFloat, Integer, Nam
 ADAPTER = Option("LoRA adapter for MODEL, from `train` or PEFT.", FilePath(), group=Group.ADAPTER)
 CPU_WEIGHTS = "Converted experts (or a checkpoint of MODEL) that the runtime computes."
 THREADS = "Number of threads for the experts and torch."
-STORED, INT8 = "stored", "int8"  # forms of the linears outside the experts
+STORED = "stored"  # linears outside the experts, as the checkpoint has them; or INT8
 
 
 class ModelOptions(Options):
@@ -61,6 +64,7 @@ class ModelOptions(Options):
         default=STORED,
         group=Group.EXPERTS,
     )
+    activations: str = declare(ACTIVATIONS, default=BF16)
     exact: bool = option("Round as kt-kernel does, bit for bit.", default=False, group=Group.ADVANCED)
     trust_remote_code: bool = option(TRUST_REMOTE_CODE, default=False, group=Group.ADVANCED)
 

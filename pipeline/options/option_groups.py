@@ -43,6 +43,12 @@ MODEL = "Directory or hub id (org/name)."
 PLOT = Option("Also draw the results into FILE.png, .svg or .pdf.", OutputPath(), group=Group.REPORTING)
 PORT = Option("Port to listen on.", Integer(1, 65535))
 THREADS = "Number of threads."
+BF16, INT8 = "bf16", "int8"
+ACTIVATIONS = Option(
+    "Activations of experts in GGUF, MXFP4 or INT4 with groups: bf16, or int8 (faster, error of 1 %).",
+    click.Choice([BF16, INT8]),
+    group=Group.EXPERTS,
+)
 THREADS_ALIASES = ("--cpuinfer-threads",)
 TRUST_REMOTE_CODE = "Let transformers run Python code that comes with the model."
 

@@ -12,7 +12,9 @@ from ktconvert.native_quant import machine
 from ktconvert.pipeline.options.conversion_options import choice
 from ktconvert.pipeline.options.declare import REQUIRED, Effect, Group, Option, Options, declare, option, record
 from ktconvert.pipeline.options.option_groups import (
+    ACTIVATIONS,
     AS_JSON,
+    BF16,
     CHECKPOINT,
     PLOT,
     PORT,
@@ -51,6 +53,7 @@ class BenchOptions(Options):
     threads: int | None = option(
         THREADS, Integer(min=1), unset="physical cores", group=Group.RESOURCES, aliases=THREADS_ALIASES
     )
+    activations: str = declare(ACTIVATIONS, default=BF16)
     as_json: bool = declare(AS_JSON, default=False)
     plot: Path | None = declare(PLOT)
 

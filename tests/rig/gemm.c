@@ -103,7 +103,7 @@ double time_gemm(const kt_kernels *kernels, int bits, int64_t m, int64_t tiled_f
 }
 
 /* gemm for BF16 arithmetic: a is BF16, c float32. scales: NULL for BF16. */
-int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64_t k, const uint16_t *a,
+int gemm_bf16(const kt_kernels *kernels, int number, int int8, int64_t m, int64_t n, int64_t k, const uint16_t *a,
               const void *codes, const void *scales, float *c) {
     const kt_format *format = kt_get_format(number);
     int64_t panels = n / KT_PANEL_ROWS;
@@ -117,7 +117,7 @@ int gemm_bf16(const kt_kernels *kernels, int number, int64_t m, int64_t n, int64
         kt_fp_state state = kt_enter_forward();
         for (int64_t s = 0; s < panels; s++) panel[s] = kt_get_bf16_panel(format, codes, scales, k, s);
         (format->integers ? kernels->gemm_int16 : kernels->gemm_bf16)(
-            &(kt_bf16_gemm){m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
+            &(kt_bf16_gemm){int8, m, k, a, k, panels, panel, sums, kernels, out, m * KT_PANEL_ROWS, scratch});
         for (int64_t t = 0; t < m; t++)
             for (int64_t r = 0; r < n; r++) c[t * n + r] = out[(r / 32 * m + t) * 32 + r % 32];
         kt_leave(state);

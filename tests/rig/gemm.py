@@ -97,15 +97,18 @@ def time_gemm(bits: int, activations: I8, weights: U8, n: int, *, tiled_for: int
     return seconds
 
 
-def gemm_bf16(name: str, activations: npt.NDArray[np.uint16], codes: U8, scales: U8, n: int) -> npt.NDArray[np.float32]:
+def gemm_bf16(
+    name: str, activations: npt.NDArray[np.uint16], codes: U8, scales: U8, n: int, int8: bool = False
+) -> npt.NDArray[np.float32]:
     """Return sums of products of BF16 [m, k] with a weight [n, k] in a format of BF16 arithmetic: float32 [m, n].
 
     The weight is given as the bytes of its codes and scales. Subnormals count as 0. Equations: numerics.md, 5b.
+    int8: integers below 8 bits are multiplied with activations of 8 bits.
     """
     m, k = activations.shape
     number, bits, scale_bytes = FORMATS[name]
     assert codes.shape == (n * k * bits // 8,) and scales.shape == (scale_bytes(n, k),)
     rows, out = np.ascontiguousarray(activations), np.empty((m, n), np.float32)
     weight = _address(codes), _address(scales) if scales.size else None
-    raise_error(_load_c().gemm_bf16(_kernels(), number, *_sizes(m, n, k), _address(rows), *weight, _address(out)))
+    raise_error(_load_c().gemm_bf16(_kernels(), number, int8, *_sizes(m, n, k), _address(rows), *weight, _address(out)))
     return out

@@ -52,7 +52,7 @@ typedef struct {
 typedef void kt_int16_block_fn(const kt_int16_block *work);
 
 typedef struct {
-    int64_t tokens;       /* most tokens of a block */
+    int64_t tokens[2];    /* most tokens of a block: of codes without and with factors */
     int64_t unit_columns; /* columns of a panel that are read at a time, for codes of up to 5 bits */
     kt_int16_convert_fn *convert;
     /* [tokens - 1] of codes that are signed nibbles, unsigned ones, ones with values, and of 5, 6 and 8 bits */

@@ -49,7 +49,7 @@ static kt_int16_block_fn *const *choose_blocks(const kt_bf16_panel *panel, const
 static void multiply_unit(const kt_bf16_gemm *job, const kt_int16_few *few, space *scratch, int64_t s, int64_t first,
                           kt_int16_block work) {
     const kt_bf16_panel *panel = &job->panel[s];
-    const int64_t blocks = (job->m + few->tokens - 1) / few->tokens;
+    const int64_t most = few->tokens[panel->integers->has_factors], blocks = (job->m + most - 1) / most;
     const kt_int16_columns *a = work.a;
     fetch_scales(job, s + 2, first, work.columns);
     panel->scale(job->kernels, panel, first, work.columns, scratch->scale);

@@ -1,7 +1,7 @@
 /* Products of integers with few tokens (gemm_int16.h): vectors of the codes of LANES rows, decoded in registers. A file
  * that includes this after gemm_int16_template.h must define
  *
- *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block; X(1) .. X(FEW_BLOCK)
+ *     FEW_BLOCK, FEW_BLOCKS(X)    the most tokens of a block with two sums for each row; X(1) .. X(FEW_BLOCK)
  *     FEW_AHEAD                   bytes between a code that is multiplied and one that is prefetched
  *     FEW_UNIT                    columns of a unit with codes of up to 5 bits, at most KT_CHUNK_COLUMNS
  *     FEW(bits)                   the most tokens that are few, for codes of so many bits
@@ -138,9 +138,9 @@ INLINE void few_block(int planes, int bits, int kind, int tokens, const kt_int16
 #define DEFINE_BLOCKS(NAME)                                                                                            \
     FEW_BLOCKS(DEFINE_##NAME)                                                                                          \
     static kt_int16_block_fn *const NAME[FEW_BLOCK] = {FEW_BLOCKS(ADDRESS_##NAME)};
-#define DEFINE_INT8_BLOCKS(NAME)                                                                                       \
-    BLOCKS(DEFINE_int8_##NAME)                                                                                         \
-    static kt_int16_block_fn *const int8_##NAME[BLOCK] = {BLOCKS(ADDRESS_int8_##NAME)};
+#define DEFINE_LARGER_BLOCKS(NAME)                                                                                     \
+    BLOCKS(DEFINE_##NAME)                                                                                              \
+    static kt_int16_block_fn *const NAME[BLOCK] = {BLOCKS(ADDRESS_##NAME)};
 #define DEFINE_BLOCK(NAME, N, PLANES, BITS, KIND)                                                                      \
     TARGET static void NAME##_##N(const kt_int16_block *work) {                                                        \
         few_block(PLANES, BITS, KIND, N, work);                                                                        \
@@ -173,11 +173,11 @@ DEFINE_BLOCKS(values_4)
 DEFINE_BLOCKS(bits_5)
 DEFINE_BLOCKS(bits_6)
 DEFINE_BLOCKS(bits_8)
-DEFINE_INT8_BLOCKS(signed_4)
-DEFINE_INT8_BLOCKS(unsigned_4)
-DEFINE_INT8_BLOCKS(values_4)
-DEFINE_INT8_BLOCKS(bits_5)
-DEFINE_INT8_BLOCKS(bits_6)
+DEFINE_LARGER_BLOCKS(int8_signed_4)
+DEFINE_LARGER_BLOCKS(int8_unsigned_4)
+DEFINE_LARGER_BLOCKS(int8_values_4)
+DEFINE_LARGER_BLOCKS(int8_bits_5)
+DEFINE_BLOCKS(int8_bits_6)
 
 /* The bytes of kt_int16_columns. */
 INLINE ints split(ints x) {
@@ -228,9 +228,13 @@ TARGET static void convert_int8(const kt_bf16_panel *panel, const uint16_t *a, i
     }
 }
 
-static const kt_int16_few few = {FEW_BLOCK, FEW_UNIT, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8};
-static const kt_int16_few int8 = {BLOCK,       FEW_UNIT,    convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4,
-                                  int8_bits_5, int8_bits_6, NULL};
+static const kt_int16_few few = {
+    {FEW_BLOCK, FEW_BLOCK}, FEW_UNIT, convert, signed_4, unsigned_4, values_4, bits_5, bits_6, bits_8,
+};
+static const kt_int16_few int8 = {
+    {BLOCK, FEW_BLOCK}, FEW_UNIT, convert_int8, int8_signed_4, int8_unsigned_4, int8_values_4, int8_bits_5, int8_bits_6,
+    NULL,
+};
 
 void KERNEL_OF(gemm_int16)(const kt_bf16_gemm *job) {
     if (kt_has_int8(job)) kt_multiply_few_integers(job, &int8);
