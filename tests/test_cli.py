@@ -116,16 +116,6 @@ def test_version_and_help_print_versions_and_commands(cli: Any) -> None:
         assert "Examples:" in cli(command, "--help").stdout, command
 
 
-def test_help_is_found_where_people_look_for_it(cli: Any) -> None:
-    usage, of_cpu = cli("--help").stdout, cli("cpu", "--help").stdout
-    bare = cli(code=2)
-    assert (bare.stdout, bare.stderr) == ("", usage)
-    for words, text in ((["help"], usage), (["--help-all"], usage), (["help", "cpu"], of_cpu)):
-        assert cli(*words).stdout == text
-    assert cli("--help-all", "cpu").stdout == cli("cpu", "--help-all").stdout
-    assert "nosuch" in cli("help", "nosuch", code=2).stderr
-
-
 def test_hub_id_resolves_to_the_local_cache(tmp_path: Path, cli: Any, example: Path) -> None:
     repo, commit = tmp_path / "hub" / "models--org--tiny", "0123456789abcdef0123456789abcdef01234567"
     shutil.copytree(example, repo / "snapshots" / commit)

@@ -30,15 +30,10 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def fit(hub: Hub, tmp_path: Path, name: str, *options: str) -> Any:
-    """Run `ktconvert fit` for a machine."""
-    return run(hub, tmp_path, "fit", name, *MACHINE, *options)
-
-
-def run(hub: Hub, tmp_path: Path, *arguments: str) -> Any:
-    """Run ktconvert with this hub and caches of its own."""
+    """Run `ktconvert fit` with this hub and caches of its own."""
     env = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "hub"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     env |= {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
-    return conversion.ktconvert(*arguments, env=env)
+    return conversion.ktconvert("fit", name, *MACHINE, *options, env=env)
 
 
 def headers_folder(tmp_path: Path, name: str) -> Path:
@@ -90,18 +85,6 @@ def test_weights_are_not_read_and_headers_only_once(hub, tmp_path):
     fit(hub, tmp_path, "org/small")
     assert hub.sent == sent > 0
     assert [*folder.glob(".*")] == []
-
-
-def test_inspect_reads_only_headers_of_a_model_of_the_hub(hub, tmp_path):
-    folder = str(tmp_path / "models" / "small")
-    local = read_document(run(hub, tmp_path, "inspect", folder, "--json"))
-    assert not hub.requests
-    remote = read_document(run(hub, tmp_path, "inspect", "org/small", "--json"))
-    assert remote == json.loads(json.dumps(local).replace(folder, "org/small"))
-    sent = hub.sent
-    measured = read_document(run(hub, tmp_path, "inspect", "org/small", "--columns", "--json"))
-    assert measured["columns"] and hub.sent > sent
-    assert all(span for method, path, span in hub.requests if method == "GET" and path.endswith(".safetensors"))
 
 
 def test_headers_longer_than_the_first_request_are_read_to_their_end(hub, tmp_path):

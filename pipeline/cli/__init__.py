@@ -72,13 +72,12 @@ Examples:
   ktconvert verify OUT --against MODEL
 """
 
-# Words before a command -> the command's option
-HELP_WORDS = {"help": "--help", "--help-all": "--help-all"}
 # Words that people try for a command -> what they mean
 OTHER_WORDS = {
     **dict.fromkeys(("convert", "quantize", "quantise"), "'cpu' or 'gpu'"),
     **dict.fromkeys(("list", "ls"), "'models'"),
     **dict.fromkeys(("chat", "generate"), "'run'"),
+    "help": "--help",
     "download": "'fetch'",
 }
 
@@ -111,12 +110,6 @@ class LazyGroup(click.Group):
 
         names = [CompletionItem(name, help=text) for name, text in COMMANDS.items() if name.startswith(incomplete)]
         return [*names, *click.Command.shell_complete(self, ctx, incomplete)]
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Understand `help [COMMAND]`, as git does, and `--help-all [COMMAND]`."""
-        if args and args[0] in HELP_WORDS:
-            args = [*args[1:], HELP_WORDS[args[0]]] if args[1:] else ["--help"]
-        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -205,9 +198,6 @@ def main() -> None:
             group.invoke(context)
     except click.exceptions.Exit as error:
         sys.exit(error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        sys.exit(2)
     except click.ClickException as error:
         _fail(_describe_usage(error), 2)
     except KeyboardInterrupt:

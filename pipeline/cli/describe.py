@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import statistics
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +70,7 @@ def describe_path(
 def _describe_checkpoint(name: str, revision: str | None, arch_file: str | None, *, columns: bool) -> dict[str, Any]:
     """Describe a checkpoint from its headers, and list the outputs that can be made from it."""
     rows: Sequence[Arch] = ARCHS if arch_file is None else (parse_arch(arch_file), *ARCHS)
-    with open_checkpoint(name, revision, stream=Path(tempfile.gettempdir())) as source:
+    with open_checkpoint(name, revision) as source:
         document: dict[str, Any] = {"kind": "checkpoint", "path": name, **_describe_files(source)}
         document |= dequantize_output(source, name)
         try:

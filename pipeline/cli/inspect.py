@@ -25,9 +25,9 @@ from ktconvert.quantizers import equalizing
 def inspect(options: InspectOptions) -> None:
     """Describe a checkpoint, an output or an unfinished conversion, and list the possible conversions.
 
-    Only headers are read, also of a model of the hub. But --columns reads weights, and an AMXINT4 output without
-    ktconvert's manifest is searched for codes of -8, which kt-kernel misreads. The exit code is 3 if no command can
-    convert a checkpoint.
+    Only headers are read, with two exceptions: --columns reads weights, and an AMXINT4 output without ktconvert's
+    manifest is searched for codes of -8, which kt-kernel misreads. The exit code is 3 if no command can convert a
+    checkpoint.
 
     Examples:
       ktconvert inspect Qwen/Qwen3-30B-A3B    possible outputs, and the commands
