@@ -56,7 +56,7 @@ class KTConvertError(Exception):
         return other
 
 
-class MissingPackageError(KTConvertError, ImportError):
+class MissingPackageError(KTConvertError, ImportError):  # type: ignore[misc]  # both have a `path`
     """An optional package that is not installed; the message has the command that installs it."""
 
 
@@ -64,7 +64,7 @@ class UsageError(KTConvertError, exit_code=2):
     """Options that cannot be understood or do not go together."""
 
 
-class ArgumentError(UsageError, ValueError):
+class ArgumentError(UsageError, ValueError, exit_code=2):
     """An argument of a Python call that has the wrong type, dtype, shape or value."""
 
 

@@ -158,8 +158,8 @@ class KTMoEWrapper:
 
     def __repr__(self) -> str:
         """Return path, method and sizes."""
-        names = ("layer_idx", "method", "weight_path", "num_experts", "num_experts_per_tok")
-        names += ("hidden_size", "moe_intermediate_size", "threadpool_count")
+        sizes = ("num_experts", "num_experts_per_tok", "hidden_size", "moe_intermediate_size", "threadpool_count")
+        names = ("layer_idx", "method", "weight_path", *sizes)
         state = "" if self.moe else ", no weights loaded"
         return f"KTMoEWrapper({', '.join(f'{name}={getattr(self, name)!r}' for name in names)}{state})"
 
