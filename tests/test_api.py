@@ -146,8 +146,7 @@ def test_mypy_rejects_wrong_names_and_words(tmp_path: Path) -> None:
 
 
 def test_docstring_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, example: Path) -> None:
-    """The bundled model is linked as `model`."""
-    (tmp_path / "model").symlink_to(example)
+    (tmp_path / "examples").symlink_to(example.parent)
     monkeypatch.chdir(tmp_path)
     failed, tried = doctest.testmod(ktconvert, optionflags=doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL)
     assert failed == 0 and tried > 10

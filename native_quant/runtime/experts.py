@@ -129,6 +129,7 @@ class KTExperts:
         parts: int | None = None,
         strict: bool = False,
         memory: str = "auto",
+        threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
@@ -152,16 +153,18 @@ class KTExperts:
                     "map": the files' pages, shared between processes, on arbitrary nodes, 8 to 12 % slower
                     "auto": copy if all layers, without skipped experts, fit into the available memory, else map
                     A checkpoint is always copied
-        pool        threads that compute; None: one thread for each physical core that this process may use
+        threads     number of threads that compute; None: the physical cores that this process may use. Layers with the
+                    same number share them
+        pool        these threads, for our own classes
         exact       whether to round as kt-kernel, bit for bit
         order       int64 [E]: expert p computes with the file's expert order[p]
         swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta
-                    constants of kt-kernel for files that do not record what the experts compute (make_function); if
-                    they record it, each constant must agree or be 0
+                    constants of kt-kernel for files that do not record what the experts compute; if they
+                    record it, each constant must agree or be 0
         transposed  whether gradients use the files of `cpu --save-backward-weights`; None: only if they exist. A
                     checkpoint has no such files, and gradients use its weights
-        skip        [E]: experts that are not loaded, as something else computes them. Each is loaded when a forward
-                    first needs it, or by load_missing, and then stays loaded
+        skip        bool [E]: experts that are not loaded, as something else computes them. Each is loaded when a
+                    forward first needs it, and then stays loaded
         Raises ArgumentError for an invalid argument; UnsupportedError, InputError or VerificationError with a message
         that names the file and the remedy.
         """
@@ -176,7 +179,7 @@ class KTExperts:
         ):
             if size is not None:
                 require_integer(name, size, 1)
-        pool = pool or get_shared_pool()
+        pool = _choose_pool(pool, threads)
         function = make_function(swiglu_limit, swiglu_alpha, situ_beta, situ_linear_beta)
         sizes = method, num_experts, hidden, intermediate, parts
         required = Requirements(*sizes, memory, function, transposed, skip, order)
@@ -209,6 +212,7 @@ class KTExperts:
         method: str = "AMXINT4",
         parts: int = 1,
         layer: int = 0,
+        threads: int | None = None,
         pool: Pool | None = None,
         exact: bool = False,
         order: I64 | None = None,
@@ -222,14 +226,16 @@ class KTExperts:
         method    method of the weights, such as "AMXINT8"
         parts     number of NUMA slices
         function  what the experts compute; by default down(silu(gate x) * up x)
-        layer     number of the layer, for messages; pool, exact, order: as for load
+        layer     number of the layer, for messages
+        threads, exact, order, pool
+                  as for load
 
         Raises ArgumentError for invalid arguments, NonFinite (a ValueError) for Inf or NaN, UnsupportedError for sizes
         that the method does not support.
         """
         require_one_of("method", method, METHODS)
         parts, layer = require_integer("parts", parts, 1), require_integer("layer", layer, 0)
-        pool = pool or get_shared_pool()
+        pool = _choose_pool(pool, threads)
         packed = weights.pack(gate, up, down, METHODS[method], layer, parts, pool, biases=biases)
         return cls(packed, pool=pool, exact=exact, order=order, function=function)
 
@@ -499,6 +505,13 @@ def _address_table(packed: weights.LayerWeights, order: list[int], transposed: b
             if not transposed and (bias := packed.biases.get(numa_slice)) is not None:
                 setattr(row, f"{projection}_bias", ffi.cast("float *", bias.__array_interface__["data"][0]))
     return rows
+
+
+def _choose_pool(pool: Pool | None, threads: int | None) -> Pool:
+    """Return the pool, or by default the shared one with this number of threads. Raises ArgumentError."""
+    if threads is not None:
+        require_integer("threads", threads, 1, lib.KTQ_POOL_THREADS)
+    return pool or get_shared_pool(threads)
 
 
 def make_function(
